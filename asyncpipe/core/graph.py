@@ -1,0 +1,146 @@
+"""The task graph: every forward, recompute, backward and copy of one step, and what each waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from asyncpipe.core.schedule import Shape
+from asyncpipe.core.task import Lane, Task, TaskKind
+
+__all__ = ["Edge", "Reason", "TaskGraph", "critical_path", "to_dict", "to_dot"]
+
+
+class Reason(StrEnum):
+    """Why a task waits for another."""
+
+    DATA = "data"
+    """It reads what the other computed."""
+    ORDER = "order"
+    """The schedule runs the other first on this device."""
+    RECOMPUTE = "recompute"
+    """It needs the activations that the other recomputes."""
+    COPY = "copy"
+    """It reads what the other brought to its device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """``task`` runs after ``dependency`` (both numbers of tasks), for ``reason``."""
+
+    dependency: int
+    task: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskGraph:
+    """What ``lower`` makes of a schedule: immutable, and shared by every step of its shape.
+
+    Tasks are numbered by clock cycle with copies first, so a number is a priority and every dependency has
+    a lower number than its dependents. Dependents are split by where they run, because the two are released
+    at different moments: a *local* dependent (same device) as soon as this task is handed to the device, a
+    *remote* one when it is issued.
+    """
+
+    schedule: str
+    shape: Shape
+    devices: tuple[str, ...]
+    placement: tuple[int, ...]
+    training: bool
+    tasks: tuple[Task, ...]
+    dependencies: tuple[tuple[int, ...], ...]
+    local_dependents: tuple[tuple[int, ...], ...]
+    remote_dependents: tuple[tuple[int, ...], ...]
+    lanes: tuple[Lane, ...]
+    lane_of: tuple[int, ...]
+    """The position in ``lanes`` of each task's lane."""
+
+    def edges(self) -> Iterator[Edge]:
+        """Every dependency, by dependent."""
+        for task, dependencies in zip(self.tasks, self.dependencies, strict=True):
+            for dependency in dependencies:
+                yield Edge(dependency, task.number, _reason(self.tasks[dependency], task))
+
+    def find(self, kind: TaskKind, microbatch: int, stage: int, source: int | None = None) -> Task:
+        """The task with this identity; raises ``KeyError`` if the graph has none."""
+        for task in self.tasks:
+            if (task.kind, task.microbatch, task.stage, task.source) == (kind, microbatch, stage, source):
+                return task
+        raise KeyError(f"no {kind.value} task for micro-batch {microbatch} at stage {stage}")
+
+
+def _reason(dependency: Task, task: Task) -> Reason:
+    """Why ``task`` waits for ``dependency``: what the two are says it, so no edge has to store it."""
+    if dependency.kind is TaskKind.COPY:
+        return Reason.COPY
+    if dependency.kind is TaskKind.RECOMPUTE:
+        return Reason.RECOMPUTE
+    if task.kind is TaskKind.COPY:
+        return Reason.DATA
+    same_microbatch = dependency.microbatch == task.microbatch
+    if same_microbatch and dependency.kind is task.kind:
+        return Reason.DATA
+    if same_microbatch and dependency.stage == task.stage and task.kind is TaskKind.BACKWARD:
+        return Reason.DATA
+    return Reason.ORDER
+
+
+def critical_path(graph: TaskGraph, duration: Callable[[Task], float]) -> float:
+    """The length of the longest chain of dependent tasks, in the unit of ``duration``.
+
+    Order edges count, so no run of this graph, however fast its scheduler, takes less time.
+    """
+    finish = [0.0] * len(graph.tasks)
+    for task in graph.tasks:
+        start = max((finish[dependency] for dependency in graph.dependencies[task.number]), default=0.0)
+        finish[task.number] = start + duration(task)
+    return max(finish, default=0.0)
+
+
+def to_dict(graph: TaskGraph) -> dict[str, list[dict[str, Any]]]:
+    """The graph as plain data: ``{"tasks": [...], "edges": [...]}``, ready for ``json.dumps``."""
+    return {
+        "tasks": [_task_row(task) for task in graph.tasks],
+        "edges": [
+            {"from": graph.tasks[e.dependency].id, "to": graph.tasks[e.task].id, "reason": e.reason.value}
+            for e in graph.edges()
+        ],
+    }
+
+
+def _task_row(task: Task) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "id": task.id,
+        "kind": task.kind.value,
+        "microbatch": task.microbatch,
+        "stage": task.stage,
+        "device": task.lane.device,
+        "lane": str(task.lane),
+        "cycle": task.cycle,
+    }
+    if task.source is not None:
+        row |= {"src": task.source, "dst": task.stage}
+    return row
+
+
+_DOT_COLOURS = {"F": "#7fb3d5", "R": "#f7dc6f", "B": "#82c99b", "C": "#d5d8dc"}
+_DOT_STYLES = {Reason.DATA: "solid", Reason.COPY: "solid", Reason.RECOMPUTE: "bold", Reason.ORDER: "dashed"}
+
+
+def to_dot(graph: TaskGraph) -> str:
+    """The graph in Graphviz's language: one cluster a device, dashed order edges."""
+    lines = ["digraph step {", "  rankdir=LR;", '  node [shape=box, style=filled, fontname="sans-serif"];']
+    for number, device in enumerate(graph.devices):
+        tasks = [task for task in graph.tasks if task.lane.device == device]
+        lines += [f"  subgraph cluster_{number} {{", f'    label="{device}";', *_dot_nodes(tasks), "  }"]
+    for edge in graph.edges():
+        ends = f'"{graph.tasks[edge.dependency].id}" -> "{graph.tasks[edge.task].id}"'
+        lines.append(f'  {ends} [style={_DOT_STYLES[edge.reason]}, tooltip="{edge.reason.value}"];')
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _dot_nodes(tasks: Sequence[Task]) -> list[str]:
+    return [f'    "{task.id}" [fillcolor="{_DOT_COLOURS.get(task.kind.value, "#ffffff")}"];' for task in tasks]

@@ -1,0 +1,302 @@
+"""Lowering: a schedule's ordered actions become a task graph.
+
+Per device, the actions form a chain of order edges. Across stages, the output of a forward and the gradient
+of a backward travel by data edges, through a copy task wherever two neighbouring stages sit on different
+devices. A recomputed micro-batch gets R(i,j) after the action before B(i,j), so that it overlaps the copy of
+the gradient that B(i,j) waits for::
+
+    stage j-1     F(i,j-1) ──C──┐                           ┌──C──▶ B(i,j-1)
+                                ▼                           │
+    stage j       F(i-1,j) ──▶ F(i,j)  …  B(i+1,j) ──▶ R(i,j) ──▶ B(i,j)
+                                │            └──────────────────────▲ ▲
+    stage j+1                   └──C──▶ F(i,j+1)  …     B(i,j+1) ──C──┘
+
+With GPipe this is Figure 2 of the torchgpipe paper (arXiv 2004.09910).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+
+from asyncpipe.core.graph import TaskGraph
+from asyncpipe.core.schedule import Action, Schedule, Shape
+from asyncpipe.core.task import Lane, Queue, Task, TaskKind
+from asyncpipe.errors import OptionError, ScheduleError
+
+__all__ = ["CheckpointMode", "lower"]
+
+_F, _R, _B, _C = TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.COPY
+_COMPUTE, _COPY_IN, _GRAD_IN = range(len(Queue))
+
+
+class CheckpointMode(StrEnum):
+    """Which micro-batches drop their activations after the forward and recompute them before the backward."""
+
+    ALWAYS = "always"
+    EXCEPT_LAST = "except_last"
+    NEVER = "never"
+
+    @classmethod
+    def parse(cls, value: str) -> CheckpointMode:
+        """The mode called ``value``; raises ``OptionError`` that lists the modes."""
+        try:
+            return cls(value)
+        except ValueError:
+            allowed = ", ".join(repr(mode.value) for mode in cls)
+            raise OptionError(f"checkpoint must be one of {allowed}, got {value!r}") from None
+
+    def recomputes(self, microbatch: int, microbatches: int) -> bool:
+        """Whether ``microbatch`` of ``microbatches`` (the real number, counted after scattering) is recomputed."""
+        if self is CheckpointMode.EXCEPT_LAST:
+            return microbatch < microbatches - 1
+        return self is CheckpointMode.ALWAYS
+
+
+def lower(
+    schedule: Schedule,
+    shape: Shape,
+    *,
+    devices: Sequence[str] | None = None,
+    checkpoint: CheckpointMode = CheckpointMode.NEVER,
+    training: bool = True,
+) -> TaskGraph:
+    """The task graph of one step: copies, recomputes and order edges added, complete and free of deadlock.
+
+    ``devices`` are the names of ``shape.devices`` logical devices (``dev:0`` … by default). Without
+    ``training`` only the forwards remain. Time and memory are linear in the number of tasks. Raises
+    ``ScheduleError`` naming the device and the action where the schedule has a missing, duplicate, foreign or
+    misplaced action, or a deadlock.
+    """
+    schedule.check(shape)
+    names = tuple(devices) if devices is not None else tuple(f"dev:{r}" for r in range(shape.devices))
+    placement = _checked_placement(schedule, shape, names)
+    with _collector_paused():
+        return _lowered(schedule, shape, names, placement, checkpoint, training)
+
+
+def _lowered(
+    schedule: Schedule,
+    shape: Shape,
+    names: tuple[str, ...],
+    placement: tuple[int, ...],
+    checkpoint: CheckpointMode,
+    training: bool,
+) -> TaskGraph:
+    orders = [_checked_order(schedule, shape, placement, device) for device in range(shape.devices)]
+    if not training:
+        orders = [[action for action in order if action.kind is _F] for order in orders]
+    builder = _Builder(schedule.name, shape, placement, checkpoint, training)
+    builder.add_actions(orders)
+    builder.add_transfers()
+    return builder.build(names)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No cycle collection meanwhile: a large graph is a million containers and no cycle, and scanning them
+    again and again costs half of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _checked_placement(schedule: Schedule, shape: Shape, names: tuple[str, ...]) -> tuple[int, ...]:
+    placement = tuple(schedule.placement(shape))
+    if len(placement) != shape.stages or not all(0 <= device < shape.devices for device in placement):
+        raise ScheduleError(
+            f"schedule {schedule.name!r} places {shape.stages} stages on devices {list(placement)}; give one device "
+            f"index below {shape.devices} for each stage"
+        )
+    if len(set(names)) != shape.devices:
+        raise ScheduleError(f"got the device names {list(names)}, expected {shape.devices} different ones")
+    return placement
+
+
+def _checked_order(schedule: Schedule, shape: Shape, placement: tuple[int, ...], device: int) -> list[Action]:
+    """The actions of ``device``, each exactly once, each forward before its backward."""
+    order = list(schedule.order(device, shape))
+    where = f"schedule {schedule.name!r}, device {device}"
+    seen: set[Action] = set()
+    for action in order:
+        kind, i, j = action
+        if kind not in (_F, _B) or not (0 <= i < shape.microbatches and 0 <= j < shape.stages):
+            raise ScheduleError(
+                f"{where}: {action} is not an action of {shape.microbatches} micro-batches and "
+                f"{shape.stages} stages; actions are F and B with indices from 0"
+            )
+        if placement[j] != device:
+            raise ScheduleError(f"{where}: {action} belongs to device {placement[j]}, where stage {j} is placed")
+        if action in seen:
+            raise ScheduleError(f"{where}: {action} is there twice; each action must be there once")
+        if kind is _B and Action(_F, i, j) not in seen:
+            raise ScheduleError(f"{where}: {action} comes before {Action(_F, i, j)} and would wait for ever")
+        seen.add(action)
+    for j in (j for j in range(shape.stages) if placement[j] == device):
+        for i in range(shape.microbatches):
+            for kind in (_F, _B):
+                if (kind, i, j) not in seen:
+                    raise ScheduleError(f"{where}: {Action(kind, i, j)} is missing")
+    return order
+
+
+class _Builder:
+    """Collects tasks and edges in arrays, then numbers them by clock cycle."""
+
+    def __init__(
+        self, name: str, shape: Shape, placement: tuple[int, ...], checkpoint: CheckpointMode, training: bool
+    ) -> None:
+        self._name = name
+        self._shape = shape
+        self._placement = placement
+        self._training = training
+        m = shape.microbatches
+        self._recomputed = [training and checkpoint.recomputes(i, m) for i in range(m)]
+        self._keys: list[tuple[TaskKind, int, int, int | None]] = []
+        self._dependencies: list[list[int]] = []
+        self._forward = [[-1] * m for _ in range(shape.stages)]
+        self._backward = [[-1] * m for _ in range(shape.stages)]
+
+    def _add(self, kind: TaskKind, i: int, j: int, dependencies: list[int], source: int | None = None) -> int:
+        self._keys.append((kind, i, j, source))
+        self._dependencies.append(dependencies)
+        return len(self._keys) - 1
+
+    def add_actions(self, orders: Iterable[Iterable[Action]]) -> None:
+        """F, R and B tasks with the order edges of each device's chain."""
+        for order in orders:
+            before: list[int] = []
+            for kind, i, j in order:
+                if kind is _F:
+                    last = self._forward[j][i] = self._add(_F, i, j, before)
+                else:
+                    last = self._backward[j][i] = self._add_backward(i, j, before)
+                before = [last]
+
+    def _add_backward(self, i: int, j: int, before: list[int]) -> int:
+        if self._recomputed[i]:
+            # The lane's order already puts R(i,j) behind F(i,j), whose saved input it reads.
+            return self._add(_B, i, j, [*before, self._add(_R, i, j, before)])
+        forward = self._forward[j][i]
+        return self._add(_B, i, j, before if forward in before else [*before, forward])
+
+    def add_transfers(self) -> None:
+        """Data edges between neighbouring stages, through copies where the device changes."""
+        for j in range(self._shape.stages - 1):
+            for i in range(self._shape.microbatches):
+                self._transfer(i, j, j + 1, self._forward)
+                if self._training:
+                    self._transfer(i, j + 1, j, self._backward)
+
+    def _transfer(self, i: int, source: int, stage: int, table: list[list[int]]) -> None:
+        producer, consumer = table[source][i], table[stage][i]
+        if self._placement[source] != self._placement[stage]:
+            producer = self._add(_C, i, stage, [producer], source)
+        # A new list: the one of an R or an order edge may be shared.
+        if producer not in self._dependencies[consumer]:
+            self._dependencies[consumer] = [*self._dependencies[consumer], producer]
+
+    def build(self, devices: tuple[str, ...]) -> TaskGraph:
+        dependents = _inverted(self._dependencies)
+        cycles = self._cycles(dependents)
+        # A copy shares the cycle of the task that it feeds and must come before it.
+        rank = [2 * cycle + (key[0] is not _C) for cycle, key in zip(cycles, self._keys, strict=True)]
+        numbered = sorted(range(len(rank)), key=rank.__getitem__)
+        number = _inverse(numbered)
+        local, remote = self._split([dependents[old] for old in numbered], numbered, number)
+        lanes = tuple(Lane(device, queue) for device in devices for queue in Queue)
+        lane_of = [self._lane(*self._keys[old][2:]) for old in numbered]
+        return TaskGraph(
+            schedule=self._name,
+            shape=self._shape,
+            devices=devices,
+            placement=self._placement,
+            training=self._training,
+            tasks=tuple(
+                [
+                    Task(k, kind, i, j, lanes[lane_of[k]], cycles[old], source)
+                    for k, old in enumerate(numbered)
+                    for kind, i, j, source in (self._keys[old],)
+                ]
+            ),
+            dependencies=tuple([tuple(map(number.__getitem__, self._dependencies[old])) for old in numbered]),
+            local_dependents=local,
+            remote_dependents=remote,
+            lanes=lanes,
+            lane_of=tuple(lane_of),
+        )
+
+    def _split(
+        self, dependents: list[list[int]], numbered: list[int], number: list[int]
+    ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """Local and remote dependents: what leaves a device is a copy that the other device makes."""
+        local: list[tuple[int, ...]] = []
+        remote: list[tuple[int, ...]] = []
+        is_copy = [key[0] is _C for key in self._keys]
+        for old, after in zip(numbered, dependents, strict=True):
+            copies = [] if is_copy[old] else [d for d in after if is_copy[d]]
+            remote.append(tuple(map(number.__getitem__, copies)))
+            here = [d for d in after if d not in copies] if copies else after
+            local.append(tuple(map(number.__getitem__, here)))
+        return tuple(local), tuple(remote)
+
+    def _lane(self, stage: int, source: int | None) -> int:
+        """The position of a task's lane: the queues of device 0, then those of device 1 …"""
+        queue = _COMPUTE
+        if source is not None:
+            queue = _COPY_IN if source < stage else _GRAD_IN
+        return self._placement[stage] * len(Queue) + queue
+
+    def _cycles(self, dependents: list[list[int]]) -> list[int]:
+        """The clock cycle of each task: the longest chain of compute tasks before it (F(i,j) of GPipe: i + j).
+
+        Kahn's algorithm; what it cannot reach stands in a deadlock.
+        """
+        waiting = [len(before) for before in self._dependencies]
+        cycles = [0] * len(waiting)
+        ready = [task for task, count in enumerate(waiting) if not count]
+        for task in ready:
+            after = cycles[task] + (self._keys[task][0] is not _C)
+            for dependent in dependents[task]:
+                if after > cycles[dependent]:
+                    cycles[dependent] = after
+                waiting[dependent] -= 1
+                if not waiting[dependent]:
+                    ready.append(dependent)
+        if len(ready) < len(waiting):
+            raise ScheduleError(self._deadlock([bool(count) for count in waiting]))
+        return cycles
+
+    def _deadlock(self, stuck: list[bool]) -> str:
+        """Follow one stuck dependency after the other until one comes again."""
+        task = stuck.index(True)
+        path: list[int] = []
+        while task not in path:
+            path.append(task)
+            task = next(dependency for dependency in self._dependencies[task] if stuck[dependency])
+        ring = [k for k in path[path.index(task) :] if self._keys[k][0] in (_F, _B)]
+        names = [str(Action(*self._keys[k][:3])) for k in (*ring, ring[0])]
+        device = self._placement[self._keys[ring[0]][2]]
+        return f"schedule {self._name!r} deadlocks: on device {device}, {', which waits for '.join(names)}"
+
+
+def _inverse(permutation: Sequence[int]) -> list[int]:
+    inverse = [0] * len(permutation)
+    for position, value in enumerate(permutation):
+        inverse[value] = position
+    return inverse
+
+
+def _inverted(dependencies: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The dependents of each task."""
+    dependents: list[list[int]] = [[] for _ in dependencies]
+    for task, before in enumerate(dependencies):
+        for dependency in before:
+            dependents[dependency].append(task)
+    return dependents

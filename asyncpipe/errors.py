@@ -1,0 +1,119 @@
+"""Every exception the package raises, in one place.
+
+Each class says who made the mistake: the caller (``ValueError``/``TypeError`` subclasses, raised before
+anything runs), a task (``TaskError``, raised by a step), or asyncpipe itself (``InvalidTransition``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "AsyncpipeError",
+    "BalanceError",
+    "BatchError",
+    "DeviceError",
+    "InvalidTransition",
+    "JobFileError",
+    "LossError",
+    "MicrobatchError",
+    "OptionError",
+    "PipelineClosedError",
+    "RecomputeError",
+    "ScheduleError",
+    "SharedParameterError",
+    "StageError",
+    "TaskError",
+    "UnknownScheduleError",
+]
+
+
+class AsyncpipeError(Exception):
+    """Base of every error raised by asyncpipe."""
+
+
+class OptionError(AsyncpipeError, ValueError):
+    """An argument has a value outside what is allowed; the message lists what is allowed."""
+
+
+class BalanceError(OptionError):
+    """The balance does not describe a split of the model."""
+
+
+class MicrobatchError(OptionError):
+    """The number of micro-batches is not a positive integer."""
+
+
+class DeviceError(OptionError):
+    """A device is not there, or the list of devices cannot hold the stages."""
+
+
+class BatchError(OptionError):
+    """The mini-batch or its target cannot be cut into micro-batches."""
+
+
+class SharedParameterError(OptionError):
+    """Two stages on different devices own the same parameter."""
+
+
+class ScheduleError(OptionError):
+    """A schedule yields lists of actions that cannot be run as a step."""
+
+
+class UnknownScheduleError(ScheduleError):
+    """No schedule has this name; the message lists the known ones."""
+
+
+class StageError(AsyncpipeError, TypeError):
+    """A stage took or returned something that cannot cross a stage border."""
+
+
+class LossError(AsyncpipeError, ValueError):
+    """The loss function did not return a scalar tensor that depends on the model."""
+
+
+class RecomputeError(AsyncpipeError, RuntimeError):
+    """A recomputation did not, or could not, repeat the forward that it stands for."""
+
+
+class PipelineClosedError(AsyncpipeError, RuntimeError):
+    """The pipeline was used before ``async with`` entered it or after it was closed."""
+
+
+class JobFileError(AsyncpipeError, ValueError):
+    """A job file is missing, is not TOML, or has a wrong key or value."""
+
+
+class TaskError(AsyncpipeError, RuntimeError):
+    """One task of a step failed; the original exception is the ``__cause__``.
+
+    ``kind`` is the task's letter (``"F"``, ``"R"``, ``"B"``, ``"C"`` …), ``microbatch`` and ``stage`` count
+    from 0 and ``device`` is the logical device whose thread ran the task.
+    """
+
+    def __init__(self, task_id: str, kind: str, microbatch: int, stage: int, device: str, cause: BaseException) -> None:
+        super().__init__(
+            f"{task_id} failed (kind {kind}, micro-batch {microbatch}, stage {stage}, device {device}): "
+            f"{type(cause).__name__}: {cause}"
+        )
+        self.task_id = task_id
+        self.kind = kind
+        self.microbatch = microbatch
+        self.stage = stage
+        self.device = device
+        self.__cause__ = cause
+
+    def __reduce__(self) -> tuple[type[TaskError], tuple[str, str, int, int, str, BaseException | None]]:
+        return type(self), (self.task_id, self.kind, self.microbatch, self.stage, self.device, self.__cause__)  # type: ignore[return-value]
+
+
+class InvalidTransition(AsyncpipeError, RuntimeError):
+    """An event reached the scheduler that cannot follow what happened before; nothing was changed.
+
+    ``story`` is the part of the step's journal that concerns the task, oldest first.
+    """
+
+    def __init__(self, message: str, story: Sequence[tuple[float, object]] = ()) -> None:
+        lines = "".join(f"\n  {at:.6f} {event}" for at, event in story)
+        super().__init__(f"{message}; its story:{lines or ' nothing yet'}")
+        self.story = tuple(story)
