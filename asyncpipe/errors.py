@@ -104,7 +104,7 @@ class TaskError(AsyncpipeError, RuntimeError):
         self.__cause__ = cause
 
     def __reduce__(self) -> tuple[type[TaskError], tuple[str, str, int, int, str, BaseException | None]]:
-        return type(self), (self.task_id, self.kind, self.microbatch, self.stage, self.device, self.__cause__)  # type: ignore[return-value]
+        return type(self), (self.task_id, self.kind, self.microbatch, self.stage, self.device, self.__cause__)
 
 
 class InvalidTransition(AsyncpipeError, RuntimeError):

@@ -1,0 +1,122 @@
+"""The portal: an asyncio loop in a thread of its own, for callers without one, or with one that may block."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, Generic, TypeVar
+
+from asyncpipe.runtime.waiting import outlast
+
+__all__ = ["Portal", "new_event_loop"]
+
+_T = TypeVar("_T")
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """A uvloop event loop where uvloop is installed, else asyncio's own. Sets no policy."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+class Portal:
+    """A loop that runs in a daemon thread until ``close``."""
+
+    def __init__(self) -> None:
+        self._loop = new_event_loop()
+        self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="asyncpipe loop", daemon=True)
+        self._thread.start()
+
+    async def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run ``coroutine`` on the portal's loop from a coroutine of another loop.
+
+        Cancellation goes through to it, and this returns only when it has really ended.
+        """
+        call = _Call(self._loop, coroutine)
+        future = asyncio.wrap_future(call.future)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            call.cancel()
+            await outlast(future)
+            raise
+
+    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run ``coroutine`` on the portal's loop and block until it is done.
+
+        Ctrl-C (any exception that a signal handler raises here) cancels the coroutine, waits for its clean
+        end and is raised again; a second Ctrl-C no longer waits.
+        """
+        call = _Call(self._loop, coroutine)
+        try:
+            return call.future.result()
+        except BaseException:
+            if not call.future.done():
+                call.cancel()
+                concurrent.futures.wait([call.future])
+            raise
+
+    def close(self) -> None:
+        """Stop the loop once its callbacks are done. May be called again, from any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def join(self) -> None:
+        """Wait for the thread, after ``close``; returns at once on the loop's own thread."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+class _Call(Generic[_T]):
+    """A coroutine on another thread's loop; ``future`` is done when the coroutine is, also if it is cancelled.
+
+    ``asyncio.run_coroutine_threadsafe`` marks its future as cancelled at once, while the coroutine may go on.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, _T]) -> None:
+        self.future: concurrent.futures.Future[_T] = concurrent.futures.Future()
+        self.future.set_running_or_notify_cancel()
+        self._loop = loop
+        self._task: asyncio.Task[_T] | None = None
+        loop.call_soon_threadsafe(self._start, coroutine)
+
+    def cancel(self) -> None:
+        """Cancel the coroutine; called from another thread."""
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _start(self, coroutine: Coroutine[Any, Any, _T]) -> None:
+        self._task = self._loop.create_task(coroutine)
+        self._task.add_done_callback(self._finish)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _finish(self, task: asyncio.Task[_T]) -> None:
+        self._task = None
+        if task.cancelled():
+            self.future.set_exception(asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(task.result())
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
