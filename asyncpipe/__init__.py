@@ -1,0 +1,59 @@
+"""Pipeline-parallel training for PyTorch, from one process with one asyncio controller.
+
+Public names are imported when first used, so that ``import asyncpipe.core…`` needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncpipe.core.events import Observer as Observer
+    from asyncpipe.core.events import StepRecord as StepRecord
+    from asyncpipe.core.lower import CheckpointMode as CheckpointMode
+    from asyncpipe.core.lower import lower as lower
+    from asyncpipe.core.report import Report as Report
+    from asyncpipe.core.report import report as report
+    from asyncpipe.core.schedule import Action as Action
+    from asyncpipe.core.schedule import B as B
+    from asyncpipe.core.schedule import F as F
+    from asyncpipe.core.schedule import Schedule as Schedule
+    from asyncpipe.core.schedule import Shape as Shape
+    from asyncpipe.core.schedule import find_schedule as find_schedule
+    from asyncpipe.core.schedule import known_schedules as known_schedules
+    from asyncpipe.core.simulate import Costs as Costs
+    from asyncpipe.core.simulate import simulate as simulate
+    from asyncpipe.errors import AsyncpipeError as AsyncpipeError
+    from asyncpipe.errors import TaskError as TaskError
+    from asyncpipe.pipeline import Pipeline as Pipeline
+    from asyncpipe.pipeline import SyncPipeline as SyncPipeline
+    from asyncpipe.result import StepResult as StepResult
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "core.events": ("Observer", "StepRecord"),
+    "core.lower": ("CheckpointMode", "lower"),
+    "core.report": ("Report", "report"),
+    "core.schedule": ("Action", "B", "F", "Schedule", "Shape", "find_schedule", "known_schedules"),
+    "core.simulate": ("Costs", "simulate"),
+    "errors": ("AsyncpipeError", "TaskError"),
+    "pipeline": ("Pipeline", "SyncPipeline"),
+    "result": ("StepResult",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *_HOME_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'asyncpipe' has no attribute {name!r}")
+    value = getattr(import_module(f"asyncpipe.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,40 @@
+"""Intra-op threads of the threads that run CPU stages."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["IntraOpThreads"]
+
+
+class IntraOpThreads:
+    """Sets the number of intra-op threads on each device's thread, and leaves it everywhere else as it was.
+
+    ``torch.set_num_threads`` counts for the calling thread, but also for threads that start later; so once
+    every device's thread has set its own, the opener sets the old number again.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._before = torch.get_num_threads()
+        self._done: list[threading.Event] = []
+
+    def initializer(self) -> Callable[[], None]:
+        """A function for one device's thread to call first."""
+        done = threading.Event()
+        self._done.append(done)
+
+        def set_threads() -> None:
+            torch.set_num_threads(self._threads)
+            done.set()
+
+        return set_threads
+
+    def settle(self) -> None:
+        """Wait until every initializer has run (the threads must have been started), and restore the old number."""
+        for done in self._done:
+            done.wait()
+        torch.set_num_threads(self._before)

@@ -1,0 +1,359 @@
+"""The facade: one model, its devices, and steps. The only place where core, runtime and ops are wired."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from asyncpipe.core.events import Observer
+from asyncpipe.core.graph import TaskGraph
+from asyncpipe.core.lower import CheckpointMode, lower
+from asyncpipe.core.schedule import Schedule, Shape, find_schedule
+from asyncpipe.core.task import Lane, Queue
+from asyncpipe.errors import OptionError, PipelineClosedError
+from asyncpipe.ops.copy import Copier
+from asyncpipe.ops.microbatch import check_microbatches
+from asyncpipe.ops.stage import Device, Stage, as_sequential, place, resolve_devices, split
+from asyncpipe.ops.stream import make_streams
+from asyncpipe.ops.threads import IntraOpThreads
+from asyncpipe.result import StepResult
+from asyncpipe.runtime.driver import Driver, Execution
+from asyncpipe.runtime.executor import Executor, ThreadExecutor
+from asyncpipe.runtime.portal import Portal
+from asyncpipe.step import NO_TARGET, Machinery, PreparedStep
+
+__all__ = ["Pipeline", "SyncPipeline"]
+
+
+class Pipeline:
+    """A model that trains as a pipeline. Open it with ``async with``, then ``await step(x, target)``.
+
+    ``model``: an ``nn.Sequential`` or a list of modules; it is moved to the devices in place and stays the
+    owner of its parameters.
+    ``devices``: logical devices, e.g. ``["cuda:0", "cuda:1"]`` or ``["cpu:0", "cpu:1"]``; one may be listed twice.
+    ``microbatches``: into how many micro-batches a mini-batch is cut; a smaller batch makes fewer.
+    ``balance``: layers per stage, or ``"auto"`` (parameters spread evenly).
+    ``stages``: how many stages; by default one entry of ``balance`` each, or what the schedule puts on a device.
+    ``schedule``: a name (see ``known_schedules``) or a ``Schedule``.
+    ``checkpoint``: which micro-batches are recomputed: ``"always"``, ``"except_last"``, ``"never"``.
+    ``loss_fn``: maps (output, target) of a micro-batch to a scalar.
+    ``loss_reduction``: ``"mean"`` if that scalar is a mean over samples (micro-batches then count by their size), or
+    ``"sum"``.
+    ``loop``: ``"running"`` drives steps on the caller's loop, ``"own"`` on a loop in a thread of its own, which a
+    caller that blocks its loop cannot delay.
+    ``intra_op_threads``: torch's intra-op threads on each CPU device's thread.
+    ``in_flight``: tasks a lane may hold that are handed to its device and not completed.
+    ``observers``: see every completed step's record, on the driver's loop.
+    ``executors``: makes a device's executor from its name, in place of a thread (see ``asyncpipe.testing``).
+
+    Everything wrong with these raises here, before anything runs or moves.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        devices: Sequence[str | torch.device],
+        *,
+        microbatches: int,
+        balance: str | Sequence[int] = "auto",
+        stages: int | None = None,
+        schedule: str | Schedule = "1f1b",
+        checkpoint: str = "except_last",
+        loss_fn: Callable[..., Tensor] | None = None,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        loop: Literal["running", "own"] = "running",
+        intra_op_threads: int = 1,
+        in_flight: int = 16,
+        observers: Sequence[Observer] = (),
+        executors: Callable[[str], Executor] | None = None,
+    ) -> None:
+        _check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        _check_choice("loop", loop, ("running", "own"))
+        _check_positive("intra_op_threads", intra_op_threads)
+        self.module = as_sequential(model)
+        self.devices = resolve_devices(devices)
+        self.schedule = find_schedule(schedule)
+        count = _stage_count(stages, balance, self.schedule, len(self.devices))
+        parts = split(self.module, balance, count)
+        graphs = _Graphs(self.schedule, count, self.devices, CheckpointMode.parse(checkpoint))
+        placement = graphs(check_microbatches(microbatches), True).placement
+        self._intra_op = IntraOpThreads(intra_op_threads)
+        self._driver = Driver(
+            {device.name: (executors or self._thread_executor)(device.name) for device in self.devices},
+            in_flight=in_flight,
+            observers=observers,
+        )
+        streams = make_streams(self.devices)
+        self._machinery = Machinery(
+            module=self.module,
+            stages=place(parts, placement, self.devices),
+            streams=streams,
+            copiers={
+                lane: Copier(stream, streams[Lane(lane.device, Queue.COMPUTE)])
+                for lane, stream in streams.items()
+                if lane.queue is not Queue.COMPUTE
+            },
+            microbatches=microbatches,
+            checkpoint=graphs.checkpoint,
+            loss_fn=loss_fn,
+            mean=loss_reduction == "mean",
+            graph=graphs,
+        )
+        self._own_loop = loop == "own"
+        self._portal: Portal | None = None
+        self._turn = asyncio.Lock()
+        self._finalizer: weakref.finalize[..., Pipeline] | None = None
+
+    # Steps
+
+    async def step(self, x: Any, target: Any = NO_TARGET, *, return_outputs: bool = True) -> StepResult:
+        """One mini-batch through the pipeline; gradients are added to the parameters' ``.grad``.
+
+        ``x`` and ``target`` are nested values whose tensors share dimension 0. In training mode, with gradients
+        enabled, ``loss_fn(output, target)`` of every micro-batch is differentiated; without a target it is called
+        with the output alone. After ``eval()``, or under ``torch.no_grad``, only forwards run, and the loss only
+        if a target is given. Steps of one pipeline run one after the other. Returns when the last task is issued.
+
+        Raises ``BatchError`` or ``OptionError`` before anything runs, ``TaskError`` if a task fails. After an
+        error or a cancellation the gradients are what they were before, and the next step starts afresh.
+        """
+        async with self._turn:
+            self._check_open()
+            prepared = PreparedStep(self._machinery, x, target, return_outputs)
+            try:
+                run = self._driver.run(prepared.graph, prepared.bind)
+                execution = await (self._portal.run(run) if self._portal is not None else run)
+                return prepared.finish(execution, self._portal)
+            except BaseException:
+                prepared.abandon()
+                raise
+
+    def _step_blocking(self, x: Any, target: Any, return_outputs: bool) -> StepResult:
+        """``step`` for the sync face: the same, but this thread blocks meanwhile."""
+        self._check_open()
+        assert self._portal is not None
+        prepared = PreparedStep(self._machinery, x, target, return_outputs)
+        try:
+            execution: Execution = self._portal.call(self._driver.run(prepared.graph, prepared.bind))
+            return prepared.finish(execution, self._portal)
+        except BaseException:
+            prepared.abandon()
+            raise
+
+    # Life
+
+    async def __aenter__(self) -> Pipeline:
+        if self._own_loop:
+            self._open_in_thread()
+        else:
+            self._open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Wait for steps under way, then end every thread. May be called again."""
+        if self._is_open:
+            drain = self._driver.drain()
+            await (self._portal.run(drain) if self._portal is not None else drain)
+            self._shut()
+
+    def sync(self) -> SyncPipeline:
+        """The same pipeline for callers without ``await``; works where a loop already runs, too."""
+        return SyncPipeline(self)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._finalizer is not None and self._finalizer.alive
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            state = "not open; use 'async with' (or 'with pipeline.sync()')" if self._finalizer is None else "closed"
+            raise PipelineClosedError(f"the pipeline is {state}")
+
+    def _open(self) -> None:
+        """Start the threads; on the thread of the loop that will drive the steps."""
+        if self._finalizer is not None:
+            raise PipelineClosedError("a pipeline opens once; make a new one")
+        self._driver.open()
+        self._intra_op.settle()
+        # Called when the pipeline is closed, or dropped without being closed, or when the interpreter exits.
+        self._finalizer = weakref.finalize(self, _end_threads, self._driver, self._portal)
+
+    def _open_in_thread(self) -> None:
+        if self._finalizer is None:
+            self._portal = Portal()
+            try:
+                self._portal.call(_call(self._open))
+            except BaseException:
+                self._portal.close()
+                raise
+        else:
+            self._open()
+
+    def _close_blocking(self) -> None:
+        if self._is_open:
+            assert self._portal is not None
+            self._portal.call(self._driver.drain())
+            self._shut()
+
+    def _shut(self) -> None:
+        assert self._finalizer is not None
+        self._finalizer()
+        self._driver.join()
+        if self._portal is not None:
+            self._portal.join()
+
+    def _thread_executor(self, name: str) -> Executor:
+        is_cpu = any(device.name == name and not device.is_cuda for device in self.devices)
+        return ThreadExecutor(name, on_start=self._intra_op.initializer() if is_cpu else None)
+
+    # The model
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The placed stages, in order."""
+        return self._machinery.stages
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many micro-batches a large enough mini-batch is cut."""
+        return self._machinery.microbatches
+
+    @property
+    def observers(self) -> list[Observer]:
+        """The observers; append to it at any time."""
+        return self._driver.observers
+
+    @property
+    def training(self) -> bool:
+        """Whether steps train."""
+        return self.module.training
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set training mode, as ``nn.Module.train``."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Set evaluation mode: steps run forwards only."""
+        return self.train(False)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's parameters, for an optimizer."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters under the unsplit model's names."""
+        return self.module.named_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state under the unsplit model's keys; tensors are where their stages are."""
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
+        """Load a state with the unsplit model's keys, from any device."""
+        self.module.load_state_dict(state, strict=strict)
+
+
+class SyncPipeline:
+    """A pipeline without ``await``: ``with pipeline.sync() as pipe: pipe.step(x, target)``.
+
+    Steps are driven on a loop in a thread of their own, so this also works inside a running loop (a notebook).
+    Ctrl-C during a step cancels it between two tasks and is raised once the running ones have ended. Everything
+    else, such as ``parameters()`` or ``eval()``, is the pipeline's.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._turn = threading.Lock()
+
+    def __enter__(self) -> SyncPipeline:
+        self._pipeline._open_in_thread()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def step(self, x: Any, target: Any = NO_TARGET, *, return_outputs: bool = True) -> StepResult:
+        """One mini-batch through the pipeline, as ``Pipeline.step``; blocks until the last task is issued."""
+        with self._turn:
+            return self._pipeline._step_blocking(x, target, return_outputs)
+
+    def train(self, mode: bool = True) -> SyncPipeline:
+        """Set training mode, as ``nn.Module.train``."""
+        self._pipeline.train(mode)
+        return self
+
+    def eval(self) -> SyncPipeline:
+        """Set evaluation mode: steps run forwards only."""
+        return self.train(False)
+
+    def close(self) -> None:
+        """End every thread. May be called again."""
+        self._pipeline._close_blocking()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipeline, name)
+
+
+class _Graphs:
+    """Task graphs by (micro-batches, training), lowered when first asked for."""
+
+    def __init__(self, schedule: Schedule, stages: int, devices: Sequence[Device], checkpoint: CheckpointMode) -> None:
+        self.checkpoint = checkpoint
+        self._schedule = schedule
+        self._stages = stages
+        self._devices = [device.name for device in devices]
+        self._graphs: dict[tuple[int, bool], TaskGraph] = {}
+
+    def __call__(self, microbatches: int, training: bool) -> TaskGraph:
+        key = microbatches, training
+        if key not in self._graphs:
+            self._graphs[key] = lower(
+                self._schedule,
+                Shape(self._stages, microbatches, len(self._devices)),
+                devices=self._devices,
+                checkpoint=self.checkpoint,
+                training=training,
+            )
+        return self._graphs[key]
+
+
+def _stage_count(stages: int | None, balance: str | Sequence[int], schedule: Schedule, devices: int) -> int:
+    if stages is not None:
+        return _check_positive("stages", stages)
+    return devices * schedule.virtual if isinstance(balance, str) else len(balance)
+
+
+def _check_positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{name} must be a positive integer, got {value!r}")
+    return value
+
+
+def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise OptionError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _end_threads(driver: Driver, portal: Portal | None) -> None:
+    driver.close()
+    if portal is not None:
+        portal.close()
+
+
+async def _call(function: Callable[[], None]) -> None:
+    function()
