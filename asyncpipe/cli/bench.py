@@ -1,0 +1,43 @@
+"""``asyncpipe bench``: benchmarks for the user's own machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from typing import Any
+
+from asyncpipe.bench import BENCHMARKS
+
+__all__ = ["add_parser"]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register ``asyncpipe bench``."""
+    names = "\n".join(f"  {name:10} {benchmark.summary}" for name, benchmark in BENCHMARKS.items())
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure asyncpipe on this machine",
+        description="Run a benchmark on this machine and print its figures (medians).",
+        epilog=f"benchmarks:\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS), help=", ".join(sorted(BENCHMARKS)))
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark that ``args`` name; progress goes to standard error."""
+    benchmark = BENCHMARKS[args.name]
+    figures = benchmark.run(lambda text: print(f"… {text}", file=sys.stderr))
+    if args.json:
+        print(json.dumps({"benchmark": benchmark.name, "machine": _machine(), **figures}))
+    else:
+        print(benchmark.show(figures))
+    return 0
+
+
+def _machine() -> dict[str, str]:
+    return {"python": platform.python_version(), "system": platform.system(), "processor": platform.machine()}
