@@ -50,7 +50,7 @@ def run(progress: Progress) -> Figures:
 def show(figures: Figures) -> str:
     """Both tables."""
     lines = [
-        f"empty tasks, schedule {figures['schedule']}, {figures['microbatches']} micro-batches, median of {STEPS} steps",
+        f"empty tasks, {figures['schedule']}, {figures['microbatches']} micro-batches, median of {STEPS} steps",
         "devices    tasks   µs per task",
         *(f"{row['devices']:7}  {row['tasks']:7}  {row['us_per_task']:12.2f}" for row in figures["devices"]),
         "",
