@@ -128,6 +128,7 @@ class Pipeline:
             self._check_open()
             prepared = PreparedStep(self._machinery, x, target, return_outputs)
             try:
+                prepared.begin()
                 run = self._driver.run(prepared.graph, prepared.bind)
                 execution = await (self._portal.run(run) if self._portal is not None else run)
                 return prepared.finish(execution, self._portal)
@@ -141,6 +142,7 @@ class Pipeline:
         assert self._portal is not None
         prepared = PreparedStep(self._machinery, x, target, return_outputs)
         try:
+            prepared.begin()
             execution: Execution = self._portal.call(self._driver.run(prepared.graph, prepared.bind))
             return prepared.finish(execution, self._portal)
         except BaseException:

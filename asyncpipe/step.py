@@ -49,9 +49,9 @@ class Machinery:
 
 
 class PreparedStep:
-    """A step that is checked, scattered and fenced: run ``graph`` with ``bind``, then ``finish`` or ``abandon``.
+    """A step that is checked and scattered: ``begin``, run ``graph`` with ``bind``, then ``finish`` or ``abandon``.
 
-    Raises ``BatchError`` or ``OptionError`` while nothing has changed yet.
+    Making one changes nothing but the caller's random state; raises ``BatchError`` or ``OptionError``.
     """
 
     def __init__(self, machinery: Machinery, x: Any, target: Any, keep_outputs: bool) -> None:
@@ -64,7 +64,7 @@ class PreparedStep:
         plan = StepPlan(
             inputs=scatter(x, sizes),
             loss=machinery.loss_fn if has_loss else None,
-            targets=None if target is NO_TARGET else scatter(target, sizes, "the target"),
+            targets=[] if target is NO_TARGET else scatter(target, sizes, "the target"),
             weights=self._weights,
             seed=draw_step_seed(),
             checkpoint=machinery.checkpoint,
@@ -72,10 +72,16 @@ class PreparedStep:
             training=training,
         )
         self.graph = machinery.graph(len(sizes), training)
-        self._guard = GradientGuard(machinery.module.parameters() if training else ())
+        self._parameters = machinery.module.parameters() if training else ()
+        self._guard = GradientGuard()
         self._fence = Fence(machinery.streams.values())
         self._binder = Binder(self.graph, plan, machinery.stages, machinery.streams, machinery.copiers, context)
         self.bind = self._binder.bind
+
+    def begin(self) -> None:
+        """Order the lanes behind what the caller has queued, and set earlier gradients aside."""
+        self._fence.begin()
+        self._guard.set_aside(self._parameters)
 
     def finish(self, execution: Execution, portal: Portal | None) -> StepResult:
         """The result of a step whose last task is issued; the caller's streams are ordered behind it."""

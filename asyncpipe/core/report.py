@@ -39,7 +39,8 @@ class Report:
     stage_busy: tuple[float, ...]
     """Seconds of compute per stage."""
     peak_in_flight: tuple[int, ...]
-    """Per stage, the most micro-batches between the start of their forward and the end of their backward."""
+    """Per stage, the most micro-batches between the start of their forward and the end of their backward (in a
+    step without backwards, of their forward)."""
     critical_path: float
     """The longest chain of dependent tasks, at the times that they took."""
 
@@ -57,7 +58,7 @@ class Report:
     def bubble_ratio(self) -> float:
         """Idle share of the compute lanes, over all devices."""
         shares = self.device_utilization.values()
-        return 1.0 - sum(shares) / len(shares) if shares else 0.0
+        return 1.0 - sum(shares) / len(shares) if self.seconds else 0.0
 
     @property
     def bound(self) -> float:
@@ -90,15 +91,15 @@ def report(record: StepRecord) -> Report:
         tasks=tuple(sorted(times, key=lambda time: (time.start, time.task.number))),
         device_busy=device_busy,
         stage_busy=tuple(stage_busy),
-        peak_in_flight=_peaks(times, graph.shape.stages),
+        peak_in_flight=_peaks(times, graph.shape.stages, TaskKind.BACKWARD if graph.training else TaskKind.FORWARD),
         critical_path=critical_path(graph, lambda task: seconds.get(task.number, 0.0)),
     )
 
 
-def _peaks(times: list[TaskTime], stages: int) -> tuple[int, ...]:
-    """Fold +1 at a forward's start and -1 at its backward's end; at one instant, ends count first."""
+def _peaks(times: list[TaskTime], stages: int, last: TaskKind) -> tuple[int, ...]:
+    """Fold +1 at a forward's start and -1 at the end of the micro-batch's ``last`` task; ends count first."""
     changes = [(time.start, 1, time.task.stage) for time in times if time.task.kind is TaskKind.FORWARD]
-    changes += [(time.end, -1, time.task.stage) for time in times if time.task.kind is TaskKind.BACKWARD]
+    changes += [(time.end, -1, time.task.stage) for time in times if time.task.kind is last]
     live = [0] * stages
     peaks = [0] * stages
     for _, change, stage in sorted(changes):

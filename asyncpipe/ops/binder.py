@@ -40,10 +40,11 @@ __all__ = ["Binder", "StepPlan"]
 class StepPlan:
     """What a step is to compute, one entry a micro-batch."""
 
-    inputs: Sequence[Any]
+    inputs: list[Any]
     loss: Callable[..., Tensor] | None
     """Called with the last stage's output, and with the target if there are targets."""
-    targets: Sequence[Any] | None
+    targets: list[Any]
+    """Empty where the loss needs none."""
     weights: Sequence[float]
     """By how much each micro-batch's loss counts: the gradient that its backward starts from."""
     seed: int
@@ -108,6 +109,8 @@ class Binder:
         tables = (self._inputs, self._residues, self._gradients, self._targets, self._events, self.losses, self.outputs)
         for table in tables:
             table.clear()
+        self._plan.inputs.clear()
+        self._plan.targets.clear()
 
     # Tasks
 
@@ -162,7 +165,7 @@ class Binder:
         stage = self._stages[j]
         packet = self._inputs.pop((i, j))
         leaves = self._leaves(packet.tensors, stage)
-        if j == len(self._stages) - 1 and self._plan.targets is not None:
+        if j == len(self._stages) - 1 and self._plan.targets:
             target = Packet(self._plan.targets[i])
             self._targets[i] = target.rebuild(self._from_caller(target.tensors, stage))
         cell = _Cell()
@@ -213,7 +216,7 @@ class Binder:
     def _with_loss(self, output: Any, i: int) -> Any:
         if self._plan.loss is None:
             return output
-        loss = self._plan.loss(output, *([self._targets[i]] if self._plan.targets is not None else []))
+        loss = self._plan.loss(output, *([self._targets[i]] if self._plan.targets else []))
         if not isinstance(loss, Tensor) or loss.dim():
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise LossError(f"loss_fn must return a tensor without dimensions, got {got}; reduce it to a scalar")

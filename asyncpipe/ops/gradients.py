@@ -10,14 +10,17 @@ __all__ = ["GradientGuard"]
 
 
 class GradientGuard:
-    """Sets the gradients that are there aside while a step makes its own, then adds them up or puts them back.
+    """Sets earlier gradients aside while a step makes its own, then adds them up or puts them back.
 
     Costs nothing after ``zero_grad()``; when gradients are accumulated over steps, memory for a second set of
     gradients. Used on the caller's thread and streams, inside the step's fence.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self) -> None:
         self._before: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    def set_aside(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Begin: no parameter has a gradient. What an interrupt cuts short, ``roll_back`` can still undo."""
         for parameter in parameters:
             self._before.append((parameter, parameter.grad))
             parameter.grad = None

@@ -61,7 +61,7 @@ def scatter(batch: Any, sizes: Sequence[int], name: str = "the input") -> list[A
         size = _batch_size(batch, name)
         if size != sum(sizes):
             raise BatchError(f"{name} has {size} samples, but the input has {sum(sizes)}; they must be equal")
-    columns = [leaf.split(list(sizes)) if isinstance(leaf, Tensor) else [leaf] * len(sizes) for leaf in leaves]
+    columns = [torch.split(leaf, list(sizes)) if isinstance(leaf, Tensor) else [leaf] * len(sizes) for leaf in leaves]
     return [tree_unflatten([column[i] for column in columns], spec) for i in range(len(sizes))]
 
 

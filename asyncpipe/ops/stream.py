@@ -63,7 +63,7 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._clock = _DeviceClock(self.stream)
 
     def use(self) -> AbstractContextManager[object]:
@@ -148,7 +148,7 @@ class _DeviceClock:
 
 def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
     # `blocking`: a thread that synchronizes sleeps instead of spinning on a core.
-    event = torch.cuda.Event(enable_timing=True, blocking=True)
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
 
@@ -165,13 +165,16 @@ def make_streams(devices: Iterable[Device]) -> dict[Lane, LaneStream]:
 class Fence:
     """Orders a step between what its caller queued before it and queues after it; nothing blocks.
 
-    Made on the caller's thread at the start of a step, ended there when its last task is issued.
+    Made and begun on the caller's thread, ended there when the step's last task is issued.
     """
 
     def __init__(self, streams: Iterable[LaneStream]) -> None:
         self._streams = [stream for stream in streams if isinstance(stream, CudaStream)]
         devices = {stream.device for stream in self._streams}
         self._callers = [torch.cuda.current_stream(device) for device in devices]
+
+    def begin(self) -> None:
+        """Order every lane behind the caller's current streams."""
         for caller in self._callers:
             event = _record(caller)
             for stream in self._streams:

@@ -40,6 +40,7 @@ class Portal:
         call = _Call(self._loop, coroutine)
         future = asyncio.wrap_future(call.future)
         try:
+            call.start()
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             call.cancel()
@@ -54,6 +55,7 @@ class Portal:
         """
         call = _Call(self._loop, coroutine)
         try:
+            call.start()
             return call.future.result()
         except BaseException:
             if not call.future.done():
@@ -82,23 +84,29 @@ class _Call(Generic[_T]):
         self.future: concurrent.futures.Future[_T] = concurrent.futures.Future()
         self.future.set_running_or_notify_cancel()
         self._loop = loop
+        self._coroutine = coroutine
         self._task: asyncio.Task[_T] | None = None
-        loop.call_soon_threadsafe(self._start, coroutine)
+
+    def start(self) -> None:
+        """Have the loop start the coroutine."""
+        self._loop.call_soon_threadsafe(self._start)
 
     def cancel(self) -> None:
-        """Cancel the coroutine; called from another thread."""
+        """Cancel the coroutine, even if ``start`` was interrupted before it reached the loop."""
         self._loop.call_soon_threadsafe(self._cancel)
 
-    def _start(self, coroutine: Coroutine[Any, Any, _T]) -> None:
-        self._task = self._loop.create_task(coroutine)
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._coroutine)
         self._task.add_done_callback(self._finish)
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
+        elif not self.future.done():
+            self._coroutine.close()
+            self.future.set_exception(asyncio.CancelledError())
 
     def _finish(self, task: asyncio.Task[_T]) -> None:
-        self._task = None
         if task.cancelled():
             self.future.set_exception(asyncio.CancelledError())
         elif (error := task.exception()) is not None:

@@ -1,0 +1,365 @@
+"""A step that fails or is cancelled ends with one clear error, leaves nothing behind, and the next one is right."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import threading
+import weakref
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from asyncpipe import Pipeline, TaskError
+from asyncpipe.runtime.driver import Driver
+
+DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
+mse = nn.functional.mse_loss
+
+# A task of each kind at the first, a middle and the last stage; copies into each stage that has one, both ways.
+TASKS = [
+    *(f"{kind}(1,{stage})" for kind in "FRB" for stage in (0, 1, 2)),
+    "C(1,0>1)",
+    "C(1,1>2)",
+    "C(1,2>1)",
+    "C(1,1>0)",
+]
+
+
+class Boom(Exception):
+    """The fault."""
+
+
+def fault_at(task_id, error=Boom):
+    def hook(task):
+        if task.id == task_id:
+            raise error(f"in {task_id}")
+
+    return hook
+
+
+def nothing(task):
+    pass
+
+
+def pipeline(model, **options):
+    options = {"schedule": "1f1b", "checkpoint": "always", "microbatches": 4, "loss_fn": mse} | options
+    return Pipeline(model, DEVICES[: options.pop("devices", 3)], **options)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("task_id", TASKS)
+async def test_a_fault_in_any_task(workload, before_task, no_leaks, schedule, task_id):
+    model = workload.model()
+    async with pipeline(model, schedule=schedule) as pipe:
+        before_task(fault_at(task_id))
+        with pytest.raises(TaskError) as caught:
+            await pipe.step(workload.x, workload.target)
+        assert isinstance(caught.value.__cause__, Boom)
+        assert task_id in str(caught.value)
+        assert caught.value.kind == task_id[0]
+        assert caught.value.microbatch == 1
+        assert all(p.grad is None for p in model.parameters())
+        del caught
+        before_task(nothing)
+        await pipe.step(workload.x, workload.target)
+    assert workload.worst(model) < 1e-10
+
+
+@pytest.mark.parametrize("task_id", TASKS)
+def test_a_fault_in_any_task_in_the_sync_face(workload, before_task, no_leaks, task_id):
+    model = workload.model()
+    with pipeline(model).sync() as pipe:
+        before_task(fault_at(task_id))
+        with pytest.raises(TaskError, match="Boom: in ") as caught:
+            pipe.step(workload.x, workload.target)
+        assert caught.value.task_id == task_id
+        del caught
+        before_task(nothing)
+        pipe.step(workload.x, workload.target)
+    assert workload.worst(model) < 1e-10
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit, StopIteration])
+async def test_exceptions_that_other_systems_hang_on(workload, before_task, error):
+    model = workload.model()
+    async with pipeline(model) as pipe:
+        before_task(fault_at("F(2,1)", error))
+        with pytest.raises(TaskError) as caught:
+            await pipe.step(workload.x, workload.target)
+        assert type(caught.value.__cause__) is error
+        before_task(nothing)
+        await pipe.step(workload.x, workload.target)
+    assert workload.worst(model) < 1e-10
+
+
+class _Explosive(nn.Module):
+    """Fails in its forward (the first or the second run of it) or in its backward, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fuse: list[str] = []
+
+    def forward(self, x):
+        if self.fuse and self.fuse.pop() == "forward":
+            raise Boom("forward")
+        return _ExplosiveFunction.apply(x, self.fuse)
+
+
+class _ExplosiveFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fuse):
+        ctx.fuse = fuse
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fuse and ctx.fuse.pop() == "backward":
+            raise Boom("backward")
+        return grad, None
+
+
+@pytest.mark.parametrize(("fuse", "kind"), [(["forward"], "F"), (["forward", ""], "R"), (["backward", "", ""], "B")])
+async def test_faults_in_the_users_module(workload, fuse, kind):
+    inner = workload.model()
+    explosive = _Explosive()
+    layers = [*inner[:4], explosive, *inner[4:]]
+    async with pipeline(layers, microbatches=1, balance=[3, 3, 3]) as pipe:
+        explosive.fuse = list(fuse)
+        with pytest.raises(TaskError) as caught:
+            await pipe.step(workload.x, workload.target)
+        assert (caught.value.kind, caught.value.stage) == (kind, 1)
+        assert type(caught.value.__cause__) is Boom
+        explosive.fuse = []
+        await pipe.step(workload.x, workload.target)
+    assert workload.worst(inner) < 1e-10
+
+
+async def test_a_failed_step_leaves_earlier_gradients_alone(workload, before_task):
+    model = workload.model()
+    async with pipeline(model) as pipe:
+        await pipe.step(workload.x, workload.target)
+        grads = [p.grad for p in model.parameters()]
+        values = [grad.clone() for grad in grads]
+        before_task(fault_at("B(3,0)"))
+        with pytest.raises(TaskError):
+            await pipe.step(workload.x, workload.target)
+    for parameter, grad, value in zip(model.parameters(), grads, values, strict=True):
+        assert parameter.grad is grad
+        assert torch.equal(grad, value)
+
+
+# Cancellation
+
+
+async def cancelled_step(pipe, workload, before_task, nth):
+    """Cancel the step from within its nth task; whether it was cancelled."""
+    coroutine = asyncio.ensure_future(pipe.step(workload.x, workload.target))
+    loop = asyncio.get_running_loop()
+    seen = iter(range(10_000))
+    cancelled = threading.Event()
+
+    def cancel():
+        coroutine.cancel()
+        cancelled.set()
+
+    def hook(task):
+        if next(seen) == nth:
+            loop.call_soon_threadsafe(cancel)
+            cancelled.wait(30)
+
+    before_task(hook)
+    try:
+        await coroutine
+    except asyncio.CancelledError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_cancellation_at_any_point(workload, before_task, no_leaks, schedule):
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(nth=st.integers(0, 60), checkpoint=st.sampled_from(["always", "except_last", "never"]))
+    def check(nth, checkpoint):
+        async def main():
+            model = workload.model()
+            async with pipeline(model, schedule=schedule, checkpoint=checkpoint) as pipe:
+                if await cancelled_step(pipe, workload, before_task, nth):
+                    assert all(p.grad is None for p in model.parameters())
+                else:
+                    model.zero_grad()
+                before_task(nothing)
+                await pipe.step(workload.x, workload.target)
+            assert workload.worst(model) < 1e-10
+
+        asyncio.run(main())
+
+    check()
+
+
+async def test_cancellation_waits_for_the_running_task(workload, before_task):
+    started, release, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def hook(task):
+        if task.id == "F(1,1)":
+            started.set()
+            assert release.wait(30)
+            ended.set()
+
+    before_task(hook)
+    async with pipeline(workload.model()) as pipe:
+        coroutine = asyncio.ensure_future(pipe.step(workload.x, workload.target))
+        await asyncio.to_thread(started.wait, 30)
+        coroutine.cancel()
+        done, _ = await asyncio.wait([coroutine], timeout=0)
+        assert not done
+        coroutine.cancel()  # Impatience changes nothing.
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await coroutine
+        assert ended.is_set()
+
+
+async def test_a_timeout_is_a_cancellation(workload, before_task):
+    release = threading.Event()
+    before_task(lambda task: release.wait(30) if task.id == "B(0,2)" else None)
+    async with pipeline(workload.model()) as pipe:
+
+        async def step_in_time():
+            async with asyncio.timeout(0.05) as scope:
+                asyncio.get_running_loop().call_at(scope.when() + 0.01, release.set)
+                await pipe.step(workload.x, workload.target)
+
+        with pytest.raises(TimeoutError):
+            await step_in_time()
+        before_task(nothing)
+        await pipe.step(workload.x, workload.target)
+
+
+async def test_cancellation_with_a_loop_of_its_own(workload, before_task, no_leaks):
+    model = workload.model()
+    async with pipeline(model, loop="own") as pipe:
+        assert await cancelled_step(pipe, workload, before_task, 10)
+        before_task(nothing)
+        await pipe.step(workload.x, workload.target)
+    assert workload.worst(model) < 1e-10
+
+
+@pytest.mark.parametrize("task_id", ["F(0,0)", "C(1,0>1)", "R(2,1)", "B(3,2)", "B(3,0)"])
+def test_keyboard_interrupt_in_the_sync_face(workload, before_task, no_leaks, monkeypatch, task_id):
+    reached = threading.Event()
+    cancel = Driver._cancel
+
+    async def seen_cancel(self, execution):
+        reached.set()
+        await cancel(self, execution)
+
+    monkeypatch.setattr(Driver, "_cancel", seen_cancel)
+
+    def hook(task):
+        if task.id == task_id:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            assert reached.wait(30)
+
+    model = workload.model()
+    with pipeline(model).sync() as pipe:
+        before_task(hook)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.step(workload.x, workload.target)
+        assert all(p.grad is None for p in model.parameters())
+        before_task(nothing)
+        pipe.step(workload.x, workload.target)
+    assert workload.worst(model) < 1e-10
+
+
+# A caller that drops the pipeline
+
+
+def threads_of_asyncpipe():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("asyncpipe")]
+
+
+def join_all(threads):
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+async def test_dropped_without_closing(workload, no_leaks):
+    pipe = await pipeline(workload.model()).__aenter__()
+    await pipe.step(workload.x, workload.target)
+    threads = threads_of_asyncpipe()
+    assert len(threads) == 3
+    dead = weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    assert dead() is None
+    await asyncio.to_thread(join_all, threads)
+
+
+def test_dropped_without_closing_in_the_sync_face(workload, no_leaks):
+    pipe = pipeline(workload.model()).sync().__enter__()
+    pipe.step(workload.x, workload.target)
+    threads = threads_of_asyncpipe()
+    assert len(threads) == 4
+    del pipe
+    gc.collect()
+    join_all(threads)
+
+
+def test_dropped_with_its_loop_during_a_step(workload, before_task, no_leaks):
+    started, release = threading.Event(), threading.Event()
+
+    def hook(task):
+        if task.id == "F(1,1)":
+            started.set()
+            assert release.wait(30)
+
+    before_task(hook)
+    threads = []
+
+    async def main():
+        pipe = await pipeline(workload.model()).__aenter__()
+        coroutine = asyncio.ensure_future(pipe.step(workload.x, workload.target))
+        await asyncio.to_thread(started.wait, 30)
+        threads.extend(threads_of_asyncpipe())
+        asyncio.get_running_loop().call_later(0.01, release.set)
+        assert not coroutine.done()  # asyncio.run cancels it when main returns.
+
+    asyncio.run(main())
+    gc.collect()
+    join_all(threads)
+
+
+def test_two_hundred_faults_leave_nothing_behind(workload, before_task, no_leaks):
+    async def main():
+        model = workload.model()
+        async with pipeline(model) as pipe:
+            await pipe.step(workload.x, workload.target)
+            model.zero_grad()
+            for number in range(200):
+                if number % 4 == 3:
+                    await cancelled_step(pipe, workload, before_task, number % 50)
+                else:
+                    before_task(fault_at(TASKS[number % len(TASKS)]))
+                    with pytest.raises(TaskError):
+                        await pipe.step(workload.x, workload.target)
+                model.zero_grad()
+                before_task(nothing)
+                if number == 20:
+                    gc.collect()
+                    before = live_tensors(), threading.active_count(), len(asyncio.all_tasks())
+            gc.collect()
+            assert (live_tensors(), threading.active_count(), len(asyncio.all_tasks())) == before
+            await pipe.step(workload.x, workload.target)
+        assert workload.worst(model) < 1e-10
+
+    asyncio.run(main())
+
+
+def live_tensors():
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())

@@ -1,0 +1,180 @@
+"""Gradients and losses are those of the unsplit model, whatever the schedule, split and recomputation."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe import Pipeline
+from asyncpipe.testing import InlineExecutor
+
+MODES = ("always", "except_last", "never")
+mse = nn.functional.mse_loss
+
+
+# (schedule, stages, devices) for 1 to 4 stages.
+SHAPES = [
+    *((name, stages, stages) for name in ("gpipe", "1f1b") for stages in (1, 2, 3, 4)),
+    *(("interleaved", stages, devices) for stages, devices in ((1, 1), (2, 2), (2, 1), (3, 3), (3, 1), (4, 2), (4, 1))),
+]
+
+
+def pipeline(model: nn.Module, stages: int, devices: int, **options: Any) -> Pipeline:
+    return Pipeline(model, [f"cpu:{k}" for k in range(devices)], stages=stages, loss_fn=mse, **options)
+
+
+@pytest.mark.parametrize("samples", [12, 13, 5], ids=lambda n: f"batch{n}")
+@pytest.mark.parametrize(("schedule", "stages", "devices"), SHAPES)
+async def test_equal_to_the_unsplit_model(workloads, schedule, stages, devices, samples):
+    workload = workloads(samples)
+    for mode, microbatches in itertools.product(MODES, range(1, 9)):
+        threaded, inline = workload.model(), workload.model()
+        options = {"schedule": schedule, "checkpoint": mode, "microbatches": microbatches}
+        async with pipeline(threaded, stages, devices, **options) as pipe:
+            result = await pipe.step(workload.x, workload.target)
+        async with pipeline(inline, stages, devices, executors=InlineExecutor, **options) as pipe:
+            one_by_one = await pipe.step(workload.x, workload.target)
+        case = f"{mode}, {microbatches} micro-batches"
+        assert workload.worst(threaded) < 1e-10, case
+        assert abs(result.loss - workload.loss) < 1e-10, case
+        assert (result.outputs - workload.outputs).abs().max() < 1e-10, case
+        assert torch.equal(result.loss, one_by_one.loss), case
+        for ours, theirs in zip(threaded.parameters(), inline.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad), case
+        assert len(result.losses) == min(microbatches, samples)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+async def test_recomputation_repeats_dropout(workload, schedule):
+    gradients = {}
+    for mode in MODES:
+        model = workload.model(dropout=0.5)
+        async with pipeline(
+            model, 4, 2 if schedule == "interleaved" else 4, schedule=schedule, checkpoint=mode, microbatches=4
+        ) as pipe:
+            torch.manual_seed(3)
+            await pipe.step(workload.x, workload.target)
+        gradients[mode] = [p.grad for p in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(gradients["never"], gradients["always"], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients["never"], gradients["except_last"], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(gradients["never"], workload.gradients, strict=True))
+
+
+async def test_dropout_differs_between_steps_and_microbatches():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.5))
+    async with Pipeline(model, ["cpu:0"], microbatches=2, checkpoint="never", loss_fn=lambda y: y.sum()) as pipe:
+        with torch.no_grad():
+            first = (await pipe.step(torch.ones(2, 64))).outputs
+            second = (await pipe.step(torch.ones(2, 64))).outputs
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first, second)
+
+
+async def test_gradients_accumulate_over_steps(workload):
+    model = workload.model()
+    async with pipeline(model, 2, 2, microbatches=3) as pipe:
+        await pipe.step(workload.x, workload.target)
+        first = [p.grad for p in model.parameters()]
+        await pipe.step(workload.x, workload.target)
+    for parameter, grad, wanted in zip(model.parameters(), first, workload.gradients, strict=True):
+        assert parameter.grad is grad
+        assert (grad - 2 * wanted).abs().max() < 1e-10
+
+
+async def test_sum_reduction_is_the_sum(workload):
+    model, bare = workload.model(), workload.model()
+    nn.functional.mse_loss(bare(workload.x), workload.target, reduction="sum").backward()
+
+    def loss_fn(output, target):
+        return mse(output, target, reduction="sum")
+
+    devices = ["cpu:0", "cpu:1"]
+    async with Pipeline(model, devices, microbatches=5, loss_fn=loss_fn, loss_reduction="sum") as pipe:
+        await pipe.step(workload.x, workload.target)
+    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).abs().max() < 1e-10
+
+
+class _Pairs(nn.Module):
+    """Takes and returns nested values: a dict with tensors, an int tensor and a string."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+
+    def forward(self, value: dict[str, Any]) -> dict[str, Any]:
+        x = self.linear(value["x"])
+        return {"x": x, "more": [x.detach(), value["count"]], "count": value["count"] + 1, "name": value["name"]}
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_nested_values_cross_stages(mode):
+    torch.manual_seed(5)
+    model = nn.Sequential(_Pairs(), _Pairs(), _Pairs())
+    bare = nn.Sequential(*(m for m in model))
+    batch = {"x": torch.randn(7, 6, dtype=torch.float64), "count": torch.zeros(7, dtype=torch.long), "name": "a"}
+    mse(bare(batch)["x"], batch["x"]).backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    async with pipeline_of(model, mode) as pipe:
+        result = await pipe.step(batch, batch["x"])
+    assert all((p.grad - g).abs().max() < 1e-10 for p, g in zip(model.parameters(), wanted, strict=True))
+    assert result.outputs["name"] == ["a"] * 3
+    assert torch.equal(result.outputs["count"], torch.full((7,), 3))
+
+
+def pipeline_of(model: nn.Module, mode: str) -> Pipeline:
+    devices = ["cpu:0", "cpu:1", "cpu:2"]
+    return Pipeline(model, devices, microbatches=3, checkpoint=mode, loss_fn=lambda out, target: mse(out["x"], target))
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_in_place_layers_at_a_border(mode):
+    torch.manual_seed(2)
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(6, 6), nn.Sigmoid(), nn.ReLU(inplace=True), nn.Linear(6, 6)).double()
+
+    # A bare model refuses this: Sigmoid needs the output that ReLU overwrites. A stage owns a copy of its input.
+    bare = make()
+    bare[2] = nn.ReLU()
+    x = torch.randn(8, 6, dtype=torch.float64)
+    mse(bare(x), x).backward()
+    model = make()
+    async with Pipeline(
+        model, ["cpu:0", "cpu:1"], balance=[2, 2], microbatches=4, checkpoint=mode, loss_fn=mse
+    ) as pipe:
+        await pipe.step(x, x)
+    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_autocast_of_the_caller_holds_in_every_task(mode):
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    x = torch.randn(4, 16)
+    seen = []
+
+    def loss_fn(output, target):
+        seen.append(output.dtype)
+        return mse(output.float(), target)
+
+    async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, checkpoint=mode, loss_fn=loss_fn) as pipe:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            await pipe.step(x, x)
+        grads = [p.grad.clone() for p in model.parameters()]
+    assert set(seen) == {torch.bfloat16}
+    model.zero_grad()
+    for rows in x.split(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = mse(model(rows).float(), rows) / 2
+        loss.backward()
+    for grad, parameter in zip(grads, model.parameters(), strict=True):
+        torch.testing.assert_close(grad, parameter.grad)

@@ -1,0 +1,88 @@
+"""Steps leave nothing behind: live tensors and threads are constant after the first."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe import Pipeline
+
+mse = nn.functional.mse_loss
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("loop", ["running", "own"])
+async def test_500_steps(workload, loop):
+    model = workload.model()
+    async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=3, loss_fn=mse, loop=loop) as pipe:
+        counts = []
+        for number in range(500):
+            result = await pipe.step(workload.x, workload.target)
+            if number % 100 == 1 or number == 499:
+                del result
+                counts.append((live_tensors(), threading.active_count(), len(asyncio.all_tasks())))
+    assert len(set(counts)) == 1
+
+
+async def test_an_idle_pipeline_keeps_no_batch(workload):
+    x, target = workload.x.clone(), workload.target.clone()
+    dead = weakref.ref(x), weakref.ref(target)
+    async with Pipeline(workload.model(), ["cpu:0", "cpu:1"], microbatches=3, loss_fn=mse) as pipe:
+        result = await pipe.step(x, target)
+        output = weakref.ref(result.outputs)
+        del x, target, result
+        gc.collect()
+        assert [ref() for ref in (*dead, output)] == [None] * 3
+
+
+async def test_graphs_of_uneven_batches_are_kept_once(workload):
+    async with Pipeline(workload.model(), ["cpu:0", "cpu:1"], microbatches=4, loss_fn=mse) as pipe:
+        graphs = set()
+        for size in (12, 3, 2, 12, 3, 2, 11):
+            result = await pipe.step(workload.x[:size], workload.target[:size])
+            graphs.add(id(result.record.graph))
+        assert len(graphs) == 3
+
+
+async def test_activations_are_dropped_as_the_graph_says(workload):
+    """1F1B holds p - stage micro-batches of activations, not m: count what autograd saves."""
+    live, peak = 0, 0
+
+    class Kept:
+        def __init__(self, tensor):
+            nonlocal live, peak
+            self.tensor = tensor
+            live += 1
+            peak = max(peak, live)
+
+        def __del__(self):
+            nonlocal live
+            live -= 1
+
+    class Saving(nn.Module):
+        def forward(self, x):
+            with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+                return torch.tanh(x * x)
+
+    layers = [nn.Sequential(nn.Linear(6, 6).double(), Saving()), nn.Sequential(nn.Linear(6, 8).double(), nn.Tanh())]
+    peaks = {}
+    for schedule in ("gpipe", "1f1b"):
+        async with Pipeline(
+            layers, ["cpu:0", "cpu:1"], microbatches=6, schedule=schedule, checkpoint="never", loss_fn=mse
+        ) as pipe:
+            live, peak = 0, 0
+            result = await pipe.step(workload.x, workload.target)
+            peaks[schedule] = peak
+            assert result.report.peak_in_flight == ((6, 6) if schedule == "gpipe" else (2, 1))
+    assert live == 0
+    assert peaks["gpipe"] == 3 * peaks["1f1b"]
