@@ -81,9 +81,9 @@ class Pipeline:
         self.devices = resolve_devices(devices)
         self.schedule = find_schedule(schedule)
         count = _stage_count(stages, balance, self.schedule, len(self.devices))
-        parts = split(self.module, balance, count)
         graphs = _Graphs(self.schedule, count, self.devices, CheckpointMode.parse(checkpoint))
         placement = graphs(check_microbatches(microbatches), True).placement
+        parts = split(self.module, balance, count)
         self._intra_op = IntraOpThreads(intra_op_threads)
         self._driver = Driver(
             {device.name: (executors or self._thread_executor)(device.name) for device in self.devices},

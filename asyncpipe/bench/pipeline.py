@@ -43,8 +43,8 @@ def show(figures: Figures) -> str:
             f"(Linear({WIDTH}) + ReLU) × {LAYERS}, {SAMPLES} samples, {MICROBATCHES} micro-batches, 1f1b",
             f"pipeline step on 2 CPU devices  {figures['step_seconds'] * 1e3:8.1f} ms",
             f"one device, one thread          {figures['single_seconds'] * 1e3:8.1f} ms",
-            f"step / bound                    {figures['step_over_bound']:8.3f}   (busiest device or critical path)",
-            f"step / busiest device           {figures['step_over_busiest']:8.3f}   (bubble alone: {dispatch_free:.3f})",
+            f"step / bound                    {figures['step_over_bound']:8.3f}  (busiest device or critical path)",
+            f"step / busiest device           {figures['step_over_busiest']:8.3f}  (bubble alone: {dispatch_free:.3f})",
             f"speed-up over one device        {figures['speedup']:8.2f}",
         ]
     )

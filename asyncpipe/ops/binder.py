@@ -203,23 +203,23 @@ class Binder:
         tensors = [tensor.clone() for tensor in tensors] if stage.copies_input else tensors
         with self._context.entered(), RandomStream(self._plan.seed, i, stage.index, stage.device.physical):
             output = stage(packet.rebuild(tensors))
-            if stage.index == len(self._stages) - 1:
-                output = self._with_loss(output, i)
-        cell.packet = Packet(output)
-        if not cell.packet.tensors:
-            raise StageError(
-                f"stage {stage.index} returned {type(output).__name__} without any tensor; a stage must return a "
-                "tensor, or a nested tuple, list or dict that holds one"
-            )
+            cell.packet = Packet(output)
+            if not cell.packet.tensors:
+                raise StageError(
+                    f"stage {stage.index} returned {type(output).__name__} without any tensor; a stage must return a "
+                    "tensor, or a nested tuple, list or dict that holds one"
+                )
+            if stage.index == len(self._stages) - 1 and self._plan.loss is not None:
+                cell.packet = Packet(self._with_loss(output, i, self._plan.loss))
         return cell.packet.tensors
 
-    def _with_loss(self, output: Any, i: int) -> Any:
-        if self._plan.loss is None:
-            return output
-        loss = self._plan.loss(output, *([self._targets[i]] if self._plan.targets else []))
+    def _with_loss(self, output: Any, i: int, loss_fn: Callable[..., Tensor]) -> tuple[Any, ...]:
+        loss = loss_fn(output, *([self._targets[i]] if self._plan.targets else []))
         if not isinstance(loss, Tensor) or loss.dim():
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise LossError(f"loss_fn must return a tensor without dimensions, got {got}; reduce it to a scalar")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise LossError("the loss does not depend on any parameter; does a stage or loss_fn detach its output?")
         return (loss, output) if self._plan.keep_outputs else (loss,)
 
     def _hand_on(self, i: int, j: int, packet: Packet, tensors: list[Tensor]) -> None:
@@ -258,7 +258,4 @@ class Binder:
             self._gradients[i, j - 1] = [leaf.grad for leaf in residue.inputs]
 
     def _loss_gradient(self, outputs: Sequence[Tensor], i: int) -> list[Tensor | None]:
-        loss = outputs[0]
-        if not loss.requires_grad:
-            raise LossError("the loss does not depend on any parameter; does a stage or loss_fn detach its output?")
-        return [torch.full_like(loss, self._plan.weights[i]), *[None] * (len(outputs) - 1)]
+        return [torch.full_like(outputs[0], self._plan.weights[i]), *[None] * (len(outputs) - 1)]

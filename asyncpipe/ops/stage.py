@@ -100,11 +100,11 @@ def split(model: nn.Sequential, balance: str | Sequence[int], stages: int) -> li
     ``balance`` gives the number of layers of each, or is ``"auto"``: parameters spread as evenly as can be.
     Raises ``BalanceError``.
     """
-    layers = list(model.named_children())
+    layers = list(model._modules.items())  # named_children() leaves out a layer that is there twice.
     if isinstance(balance, str):
         if balance != "auto":
             raise BalanceError(f"balance must be 'auto' or a list of integers, got {balance!r}")
-        sizes = even_balance([1 + sum(p.numel() for p in layer.parameters()) for _, layer in layers], stages)
+        sizes = even_balance([1 + sum(p.numel() for p in layer.parameters()) for layer in model], stages)
     else:
         sizes = check_balance(balance, len(layers))
         if len(sizes) != stages:

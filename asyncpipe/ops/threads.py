@@ -28,6 +28,8 @@ class IntraOpThreads:
         self._done.append(done)
 
         def set_threads() -> None:
+            # A thread takes over the global number when it first asks or computes; it must have done so before.
+            torch.get_num_threads()
             torch.set_num_threads(self._threads)
             done.set()
 

@@ -1,0 +1,205 @@
+"""Wrong input gets a typed error that says what was wrong and what would be right, before anything runs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe import B, F, Pipeline, Schedule, TaskError
+from asyncpipe import errors as e
+
+mse = nn.functional.mse_loss
+
+
+def layers(count=4):
+    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(count)))
+
+
+class Broken(Schedule):
+    """1F1B for two stages with one thing wrong."""
+
+    name = "broken"
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def order(self, device, shape):
+        order = [F(0, device), B(0, device)]
+        if device == 1:
+            if self.fault == "missing":
+                order.pop()
+            elif self.fault == "duplicate":
+                order.append(B(0, 1))
+            elif self.fault == "foreign":
+                order.append(F(0, 5))
+            elif self.fault == "backward first":
+                order.reverse()
+        return order
+
+
+class Deadlock(Schedule):
+    """Each device waits for the other one's later action."""
+
+    name = "crossed"
+
+    def order(self, device, shape):
+        if device == 0:
+            return [F(0, 0), B(0, 0), F(1, 0), B(1, 0)]
+        return [F(0, 1), F(1, 1), B(0, 1), B(1, 1)]
+
+
+CONSTRUCTOR = [
+    ({"balance": [1, 2]}, e.BalanceError, "sums up to 3, but the model has 4 layers"),
+    ({"balance": [4, 0]}, e.BalanceError, "positive integers"),
+    ({"balance": [1, 1, 2]}, e.ScheduleError, "3 stages for 2 devices"),
+    ({"balance": "even"}, e.BalanceError, "'auto' or a list"),
+    ({"stages": 5}, e.ScheduleError, "one stage on each device"),
+    ({"stages": 6, "schedule": "interleaved"}, e.BalanceError, "4 layers into 6 stages"),
+    ({"stages": 3, "schedule": "interleaved"}, e.ScheduleError, "a multiple of 2"),
+    ({"microbatches": 0}, e.MicrobatchError, "positive integer, got 0"),
+    ({"microbatches": -3}, e.MicrobatchError, "positive integer, got -3"),
+    ({"microbatches": 2.0}, e.MicrobatchError, "positive integer, got 2.0"),
+    ({"microbatches": True}, e.MicrobatchError, "positive integer, got True"),
+    ({"schedule": "1f2b"}, e.UnknownScheduleError, "known schedules: 1f1b, gpipe, interleaved"),
+    ({"schedule": 3}, e.ScheduleError, "a name or a Schedule instance"),
+    ({"checkpoint": "sometimes"}, e.OptionError, "'always', 'except_last', 'never'"),
+    ({"loss_reduction": "max"}, e.OptionError, "'mean', 'sum'"),
+    ({"loop": "new"}, e.OptionError, "'running', 'own'"),
+    ({"intra_op_threads": 0}, e.OptionError, "intra_op_threads must be a positive integer"),
+    ({"in_flight": 0}, e.OptionError, "in_flight must be a positive integer"),
+    ({"devices": []}, e.DeviceError, "must be a list such as"),
+    ({"devices": "cpu"}, e.DeviceError, "must be a list such as"),
+    ({"devices": ["cpu:0", "tpu:1"]}, e.DeviceError, "'tpu:1' is no device"),
+    ({"devices": ["cpu:0", "meta"]}, e.DeviceError, "kind 'meta'"),
+    ({"devices": ["cpu:0", "cuda:77"]}, e.DeviceError, "'cuda:77' is not there"),
+    ({"schedule": Broken("missing")}, e.ScheduleError, r"device 1: B\(0,1\) is missing"),
+    ({"schedule": Broken("duplicate")}, e.ScheduleError, r"device 1: B\(0,1\) is there twice"),
+    ({"schedule": Broken("foreign")}, e.ScheduleError, r"device 1: F\(0,5\) is not an action"),
+    ({"schedule": Broken("backward first")}, e.ScheduleError, r"B\(0,1\) comes before F\(0,1\)"),
+    ({"schedule": Deadlock(), "microbatches": 2}, e.ScheduleError, r"'crossed' deadlocks: on device \d, [FB]\("),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), CONSTRUCTOR, ids=lambda value: None)
+def test_constructor(options, error, message):
+    arguments = {"devices": ["cpu:0", "cpu:1"], "microbatches": 1, "loss_fn": mse} | options
+    with pytest.raises(error, match=message):
+        Pipeline(layers(), arguments.pop("devices"), **arguments)
+
+
+def test_models_that_cannot_be_split():
+    with pytest.raises(e.OptionError, match=r"nn\.Sequential or a list of modules, got Linear"):
+        Pipeline(nn.Linear(3, 3), ["cpu:0"], microbatches=1)
+    with pytest.raises(e.OptionError, match="no layers"):
+        Pipeline(nn.Sequential(), ["cpu:0"], microbatches=1)
+    shared = nn.Linear(3, 3)
+    with pytest.raises(e.SharedParameterError, match=r"'1\.weight' is used by stage 0 and stage 1"):
+        Pipeline([shared, shared], ["cpu:0", "cpu:1"], microbatches=1)
+
+
+x, y = torch.randn(6, 3), torch.randn(6, 3)
+
+STEP = [
+    ((x, y[:4]), e.BatchError, "the target has 4 samples, but the input has 6"),
+    ((x, torch.tensor(1.0)), e.BatchError, "without dimensions"),
+    ((x[:0], y[:0]), e.BatchError, "is empty"),
+    (([], y), e.BatchError, "holds no tensor, got list"),
+    (("text", y), e.BatchError, "holds no tensor, got str"),
+    (((x, x[:2]), y), e.BatchError, r"the input\[0\] has 6, the input\[1\] has 2"),
+    ((torch.tensor(1.0), y), e.BatchError, "the input is a tensor without dimensions"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), STEP, ids=lambda value: None)
+async def test_step(before_task, arguments, error, message):
+    ran = []
+    before_task(ran.append)
+    model = layers()
+    async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, loss_fn=mse) as pipe:
+        await pipe.step(x, y)
+        ran.clear()
+        grads = [p.grad for p in model.parameters()]
+        with pytest.raises(error, match=message):
+            await pipe.step(*arguments)
+        assert not ran
+        assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+        await pipe.step(x, y)
+
+
+async def test_a_loss_is_needed_to_train():
+    async with Pipeline(layers(), ["cpu:0"], microbatches=2) as pipe:
+        with pytest.raises(e.OptionError, match="give the pipeline a loss_fn"):
+            await pipe.step(x, y)
+        pipe.eval()
+        with pytest.raises(e.OptionError, match="no loss_fn to compare"):
+            await pipe.step(x, y)
+        assert (await pipe.step(x)).outputs.shape == (6, 3)
+
+
+class _Returns(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.value = value
+
+    def forward(self, x):
+        return self.value
+
+
+# What only a running stage or loss can show ends the step at its first micro-batch, with the gradients as before.
+RUNNING = [
+    ([nn.Linear(3, 3), _Returns("text")], mse, e.StageError, "stage 1 returned str without any tensor"),
+    ([_Returns({"a": [1]}), nn.Linear(3, 3)], mse, e.StageError, "stage 0 returned dict without any tensor"),
+    ([nn.Linear(3, 3), nn.Linear(3, 3)], lambda out, t: out - t, e.LossError, r"got shape \(3, 3\)"),
+    ([nn.Linear(3, 3), nn.Linear(3, 3)], lambda out, t: 1.5, e.LossError, "got float"),
+    ([nn.Linear(3, 3), nn.Linear(3, 3)], lambda out, t: out.detach().sum(), e.LossError, "does not depend on any"),
+]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize(("model", "loss_fn", "error", "message"), RUNNING, ids=lambda value: None)
+async def test_while_running(model, loss_fn, error, message, checkpoint):
+    devices = ["cpu:0", "cpu:1"]
+    async with Pipeline(model, devices, microbatches=2, checkpoint=checkpoint, loss_fn=loss_fn) as pipe:
+        with pytest.raises(TaskError) as caught:
+            await pipe.step(x, y)
+    assert isinstance(caught.value.__cause__, error)
+    assert re.search(message, str(caught.value))
+    assert caught.value.microbatch == 0
+    assert all(p.grad is None for p in nn.ModuleList(model).parameters())
+
+
+async def test_functional_in_place_on_a_recomputed_input():
+    class Overwrites(nn.Module):
+        def forward(self, x):
+            return x.mul_(2)
+
+    model = [nn.Linear(3, 3), Overwrites()]
+    async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, checkpoint="always", loss_fn=mse) as pipe:
+        with pytest.raises(TaskError, match="overwrites its input in place"):
+            await pipe.step(x, y)
+
+
+async def test_not_open_or_closed():
+    pipe = Pipeline(layers(), ["cpu:0"], microbatches=2, loss_fn=mse)
+    with pytest.raises(e.PipelineClosedError, match="not open; use 'async with'"):
+        await pipe.step(x, y)
+    async with pipe:
+        await pipe.step(x, y)
+    with pytest.raises(e.PipelineClosedError, match="closed"):
+        await pipe.step(x, y)
+    with pytest.raises(e.PipelineClosedError, match="opens once"):
+        await pipe.__aenter__()
+    await pipe.aclose()
+
+
+async def test_a_batch_smaller_than_the_number_of_microbatches():
+    async with Pipeline(layers(), ["cpu:0", "cpu:1"], microbatches=8, loss_fn=mse) as pipe:
+        result = await pipe.step(x[:3], y[:3])
+    assert len(result.losses) == 3
+    # The last of the real ones is the one that is not recomputed.
+    recomputed = {time.task.microbatch for time in result.report.tasks if time.task.kind == "R"}
+    assert recomputed == {0, 1}
