@@ -1,0 +1,182 @@
+"""The driver: several graphs at once, completion after issue, and an end for every wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from asyncpipe.core.events import StepRecord, TaskCompleted
+from asyncpipe.core.lower import CheckpointMode, lower
+from asyncpipe.core.schedule import Shape, find_schedule
+from asyncpipe.errors import PipelineClosedError, TaskError
+from asyncpipe.runtime.driver import Driver
+from asyncpipe.runtime.executor import ThreadExecutor
+
+DEVICES = ["cpu:0", "cpu:1"]
+
+
+def graph(schedule="1f1b", microbatches=4):
+    shape = Shape(2, microbatches, 2)
+    return lower(find_schedule(schedule), shape, devices=DEVICES, checkpoint=CheckpointMode.EXCEPT_LAST)
+
+
+@pytest.fixture
+async def driver(no_leaks):
+    made = Driver({name: ThreadExecutor(name) for name in DEVICES}, in_flight=3)
+    made.open()
+    yield made
+    await made.drain()
+    made.close()
+    made.join()
+    made._state.check()
+    assert made._state.idle
+
+
+def bind_nothing(task):
+    return lambda: None
+
+
+async def test_a_step_runs_every_task_once(driver):
+    ran = []
+    execution = await driver.run(graph(), lambda task: lambda: ran.append(task.number))
+    record = await execution.completed()
+    assert isinstance(record, StepRecord)
+    assert sorted(ran) == list(range(len(graph().tasks)))
+    assert sum(isinstance(event, TaskCompleted) for _, event in record.journal) == len(ran)
+    assert [at for at, _ in record.journal] == sorted(at for at, _ in record.journal)
+
+
+async def test_several_graphs_at_once(driver):
+    """The first step cannot go on before the second one, submitted behind it, has begun on the other device."""
+    begun = threading.Event()
+
+    def first(task):
+        return lambda: begun.wait(30) if task.id == "B(0,1)" else None
+
+    def second(task):
+        return lambda: begun.set() if task.id == "F(0,0)" else None
+
+    await asyncio.gather(driver.run(graph(), first), driver.run(graph("gpipe"), second))
+    assert begun.is_set()
+
+
+async def test_a_failure_ends_its_own_step_only(driver):
+    def bind(task):
+        def work():
+            if task.id == "B(2,1)":
+                raise ValueError("no")
+
+        return work
+
+    bad, good = await asyncio.gather(
+        driver.run(graph(), bind), driver.run(graph(), bind_nothing), return_exceptions=True
+    )
+    assert isinstance(bad, TaskError)
+    assert bad.task_id == "B(2,1)"
+    await good.completed()
+
+
+class Later:
+    """A task that is issued at once and done when told."""
+
+    def __init__(self):
+        self.done = threading.Event()
+        self.error = None
+
+    def wait(self):
+        assert self.done.wait(30)
+        if self.error is not None:
+            raise self.error
+        return 0.0, 0.0
+
+
+async def test_a_step_returns_when_issued_and_completes_later(driver):
+    later = Later()
+    last = graph().tasks[-1].id
+    execution = await driver.run(graph(), lambda task: lambda: later if task.id == last else None)
+    assert not execution.done.done()
+    later.done.set()
+    assert (await execution.completed()).outcome == "ok"
+
+
+async def test_a_failure_after_the_issue_comes_with_completion(driver):
+    later = Later()
+    later.error = ValueError("device")
+    last = graph().tasks[-1].id
+    execution = await driver.run(graph(), lambda task: lambda: later if task.id == last else None)
+    later.done.set()
+    with pytest.raises(TaskError, match="ValueError: device"):
+        await execution.completed()
+
+
+async def test_the_in_flight_cap_holds_back_an_asynchronous_device(driver):
+    """A lane holds three tasks that are not completed, and gets the fourth only when one is."""
+    laters = {}
+    dispatched = SimpleCounter()
+
+    def bind(task):
+        later = laters[task.id] = Later()
+        if task.kind == "F" and task.stage == 0:
+            dispatched.add()
+            return lambda: later
+        later.done.set()
+        return lambda: None
+
+    step = asyncio.ensure_future(driver.run(graph("gpipe", 8), bind))
+    await asyncio.to_thread(dispatched.wait_for, 3)
+    assert dispatched.count == 3
+    for number in range(8):
+        laters[f"F({number},0)"].done.set()
+        if number + 4 <= 8:
+            await asyncio.to_thread(dispatched.wait_for, number + 4)
+    await (await step).completed()
+
+
+class SimpleCounter:
+    """Counts, and lets others wait for a number."""
+
+    def __init__(self):
+        self.count = 0
+        self.condition = threading.Condition()
+
+    def add(self):
+        with self.condition:
+            self.count += 1
+            self.condition.notify_all()
+
+    def wait_for(self, number):
+        with self.condition:
+            assert self.condition.wait_for(lambda: self.count >= number, 30)
+
+
+async def test_closed_or_not_open():
+    driver = Driver({name: ThreadExecutor(name) for name in DEVICES})
+    with pytest.raises(PipelineClosedError):
+        await driver.run(graph(), bind_nothing)
+    driver.open()
+    driver.close()
+    with pytest.raises(PipelineClosedError):
+        await driver.run(graph(), bind_nothing)
+    driver.join()
+
+
+async def test_a_broken_scheduler_hangs_nobody(no_leaks):
+    """An error in our own code must reach whoever waits for a step."""
+    driver = Driver({name: ThreadExecutor(name) for name in DEVICES})
+    driver.open()
+    handle = driver._state.handle
+
+    def broken(event, now):
+        if isinstance(event, TaskCompleted):
+            raise AssertionError("a bug")
+        return handle(event, now)
+
+    driver._state.handle = broken
+    seen = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: seen.append(context["exception"]))
+    with pytest.raises(AssertionError, match="a bug"):
+        await driver.run(graph(), bind_nothing)
+    driver.join()
+    assert seen

@@ -1,0 +1,142 @@
+"""The executor's guarantees: order, one report a task, nothing kept while idle."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from queue import SimpleQueue
+
+import pytest
+
+from asyncpipe.core.events import TaskCompleted, TaskDropped, TaskFailed, TaskIssued
+from asyncpipe.runtime.executor import Assignment, ThreadExecutor
+
+
+class Step:
+    """What an executor knows of a step."""
+
+    number = 3
+    aborted = False
+
+
+@pytest.fixture
+def step():
+    return Step()
+
+
+@pytest.fixture
+def executor():
+    made = ThreadExecutor("cpu:0")
+    made.events = SimpleQueue()
+    made.start(made.events.put)
+    yield made
+    made.close()
+    made.join()
+
+
+def next_event(executor):
+    return executor.events.get(timeout=30)
+
+
+def test_tasks_run_in_order_on_one_thread(executor, step):
+    ran = []
+
+    def work(number):
+        return lambda: ran.append((number, threading.current_thread().name))
+
+    executor.submit([Assignment(step, k, work(k)) for k in range(3)])
+    executor.submit([Assignment(step, 3, work(3))])
+    events = [next_event(executor) for _ in range(4)]
+    assert [(type(event), event.task) for event in events] == [(TaskCompleted, k) for k in range(4)]
+    assert ran == [(k, "asyncpipe cpu:0") for k in range(4)]
+    assert all(event.started <= event.ended for event in events)
+    assert events[0].ended <= events[1].started
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_every_exception_is_reported_and_the_thread_lives_on(executor, step, error):
+    def work():
+        raise error("no")
+
+    executor.submit([Assignment(step, 0, work), Assignment(step, 1, lambda: None)])
+    failed = next_event(executor)
+    assert isinstance(failed, TaskFailed)
+    assert type(failed.error) is error
+    assert isinstance(next_event(executor), TaskCompleted)
+
+
+def test_tasks_of_an_aborted_step_are_dropped(executor, step):
+    def abort():
+        step.aborted = True
+
+    executor.submit([Assignment(step, 0, abort), Assignment(step, 1, lambda: pytest.fail("ran"))])
+    assert isinstance(next_event(executor), TaskCompleted)
+    assert next_event(executor) == TaskDropped(3, 1)
+
+
+def test_nothing_is_kept_while_idle(executor, step):
+    class Work:
+        def __call__(self):
+            return None
+
+    work, failing = Work(), Work()
+    dead = weakref.ref(work), weakref.ref(failing)
+    executor.submit([Assignment(step, 0, work), Assignment(step, 1, failing)])
+    del work, failing
+    first, second = next_event(executor), next_event(executor)
+    # The thread has let go of them once it takes up something else.
+    executor.submit([Assignment(step, 2, lambda: None)])
+    next_event(executor)
+    gc.collect()
+    assert [ref() for ref in dead] == [None, None]
+    assert (first.task, second.task) == (0, 1)
+
+
+class Queued:
+    """Work that an asynchronous device does later."""
+
+    def __init__(self, error=None):
+        self.done = threading.Event()
+        self.error = error
+
+    def wait(self):
+        assert self.done.wait(30)
+        if self.error:
+            raise self.error
+        return 1.0, 2.0
+
+
+def test_queued_work_is_issued_at_once_and_completed_in_issue_order(executor, step):
+    first, second = Queued(), Queued()
+    executor.submit([Assignment(step, 0, lambda: first), Assignment(step, 1, lambda: second)])
+    assert [next_event(executor), next_event(executor)] == [TaskIssued(3, 0), TaskIssued(3, 1)]
+    second.done.set()
+    first.done.set()
+    assert [next_event(executor), next_event(executor)] == [
+        TaskCompleted(3, 0, 1.0, 2.0),
+        TaskCompleted(3, 1, 1.0, 2.0),
+    ]
+
+
+def test_queued_work_may_fail_later(executor, step):
+    queued = Queued(ValueError("device"))
+    executor.submit([Assignment(step, 0, lambda: queued)])
+    assert next_event(executor) == TaskIssued(3, 0)
+    queued.done.set()
+    assert isinstance(next_event(executor), TaskFailed)
+
+
+def test_close_runs_what_is_queued_and_ends_every_thread():
+    events = SimpleQueue()
+    executor = ThreadExecutor("cpu:9")
+    executor.start(events.put)
+    queued = Queued()
+    queued.done.set()
+    executor.submit([Assignment(Step(), 0, lambda: queued)])
+    executor.close()
+    executor.close()
+    executor.join()
+    assert isinstance(events.get(timeout=30), TaskIssued)
+    assert isinstance(events.get(timeout=30), TaskCompleted)
+    assert not [thread for thread in threading.enumerate() if "cpu:9" in thread.name]
