@@ -116,7 +116,7 @@ class Binder:
 
     def _compute(self, task: Task) -> Timing | None:
         stream = self._streams[task.lane]
-        with torch.profiler.record_function(task.id), stream.use(), torch.set_grad_enabled(self._plan.training):
+        with stream.use(), torch.set_grad_enabled(self._plan.training):
             self._await_dependencies(task, stream)
             timing = stream.begin()
             self._actions[task.kind](task)
@@ -132,7 +132,7 @@ class Binder:
         side = copier.side(tensors)
         # A copy out of CUDA memory to the CPU is over when its side stream is; every other one when its lane is.
         stream = side if side is not None and not isinstance(lane, CudaStream) else lane
-        with torch.profiler.record_function(task.id), lane.use(), torch.no_grad():
+        with lane.use(), torch.no_grad():
             self._await_dependencies(task, stream)
             if side is not None and side is not stream:
                 self._await_dependencies(task, side)

@@ -1,0 +1,29 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`. Both work in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: train test lint bench clean
+
+train: .venv/installed
+	$(BIN)/asyncpipe train examples/charlm/charlm.toml
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/installed
+	$(BIN)/asyncpipe bench overhead
+	$(BIN)/asyncpipe bench pipeline
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis runs

@@ -1,0 +1,194 @@
+"""``asyncpipe train`` as an operator uses it: the charlm example, scraped, watched and interrupted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.request import urlopen
+from xml.etree import ElementTree
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from asyncpipe import cli
+
+CHARLM = Path(__file__).parents[2] / "examples" / "charlm"
+
+TINY = """\
+name = "tiny"
+
+[job]
+entry = "charlm:build"
+[job.parameters]
+width = 8
+blocks = 4
+heads = 2
+context = 16
+sample_length = 12
+max_bytes = 20000
+
+[pipeline]
+devices = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+microbatches = 4
+
+[training]
+steps = 5
+batch_size = 8
+learning_rate = 1e-2
+warmup_steps = 1
+clip = 1.0
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A small job of the example's model, in a folder of its own, which is the working directory."""
+    shutil.copy(CHARLM / "charlm.py", tmp_path)
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "charlm", raising=False)
+    yield path
+    sys.modules.pop("charlm", None)
+
+
+def train(job: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
+    """The lines that a run prints which ends well."""
+    assert cli.main(["train", str(job), *options]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out.splitlines()
+
+
+def test_a_run_prints_progress_a_summary_and_a_sample(job, capsys):
+    lines = train(job, capsys)
+    assert lines[0].startswith("tiny: ")
+    assert lines[0].endswith("5 steps on cpu:0, cpu:1, cpu:2, cpu:3")
+    assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == ["step 1/5", "step 5/5"]
+    assert any(line.startswith("tiny: 5 steps in ") and "loss 4." in line for line in lines)
+    assert any(line.startswith("held-out loss 4.") for line in lines)
+    sample = "\n".join(lines[lines.index("sample:") + 1 :])
+    assert sample.startswith("def ")
+    assert len(sample) == len("def ") + 12
+    assert not (job.parent / "runs").exists()
+
+
+def test_trace_and_timeline_are_written(job, capsys):
+    lines = train(job, capsys, "--steps", "2", "--trace", "runs/t.json", "--timeline", "runs/t.svg", "--no-progress")
+    assert lines[0].startswith("tiny: 2 steps in ")
+    assert_trace(Path("runs/t.json"), steps=2, devices=4)
+    assert_picture(Path("runs/t.svg"))
+
+
+@pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1"])
+def test_the_loss_does_not_depend_on_the_devices(job, capsys, devices):
+    def loss(*options: str) -> str:
+        return next(line.split("loss ")[1][:5] for line in train(job, capsys, "--no-progress", *options))
+
+    assert loss("--devices", devices) == loss("--device-type", "cpu")
+
+
+def test_cuda_on_a_machine_without_it_is_told(job, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert cli.main(["train", str(job), "--device-type", "cuda"]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_a_job_is_mapped_onto_the_cuda_devices_in_turn(monkeypatch):
+    from asyncpipe.cli.train import _mapped
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    assert _mapped(4, "cuda") == ("cuda:0", "cuda:1", "cuda:2", "cuda:0")
+    assert _mapped(2, "cpu") == ("cpu:0", "cpu:1")
+
+
+@pytest.mark.cuda
+def test_a_run_on_cuda(job, capsys):
+    lines = train(job, capsys, "--device-type", "cuda", "--trace", "t.json")
+    assert any(line.startswith("held-out loss 4.") for line in lines)
+    assert_trace(Path("t.json"), steps=3, devices=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--steps", "0"], "must be an integer of at least 1"),
+        (["--metrics-port", "70000"], "must be a port from 0 (any free one) to 65535"),
+        (["--devices", "cpu:0,,cpu:1"], "must be device names with commas between them"),
+        (["--devices", "cpu:0", "--device-type", "cpu"], "not allowed with argument"),
+    ],
+)
+def test_a_wrong_option_ends_the_command_with_what_is_allowed(job, capsys, options, part):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["train", str(job), *options])
+    assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_long_run_that_is_being_scraped(job, number, status):
+    options = ["--steps", "1000000", "--metrics-port", "0", "--trace", "t.json", "--timeline", "t.svg"]
+    with started([sys.executable, "-m", "asyncpipe", "train", str(job), *options]) as process:
+        assert process.stdout is not None
+        url = wait_for(process, "metrics: ").removeprefix("metrics: ").strip()
+        wait_for(process, "step 20/")
+        assert_metrics(url)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert "Traceback" not in err
+    assert out.rstrip().endswith(f"stopped by {number.name}")
+    assert "tiny: " in out
+    assert "sample:" not in out
+    assert_trace(job.parent / "t.json", steps=3, devices=4)
+    assert_picture(job.parent / "t.svg")
+
+
+@contextmanager
+def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that does not outlive the block."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(process: subprocess.Popen[str], beginning: str) -> str:
+    """The next line of output that begins so; fails if the process ends before."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return line
+    assert process.stderr is not None
+    raise AssertionError(f"ended before it printed {beginning!r}: {process.stderr.read()}")
+
+
+def assert_metrics(url: str) -> None:
+    with urlopen(url, timeout=10) as answer:
+        families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    steps = families["asyncpipe_steps"].samples
+    assert [(sample.labels["job"], sample.labels["outcome"]) for sample in steps] == [("tiny", "ok")]
+    assert steps[0].value >= 20
+    assert families["asyncpipe_tokens"].samples[0].value >= 20 * 8 * 16
+    assert 0 < families["asyncpipe_loss"].samples[0].value < 10
+    assert {sample.labels["stage"] for sample in families["asyncpipe_stage_busy_seconds"].samples} == set("0123")
+
+
+def assert_trace(path: Path, *, steps: int, devices: int) -> None:
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len({event["args"]["step"] for event in slices}) == steps
+    assert len({event["pid"] for event in slices}) == devices
+    assert {event["args"]["kind"] for event in slices} == {"F", "R", "B", "C"}
+
+
+def assert_picture(path: Path) -> None:
+    picture = ElementTree.parse(path).getroot()
+    assert picture.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "tiny" in "".join(picture.itertext())
