@@ -29,7 +29,7 @@ class InlineExecutor:
     def submit(self, assignments: Sequence[Assignment]) -> None:
         """Run the tasks, now."""
         assert self._report is not None
-        for step, task, work in assignments:
+        for step, task, work, _ in assignments:
             if step.aborted:
                 self._report(TaskDropped(step.number, task))
                 continue

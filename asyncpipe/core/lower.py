@@ -114,7 +114,7 @@ def _checked_placement(schedule: Schedule, shape: Shape, names: tuple[str, ...])
             f"schedule {schedule.name!r} places {shape.stages} stages on devices {list(placement)}; give one device "
             f"index below {shape.devices} for each stage"
         )
-    if len(set(names)) != shape.devices:
+    if not len(names) == len(set(names)) == shape.devices:
         raise ScheduleError(f"got the device names {list(names)}, expected {shape.devices} different ones")
     return placement
 

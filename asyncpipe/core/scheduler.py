@@ -189,9 +189,8 @@ class SchedulerState:
             raise InvalidTransition(f"{event} came for a task that step {event.step} does not have")
         state = step.states[event.task]
         if state not in allowed:
-            story = [(at, e) for at, e in step.journal if getattr(e, "task", None) == event.task]
             name = step.graph.tasks[event.task].id
-            raise InvalidTransition(f"{event} came while {name} is {state.name.lower()}", story)
+            raise InvalidTransition(f"{event} came while {name} is {state.name.lower()}", _story(step, event.task))
         return step
 
     def _issued(self, event: TaskIssued, now: float) -> list[Command]:
@@ -223,7 +222,8 @@ class SchedulerState:
     def _dropped(self, event: TaskDropped, now: float) -> list[Command]:
         step = self._find(event, _DISPATCHED)
         if step.outcome is Outcome.OK:
-            raise InvalidTransition(f"{event} came although step {event.step} is not aborted")
+            message = f"{event} came although step {event.step} is not aborted"
+            raise InvalidTransition(message, _story(step, event.task))
         step.journal.append((now, event))
         step.states[event.task] = _DROPPED
         return self._decide(step, [self._give_back(step, event.task)], now)
@@ -315,3 +315,8 @@ class SchedulerState:
             assert lane.in_flight == held.get(id(lane), 0), f"{lane.lane} is miscounted"
             assert lane.in_flight <= self._cap, f"{lane.lane} holds too many tasks"
             assert not lane.ready or lane.in_flight == self._cap, f"{lane.lane} has work and room, but stands still"
+
+
+def _story(step: _Step, task: int) -> list[tuple[float, Event | Command]]:
+    """What happened to a task, oldest first."""
+    return [(at, event) for at, event in step.journal if getattr(event, "task", None) == task]

@@ -45,11 +45,7 @@ class Recomputation:
         """The first run: outputs without a graph. Raises ``RecomputeError`` if it overwrote its inputs."""
         assert self._function is not None
         outputs = self._function(self._inputs)
-        if [tensor._version for tensor in self._inputs] != self._versions:
-            raise RecomputeError(
-                "the stage overwrites its input in place, so it cannot be recomputed from it; use an operation "
-                "that is not in place at its start, or checkpoint='never'"
-            )
+        self._check_inputs()
         return outputs
 
     def run(self) -> None:
@@ -58,10 +54,18 @@ class Recomputation:
             return
         if self._function is None:
             raise RecomputeError("this backward has run already; its activations are gone")
+        self._check_inputs()
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._inputs]
         with torch.enable_grad():
             self._graph = leaves, self._function(leaves)
         self._inputs.clear()
+
+    def _check_inputs(self) -> None:
+        if [tensor._version for tensor in self._inputs] != self._versions:
+            raise RecomputeError(
+                "the input of a stage is overwritten in place, so the stage cannot be recomputed from it; use an "
+                "operation that is not in place, or checkpoint='never'"
+            )
 
     def take(self) -> tuple[list[Tensor], list[Tensor]]:
         """Leaves and outputs of the second run, which is started if need be; they are kept no longer."""

@@ -1,40 +1,54 @@
 """Random streams of tasks: the same draws whatever the threads do, and again when recomputing.
 
 torch's default generators are global: two stages that draw at the same time would race for them, and a
-recomputation that rewinds them would rewind them for everybody. So every micro-batch has a stream of its own
+recomputation that rewinds them would rewind them for everybody. So every micro-batch has generators of its own
 at every stage, seeded by (step seed, micro-batch, stage). While a task runs, a function mode (thread-local)
-recognises the torch functions that draw; each of them runs under a lock with the default generators set to
-the task's stream, and set back behind it.
+recognises the torch functions that draw and hands them these generators. Functions that take none run under a
+lock, with the default generators set to the task's state and set back behind them.
 
 The contract: a step takes one number from the caller's default CPU generator. Draws depend on that number, on
 the micro-batch and on the stage; not on schedule, device, thread or recomputation. They are not those of the
-unsplit model. Python's ``random``, numpy and custom kernels with generators of their own are not replayed.
+unsplit model. Python's ``random``, numpy and custom kernels with generators of their own are not replayed. While
+a step runs, other threads may draw from the default generators; but what they draw *during* one of the functions
+that take no generator (CUDA dropout, recurrent layers and attention with dropout, ``rrelu`` …) disturbs it.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from asyncpipe.errors import RecomputeError
 
 __all__ = ["RandomStream", "draw_step_seed"]
 
 _lock = threading.RLock()
 
-# Functions that always draw. Those of aten are the ones that it tags as `nondeterministic_seeded`.
-_DRAWS_TEXT = """
-    alpha_dropout bernoulli binomial cauchy dropout dropout1d dropout2d dropout3d exponential feature_alpha_dropout
-    feature_dropout fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
-    fractional_max_pool3d_with_indices geometric gumbel_softmax log_normal multinomial native_dropout normal poisson
-    rand rand_like randint randint_like randn randn_like random randperm rrelu rrelu_with_noise _sample_dirichlet
+# Functions that take a generator.
+_TAKES_GENERATOR = frozenset(
+    """
+    bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ kaiming_uniform_ log_normal_ multinomial normal
+    normal_ poisson rand randint randn random_ randperm uniform_
+    """.split()
+)
+# Functions that draw and take none. Together these are all that aten tags as `nondeterministic_seeded`.
+_DRAWS = frozenset(
+    """
+    alpha_dropout alpha_dropout_ cauchy dropout dropout_ dropout1d dropout2d dropout3d exponential feature_alpha_dropout
+    feature_alpha_dropout_ feature_dropout feature_dropout_ fractional_max_pool2d fractional_max_pool2d_with_indices
+    fractional_max_pool3d fractional_max_pool3d_with_indices geometric gumbel_softmax log_normal native_dropout
+    rand_like randint_like randn_like random rrelu rrelu_ rrelu_with_noise rrelu_with_noise_ _sample_dirichlet
     _standard_gamma uniform
-"""
-_DRAWS = frozenset(name + suffix for name in _DRAWS_TEXT.split() for suffix in ("", "_"))
-
+    """.split()
+)
 # Functions that draw only where they are told to drop something, and that are too long to hold the lock for nothing.
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _ATTENTION_DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
@@ -52,7 +66,7 @@ class RandomStream(TorchFunctionMode):
         super().__init__()
         self._seed = _mix(_mix(step_seed, microbatch), stage)
         self._device = device
-        self._states: list[Tensor] = []
+        self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_function__(
         self,
@@ -62,29 +76,50 @@ class RandomStream(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not _may_draw(func, args, kwargs):
+        name = getattr(func, "__name__", "")
+        if name in _TAKES_GENERATOR:
+            _refuse_torch_checkpoint()
+            if kwargs.get("generator") is None:
+                kwargs = {**kwargs, "generator": self._generator(_device_of(args, kwargs))}
             return func(*args, **kwargs)
+        if not _draws(name, args, kwargs):
+            return func(*args, **kwargs)
+        _refuse_torch_checkpoint()
+        if func is functional.dropout and args and args[0].device.type == "cpu":
+            return self._dropout(*args, **kwargs)
+        return self._with_default_generators(func, args, kwargs)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+    def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """``functional.dropout`` as aten does it on a CPU, with a generator of our own."""
+        if not training or not 0 < p < 1:
+            return functional.dropout(x, p, training, inplace)
+        noise = torch.empty_like(x).bernoulli_(1 - p, generator=self._generator(x.device)).div_(1 - p)
+        return x.mul_(noise) if inplace else x * noise
+
+    def _with_default_generators(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function that knows only the default generators, lent the state of ours (it lives on the host)."""
+        defaults = [torch.default_generator]
+        if self._device.type == "cuda":
+            defaults.append(torch.cuda.default_generators[self._device.index])
+        own = [self._generator(default.device) for default in defaults]
         with _lock:
-            generators = self._generators()
-            outside = [generator.get_state() for generator in generators]
-            if not self._states:
-                self._states = [torch.Generator(g.device).manual_seed(self._seed).get_state() for g in generators]
-            _set_states(generators, self._states)
+            outside = [default.get_state() for default in defaults]
+            for default, generator in zip(defaults, own, strict=True):
+                default.set_state(generator.get_state())
             try:
                 return func(*args, **kwargs)
             finally:
-                self._states = [generator.get_state() for generator in generators]
-                _set_states(generators, outside)
-
-    def _generators(self) -> list[torch.Generator]:
-        """The default generators that a task on this device can draw from; their states live on the host."""
-        if self._device.type == "cuda":
-            return [torch.default_generator, torch.cuda.default_generators[self._device.index]]
-        return [torch.default_generator]
+                for default, generator, state in zip(defaults, own, outside, strict=True):
+                    generator.set_state(default.get_state())
+                    default.set_state(state)
 
 
-def _may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    name = getattr(func, "__name__", "")
+def _draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if name in _DRAWS:
         return True
     if name in _RECURRENT:
@@ -96,9 +131,28 @@ def _may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     return False
 
 
-def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
+def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """Where a drawing function draws: where it is told to, else where its first tensor is, else by default."""
+    if kwargs.get("device") is not None:
+        device = torch.device(kwargs["device"])
+        return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    first = next(tensors, None)
+    return torch.get_default_device() if first is None else first.device
+
+
+def _refuse_torch_checkpoint() -> None:
+    """Raise where torch's own checkpoint would recompute a draw: it rewinds the default generators, not these."""
+    if not torch.is_grad_enabled():
+        return
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            raise RecomputeError(
+                "a stage draws random numbers (dropout?) inside torch.utils.checkpoint, which cannot repeat them here; "
+                "recompute with the pipeline's own checkpoint=, or do not draw inside torch's"
+            )
+        frame = frame.f_back
 
 
 def _mix(seed: int, index: int) -> int:

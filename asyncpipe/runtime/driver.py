@@ -151,10 +151,10 @@ class Driver:
             self._handle(StepCancelled(execution.number))
         await outlast(execution.done)
 
-    def _post(self, event: Event) -> None:
+    def _post(self, event: Event, *, wake: bool = True) -> None:
         """Take an event from an executor's thread to the loop."""
         self._inbox.append(event)
-        if not self._awake:
+        if wake and not self._awake:
             self._awake = True
             assert self._loop is not None
             try:
@@ -186,7 +186,9 @@ class Driver:
             if isinstance(command, Dispatch):
                 graph = execution.graph
                 executor = execution.executors[graph.lane_of[command.task]]
-                assignment = Assignment(execution, command.task, execution.bind(graph.tasks[command.task]))
+                work = execution.bind(graph.tasks[command.task])
+                awaited = bool(graph.remote_dependents[command.task])
+                assignment = Assignment(execution, command.task, work, awaited)
                 batches.setdefault(executor, []).append(assignment)
             elif isinstance(command, StepFinished):
                 _resolve(execution.issued, command)

@@ -32,8 +32,12 @@ class Completion(Protocol):
 Work = Callable[[], Completion | None]
 """A task's computation: ``None`` if it is done on return, else what to wait for."""
 
-Report = Callable[[Event], None]
-"""Takes an event to the scheduler; called on executor threads."""
+
+class Report(Protocol):
+    """Takes an event to the scheduler; called on executor threads."""
+
+    def __call__(self, event: Event, *, wake: bool = True) -> None:
+        """Without ``wake`` the event may lie until another one wakes the scheduler, which must follow."""
 
 
 class StepHandle(Protocol):
@@ -50,6 +54,8 @@ class Assignment(NamedTuple):
     step: StepHandle
     task: int
     work: Work
+    awaited: bool = True
+    """Whether another device waits for it: then the scheduler must hear of it at once."""
 
 
 class Executor(Protocol):
@@ -113,15 +119,17 @@ def _serve(
     if on_start is not None:
         on_start()
     while (assignments := queue.get()) is not None:
+        last = assignments[-1]
         for assignment in assignments:
-            _run(assignment, report, watcher)
+            # A copy that only feeds the next task here needs no wake-up of its own: half of them are such.
+            _run(assignment, report, watcher, wake=assignment.awaited or assignment is last)
         # An idle thread must not keep the last step alive.
-        del assignments, assignment
+        del assignments, assignment, last
     watcher.close()
 
 
-def _run(assignment: Assignment, report: Report, watcher: _CompletionWatcher) -> None:
-    step, task, work = assignment
+def _run(assignment: Assignment, report: Report, watcher: _CompletionWatcher, *, wake: bool) -> None:
+    step, task, work, _ = assignment
     if step.aborted:
         report(TaskDropped(step.number, task))
         return
@@ -132,9 +140,9 @@ def _run(assignment: Assignment, report: Report, watcher: _CompletionWatcher) ->
         report(TaskFailed(step.number, task, error))
         return
     if completion is None:
-        report(TaskCompleted(step.number, task, started, time.perf_counter()))
+        report(TaskCompleted(step.number, task, started, time.perf_counter()), wake=wake)
     else:
-        report(TaskIssued(step.number, task))
+        report(TaskIssued(step.number, task), wake=wake)
         watcher.watch(step.number, task, completion)
 
 

@@ -94,6 +94,21 @@ def test_the_loss_does_not_depend_on_the_devices(job, capsys, devices):
     assert loss("--devices", devices) == loss("--device-type", "cpu")
 
 
+def test_the_examples_own_job_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "charlm", raising=False)
+    lines = train(CHARLM / "charlm.toml", capsys, "--steps", "1")
+    assert "step 1/1  loss 4.5" in "\n".join(lines)
+    assert_trace(tmp_path / "runs" / "charlm.json", steps=1, devices=4)
+    assert_picture(tmp_path / "runs" / "charlm.svg", "charlm")
+
+
+def test_a_parameter_that_the_example_cannot_use_is_told(job, capsys):
+    job.write_text(TINY.replace("heads = 2", "heads = 3"), encoding="utf-8")
+    assert cli.main(["train", str(job)]) == 2
+    assert f"{job}: job.parameters: width must be a multiple of heads, got width 8" in capsys.readouterr().err
+
+
 def test_cuda_on_a_machine_without_it_is_told(job, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert cli.main(["train", str(job), "--device-type", "cuda"]) == 2
@@ -188,7 +203,7 @@ def assert_trace(path: Path, *, steps: int, devices: int) -> None:
     assert {event["args"]["kind"] for event in slices} == {"F", "R", "B", "C"}
 
 
-def assert_picture(path: Path) -> None:
+def assert_picture(path: Path, name: str = "tiny") -> None:
     picture = ElementTree.parse(path).getroot()
     assert picture.tag == "{http://www.w3.org/2000/svg}svg"
-    assert "tiny" in "".join(picture.itertext())
+    assert name in "".join(picture.itertext())

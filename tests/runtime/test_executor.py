@@ -29,7 +29,7 @@ def step():
 def executor():
     made = ThreadExecutor("cpu:0")
     made.events = SimpleQueue()
-    made.start(made.events.put)
+    made.start(lambda event, *, wake=True: made.events.put(event))
     yield made
     made.close()
     made.join()
@@ -130,7 +130,7 @@ def test_queued_work_may_fail_later(executor, step):
 def test_close_runs_what_is_queued_and_ends_every_thread():
     events = SimpleQueue()
     executor = ThreadExecutor("cpu:9")
-    executor.start(events.put)
+    executor.start(lambda event, *, wake=True: events.put(event))
     queued = Queued()
     queued.done.set()
     executor.submit([Assignment(Step(), 0, lambda: queued)])
@@ -140,3 +140,15 @@ def test_close_runs_what_is_queued_and_ends_every_thread():
     assert isinstance(events.get(timeout=30), TaskIssued)
     assert isinstance(events.get(timeout=30), TaskCompleted)
     assert not [thread for thread in threading.enumerate() if "cpu:9" in thread.name]
+
+
+def test_who_is_woken_for_what(step):
+    """The scheduler hears at once of what other devices wait for, and of the last task of a batch."""
+    woken = SimpleQueue()
+    executor = ThreadExecutor("cpu:8")
+    executor.start(lambda event, *, wake=True: woken.put((event.task, wake)))
+    awaited = [False, True, False, False]
+    executor.submit([Assignment(step, task, lambda: None, flag) for task, flag in enumerate(awaited)])
+    executor.close()
+    executor.join()
+    assert [woken.get(timeout=30) for _ in range(4)] == [(0, False), (1, True), (2, False), (3, True)]

@@ -1,0 +1,154 @@
+"""How ``asyncpipe train`` shows that it is alive: live on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+from asyncpipe.errors import OptionError
+from asyncpipe.service.progress import NullProgress, ProgressSink, RunStarted, StepProgress
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+__all__ = ["LineProgress", "LiveProgress", "choose_progress"]
+
+LINE_EVERY = 20
+"""Steps between two plain lines."""
+REDRAWS_PER_SECOND = 5
+BAR_WIDTH = 30
+
+
+@contextmanager
+def choose_progress(*, wanted: bool, out: TextIO | None = None) -> Iterator[ProgressSink]:
+    """The progress display that suits ``out`` (stdout by default); it is taken down at the end of the block.
+
+    Raises ``OptionError`` if ``out`` is a terminal and rich is not installed.
+    """
+    out = out if out is not None else sys.stdout
+    if not wanted:
+        yield NullProgress()
+    elif not out.isatty():
+        yield LineProgress(out)
+    else:
+        with _live(out) as progress:
+            yield progress
+
+
+class LineProgress:
+    """A line for the first step, every 20th and the last, for logs and pipes."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def started(self, run: RunStarted) -> None:
+        """Print what is trained, and where."""
+        self._print(headline(run))
+
+    def stepped(self, progress: StepProgress) -> None:
+        """Print every 20th step."""
+        if progress.step % LINE_EVERY == 0 or progress.step in (1, progress.steps):
+            self._print(
+                f"step {progress.step}/{progress.steps}  loss {progress.loss:.3f}  "
+                f"{progress.tokens_per_second:,.0f} tokens/s  bubble {progress.report.bubble_ratio:.0%}  "
+                f"{minutes(progress.remaining_seconds)} left"
+            )
+
+    def entered(self, phase: str) -> None:
+        """Print the phase."""
+        self._print(phase)
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._out, flush=True)
+
+
+class LiveProgress:
+    """Keeps the last step's figures and draws them when asked: a progress bar and a bar of utilization a stage."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._console = console
+        self._last: StepProgress | None = None
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=BAR_WIDTH),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+            auto_refresh=False,
+        )
+        self._task = self._bar.add_task("building", total=None, figures="")
+
+    def started(self, run: RunStarted) -> None:
+        """Print what is trained, above the display."""
+        self._console.print(headline(run), highlight=False)
+        self._bar.update(self._task, description="training", total=run.steps)
+
+    def stepped(self, progress: StepProgress) -> None:
+        """Keep the figures for the next redraw."""
+        self._last = progress
+
+    def entered(self, phase: str) -> None:
+        """Show the phase in front of the bar."""
+        self._bar.update(self._task, description=phase)
+
+    def draw(self) -> RenderableType:
+        """The display as it is now. Called by the thread that redraws, at its own pace."""
+        from rich.console import Group
+
+        last = self._last
+        if last is None:
+            return self._bar
+        figures = (
+            f"loss {last.loss:.3f}  {last.tokens_per_second:,.0f} tokens/s  {minutes(last.remaining_seconds)} left"
+        )
+        self._bar.update(self._task, completed=last.step, figures=figures)
+        return Group(self._bar, _stage_table(last))
+
+
+def _stage_table(progress: StepProgress) -> RenderableType:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("stage", "device", "busy", ""):
+        table.add_column(heading, justify="left")
+    report = progress.report
+    devices = {time.task.stage: time.task.lane.device for time in report.tasks}
+    rows = [(str(stage), devices.get(stage, ""), share) for stage, share in enumerate(report.stage_utilization)]
+    for stage, device, share in (*rows, ("", "bubble", report.bubble_ratio)):
+        table.add_row(
+            stage,
+            device,
+            ProgressBar(total=1.0, completed=share, width=BAR_WIDTH, complete_style="green"),
+            f"{share:.0%}",
+        )
+    return table
+
+
+def headline(run: RunStarted) -> str:
+    """One line about the run that begins."""
+    return f"{run.name}: {run.parameters:,} parameters, {run.steps} steps on {', '.join(run.devices)}"
+
+
+def minutes(seconds: float) -> str:
+    """``75`` as ``1:15``."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+@contextmanager
+def _live(out: TextIO) -> Iterator[LiveProgress]:
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError as error:
+        raise OptionError(
+            "the live display needs rich, which is not installed: pip install 'asyncpipe[cli]', or give --no-progress"
+        ) from error
+    console = Console(file=out)
+    progress = LiveProgress(console)
+    with Live(get_renderable=progress.draw, console=console, refresh_per_second=REDRAWS_PER_SECOND):
+        yield progress

@@ -1,0 +1,192 @@
+"""``asyncpipe train``: run the training job of a job file, watched on the terminal and by Prometheus."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncpipe.errors import DeviceError
+
+if TYPE_CHECKING:
+    from asyncpipe.observe.metrics import PipelineCollector
+    from asyncpipe.service.progress import TrainingSummary
+    from asyncpipe.service.settings import Job
+    from asyncpipe.service.training import TrainingRun
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["add_parser"]
+
+DESCRIPTION = """\
+Train the model of a job file as a pipeline, then evaluate it and let it speak, where its workload knows how.
+
+SIGINT (Ctrl-C) and SIGTERM end the run after the step under way, with a summary and the trace; a second one
+ends it between two tasks.
+"""
+
+EPILOG = """\
+examples:
+  asyncpipe train examples/charlm/charlm.toml
+  asyncpipe train examples/charlm/charlm.toml --steps 50 --devices cpu:0,cpu:1
+  asyncpipe train examples/charlm/charlm.toml --device-type cuda --metrics-port 9400
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add ``train`` to the command line."""
+    parser = subparsers.add_parser(
+        "train",
+        help="run a training job",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("job", metavar="JOB.toml", type=Path, help="the job file")
+    parser.add_argument("--steps", type=_count, metavar="N", help="train for N steps")
+    devices = parser.add_mutually_exclusive_group()
+    devices.add_argument("--devices", type=_devices, metavar="LIST", help="train on these, as cpu:0,cpu:1")
+    devices.add_argument(
+        "--device-type",
+        choices=("cpu", "cuda"),
+        help="train on as many logical devices of this kind; those that are there are used in turn",
+    )
+    parser.add_argument("--metrics-port", type=_port, metavar="PORT", help="serve metrics here; 0 takes any free port")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of the last steps, for Perfetto")
+    parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="draw the last step")
+    parser.add_argument("--no-progress", action="store_true", help="print the summary only")
+    parser.set_defaults(run=_train)
+
+
+def _count(text: str) -> int:
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+
+
+def _port(text: str) -> int:
+    if text.isascii() and text.isdigit() and int(text) <= 65535:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be a port from 0 (any free one) to 65535, got {text!r}")
+
+
+def _devices(text: str) -> tuple[str, ...]:
+    devices = tuple(device.strip() for device in text.split(","))
+    if all(devices):
+        return devices
+    raise argparse.ArgumentTypeError(f"must be device names with commas between them, as cpu:0,cpu:1, got {text!r}")
+
+
+def _train(args: argparse.Namespace) -> int:
+    # Imported here and not above, so that the other commands, and --help, do not wait for torch.
+    from asyncpipe.cli.progress import choose_progress
+    from asyncpipe.observe.metrics import PipelineCollector
+    from asyncpipe.runtime.portal import new_event_loop
+    from asyncpipe.service.entry import find_entry
+    from asyncpipe.service.settings import load_job
+    from asyncpipe.service.training import TrainingRun
+
+    job = _with_options(load_job(args.job), args)
+    make_workload = find_entry(job)
+    collector = PipelineCollector(job.name)
+    with (
+        _served(job, collector),
+        choose_progress(wanted=not args.no_progress) as progress,
+        asyncio.Runner(loop_factory=new_event_loop) as runner,
+    ):
+        run = TrainingRun(job, make_workload, progress=progress, collector=collector)
+        summary, stopped_by = runner.run(_run(run))
+    if summary is not None:
+        _print_summary(summary)
+    if stopped_by is not None:
+        print(f"stopped by {stopped_by.name}")
+    return 0 if stopped_by is None else 128 + stopped_by
+
+
+def _with_options(job: Job, args: argparse.Namespace) -> Job:
+    """The job with what the command line says in place of what the file says."""
+    devices = args.devices
+    if args.device_type is not None:
+        devices = _mapped(len(job.pipeline.devices), args.device_type)
+    job = job.override("pipeline", devices=devices)
+    job = job.override("training", steps=args.steps)
+    return job.override("observe", metrics_port=args.metrics_port, trace=args.trace, timeline=args.timeline)
+
+
+def _mapped(count: int, kind: str) -> tuple[str, ...]:
+    """``count`` logical devices of ``kind``, round robin over those of this machine."""
+    if kind == "cpu":
+        return tuple(f"cpu:{index}" for index in range(count))
+    from torch import cuda
+
+    there = cuda.device_count()
+    if not there:
+        raise DeviceError("--device-type cuda: this machine has no CUDA device that torch can use; leave it out")
+    return tuple(f"cuda:{index % there}" for index in range(count))
+
+
+@contextmanager
+def _served(job: Job, collector: PipelineCollector) -> Iterator[None]:
+    """Metrics over HTTP during the block, if the job asks for them; their address is printed."""
+    from prometheus_client import CollectorRegistry
+
+    from asyncpipe.observe.metrics import serve_metrics
+
+    if job.observe.metrics_port is None:
+        yield
+        return
+    registry = CollectorRegistry()
+    registry.register(collector)
+    address = job.observe.metrics_address
+    with serve_metrics(registry, job.observe.metrics_port, address) as server:
+        print(f"metrics: http://{address}:{server.port}/metrics", flush=True)
+        yield
+
+
+async def _run(run: TrainingRun) -> tuple[TrainingSummary | None, signal.Signals | None]:
+    """The summary, and the signal that ended the run; no summary where a second one cut it short."""
+    current = asyncio.current_task()
+    assert current is not None
+    received: list[signal.Signals] = []
+
+    def on_signal(number: signal.Signals) -> None:
+        received.append(number)
+        if len(received) == 1:
+            run.stop()
+        else:
+            current.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Windows has no such handlers, and only the main thread may set them; Ctrl-C then cancels the run.
+        with suppress(NotImplementedError, RuntimeError, ValueError):
+            loop.add_signal_handler(number, on_signal, number)
+    try:
+        return await run.run(), received[0] if received else None
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        return None, received[0]
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with suppress(NotImplementedError, RuntimeError, ValueError):
+                loop.remove_signal_handler(number)
+
+
+def _print_summary(summary: TrainingSummary) -> None:
+    print(
+        f"{summary.name}: {summary.steps} steps in {summary.seconds:.1f} s, {summary.tokens_per_second:,.0f} tokens/s, "
+        f"loss {summary.loss:.3f} and bubble {summary.bubble_ratio:.0%} (mean of the last 20 steps)"
+    )
+    if summary.evaluation is not None:
+        print(f"held-out loss {summary.evaluation:.3f}")
+    if summary.trace is not None:
+        print(f"trace: {summary.trace} (open it in https://ui.perfetto.dev)")
+    if summary.timeline is not None:
+        print(f"timeline: {summary.timeline}")
+    if summary.sample is not None:
+        print(f"sample:\n{summary.sample}")

@@ -1,0 +1,168 @@
+"""What a training run tells while it runs and when it is over, and whom it tells."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple, Protocol
+
+from asyncpipe.core.report import Report
+
+__all__ = ["Meter", "NullProgress", "ProgressSink", "RunStarted", "StepProgress", "TrainingSummary"]
+
+RECENT = 20
+"""Losses and speeds are means over this many last steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted:
+    """The model is split and its devices are ready."""
+
+    name: str
+    steps: int
+    parameters: int
+    devices: tuple[str, ...]
+    """As the job has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgress:
+    """One step is done, its update of the weights included. Times are seconds, losses the loss function's unit."""
+
+    step: int
+    """How many steps are done."""
+    steps: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    """Of all gradients together, before clipping."""
+    seconds: float
+    """From the making of the batch to the end of the update."""
+    samples: int
+    tokens: int
+    tokens_per_second: float
+    """Over the last 20 steps."""
+    remaining_seconds: float
+    """At that speed."""
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSummary:
+    """How a run ended. Means are over the last 20 steps; they are ``nan`` where no step was done."""
+
+    name: str
+    steps: int
+    """How many were done."""
+    stopped: bool
+    """Whether it was asked to stop before it was through."""
+    loss: float
+    """Mean training loss."""
+    seconds: float
+    """Spent on steps: batches, forward, backward and update."""
+    tokens_per_second: float
+    """Over all steps."""
+    bubble_ratio: float
+    """Mean idle share of the devices inside a step."""
+    evaluation: float | None = None
+    """Mean loss on the held-out batches, where the workload has some."""
+    sample: str | None = None
+    """Text that the model generated, where the workload knows how."""
+    trace: Path | None = None
+    """The trace that was written."""
+    timeline: Path | None = None
+    """The picture that was written."""
+
+
+class ProgressSink(Protocol):
+    """Is told how a run goes. Called on the run's loop, so it is quick; what it raises ends the run."""
+
+    def started(self, run: RunStarted) -> None:
+        """Called once, before the first step."""
+
+    def stepped(self, progress: StepProgress) -> None:
+        """Called after each step."""
+
+    def entered(self, phase: str) -> None:
+        """Called when something else than training begins: ``"evaluating"``, ``"sampling"``."""
+
+
+class NullProgress:
+    """Shows nothing."""
+
+    def started(self, run: RunStarted) -> None:
+        """Show nothing."""
+
+    def stepped(self, progress: StepProgress) -> None:
+        """Show nothing."""
+
+    def entered(self, phase: str) -> None:
+        """Show nothing."""
+
+
+class _Recent(NamedTuple):
+    loss: float
+    seconds: float
+    tokens: int
+    bubble_ratio: float
+
+
+class Meter:
+    """Sums and recent means over the steps of a run."""
+
+    def __init__(self, steps: int) -> None:
+        self.step = 0
+        """How many steps are done."""
+        self.seconds = 0.0
+        self.tokens = 0
+        self._steps = steps
+        self._recent: deque[_Recent] = deque(maxlen=RECENT)
+
+    def add(
+        self,
+        *,
+        loss: float,
+        learning_rate: float,
+        gradient_norm: float,
+        seconds: float,
+        samples: int,
+        tokens: int,
+        report: Report,
+    ) -> StepProgress:
+        """Count one more step and say how far the run is; ``seconds`` is more than 0."""
+        self.step += 1
+        self.seconds += seconds
+        self.tokens += tokens
+        self._recent.append(_Recent(loss, seconds, tokens, report.bubble_ratio))
+        recent_seconds = sum(recent.seconds for recent in self._recent)
+        return StepProgress(
+            step=self.step,
+            steps=self._steps,
+            loss=loss,
+            learning_rate=learning_rate,
+            gradient_norm=gradient_norm,
+            seconds=seconds,
+            samples=samples,
+            tokens=tokens,
+            tokens_per_second=sum(recent.tokens for recent in self._recent) / recent_seconds,
+            remaining_seconds=(self._steps - self.step) * recent_seconds / len(self._recent),
+            report=report,
+        )
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the last steps; ``nan`` before the first."""
+        return fmean(recent.loss for recent in self._recent) if self._recent else nan
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Mean bubble of the last steps; ``nan`` before the first."""
+        return fmean(recent.bubble_ratio for recent in self._recent) if self._recent else nan
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all steps; ``nan`` before the first."""
+        return self.tokens / self.seconds if self.seconds else nan

@@ -1,0 +1,248 @@
+"""The job file: what a TOML file may say about a training job, and what is wrong with one that says else.
+
+A whole file::
+
+    name = "charlm"
+
+    [job]
+    entry = "charlm:build"              # module next to this file, or anywhere on sys.path
+    [job.parameters]                    # keyword arguments of the entry
+    width = 128
+
+    [pipeline]
+    devices = ["cpu:0", "cpu:1"]
+    schedule = "1f1b"
+
+    [training]
+    steps = 500
+    batch_size = 64
+    learning_rate = 3e-3
+
+Paths in it are relative to the working directory. Nothing of the job is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, Strict, ValidationError
+from pydantic_core import ErrorDetails
+
+from asyncpipe.core.lower import CheckpointMode
+from asyncpipe.core.schedule import known_schedules
+from asyncpipe.errors import JobFileError
+
+__all__ = ["Entry", "Job", "Observe", "PipelineTable", "Training", "job_file_error", "load_job"]
+
+
+def _checked_schedule(value: object) -> object:
+    if value not in known_schedules():
+        raise ValueError(f"must be one of {_listed(known_schedules())}")
+    return value
+
+
+def _checked_checkpoint(value: Any) -> CheckpointMode:
+    if value not in list(CheckpointMode):
+        raise ValueError(f"must be one of {_listed(CheckpointMode)}")
+    return CheckpointMode(value)
+
+
+def _checked_balance(value: object) -> object:
+    if isinstance(value, list) and value and all(type(layers) is int and layers > 0 for layers in value):
+        return tuple(value)
+    if value == "auto" or isinstance(value, tuple):
+        return value
+    raise ValueError('must be "auto" or a list of positive integers, the layers of each stage')
+
+
+def _checked_devices(value: tuple[str, ...]) -> tuple[str, ...]:
+    if not value or not all(value):
+        raise ValueError(_DEVICES)
+    return value
+
+
+# What is allowed stands in each field's description, and error messages quote it.
+
+_DEVICES = 'must be a list of at least one device name, such as ["cpu:0", "cpu:1"] or ["cuda:0", "cuda:0"]'
+_COUNT = "must be an integer of at least 1"
+_POSITIVE = "must be a finite number greater than 0"
+_PORT = "must be a port from 0 (any free one) to 65535"
+_OUTPUT = "must be the path of a file to write"
+
+Count = Annotated[int, Field(ge=1, description=_COUNT)]
+Natural = Annotated[int, Field(ge=0, description="must be an integer of at least 0")]
+Seed = Annotated[int, Field(ge=0, lt=2**63, description="must be an integer from 0 to 2**63 - 1")]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description=_POSITIVE)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, description="must be a finite number of at least 0")]
+Name = Annotated[str, Field(min_length=1, description="must be a string that is not empty")]
+OutputPath = Annotated[Path, Strict(False)]
+Devices = Annotated[
+    tuple[Annotated[str, Strict()], ...], Strict(False), AfterValidator(_checked_devices), Field(description=_DEVICES)
+]
+Balance = Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(_checked_balance)]
+
+
+class _Table(BaseModel):
+    """A table of the file: strict about types, without unknown keys, frozen."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Entry(_Table):
+    """``[job]``: which function makes the workload, and its keyword arguments."""
+
+    entry: str = Field(
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description='must have the form "module:function", as "charlm:build"'
+    )
+    parameters: dict[str, Any] = Field(default_factory=dict, description="must be a table of keyword arguments")
+
+
+class PipelineTable(_Table):
+    """``[pipeline]``: the arguments of ``asyncpipe.Pipeline``."""
+
+    devices: Devices
+    microbatches: Count = 8
+    schedule: Annotated[str, BeforeValidator(_checked_schedule)] = "1f1b"
+    checkpoint: Annotated[CheckpointMode, BeforeValidator(_checked_checkpoint)] = CheckpointMode.EXCEPT_LAST
+    balance: Balance = "auto"
+    stages: Count | None = Field(default=None, description=_COUNT)
+    """Stages in all; as many as the schedule likes (one a device, mostly) when absent."""
+
+
+class Training(_Table):
+    """``[training]``: how long, how much at once, and AdamW's settings."""
+
+    steps: Count
+    batch_size: Count
+    """Samples a step, over all micro-batches."""
+    learning_rate: Positive
+    """The highest one, reached after the warm-up."""
+    warmup_steps: Natural = 0
+    weight_decay: NonNegative = 0.0
+    clip: Positive | None = Field(default=None, description=_POSITIVE)
+    """The largest norm of all gradients together; absent means that they are not clipped."""
+    seed: Seed = 0
+
+
+class Observe(_Table):
+    """``[observe]``: what can be watched from outside."""
+
+    metrics_port: Port | None = Field(default=None, description=_PORT)
+    """0 takes any free port; absent means that no metrics are served."""
+    metrics_address: Name = "127.0.0.1"
+    trace: OutputPath | None = Field(default=None, description=_OUTPUT)
+    """A Chrome trace of the last steps, for ui.perfetto.dev."""
+    timeline: OutputPath | None = Field(default=None, description=_OUTPUT)
+    """An SVG picture of the last step."""
+    trace_steps: Count = 3
+    """How many of the last steps the trace holds."""
+
+
+class Job(_Table):
+    """A whole job file; ``path`` is where it was read from."""
+
+    name: Name
+    job: Entry
+    pipeline: PipelineTable
+    training: Training
+    observe: Observe = Observe()
+
+    _path: Path = PrivateAttr(default=Path("job.toml"))
+
+    @property
+    def path(self) -> Path:
+        """The file that it was read from; the entry's module is looked for next to it."""
+        return self._path
+
+    def override(self, table: str, **values: object) -> Job:
+        """The same job with other values in one table; those that are ``None`` stay as they are.
+
+        The values are taken as they are: the command line has checked them.
+        """
+        given = {key: value for key, value in values.items() if value is not None}
+        changed: BaseModel = getattr(self, table).model_copy(update=given)
+        return self.model_copy(update={table: changed})
+
+
+def load_job(path: str | Path) -> Job:
+    """The job in the file at ``path``.
+
+    Raises ``JobFileError`` if it cannot be read or is not TOML, else with one line for each wrong key and
+    value: the file's name, the dotted key, what is wrong and what is allowed.
+    """
+    path = Path(path)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise job_file_error(path, f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise job_file_error(path, f"is not UTF-8: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise job_file_error(path, f"is not valid TOML: {error}") from error
+    try:
+        job = Job.model_validate(tables)
+    except ValidationError as error:
+        raise job_file_error(path, *map(_explain, error.errors(include_url=False))) from None
+    job._path = path
+    return job
+
+
+def job_file_error(path: Path, *problems: str) -> JobFileError:
+    """One error for all ``problems`` of the file, a line each."""
+    return JobFileError("\n".join(f"{path}: {problem}" for problem in problems))
+
+
+# Messages
+
+
+def _explain(error: ErrorDetails) -> str:
+    """``training.steps: must be an integer of at least 1, got 0``."""
+    *tables, last = names = [part for part in error["loc"] if isinstance(part, str)]
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).removeprefix(".")
+    if error["type"] == "extra_forbidden":
+        return f"{key}: unknown key; {_known_keys(tables, last)}"
+    allowed = str(error["ctx"]["error"]) if error["type"] == "value_error" else _allowed(names)
+    if error["type"] == "missing":
+        return f"{key}: missing; {allowed}"
+    return f"{key}: {allowed}, got {_shown(error['input'])}"
+
+
+def _find_table(keys: Sequence[str]) -> type[BaseModel]:
+    """The model of the table at ``keys``."""
+    table: type[BaseModel] = Job
+    for key in keys:
+        kind = table.model_fields[key].annotation
+        assert isinstance(kind, type)
+        assert issubclass(kind, BaseModel)
+        table = kind
+    return table
+
+
+def _allowed(keys: Sequence[str]) -> str:
+    """What the value at ``keys`` may be."""
+    described = _find_table(keys[:-1]).model_fields[keys[-1]].description
+    return described or f"must be a table with the keys {_listed(_find_table(keys).model_fields)}"
+
+
+def _known_keys(tables: Sequence[str], wrong: str) -> str:
+    known = list(_find_table(tables).model_fields)
+    close = get_close_matches(wrong, known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    where = f" of [{'.'.join(tables)}]" if tables else ""
+    return f"{hint}known keys{where}: {_listed(known)}"
+
+
+def _listed(values: Iterable[str]) -> str:
+    return ", ".join(values)
+
+
+def _shown(value: object) -> str:
+    """``value`` about as the file has it, cut to one short line."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

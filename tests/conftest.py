@@ -1,0 +1,86 @@
+"""What every test may rely on: both event loops, a reason where there is no GPU, and a fixture that finds leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+JOIN_SECONDS = 10.0
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Async tests run twice: on uvloop, which the package uses where it can, and on asyncio's own loop."""
+    factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
+    try:
+        import uvloop
+    except ImportError:
+        return factories
+    return {"uvloop": uvloop.new_event_loop, **factories}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests of the CUDA paths, with a reason, where there is no CUDA device."""
+    on_cuda = [item for item in items if item.get_closest_marker("cuda") is not None]
+    if not on_cuda:
+        return
+    import torch  # Only now: most tests of the core need no torch.
+
+    if not torch.cuda.is_available():
+        for item in on_cuda:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fails the test if it leaves a thread, a pending coroutine or a tensor behind.
+
+    Ask for it before any fixture that holds tensors, so that those are torn down first.
+    """
+    threads, coroutines, tensors = set(threading.enumerate()), _References(_pending()), _References(_tensors())
+    yield
+    left = [thread for thread in threading.enumerate() if thread not in threads and not _ends(thread)]
+    assert not left, f"threads are left: {left}"
+    pending = coroutines.others(_pending())
+    assert not pending, f"coroutines are left pending: {pending}"
+    shapes = [tuple(tensor.shape) for tensor in tensors.others(_tensors())]
+    assert not shapes, f"tensors of these shapes are left: {shapes}"
+
+
+class _References:
+    """Weak references by identity; ``==`` of a tensor is a tensor, so no ``WeakSet``."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self._references = {id(value): weakref.ref(value) for value in values}
+
+    def others(self, values: list[Any]) -> list[Any]:
+        """Those of ``values`` that were not there before."""
+        return [value for value in values if (ref := self._references.get(id(value))) is None or ref() is not value]
+
+
+def _ends(thread: threading.Thread) -> bool:
+    """Whether ``thread`` ends in good time. Threads that Python did not start (the autograd engine's) stay."""
+    if isinstance(thread, threading._DummyThread):
+        return True
+    thread.join(JOIN_SECONDS)
+    return not thread.is_alive()
+
+
+def _pending() -> list[Any]:
+    return [value for value in gc.get_objects() if issubclass(type(value), asyncio.Task) and not value.done()]
+
+
+def _tensors() -> list[Any]:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    gc.collect()
+    return [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]

@@ -1,0 +1,75 @@
+"""Floors: the core is pure, imports go down only, and importing the package costs no torch."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import asyncpipe
+from asyncpipe import core
+
+ROOT = Path(asyncpipe.__file__).parent
+CORE = sorted(info.name for info in pkgutil.walk_packages(core.__path__, "asyncpipe.core."))
+SOURCES = sorted(ROOT.rglob("*.py"))
+LOADED = "import sys; print(*(name for name in ('torch', 'asyncio', 'uvloop', 'numpy') if name in sys.modules))"
+
+
+def loaded_by(statements: str) -> list[str]:
+    """Which of the heavy modules a fresh interpreter has after ``statements``."""
+    command = [sys.executable, "-c", f"{statements}\n{LOADED}"]
+    return subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_the_core_needs_neither_torch_nor_asyncio() -> None:
+    assert "asyncpipe.core.schedules.interleaved" in CORE
+    imports = "\n".join(f"import {name}" for name in (*CORE, "asyncpipe.errors"))
+    assert loaded_by(imports) == []
+
+
+def test_the_package_alone_loads_no_torch() -> None:
+    assert loaded_by("import asyncpipe; dir(asyncpipe)") == []
+
+
+def test_a_step_can_be_simulated_without_torch() -> None:
+    simulation = "from asyncpipe import Shape, find_schedule, lower, report, simulate\n"
+    simulation += "assert report(simulate(lower(find_schedule('gpipe'), Shape(2, 2, 2)))).seconds == 9.0"
+    assert loaded_by(simulation) == []
+
+
+def test_the_check_sees_torch() -> None:
+    """The tests above can fail."""
+    assert "asyncio" in loaded_by("import asyncpipe.runtime.driver")
+
+
+def test_the_runtime_needs_no_torch() -> None:
+    assert "torch" not in loaded_by("import asyncpipe.runtime.driver, asyncpipe.runtime.portal")
+
+
+def test_every_public_name_is_there() -> None:
+    for name in asyncpipe.__all__:
+        assert getattr(asyncpipe, name) is not None
+    with pytest.raises(AttributeError, match="module 'asyncpipe' has no attribute 'Pipe'"):
+        _ = asyncpipe.Pipe
+
+
+def test_imports_keep_to_the_contracts() -> None:
+    """The import-linter contracts of pyproject.toml."""
+    program = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True, no_logo=True))"
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(ROOT)))
+def test_files_and_functions_are_short(source: Path) -> None:
+    text = source.read_text()
+    assert text.count("\n") < 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < 60, node.name

@@ -1,0 +1,106 @@
+"""The gradient guard: a step's gradients are added in the earlier tensors, or leave no trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncpipe.ops.gradients import GradientGuard
+
+
+def parameters(*grads: float | None) -> list[nn.Parameter]:
+    """Parameters with these earlier gradients."""
+    made = [nn.Parameter(torch.zeros(2)) for _ in grads]
+    for parameter, grad in zip(made, grads, strict=True):
+        parameter.grad = None if grad is None else torch.full((2,), grad)
+    return made
+
+
+def guarded(owned: list[nn.Parameter]) -> GradientGuard:
+    guard = GradientGuard()
+    guard.set_aside(iter(owned))
+    return guard
+
+
+def values(owned: list[nn.Parameter]) -> list[float | None]:
+    return [None if parameter.grad is None else parameter.grad[0].item() for parameter in owned]
+
+
+def identities(owned: list[nn.Parameter]) -> list[int]:
+    return [id(parameter.grad) for parameter in owned]
+
+
+def test_a_step_starts_without_gradients() -> None:
+    owned = parameters(1.0, None)
+    guarded(owned)
+    assert values(owned) == [None, None]
+
+
+def step(owned: list[nn.Parameter]) -> list[Tensor]:
+    """A step that reaches all parameters but the last."""
+    made = [torch.full((2,), 10.0) for _ in owned[:-1]]
+    for parameter, grad in zip(owned, made, strict=False):
+        parameter.grad = grad
+    return made
+
+
+def test_commit_adds_in_the_earlier_tensors() -> None:
+    """Who holds a gradient tensor (an optimizer's flat buffer, a hook) sees the sum in it."""
+    owned = parameters(1.0, None, 3.0)
+    earlier = [owned[0].grad, owned[2].grad]
+    guard = guarded(owned)
+    made = step(owned)
+    guard.commit()
+    assert values(owned) == [11.0, 10.0, 3.0]
+    assert owned[0].grad is earlier[0]
+    assert owned[1].grad is made[1]
+    assert owned[2].grad is earlier[1]
+
+
+def test_roll_back_puts_the_earlier_tensors_back_unchanged() -> None:
+    owned = parameters(1.0, None, 3.0)
+    before = identities(owned)
+    guard = guarded(owned)
+    step(owned)
+    guard.roll_back()
+    assert values(owned) == [1.0, None, 3.0]
+    assert identities(owned) == before
+
+
+def test_an_interrupted_set_aside_can_be_rolled_back() -> None:
+    owned = parameters(1.0, 2.0)
+    before = identities(owned)
+
+    def interrupted() -> object:
+        yield owned[0]
+        raise KeyboardInterrupt
+
+    guard = GradientGuard()
+    with pytest.raises(KeyboardInterrupt):
+        guard.set_aside(interrupted())  # type: ignore[arg-type]
+    assert values(owned) == [None, 2.0]
+    guard.roll_back()
+    assert identities(owned) == before
+
+
+def test_accumulation_is_that_of_the_plain_model() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    for _ in range(2):
+        model(x).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    for _ in range(2):
+        guard = guarded(list(model.parameters()))
+        model(x).sum().backward()
+        with torch.no_grad():
+            guard.commit()
+    assert all(torch.equal(a, parameter.grad) for a, parameter in zip(expected, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("end", ["commit", "roll_back"])
+def test_nothing_guarded(end: str) -> None:
+    owned = parameters(1.0)
+    getattr(GradientGuard(), end)()
+    assert values(owned) == [1.0]

@@ -1,0 +1,196 @@
+"""Scatter and gather: any nested value is cut and put together again, and bad ones are told where they are off."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from asyncpipe.errors import BatchError, MicrobatchError, StageError
+from asyncpipe.ops.microbatch import Packet, check_microbatches, gather, microbatch_sizes, scatter
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Whether two nested values have the same structure, tensors and other leaves."""
+    (ours, spec), (theirs, other) = tree_flatten(left), tree_flatten(right)
+    return spec == other and all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("size", "microbatches", "sizes"),
+    [(8, 4, [2, 2, 2, 2]), (7, 3, [3, 2, 2]), (8, 3, [3, 3, 2]), (3, 8, [1, 1, 1]), (1, 1, [1]), (5, 1, [5])],
+)
+def test_sizes_are_even_and_small_batches_make_fewer(size: int, microbatches: int, sizes: list[int]) -> None:
+    assert microbatch_sizes(torch.zeros(size, 2), microbatches) == sizes
+
+
+@given(st.integers(1, 50), st.integers(1, 20))
+@settings(deadline=None, max_examples=100)
+def test_sizes(size: int, microbatches: int) -> None:
+    sizes = microbatch_sizes([torch.zeros(size)], microbatches)
+    assert sum(sizes) == size
+    assert len(sizes) == min(size, microbatches)
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("microbatches", [0, -1, 1.0, True, "2", None])
+def test_a_number_of_micro_batches_is_a_positive_integer(microbatches: Any) -> None:
+    with pytest.raises(MicrobatchError) as raised:
+        check_microbatches(microbatches)
+    assert str(raised.value) == f"microbatches must be a positive integer, got {microbatches!r}"
+    assert check_microbatches(3) == 3
+
+
+# Scatter
+
+
+def test_nested_values_are_cut_and_the_rest_is_repeated() -> None:
+    x, mask = torch.arange(10).reshape(5, 2), torch.arange(5)
+    batch = {"x": (x, "name"), "rest": [mask, None, 3, {"deep": mask.double()}]}
+    first, second = scatter(batch, [3, 2])
+    assert equal(first, {"x": (x[:3], "name"), "rest": [mask[:3], None, 3, {"deep": mask[:3].double()}]})
+    assert equal(second, {"x": (x[3:], "name"), "rest": [mask[3:], None, 3, {"deep": mask[3:].double()}]})
+
+
+def test_micro_batches_are_views() -> None:
+    x = torch.zeros(4, 2)
+    for i, part in enumerate(scatter(x, [2, 2])):
+        assert part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        part += i + 1
+    assert x[:, 0].tolist() == [1, 1, 2, 2]
+
+
+def test_a_value_without_tensors_is_repeated() -> None:
+    assert scatter(None, [2, 2], "the target") == [None, None]
+    assert scatter({"scale": 2.0}, [1, 1, 1]) == [{"scale": 2.0}] * 3
+
+
+def test_a_tensor_subclass_keeps_its_class_where_torch_keeps_it() -> None:
+    parts = scatter(torch.nn.Parameter(torch.zeros(4, 2)), [2, 2])
+    assert all(part.requires_grad for part in parts)
+
+
+BAD_BATCHES = {
+    "no tensor": (3, "the input holds no tensor, got int; micro-batches are cut from tensors"),
+    "no tensor in a dict": ({"a": 1}, "the input holds no tensor, got dict; micro-batches are cut from tensors"),
+    "none": (None, "the input holds no tensor, got NoneType; micro-batches are cut from tensors"),
+    "without dimensions": (
+        {"x": torch.zeros(4), "t": (torch.tensor(1.0),)},
+        "the input['t'][0] is a tensor without dimensions; dimension 0 must be the batch",
+    ),
+    "bare without dimensions": (
+        torch.tensor(1.0),
+        "the input is a tensor without dimensions; dimension 0 must be the batch",
+    ),
+    "disagreement": (
+        [torch.zeros(4), {"mask": torch.zeros(3, 4)}],
+        "the tensors of the input disagree in their batch size: the input[0] has 4, the input[1]['mask'] has 3",
+    ),
+    "empty": (torch.zeros(0, 3), "the input is empty; give at least one sample"),
+}
+
+
+@pytest.mark.parametrize(("batch", "message"), BAD_BATCHES.values(), ids=BAD_BATCHES.keys())
+def test_batches_that_cannot_be_cut(batch: Any, message: str) -> None:
+    with pytest.raises(BatchError) as raised:
+        microbatch_sizes(batch, 2)
+    assert str(raised.value) == message
+
+
+def test_a_target_has_as_many_samples_as_the_input() -> None:
+    with pytest.raises(BatchError) as raised:
+        scatter({"y": torch.zeros(5)}, [2, 2], "the target")
+    assert str(raised.value) == "the target has 5 samples, but the input has 4; they must be equal"
+    with pytest.raises(BatchError, match=r"the target\[0\] is a tensor without dimensions"):
+        scatter([torch.tensor(0.0)], [2, 2], "the target")
+    with pytest.raises(BatchError, match=r"the tensors of the target disagree.*the target\[1\] has 3"):
+        scatter([torch.zeros(4), torch.zeros(3)], [2, 2], "the target")
+
+
+# Gather
+
+
+def test_scalars_are_stacked_and_non_tensors_listed() -> None:
+    outputs = [{"loss": torch.tensor(float(i)), "y": torch.full((2 + i,), i), "name": f"n{i}"} for i in range(2)]
+    gathered = gather(outputs)
+    assert equal(gathered["loss"], torch.tensor([0.0, 1.0]))
+    assert gathered["y"].tolist() == [0, 0, 1, 1, 1]
+    assert gathered["name"] == ["n0", "n1"]
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        [torch.zeros(1), (torch.zeros(1),)],
+        [{"a": torch.zeros(1)}, {"b": torch.zeros(1)}],
+        [[torch.zeros(1)], [torch.zeros(1), torch.zeros(1)]],
+    ],
+    ids=["tuple", "keys", "length"],
+)
+def test_outputs_of_mixed_structure(outputs: list[Any]) -> None:
+    with pytest.raises(StageError, match="the micro-batches' outputs differ in structure; they cannot be gathered"):
+        gather(outputs)
+
+
+def test_a_column_of_tensors_and_others_is_a_list() -> None:
+    first, second = gather([torch.ones(1), None, torch.zeros(1)][:1]), gather([[torch.ones(1)], [2]])
+    assert equal(first, torch.ones(1))
+    assert equal(second, [[torch.ones(1), 2]])
+
+
+# Round trips
+
+names = st.text("abc", min_size=1, max_size=2)
+
+
+def nested(size: int) -> st.SearchStrategy[Any]:
+    """Nested tuples, lists and dicts of tensors with ``size`` samples."""
+    tensors = st.builds(
+        lambda shape, seed: torch.randn(size, *shape, generator=torch.Generator().manual_seed(seed)),
+        st.lists(st.integers(0, 3), max_size=2),
+        st.integers(0, 1000),
+    )
+    return st.recursive(
+        tensors,
+        lambda inner: st.one_of(
+            st.lists(inner, min_size=1, max_size=3),
+            st.lists(inner, min_size=1, max_size=3).map(tuple),
+            st.dictionaries(names, inner, min_size=1, max_size=3),
+            st.dictionaries(names, inner, min_size=1, max_size=3).map(OrderedDict),
+        ),
+        max_leaves=5,
+    )
+
+
+@given(st.integers(1, 9).flatmap(nested), st.integers(1, 10))
+@settings(deadline=None, max_examples=150)
+def test_gather_undoes_scatter(batch: Any, microbatches: int) -> None:
+    assert equal(gather(scatter(batch, microbatch_sizes(batch, microbatches))), batch)
+
+
+@given(nested(2), st.one_of(st.none(), st.integers(), st.text()))
+@settings(deadline=None, max_examples=100)
+def test_a_packet_is_rebuilt_with_other_tensors(value: Any, rest: Any) -> None:
+    packet = Packet({"value": value, "rest": (rest,)})
+    assert equal(packet.rebuild(packet.tensors), {"value": value, "rest": (rest,)})
+    replaced = [tensor + 1 for tensor in packet.tensors]
+    leaves, _ = tree_flatten(packet.rebuild(replaced))
+    assert [leaf for leaf in leaves if isinstance(leaf, Tensor)] == replaced or not replaced
+
+
+def test_a_packet_of_one_tensor() -> None:
+    packet = Packet(torch.zeros(2))
+    other = torch.ones(2)
+    assert packet.rebuild([other]) is other
