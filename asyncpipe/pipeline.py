@@ -16,9 +16,8 @@ from asyncpipe.core.events import Observer
 from asyncpipe.core.graph import TaskGraph
 from asyncpipe.core.lower import CheckpointMode, lower
 from asyncpipe.core.schedule import Schedule, Shape, find_schedule
-from asyncpipe.core.task import Lane, Queue
 from asyncpipe.errors import OptionError, PipelineClosedError
-from asyncpipe.ops.copy import Copier
+from asyncpipe.ops.copy import make_copiers
 from asyncpipe.ops.microbatch import check_microbatches
 from asyncpipe.ops.stage import Device, Stage, as_sequential, place, resolve_devices, split
 from asyncpipe.ops.stream import make_streams
@@ -95,11 +94,7 @@ class Pipeline:
             module=self.module,
             stages=place(parts, placement, self.devices),
             streams=streams,
-            copiers={
-                lane: Copier(stream, streams[Lane(lane.device, Queue.COMPUTE)])
-                for lane, stream in streams.items()
-                if lane.queue is not Queue.COMPUTE
-            },
+            copiers=make_copiers(streams),
             microbatches=microbatches,
             checkpoint=graphs.checkpoint,
             loss_fn=loss_fn,

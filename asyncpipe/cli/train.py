@@ -56,6 +56,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="train on as many logical devices of this kind; those that are there are used in turn",
     )
     parser.add_argument("--metrics-port", type=_port, metavar="PORT", help="serve metrics here; 0 takes any free port")
+    parser.add_argument("--metrics-address", metavar="IP", help="serve them on this address (default: 127.0.0.1)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of the last steps, for Perfetto")
     parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="draw the last step")
     parser.add_argument("--no-progress", action="store_true", help="print the summary only")
@@ -114,7 +115,13 @@ def _with_options(job: Job, args: argparse.Namespace) -> Job:
         devices = _mapped(len(job.pipeline.devices), args.device_type)
     job = job.override("pipeline", devices=devices)
     job = job.override("training", steps=args.steps)
-    return job.override("observe", metrics_port=args.metrics_port, trace=args.trace, timeline=args.timeline)
+    return job.override(
+        "observe",
+        metrics_port=args.metrics_port,
+        metrics_address=args.metrics_address,
+        trace=args.trace,
+        timeline=args.timeline,
+    )
 
 
 def _mapped(count: int, kind: str) -> tuple[str, ...]:

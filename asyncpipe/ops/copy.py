@@ -13,14 +13,15 @@ CPU         CUDA        through pinned memory, on the copy stream of the destina
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from asyncpipe.core.task import Lane, Queue
 from asyncpipe.ops.stream import CudaStream, LaneStream
 
-__all__ = ["Copier", "to_device"]
+__all__ = ["Copier", "make_copiers", "to_device"]
 
 
 class Copier:
@@ -59,6 +60,15 @@ class Copier:
         # Allocated on the copy stream (or, handed over, on another compute stream), read on this compute stream.
         self._compute.keep(tensor for tensor in moved if tensor is not None)
         return moved
+
+
+def make_copiers(streams: Mapping[Lane, LaneStream]) -> dict[Lane, Copier]:
+    """A copier for every copy lane, given the streams of all lanes."""
+    return {
+        lane: Copier(stream, streams[Lane(lane.device, Queue.COMPUTE)])
+        for lane, stream in streams.items()
+        if lane.queue is not Queue.COMPUTE
+    }
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

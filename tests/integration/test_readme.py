@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+from asyncpipe.observe.totals import COUNTERS, GAUGES, HISTOGRAMS
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -45,4 +48,10 @@ def test_console_blocks_show_what_is_printed(block):
 
 def test_the_files_that_it_names_are_there():
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (Path(__file__).parents[2] / target).exists(), target
+        assert (ROOT / target).exists(), target
+
+
+def test_the_queries_ask_for_metrics_that_exist():
+    asked = set(re.findall(r"asyncpipe_(\w+)", (ROOT / "dashboards" / "README.md").read_text(encoding="utf-8")))
+    served = {f"{name}_total" for name in COUNTERS} | set(GAUGES) | {f"{name}_bucket" for name in HISTOGRAMS}
+    assert asked <= served, asked - served

@@ -1,0 +1,96 @@
+"""The pipeline on CUDA devices: one GPU as several logical devices, and mixed with the CPU."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe import Pipeline, TaskError
+
+pytestmark = pytest.mark.cuda
+mse = nn.functional.mse_loss
+DEVICES = [["cuda:0"], ["cuda:0", "cuda:0"], ["cpu:0", "cuda:0"], ["cuda:0", "cpu:0"], ["cuda:0", "cpu:0", "cuda:0"]]
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("devices", DEVICES, ids="-".join)
+async def test_gradients(workload, devices, schedule, checkpoint):
+    model = workload.model()
+    options = {"schedule": schedule, "checkpoint": checkpoint, "microbatches": 4, "loss_fn": mse}
+    async with Pipeline(model, devices, **options) as pipe:
+        for _ in range(3):
+            model.zero_grad()
+            result = await pipe.step(workload.x, workload.target)
+        # Used at once, without waiting: the caller's streams are ordered behind the step.
+        grads = [p.grad.cpu() for p in model.parameters()]
+        assert abs(result.loss.cpu() - workload.loss) < 1e-10
+        assert (result.outputs.cpu() - workload.outputs).abs().max() < 1e-10
+        report = (await result.completed()).report
+    assert all((g - w).abs().max() < 1e-10 for g, w in zip(grads, workload.gradients, strict=True))
+    assert len(report.tasks) == len(result.record.graph.tasks)
+    assert 0 < report.bound <= report.seconds * 1.001
+
+
+async def test_the_optimizer_may_follow_at_once(workload):
+    """Steps and updates are queued one behind the other without a host synchronisation, and end where the CPU ends."""
+    model, bare = workload.model(), workload.model()
+    ours, theirs = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(bare.parameters(), lr=0.1)
+    x, target = workload.x.cuda(), workload.target.cuda()
+    async with Pipeline(model, ["cuda:0", "cuda:0"], microbatches=3, loss_fn=mse) as pipe:
+        for _ in range(20):
+            result = await pipe.step(x, target, return_outputs=False)
+            ours.step()
+            ours.zero_grad()
+            mse(bare(workload.x), workload.target).backward()
+            theirs.step()
+            theirs.zero_grad()
+        await result.completed()
+    for a, b in zip(model.parameters(), bare.parameters(), strict=True):
+        assert (a.cpu() - b).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cpu:0", "cuda:0"]], ids="-".join)
+async def test_recomputation_repeats_dropout(workload, devices):
+    gradients = []
+    for checkpoint in ("never", "always"):
+        model = workload.model(dropout=0.5)
+        async with Pipeline(model, devices, microbatches=4, checkpoint=checkpoint, loss_fn=mse) as pipe:
+            torch.manual_seed(3)
+            await (await pipe.step(workload.x, workload.target)).completed()
+        gradients.append([p.grad.cpu() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+async def test_a_failure_and_then_a_step(workload, before_task):
+    def fault(task):
+        if task.id == "B(2,0)":
+            raise ValueError("no")
+
+    model = workload.model()
+    async with Pipeline(model, ["cuda:0", "cuda:0"], microbatches=4, loss_fn=mse) as pipe:
+        before_task(fault)
+        with pytest.raises(TaskError, match="no"):
+            await pipe.step(workload.x, workload.target)
+        assert all(p.grad is None for p in model.parameters())
+        before_task(lambda task: None)
+        await (await pipe.step(workload.x, workload.target)).completed()
+    assert all(
+        (p.grad.cpu() - w).abs().max() < 1e-10 for p, w in zip(model.parameters(), workload.gradients, strict=True)
+    )
+
+
+async def test_memory_is_constant(workload):
+    model = workload.model()
+    async with Pipeline(model, ["cuda:0", "cuda:0"], microbatches=4, loss_fn=mse) as pipe:
+        seen = set()
+        for number in range(100):
+            await (await pipe.step(workload.x, workload.target)).completed()
+            model.zero_grad()
+            gc.collect()
+            if number >= 10:
+                seen.add(torch.cuda.memory_allocated())
+    assert len(seen) == 1
