@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from asyncpipe import Pipeline
+from asyncpipe.testing import InlineExecutor
 
 mse = nn.functional.mse_loss
 
@@ -86,3 +87,21 @@ async def test_activations_are_dropped_as_the_graph_says(workload):
             assert result.report.peak_in_flight == ((6, 6) if schedule == "gpipe" else (2, 1))
     assert live == 0
     assert peaks["gpipe"] == 3 * peaks["1f1b"]
+
+
+async def test_a_backward_drops_what_its_forward_kept(workload, before_task):
+    """In the steady state of 1F1B every micro-batch finds as many live tensors as the one before."""
+    counts = {}
+
+    def count(task):
+        if task.kind == "B" and task.stage == 1:
+            counts[task.microbatch] = live_tensors()
+
+    before_task(count)
+    devices = ["cpu:0", "cpu:1"]
+    options = {"microbatches": 8, "checkpoint": "never", "loss_fn": mse, "executors": InlineExecutor}
+    async with Pipeline(workload.model(), devices, **options) as pipe:
+        await pipe.step(workload.x[:8], workload.target[:8], return_outputs=False)
+    # What stays for the whole step grows by one loss a micro-batch.
+    steady = [counts[i] - i for i in range(2, 6)]
+    assert len(set(steady)) == 1, counts

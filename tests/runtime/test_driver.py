@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from asyncpipe.core.events import StepRecord, TaskCompleted
+from asyncpipe.core.events import StepCancelled, StepRecord, TaskCompleted
 from asyncpipe.core.lower import CheckpointMode, lower
 from asyncpipe.core.schedule import Shape, find_schedule
 from asyncpipe.errors import PipelineClosedError, TaskError
@@ -76,6 +76,34 @@ async def test_a_failure_ends_its_own_step_only(driver):
     assert isinstance(bad, TaskError)
     assert bad.task_id == "B(2,1)"
     await good.completed()
+
+
+async def test_tasks_that_wait_in_an_executor_are_dropped(driver, monkeypatch):
+    """F(2,0) is in the device's queue when F(1,0) has the step cancelled, and must not run."""
+    ran, cancelled = [], threading.Event()
+    loop, handle = asyncio.get_running_loop(), driver._handle
+
+    def seen(event):
+        handle(event)
+        if isinstance(event, StepCancelled):
+            cancelled.set()
+
+    monkeypatch.setattr(driver, "_handle", seen)
+
+    def bind(task):
+        def work():
+            ran.append(task.id)
+            if task.id == "F(1,0)":
+                loop.call_soon_threadsafe(step.cancel)
+                assert cancelled.wait(30)
+
+        return work
+
+    step = asyncio.ensure_future(driver.run(graph("gpipe"), bind))
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    assert "F(1,0)" in ran
+    assert "F(2,0)" not in ran
 
 
 class Later:

@@ -75,22 +75,36 @@ def test_tasks_of_an_aborted_step_are_dropped(executor, step):
     assert next_event(executor) == TaskDropped(3, 1)
 
 
-def test_nothing_is_kept_while_idle(executor, step):
+class WatchedQueue(SimpleQueue):
+    """Tells when the thread comes back for more."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = SimpleQueue()
+
+    def get(self):
+        self.asked.put(None)
+        return super().get()
+
+
+def test_nothing_is_kept_while_idle(step):
+    executor = ThreadExecutor("cpu:7")
+    executor._queue = WatchedQueue()
+    executor.start(lambda event, *, wake=True: None)
+    executor._queue.asked.get(timeout=30)
+
     class Work:
         def __call__(self):
             return None
 
-    work, failing = Work(), Work()
-    dead = weakref.ref(work), weakref.ref(failing)
-    executor.submit([Assignment(step, 0, work), Assignment(step, 1, failing)])
-    del work, failing
-    first, second = next_event(executor), next_event(executor)
-    # The thread has let go of them once it takes up something else.
-    executor.submit([Assignment(step, 2, lambda: None)])
-    next_event(executor)
+    works = [Work(), Work()]
+    dead = [weakref.ref(work) for work in works]
+    executor.submit([Assignment(step, task, works.pop()) for task in range(2)])
+    executor._queue.asked.get(timeout=30)
     gc.collect()
     assert [ref() for ref in dead] == [None, None]
-    assert (first.task, second.task) == (0, 1)
+    executor.close()
+    executor.join()
 
 
 class Queued:
