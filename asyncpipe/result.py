@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -43,7 +44,7 @@ class StepResult:
             raise AsyncpipeError("the devices are still at work on this step; 'await result.completed()' first")
         return done.result()[1]
 
-    @property
+    @cached_property
     def report(self) -> Report:
         """Task times, utilization, bubble and peaks: a fold over ``record``."""
         return report(self.record)

@@ -160,6 +160,7 @@ class _Builder:
         self._recomputed = [training and checkpoint.recomputes(i, m) for i in range(m)]
         self._keys: list[tuple[TaskKind, int, int, int | None]] = []
         self._dependencies: list[list[int]] = []
+        self._first_copy = 0
         self._forward = [[-1] * m for _ in range(shape.stages)]
         self._backward = [[-1] * m for _ in range(shape.stages)]
 
@@ -187,7 +188,8 @@ class _Builder:
         return self._add(_B, i, j, before if forward in before else [*before, forward])
 
     def add_transfers(self) -> None:
-        """Data edges between neighbouring stages, through copies where the device changes."""
+        """Data edges between neighbouring stages, through copies where the device changes. Comes after the actions."""
+        self._first_copy = len(self._keys)
         for j in range(self._shape.stages - 1):
             for i in range(self._shape.microbatches):
                 self._transfer(i, j, j + 1, self._forward)
@@ -235,15 +237,18 @@ class _Builder:
     def _split(
         self, dependents: list[list[int]], numbered: list[int], number: list[int]
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Local and remote dependents: what leaves a device is a copy that the other device makes."""
+        """Local and remote dependents: what leaves a device is a copy that the other device makes.
+
+        Copies were added last, so they stand at the end of each list of dependents.
+        """
         local: list[tuple[int, ...]] = []
         remote: list[tuple[int, ...]] = []
-        is_copy = [key[0] is _C for key in self._keys]
         for old, after in zip(numbered, dependents, strict=True):
-            copies = [] if is_copy[old] else [d for d in after if is_copy[d]]
-            remote.append(tuple(map(number.__getitem__, copies)))
-            here = [d for d in after if d not in copies] if copies else after
-            local.append(tuple(map(number.__getitem__, here)))
+            here = len(after)
+            while old < self._first_copy and here and after[here - 1] >= self._first_copy:
+                here -= 1
+            local.append(tuple(map(number.__getitem__, after[:here])))
+            remote.append(tuple(map(number.__getitem__, after[here:])))
         return tuple(local), tuple(remote)
 
     def _lane(self, stage: int, source: int | None) -> int:
@@ -276,11 +281,12 @@ class _Builder:
     def _deadlock(self, stuck: list[bool]) -> str:
         """Follow one stuck dependency after the other until one comes again."""
         task = stuck.index(True)
-        path: list[int] = []
+        path: dict[int, None] = {}
         while task not in path:
-            path.append(task)
+            path[task] = None
             task = next(dependency for dependency in self._dependencies[task] if stuck[dependency])
-        ring = [k for k in path[path.index(task) :] if self._keys[k][0] in (_F, _B)]
+        steps = list(path)
+        ring = [k for k in steps[steps.index(task) :] if self._keys[k][0] in (_F, _B)]
         names = [str(Action(*self._keys[k][:3])) for k in (*ring, ring[0])]
         device = self._placement[self._keys[ring[0]][2]]
         return f"schedule {self._name!r} deadlocks: on device {device}, {', which waits for '.join(names)}"
