@@ -1,14 +1,18 @@
-"""For tests of schedules and of code around a pipeline: executors without threads."""
+"""For tests of schedules and of code around a pipeline: devices that run inline, and devices of a given speed."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from weakref import WeakKeyDictionary
 
 from asyncpipe.core.events import TaskCompleted, TaskDropped, TaskFailed
-from asyncpipe.runtime.executor import Assignment, Report
+from asyncpipe.core.task import Lane, Task
+from asyncpipe.runtime.executor import Assignment, Report, StepHandle
 
-__all__ = ["InlineExecutor"]
+__all__ = ["EmulatedExecutor", "InlineExecutor"]
 
 
 class InlineExecutor:
@@ -29,20 +33,86 @@ class InlineExecutor:
     def submit(self, assignments: Sequence[Assignment]) -> None:
         """Run the tasks, now."""
         assert self._report is not None
-        for step, task, work, _ in assignments:
-            if step.aborted:
-                self._report(TaskDropped(step.number, task))
-                continue
-            started = time.perf_counter()
-            try:
-                assert work() is None, "an InlineExecutor cannot wait for an asynchronous device"
-            except BaseException as error:  # noqa: BLE001 - reported, as any executor does
-                self._report(TaskFailed(step.number, task, error))
-            else:
-                self._report(TaskCompleted(step.number, task, started, time.perf_counter()))
+        for assignment in assignments:
+            _run(assignment, self._report, seconds=0.0)
 
     def close(self) -> None:
         """Nothing to end."""
 
     def join(self) -> None:
         """Nothing to wait for."""
+
+
+class EmulatedExecutor:
+    """A device on which each task takes a given time: it computes, then sleeps for the rest.
+
+    Give ``Pipeline(..., executors=lambda device: EmulatedExecutor(device, cost))``, with ``cost`` in seconds, for
+    instance ``Costs(forward=0.01, backward=0.02, copy=0.005)``. Every lane has a thread of its own, so that copies
+    run beside compute, as on a GPU; sleeping devices do not compete for cores, so more of them than this machine
+    has cores behave like so many GPUs. For work that is done when its call returns, so on CPU devices only.
+    """
+
+    def __init__(self, device: str, cost: Callable[[Task], float]) -> None:
+        self.device = device
+        self._cost = cost
+        self._report: Report | None = None
+        self._lanes: dict[Lane, SimpleQueue[Assignment | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._ended: WeakKeyDictionary[StepHandle, dict[int, threading.Event]] = WeakKeyDictionary()
+
+    def start(self, report: Report) -> None:
+        """Take the way back to the scheduler."""
+        self._report = report
+
+    def submit(self, assignments: Sequence[Assignment]) -> None:
+        """Queue each task on its lane."""
+        for assignment in assignments:
+            ended = self._ended.setdefault(assignment.step, {})
+            ended[assignment.task] = threading.Event()
+            lane = assignment.step.graph.tasks[assignment.task].lane
+            if lane not in self._lanes:
+                self._open(lane)
+            self._lanes[lane].put(assignment)
+
+    def close(self) -> None:
+        """Let every lane end once its queue is empty."""
+        for queue in self._lanes.values():
+            queue.put(None)
+
+    def join(self) -> None:
+        """Wait for the lanes' threads."""
+        for thread in self._threads:
+            thread.join()
+
+    def _open(self, lane: Lane) -> None:
+        queue = self._lanes[lane] = SimpleQueue()
+        thread = threading.Thread(target=self._serve, args=(queue,), name=f"asyncpipe {lane}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _serve(self, queue: SimpleQueue[Assignment | None]) -> None:
+        assert self._report is not None
+        while (assignment := queue.get()) is not None:
+            ended, graph = self._ended[assignment.step], assignment.step.graph
+            for dependency in graph.dependencies[assignment.task]:
+                if dependency in ended:
+                    ended[dependency].wait()
+            _run(assignment, self._report, self._cost(graph.tasks[assignment.task]))
+            ended[assignment.task].set()
+            del assignment, ended, graph
+
+
+def _run(assignment: Assignment, report: Report, seconds: float) -> None:
+    """Run a task and report it, not before ``seconds`` have passed."""
+    step, task, work, _ = assignment
+    if step.aborted:
+        report(TaskDropped(step.number, task))
+        return
+    started = time.perf_counter()
+    try:
+        assert work() is None, "this executor cannot wait for an asynchronous device"
+    except BaseException as error:  # noqa: BLE001 - reported, as any executor does
+        report(TaskFailed(step.number, task, error))
+        return
+    time.sleep(max(0.0, started + seconds - time.perf_counter()))
+    report(TaskCompleted(step.number, task, started, time.perf_counter()))

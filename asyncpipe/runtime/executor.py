@@ -2,7 +2,8 @@
 
 An executor is the seam to other kinds of devices (and, later, other machines), so it is small. Guarantees:
 
-- Tasks begin in the order in which they were submitted.
+- A task begins after those that it depends on and that were submitted here before it; this one runs everything in
+  the order in which it was submitted.
 - Every submitted task comes back exactly once as completed, failed or dropped; one that an asynchronous
   device only queued comes back as issued first. ``BaseException`` is reported like any other.
 - Nothing is kept while idle: no assignment, no tensor, no exception.
@@ -18,6 +19,7 @@ from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from asyncpipe.core.events import Event, TaskCompleted, TaskDropped, TaskFailed, TaskIssued
+from asyncpipe.core.graph import TaskGraph
 
 __all__ = ["Assignment", "Completion", "Executor", "Report", "StepHandle", "ThreadExecutor", "Work"]
 
@@ -44,6 +46,7 @@ class StepHandle(Protocol):
     """What an executor must know of the step that a task belongs to."""
 
     number: int
+    graph: TaskGraph
     aborted: bool
     """Once true, tasks that have not begun are dropped."""
 

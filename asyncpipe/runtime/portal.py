@@ -14,6 +14,9 @@ __all__ = ["Portal", "new_event_loop"]
 
 _T = TypeVar("_T")
 
+SIGNAL_SECONDS = 0.25
+"""A signal that arrives just before a thread blocks on a lock is seen only when it wakes: so it wakes this often."""
+
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """A uvloop event loop where uvloop is installed, else asyncio's own. Sets no policy."""
@@ -56,6 +59,8 @@ class Portal:
         call = _Call(self._loop, coroutine)
         try:
             call.start()
+            while not concurrent.futures.wait([call.future], timeout=SIGNAL_SECONDS).done:
+                pass
             return call.future.result()
         except BaseException:
             if not call.future.done():

@@ -1,0 +1,62 @@
+"""On emulated devices, where copies take their time, a real step runs as the graph says it should."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from torch import nn
+
+from asyncpipe import Costs, Pipeline, TaskError
+from asyncpipe.testing import EmulatedExecutor
+
+mse = nn.functional.mse_loss
+COSTS = Costs(forward=0.002, backward=0.002, recompute=0.002, copy=0.005)
+
+
+def pipeline(model, **options):
+    options = {"schedule": "gpipe", "microbatches": 4, "loss_fn": mse} | options
+    return Pipeline(
+        model, ["cpu:0", "cpu:1", "cpu:2"], executors=lambda device: EmulatedExecutor(device, COSTS), **options
+    )
+
+
+async def test_recomputation_overlaps_the_copy_of_the_gradient(workload, before_task, no_leaks):
+    """No gradient arrives before the recomputation that overlaps it has begun; if that waited, this would hang."""
+    begun = {(i, j): threading.Event() for i in range(4) for j in range(3)}
+
+    def hook(task):
+        if task.kind == "R":
+            begun[task.microbatch, task.stage].set()
+        if task.is_gradient_copy and task.microbatch < 3:
+            assert begun[task.microbatch, task.stage].wait(30)
+
+    before_task(hook)
+    model = workload.model()
+    async with pipeline(model) as pipe:
+        await pipe.step(workload.x, workload.target)
+    assert workload.worst(model) < 1e-10
+
+
+async def test_every_dependency_holds_in_time(workload):
+    async with pipeline(workload.model(), schedule="1f1b", checkpoint="always") as pipe:
+        result = await pipe.step(workload.x, workload.target)
+    times = {time.task.number: time for time in result.report.tasks}
+    for edge in result.record.graph.edges():
+        assert times[edge.dependency].end <= times[edge.task].start
+    assert all(time.seconds >= COSTS(time.task) for time in times.values())
+
+
+async def test_a_failure_ends_the_step_and_the_next_one_is_right(workload, before_task, no_leaks):
+    def fault(task):
+        if task.id == "R(1,1)":
+            raise ValueError("no")
+
+    model = workload.model()
+    async with pipeline(model) as pipe:
+        before_task(fault)
+        with pytest.raises(TaskError, match="no"):
+            await pipe.step(workload.x, workload.target)
+        before_task(lambda task: None)
+        await pipe.step(workload.x, workload.target)
+    assert workload.worst(model) < 1e-10
