@@ -83,15 +83,17 @@ def _devices(text: str) -> tuple[str, ...]:
 
 
 def _train(args: argparse.Namespace) -> int:
-    # Imported here and not above, so that the other commands, and --help, do not wait for torch.
+    # Imported here and not above, so that neither the other commands, nor --help, nor a wrong job wait for torch.
+    from asyncpipe.service.settings import load_job
+
+    job = _with_options(load_job(args.job), args)
+
     from asyncpipe.cli.progress import choose_progress
     from asyncpipe.observe.metrics import PipelineCollector
     from asyncpipe.runtime.portal import new_event_loop
     from asyncpipe.service.entry import find_entry
-    from asyncpipe.service.settings import load_job
     from asyncpipe.service.training import TrainingRun
 
-    job = _with_options(load_job(args.job), args)
     make_workload = find_entry(job)
     collector = PipelineCollector(job.name)
     with (
