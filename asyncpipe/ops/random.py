@@ -42,14 +42,19 @@ _TAKES_GENERATOR = frozenset(
 # Functions that draw and take none. Together these are all that aten tags as `nondeterministic_seeded`.
 _DRAWS = frozenset(
     """
-    alpha_dropout alpha_dropout_ cauchy dropout dropout_ dropout1d dropout2d dropout3d exponential feature_alpha_dropout
-    feature_alpha_dropout_ feature_dropout feature_dropout_ fractional_max_pool2d fractional_max_pool2d_with_indices
-    fractional_max_pool3d fractional_max_pool3d_with_indices geometric gumbel_softmax log_normal native_dropout
-    rand_like randint_like randn_like random rrelu rrelu_ rrelu_with_noise rrelu_with_noise_ _sample_dirichlet
-    _standard_gamma uniform
+    cauchy exponential fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
+    fractional_max_pool3d_with_indices geometric gumbel_softmax log_normal rand_like randint_like randn_like random
+    rrelu rrelu_ rrelu_with_noise rrelu_with_noise_ _sample_dirichlet _standard_gamma uniform
     """.split()
 )
-# Functions that draw only where they are told to drop something, and that are too long to hold the lock for nothing.
+# Functions that draw only where they are told to drop something: (x, probability, whether to), …
+_DROPOUTS = frozenset(
+    """
+    alpha_dropout alpha_dropout_ dropout dropout_ dropout1d dropout2d dropout3d feature_alpha_dropout
+    feature_alpha_dropout_ feature_dropout feature_dropout_ native_dropout
+    """.split()
+)
+# The same inside longer functions.
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _ATTENTION_DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 
@@ -96,7 +101,7 @@ class RandomStream(TorchFunctionMode):
 
     def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """``functional.dropout`` as aten does it on a CPU, with a generator of our own."""
-        if not training or not 0 < p < 1:
+        if not 0 < p < 1:
             return functional.dropout(x, p, training, inplace)
         noise = torch.empty_like(x).bernoulli_(1 - p, generator=self._generator(x.device)).div_(1 - p)
         return x.mul_(noise) if inplace else x * noise
@@ -122,6 +127,10 @@ class RandomStream(TorchFunctionMode):
 def _draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if name in _DRAWS:
         return True
+    if name in _DROPOUTS:
+        probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+        training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+        return bool(training and probability > 0)
     if name in _RECURRENT:
         return any(isinstance(value, float) and value > 0 for value in args)
     if name in _ATTENTION_DROPOUT:

@@ -292,3 +292,24 @@ def test_torchs_own_checkpoint_inside_a_stage_is_right_or_refused(mode: str) -> 
         except asyncpipe.TaskError:
             return
     assert torch.equal(stage.scale.grad, output[0]), "the gradient of scale is the mask that made the output"
+
+
+class DropsNothing(nn.Module):
+    """The same with a dropout that is switched off, as models for inference and fine-tuning have it."""
+
+    def __init__(self, dropout: nn.Module) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch_checkpoint(lambda y: self.dropout(y) * 2.0, x * self.scale, use_reentrant=False)
+
+
+@pytest.mark.parametrize("dropout", [nn.Dropout(0.0), nn.Dropout(0.5).eval()], ids=["p=0", "eval"])
+def test_torchs_own_checkpoint_without_draws_works(dropout: nn.Module) -> None:
+    stage = DropsNothing(dropout)
+    pipe = asyncpipe.Pipeline([stage], ["cpu"], microbatches=1, loss_fn=torch.sum)
+    with pipe.sync() as running:
+        running.step(torch.ones(1, 5))
+    assert torch.equal(stage.scale.grad, torch.full((5,), 2.0))
