@@ -76,15 +76,20 @@ class Shape:
 
 
 class Schedule(ABC):
-    """Each device's ordered actions for a shape. Subclass it, set ``name`` and write ``order``.
+    """Each device's ordered actions for a shape. Subclass it and write ``order``.
 
     A schedule is pure: the same shape always gives the same order. It may keep options as attributes if it
     is a frozen dataclass, since lowered graphs are cached per schedule and shape.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = ""
+    """What messages call it; the name of the class unless set."""
     virtual: ClassVar[int] = 1
     """Stages per device when the caller does not say how many stages there are."""
+
+    def __init_subclass__(cls) -> None:
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
 
     @abstractmethod
     def order(self, device: int, shape: Shape) -> Iterable[Action]:

@@ -12,6 +12,7 @@ from asyncpipe.core import schedule as schedule_module
 from asyncpipe.core.lower import lower
 from asyncpipe.core.report import Report, report
 from asyncpipe.core.schedule import Action, B, F, Schedule, Shape, find_schedule, known_schedules
+from asyncpipe.core.schedules.gpipe import GPipe
 from asyncpipe.core.simulate import Costs, simulate
 from asyncpipe.core.task import TaskKind
 from asyncpipe.errors import ScheduleError, UnknownScheduleError
@@ -170,3 +171,10 @@ def test_neither_name_nor_schedule() -> None:
         find_schedule(3)  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="must be a name or a Schedule instance"):
         find_schedule(PlugIn)  # type: ignore[arg-type]
+
+
+def test_a_schedule_without_a_name_goes_by_its_class() -> None:
+    class Mine(GPipe):
+        pass
+
+    assert (Mine().name, GPipe().name) == ("Mine", "gpipe")
