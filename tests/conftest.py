@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
+import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 import pytest
 
 JOIN_SECONDS = 10.0
+TURNS = 5
+"""Of the loop, in which a coroutine that was cancelled may end."""
 
 
 def pytest_asyncio_loop_factories(
@@ -40,19 +44,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def no_leaks() -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails the test if it leaves a thread, a pending coroutine or a tensor behind.
 
     Ask for it before any fixture that holds tensors, so that those are torn down first.
     """
     threads, coroutines, tensors = set(threading.enumerate()), _References(_pending()), _References(_tensors())
+    left_by_test: list[str] = []
+    if inspect.iscoroutinefunction(test := getattr(request.node, "obj", None)):
+        request.node.obj = _watched(test, left_by_test)
     yield
+    assert not left_by_test, f"coroutines are left pending: {left_by_test}"
     left = [thread for thread in threading.enumerate() if thread not in threads and not _ends(thread)]
     assert not left, f"threads are left: {left}"
     pending = coroutines.others(_pending())
     assert not pending, f"coroutines are left pending: {pending}"
     shapes = [tuple(tensor.shape) for tensor in tensors.others(_tensors())]
     assert not shapes, f"tensors of these shapes are left: {shapes}"
+
+
+def _watched(test: Callable[..., Coroutine[Any, Any, None]], left: list[str]) -> Callable[..., Any]:
+    """``test``, after which ``left`` names what it left on its loop: that is closed before fixtures can look."""
+
+    @functools.wraps(test)
+    async def run(**arguments: Any) -> None:
+        before = asyncio.all_tasks()
+        await test(**arguments)
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        left.extend(map(repr, asyncio.all_tasks() - before))
+
+    return run
 
 
 class _References:
