@@ -89,7 +89,6 @@ class _Step:
     failed_task: int | None = None
     error: BaseException | None = None
     to_issue: int = 0
-    to_complete: int = 0
     held: int = 0
     """Tasks dispatched and neither completed, failed nor dropped."""
     finished: bool = False
@@ -153,7 +152,6 @@ class SchedulerState:
             unmet=[len(before) for before in graph.dependencies],
             states=[_WAITING] * len(graph.tasks),
             to_issue=len(graph.tasks),
-            to_complete=len(graph.tasks),
         )
         self._steps[event.step] = step
         step.journal.append((now, event))
@@ -204,7 +202,6 @@ class SchedulerState:
         task = event.task
         touched = self._release(step, task) if step.states[task] is _DISPATCHED else []
         step.states[task] = _COMPLETED
-        step.to_complete -= 1
         touched.append(self._give_back(step, task))
         return self._decide(step, touched, now)
 
@@ -305,7 +302,6 @@ class SchedulerState:
         for step in self._steps.values():
             counts = [step.states.count(state) for state in TaskState]
             assert step.held == counts[_DISPATCHED] + counts[_ISSUED], "held tasks are miscounted"
-            assert step.to_complete == len(step.states) - counts[_COMPLETED], "completed tasks are miscounted"
             for task, (state, lane) in enumerate(zip(step.states, step.lanes, strict=True)):
                 if state in (_DISPATCHED, _ISSUED):
                     held[id(lane)] = held.get(id(lane), 0) + 1
