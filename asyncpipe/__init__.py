@@ -26,6 +26,20 @@ if TYPE_CHECKING:
     from asyncpipe.core.simulate import simulate as simulate
     from asyncpipe.errors import AsyncpipeError as AsyncpipeError
     from asyncpipe.errors import TaskError as TaskError
+    from asyncpipe.ops.batchnorm import convert_deferred_batch_norm as convert_deferred_batch_norm
+    from asyncpipe.ops.checkpoint import is_checkpointing as is_checkpointing
+    from asyncpipe.ops.checkpoint import is_recomputing as is_recomputing
+    from asyncpipe.ops.microbatch import Arguments as Arguments
+    from asyncpipe.ops.microbatch import Microbatches as Microbatches
+    from asyncpipe.ops.microbatch import NoChunk as NoChunk
+    from asyncpipe.ops.profile import balance_by_size as balance_by_size
+    from asyncpipe.ops.profile import balance_by_time as balance_by_time
+    from asyncpipe.ops.sequential import PipeSequential as PipeSequential
+    from asyncpipe.ops.skip import Namespace as Namespace
+    from asyncpipe.ops.skip import pop as pop
+    from asyncpipe.ops.skip import skippable as skippable
+    from asyncpipe.ops.skip import stash as stash
+    from asyncpipe.ops.skip import verify_skippables as verify_skippables
     from asyncpipe.pipeline import Pipeline as Pipeline
     from asyncpipe.pipeline import SyncPipeline as SyncPipeline
     from asyncpipe.result import StepResult as StepResult
@@ -39,6 +53,12 @@ _HOMES = {
     "core.schedule": ("Action", "B", "F", "Schedule", "Shape", "find_schedule", "known_schedules"),
     "core.simulate": ("Costs", "simulate"),
     "errors": ("AsyncpipeError", "TaskError"),
+    "ops.batchnorm": ("convert_deferred_batch_norm",),
+    "ops.checkpoint": ("is_checkpointing", "is_recomputing"),
+    "ops.microbatch": ("Arguments", "Microbatches", "NoChunk"),
+    "ops.profile": ("balance_by_size", "balance_by_time"),
+    "ops.sequential": ("PipeSequential",),
+    "ops.skip": ("Namespace", "pop", "skippable", "stash", "verify_skippables"),
     "pipeline": ("Pipeline", "SyncPipeline"),
     "result": ("StepResult",),
 }

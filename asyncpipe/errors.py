@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "AsyncpipeError",
+    "BackwardError",
     "BalanceError",
     "BatchError",
     "DeviceError",
@@ -22,8 +23,10 @@ __all__ = [
     "RecomputeError",
     "ScheduleError",
     "SharedParameterError",
+    "SkipError",
     "StageError",
     "TaskError",
+    "TraceError",
     "UnknownScheduleError",
 ]
 
@@ -68,12 +71,24 @@ class StageError(AsyncpipeError, TypeError):
     """A stage took or returned something that cannot cross a stage border."""
 
 
+class TraceError(AsyncpipeError, ValueError):
+    """A module could not be traced, or its trace cannot be cut where it was told to be."""
+
+
 class LossError(AsyncpipeError, ValueError):
     """The loss function did not return a scalar tensor that depends on the model."""
 
 
+class SkipError(AsyncpipeError, RuntimeError):
+    """A skip connection is stashed or popped otherwise than it was declared."""
+
+
 class RecomputeError(AsyncpipeError, RuntimeError):
     """A recomputation did not, or could not, repeat the forward that it stands for."""
+
+
+class BackwardError(AsyncpipeError, RuntimeError):
+    """Autograd was asked for a backward that a pipeline cannot give; the message says what it can."""
 
 
 class PipelineClosedError(AsyncpipeError, RuntimeError):

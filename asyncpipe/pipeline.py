@@ -5,28 +5,30 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from asyncpipe.build import BuildOptions, MakeOptimizer, build, check_choice, check_positive
+from asyncpipe.call import PreparedCall
 from asyncpipe.core.events import Observer
-from asyncpipe.core.graph import TaskGraph
-from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.schedule import Schedule, Shape, find_schedule
-from asyncpipe.errors import OptionError, PipelineClosedError
-from asyncpipe.ops.copy import make_copiers
-from asyncpipe.ops.microbatch import check_microbatches
-from asyncpipe.ops.stage import Device, Stage, as_sequential, place, resolve_devices, split
-from asyncpipe.ops.stream import make_streams
+from asyncpipe.core.schedule import Schedule, find_schedule
+from asyncpipe.errors import PipelineClosedError
+from asyncpipe.ops.device import resolve_devices
+from asyncpipe.ops.microbatch import Arguments
+from asyncpipe.ops.stage import Stage, StagedModel
 from asyncpipe.ops.threads import IntraOpThreads
 from asyncpipe.result import StepResult
 from asyncpipe.runtime.driver import Driver, Execution
 from asyncpipe.runtime.executor import Executor, ThreadExecutor
 from asyncpipe.runtime.portal import Portal
-from asyncpipe.step import NO_TARGET, Machinery, PreparedStep
+from asyncpipe.step import NO_TARGET, PreparedStep, StepOptions
+
+if TYPE_CHECKING:
+    from torch.amp import GradScaler
 
 __all__ = ["Pipeline", "SyncPipeline"]
 
@@ -34,17 +36,22 @@ __all__ = ["Pipeline", "SyncPipeline"]
 class Pipeline:
     """A model that trains as a pipeline. Open it with ``async with``, then ``await step(x, target)``.
 
-    ``model``: an ``nn.Sequential`` or a list of modules; it is moved to the devices in place and stays the
-    owner of its parameters.
+    ``model``: an ``nn.Sequential``, a list of modules, or any module cut by ``asyncpipe.trace``; it is moved to the
+    devices in place and stays the owner of its parameters. A parameter may be tied over stages and devices.
     ``devices``: logical devices, e.g. ``["cuda:0", "cuda:1"]`` or ``["cpu:0", "cpu:1"]``; one may be listed twice.
     ``microbatches``: into how many micro-batches a mini-batch is cut; a smaller batch makes fewer.
     ``balance``: layers per stage, or ``"auto"`` (parameters spread evenly).
     ``stages``: how many stages; by default one entry of ``balance`` each, or what the schedule puts on a device.
     ``schedule``: a name (see ``known_schedules``) or a ``Schedule``.
     ``checkpoint``: which micro-batches are recomputed: ``"always"``, ``"except_last"``, ``"never"``.
-    ``loss_fn``: maps (output, target) of a micro-batch to a scalar.
-    ``loss_reduction``: ``"mean"`` if that scalar is a mean over samples (micro-batches then count by their size), or
-    ``"sum"``.
+    ``loss_fn``: maps (output, target) of a micro-batch to a scalar, or to (mean, count): a mean over that many of
+    whatever it counts (tokens, say), so that micro-batches of any size make the whole batch's mean.
+    ``loss_reduction``: ``"mean"`` if a plain scalar is a mean over samples (micro-batches then count by their size),
+    or ``"sum"``.
+    ``batch_dim``: the dimension of inputs, targets and outputs that is the batch.
+    ``optimizer``: makes a stage's optimizer from its parameters; its update is then a task of the step, which begins
+    when the stage's last backward is done. ``optimizers`` has them by stage.
+    ``deferred_batch_norm``: batch norms update their running statistics once a mini-batch, as the unsplit model does.
     ``loop``: ``"running"`` drives steps on the caller's loop, ``"own"`` on a loop in a thread of its own, which a
     caller that blocks its loop cannot delay.
     ``intra_op_threads``: torch's intra-op threads on each CPU device's thread.
@@ -57,7 +64,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Sequence[nn.Module] | StagedModel,
         devices: Sequence[str | torch.device],
         *,
         microbatches: int,
@@ -65,63 +72,78 @@ class Pipeline:
         stages: int | None = None,
         schedule: str | Schedule = "1f1b",
         checkpoint: str = "except_last",
-        loss_fn: Callable[..., Tensor] | None = None,
+        loss_fn: Callable[..., Any] | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
+        batch_dim: int = 0,
+        optimizer: MakeOptimizer | None = None,
+        deferred_batch_norm: bool = False,
         loop: Literal["running", "own"] = "running",
         intra_op_threads: int = 1,
         in_flight: int = 16,
         observers: Sequence[Observer] = (),
         executors: Callable[[str], Executor] | None = None,
     ) -> None:
-        _check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
-        _check_choice("loop", loop, ("running", "own"))
-        _check_positive("intra_op_threads", intra_op_threads)
-        self.module = as_sequential(model)
+        self._options: dict[str, Any] = {name: value for name, value in locals().items() if name != "self"}
+        check_choice("loop", loop, ("running", "own"))
+        check_positive("intra_op_threads", intra_op_threads)
         self.devices = resolve_devices(devices)
         self.schedule = find_schedule(schedule)
-        count = _stage_count(stages, balance, self.schedule, len(self.devices))
-        graphs = _Graphs(self.schedule, count, self.devices, CheckpointMode.parse(checkpoint))
-        placement = graphs(check_microbatches(microbatches), True).placement
-        parts = split(self.module, balance, count)
+        self._machinery = build(
+            model,
+            self.devices,
+            BuildOptions(
+                microbatches=microbatches,
+                balance=balance,
+                stages=stages,
+                schedule=self.schedule,
+                checkpoint=checkpoint,
+                loss_fn=loss_fn,
+                loss_reduction=loss_reduction,
+                batch_dim=batch_dim,
+                optimizer=optimizer,
+                deferred_batch_norm=deferred_batch_norm,
+            ),
+        )
+        self.module = self._machinery.module
         self._intra_op = IntraOpThreads(intra_op_threads)
         self._driver = Driver(
             {device.name: (executors or self._thread_executor)(device.name) for device in self.devices},
             in_flight=in_flight,
             observers=observers,
         )
-        streams = make_streams(self.devices)
-        self._machinery = Machinery(
-            module=self.module,
-            stages=place(parts, placement, self.devices),
-            streams=streams,
-            copiers=make_copiers(streams),
-            microbatches=microbatches,
-            checkpoint=graphs.checkpoint,
-            loss_fn=loss_fn,
-            mean=loss_reduction == "mean",
-            graph=graphs,
-        )
         self._own_loop = loop == "own"
         self._portal: Portal | None = None
         self._turn = asyncio.Lock()
+        self._blocking = threading.Lock()
         self._finalizer: weakref.finalize[..., Pipeline] | None = None
 
     # Steps
 
-    async def step(self, x: Any, target: Any = NO_TARGET, *, return_outputs: bool = True) -> StepResult:
+    async def step(
+        self,
+        x: Any,
+        target: Any = NO_TARGET,
+        *,
+        return_outputs: bool = True,
+        update: bool = True,
+        scaler: GradScaler | None = None,
+    ) -> StepResult:
         """One mini-batch through the pipeline; gradients are added to the parameters' ``.grad``.
 
-        ``x`` and ``target`` are nested values whose tensors share dimension 0. In training mode, with gradients
-        enabled, ``loss_fn(output, target)`` of every micro-batch is differentiated; without a target it is called
-        with the output alone. After ``eval()``, or under ``torch.no_grad``, only forwards run, and the loss only
-        if a target is given. Steps of one pipeline run one after the other. Returns when the last task is issued.
+        ``x`` and ``target`` are nested values whose tensors share the batch dimension (those in ``NoChunk`` go to
+        every micro-batch whole), ``Arguments`` for a model or a loss that takes several, or ``Microbatches`` that
+        are cut already. In training mode, with gradients enabled, ``loss_fn(output, target)`` of every micro-batch
+        is differentiated; without a target it is called with the output alone. After ``eval()``, or under
+        ``torch.no_grad``, only forwards run, and the loss only if a target is given. ``update=False`` leaves the
+        pipeline's optimizers out, to accumulate over steps; gradients are multiplied by what ``scaler`` says.
+        Steps of one pipeline run one after the other. Returns when the last task is issued.
 
         Raises ``BatchError`` or ``OptionError`` before anything runs, ``TaskError`` if a task fails. After an
         error or a cancellation the gradients are what they were before, and the next step starts afresh.
         """
         async with self._turn:
             self._check_open()
-            prepared = PreparedStep(self._machinery, x, target, return_outputs)
+            prepared = PreparedStep(self._machinery, x, target, StepOptions(return_outputs, update, scaler))
             try:
                 prepared.begin()
                 run = self._driver.run(prepared.graph, prepared.bind)
@@ -131,18 +153,48 @@ class Pipeline:
                 prepared.abandon()
                 raise
 
-    def _step_blocking(self, x: Any, target: Any, return_outputs: bool) -> StepResult:
+    def _step_blocking(self, x: Any, target: Any, options: StepOptions) -> StepResult:
         """``step`` for the sync face: the same, but this thread blocks meanwhile."""
-        self._check_open()
-        assert self._portal is not None
-        prepared = PreparedStep(self._machinery, x, target, return_outputs)
-        try:
-            prepared.begin()
-            execution: Execution = self._portal.call(self._driver.run(prepared.graph, prepared.bind))
-            return prepared.finish(execution, self._portal)
-        except BaseException:
-            prepared.abandon()
-            raise
+        with self._blocking:
+            self._check_open()
+            assert self._portal is not None
+            prepared = PreparedStep(self._machinery, x, target, options)
+            try:
+                prepared.begin()
+                execution: Execution = self._portal.call(self._driver.run(prepared.graph, prepared.bind))
+                return prepared.finish(execution, self._portal)
+            except BaseException:
+                prepared.abandon()
+                raise
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, as part of the caller's autograd graph: ``loss_fn(pipe(x)).backward()`` trains.
+
+        Forward, recompute, backward and copies are tasks as in ``step``; the backward graph runs while the engine is
+        in the caller's ``backward``. Gradients flow on to inputs that require them. ``torch.no_grad``,
+        ``inference_mode``, autocast and ``eval()`` do what they do to the model itself (recomputation is off in
+        evaluation mode). Blocks the calling thread, so the pipeline needs a loop of its own: ``sync()``, or
+        ``loop="own"``. One argument that is ``Microbatches`` is taken as they are; the outputs are then a list.
+
+        Raises ``BatchError`` before anything runs and ``TaskError`` if a task fails, here or from ``backward``; then
+        the gradients are what they were before. ``BackwardError`` tells what autograd cannot have: a second
+        backward without ``retain_graph``, double backward.
+        """
+        with self._blocking:
+            self._check_open()
+            if self._portal is None:
+                raise PipelineClosedError(
+                    "pipe(x) blocks its thread, which drives this pipeline's loop; open it with 'with pipe.sync()', or "
+                    "give it loop='own', or use 'await pipe.step(x, target)'"
+                )
+            prepared = PreparedCall(self._machinery, Arguments(args, kwargs))
+            try:
+                prepared.begin()
+                self._portal.call(self._driver.run(prepared.graph, prepared.bind))
+                return prepared.finish(self, self._driver, self._portal)
+            except BaseException:
+                prepared.abandon()
+                raise
 
     # Life
 
@@ -220,7 +272,12 @@ class Pipeline:
     @property
     def stages(self) -> Sequence[Stage]:
         """The placed stages, in order."""
-        return self._machinery.stages
+        return self._machinery.equipment.stages
+
+    @property
+    def optimizers(self) -> Mapping[int, torch.optim.Optimizer]:
+        """The optimizers of the stages, if the pipeline updates them."""
+        return self._machinery.equipment.optimizers
 
     @property
     def microbatches(self) -> int:
@@ -273,7 +330,6 @@ class SyncPipeline:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._turn = threading.Lock()
 
     def __enter__(self) -> SyncPipeline:
         self._pipeline._open_in_thread()
@@ -284,10 +340,21 @@ class SyncPipeline:
     ) -> None:
         self.close()
 
-    def step(self, x: Any, target: Any = NO_TARGET, *, return_outputs: bool = True) -> StepResult:
+    def step(
+        self,
+        x: Any,
+        target: Any = NO_TARGET,
+        *,
+        return_outputs: bool = True,
+        update: bool = True,
+        scaler: GradScaler | None = None,
+    ) -> StepResult:
         """One mini-batch through the pipeline, as ``Pipeline.step``; blocks until the last task is issued."""
-        with self._turn:
-            return self._pipeline._step_blocking(x, target, return_outputs)
+        return self._pipeline._step_blocking(x, target, StepOptions(return_outputs, update, scaler))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, as ``Pipeline.__call__``."""
+        return self._pipeline(*args, **kwargs)
 
     def train(self, mode: bool = True) -> SyncPipeline:
         """Set training mode, as ``nn.Module.train``."""
@@ -304,46 +371,6 @@ class SyncPipeline:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pipeline, name)
-
-
-class _Graphs:
-    """Task graphs by (micro-batches, training), lowered when first asked for."""
-
-    def __init__(self, schedule: Schedule, stages: int, devices: Sequence[Device], checkpoint: CheckpointMode) -> None:
-        self.checkpoint = checkpoint
-        self._schedule = schedule
-        self._stages = stages
-        self._devices = [device.name for device in devices]
-        self._graphs: dict[tuple[int, bool], TaskGraph] = {}
-
-    def __call__(self, microbatches: int, training: bool) -> TaskGraph:
-        key = microbatches, training
-        if key not in self._graphs:
-            self._graphs[key] = lower(
-                self._schedule,
-                Shape(self._stages, microbatches, len(self._devices)),
-                devices=self._devices,
-                checkpoint=self.checkpoint,
-                training=training,
-            )
-        return self._graphs[key]
-
-
-def _stage_count(stages: int | None, balance: str | Sequence[int], schedule: Schedule, devices: int) -> int:
-    if stages is not None:
-        return _check_positive("stages", stages)
-    return devices * schedule.virtual if isinstance(balance, str) else len(balance)
-
-
-def _check_positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{name} must be a positive integer, got {value!r}")
-    return value
-
-
-def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise OptionError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def _end_threads(driver: Driver, portal: Portal | None) -> None:

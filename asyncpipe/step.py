@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from asyncpipe.core.graph import TaskGraph
+from asyncpipe.core.graph import Phase, TaskGraph
 from asyncpipe.core.lower import CheckpointMode
-from asyncpipe.core.task import Lane
-from asyncpipe.errors import OptionError
-from asyncpipe.ops.binder import Binder, StepPlan
+from asyncpipe.errors import LossError, OptionError
+from asyncpipe.ops.batchnorm import DeferredBatchNorm
+from asyncpipe.ops.binder import Binder, Equipment, normalize
 from asyncpipe.ops.context import CallerContext
-from asyncpipe.ops.copy import Copier
-from asyncpipe.ops.gradients import GradientGuard
-from asyncpipe.ops.microbatch import gather, microbatch_sizes, scatter
+from asyncpipe.ops.microbatch import Arguments, Cut, cut, cut_alike, gather
 from asyncpipe.ops.random import draw_step_seed
-from asyncpipe.ops.stage import Stage
-from asyncpipe.ops.stream import Fence, LaneStream
+from asyncpipe.ops.stream import Fence
+from asyncpipe.ops.tensors import StepPlan, StepTensors
 from asyncpipe.result import StepResult
 from asyncpipe.runtime.driver import Execution
 from asyncpipe.runtime.portal import Portal
 
-__all__ = ["NO_TARGET", "Machinery", "PreparedStep"]
+if TYPE_CHECKING:
+    from torch.amp import GradScaler
+
+__all__ = ["NO_TARGET", "Machinery", "PreparedStep", "StepOptions"]
 
 NO_TARGET: Any = object()
 """Stands for a target that was not given (``None`` is a target)."""
@@ -37,72 +38,143 @@ class Machinery:
     """What all steps of a pipeline share."""
 
     module: nn.Module
-    stages: Sequence[Stage]
-    streams: Mapping[Lane, LaneStream]
-    copiers: Mapping[Lane, Copier]
+    equipment: Equipment
+    takes: Callable[[Arguments], dict[int, Any]]
     microbatches: int
+    batch_dim: int
     checkpoint: CheckpointMode
-    loss_fn: Callable[..., Tensor] | None
+    loss_fn: Callable[..., Any] | None
     mean: bool
-    graph: Callable[[int, bool], TaskGraph]
-    """The task graph for a number of micro-batches, with or without backward."""
+    graph: Callable[[int, Phase, CheckpointMode, bool], TaskGraph]
+    """The task graph for a number of micro-batches, a phase, a recomputation mode, with or without updates."""
+    deferred: Sequence[DeferredBatchNorm]
+
+    def commit_statistics(self) -> None:
+        """The forwards went well: deferred batch norms update their running statistics."""
+        for layer in self.deferred:
+            layer.commit()
+
+    def discard_statistics(self) -> None:
+        """The forwards failed: running statistics stay as they were."""
+        for layer in self.deferred:
+            layer.discard()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """How one step differs from the others."""
+
+    return_outputs: bool = True
+    update: bool = True
+    scaler: GradScaler | None = None
 
 
 class PreparedStep:
-    """A step that is checked and scattered: ``begin``, run ``graph`` with ``bind``, then ``finish`` or ``abandon``.
+    """A step that is checked and cut: ``begin``, run ``graph`` with ``bind``, then ``finish`` or ``abandon``.
 
     Making one changes nothing but the caller's random state; raises ``BatchError`` or ``OptionError``.
     """
 
-    def __init__(self, machinery: Machinery, x: Any, target: Any, keep_outputs: bool) -> None:
+    def __init__(self, machinery: Machinery, x: Any, target: Any, options: StepOptions) -> None:
+        self._machinery = machinery
         context = CallerContext.capture()
-        training = machinery.module.training and context.grad and not context.inference
-        _check_loss(machinery.loss_fn, target, training)
-        sizes = microbatch_sizes(x, machinery.microbatches)
-        self._weights = [size / sum(sizes) if machinery.mean else 1.0 for size in sizes]
-        has_loss = training or target is not NO_TARGET
-        plan = StepPlan(
-            inputs=scatter(x, sizes),
+        self._training = machinery.module.training and context.grad and not context.inference
+        _check_loss(machinery.loss_fn, target, self._training)
+        pieces = cut(x, machinery.microbatches, dim=machinery.batch_dim)
+        targets = () if target is NO_TARGET else cut_alike(target, pieces, dim=machinery.batch_dim)
+        self._ready_made = pieces.ready_made
+        self._plan = self._planned(pieces, target, options)
+        phase = Phase.STEP if self._training else Phase.FORWARD
+        self.graph = machinery.graph(len(pieces.sizes), phase, machinery.checkpoint, options.update)
+        self._fence = Fence(machinery.equipment.streams.values())
+        self._tensors = StepTensors.of([machinery.takes(Arguments.wrap(piece)) for piece in pieces.pieces], targets)
+        self._guards = False
+        self.bind = Binder(self.graph, self._plan, self._tensors, machinery.equipment, context).bind
+
+    def _planned(self, pieces: Cut, target: Any, options: StepOptions) -> StepPlan:
+        machinery = self._machinery
+        has_loss = self._training or target is not NO_TARGET
+        return StepPlan(
             loss=machinery.loss_fn if has_loss else None,
-            targets=[] if target is NO_TARGET else scatter(target, sizes, "the target"),
-            weights=self._weights,
+            weights=_weights(pieces.sizes, machinery.mean),
+            scale=_scale(options.scaler) if self._training else None,
             seed=draw_step_seed(),
             checkpoint=machinery.checkpoint,
-            keep_outputs=keep_outputs or not has_loss,
-            training=training,
+            keep_outputs=options.return_outputs or not has_loss,
+            training=self._training,
+            whole_step=True,
         )
-        self.graph = machinery.graph(len(sizes), training)
-        self._parameters = machinery.module.parameters() if training else ()
-        self._guard = GradientGuard()
-        self._fence = Fence(machinery.streams.values())
-        self._binder = Binder(self.graph, plan, machinery.stages, machinery.streams, machinery.copiers, context)
-        self.bind = self._binder.bind
 
     def begin(self) -> None:
         """Order the lanes behind what the caller has queued, and set earlier gradients aside."""
+        self._machinery.equipment.ties.refresh()
         self._fence.begin()
-        self._guard.set_aside(self._parameters)
+        if self._training:
+            self._guards = True
+            self._machinery.equipment.guard.begin(self._machinery.module.parameters())
 
     def finish(self, execution: Execution, portal: Portal | None) -> StepResult:
         """The result of a step whose last task is issued; the caller's streams are ordered behind it."""
-        losses = [loss for _, loss in sorted(self._binder.losses.items())]
-        outputs = [output for _, output in sorted(self._binder.outputs.items())]
+        losses = [loss for _, loss in sorted(self._tensors.losses.items())]
+        outputs = [packet.rebuild(packet.tensors) for _, packet in sorted(self._tensors.outputs.items())]
         self._fence.end(leaf for leaf in tree_leaves([losses, outputs]) if isinstance(leaf, Tensor))
         with torch.no_grad():
-            gathered = gather(outputs) if outputs else None
-            loss = sum(w * loss for w, loss in zip(self._weights, losses, strict=True)) if losses else None
-            self._guard.commit()
-        self._binder.close()
-        return StepResult(loss if isinstance(loss, Tensor) else None, tuple(losses), gathered, execution, portal)
+            loss = self._mean_loss(losses)
+            gathered: Any = None
+            if outputs:
+                gathered = outputs if self._ready_made else gather(outputs, self._machinery.batch_dim)
+            if self._training:
+                self._commit()
+        self._machinery.commit_statistics()
+        self._tensors.close()
+        return StepResult(loss, tuple(losses), gathered, execution, portal)
 
     def abandon(self) -> None:
         """Undo what the step did to the gradients and drop its tensors."""
         self._fence.end()
-        self._guard.roll_back()
-        self._binder.close()
+        if self._guards:
+            self._machinery.equipment.guard.roll_back()
+        self._machinery.equipment.ties.drop_gradients()
+        self._machinery.discard_statistics()
+        self._tensors.close()
+
+    def _commit(self) -> None:
+        updated = {
+            id(parameter)
+            for stage in self.graph.wiring.updates
+            for group in self._machinery.equipment.optimizers[stage].param_groups
+            for parameter in group["params"]
+        }
+        normalize([p for p in self._machinery.module.parameters() if id(p) not in updated], self._tensors)
+        self._machinery.equipment.guard.commit()
+        self._guards = False
+
+    def _mean_loss(self, losses: Sequence[Tensor]) -> Tensor | None:
+        if not losses:
+            return None
+        counts = self._tensors.counts
+        if counts and len(counts) < len(losses):
+            raise LossError("loss_fn returned a count for some micro-batches and none for others; always return one")
+        weights: Sequence[Tensor | float] = [counts[i] for i in range(len(losses))] if counts else self._plan.weights
+        total = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
+        factor = self._tensors.normalizer(total.device)
+        return total if factor is None else total * factor
 
 
-def _check_loss(loss_fn: Callable[..., Tensor] | None, target: Any, training: bool) -> None:
+def _weights(sizes: Sequence[int], mean: bool) -> list[float]:
+    return [size / sum(sizes) if mean else 1.0 for size in sizes]
+
+
+def _scale(scaler: GradScaler | None) -> Tensor | None:
+    """What ``scaler`` multiplies a loss by."""
+    if scaler is None:
+        return None
+    one = torch.ones((), device=scaler._device)
+    scaled: Tensor = scaler.scale(one)
+    return scaled
+
+
+def _check_loss(loss_fn: Callable[..., Any] | None, target: Any, training: bool) -> None:
     if loss_fn is not None:
         return
     if training:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncpipe.core.graph import TaskGraph, to_dict, to_dot
+from asyncpipe.core.graph import Phase, TaskGraph, to_dict, to_dot
 from asyncpipe.core.lower import CheckpointMode, lower
 from asyncpipe.core.schedule import Schedule, Shape, find_schedule, known_schedules
 from asyncpipe.core.simulate import Costs, simulate
@@ -107,7 +107,8 @@ def _show(args: argparse.Namespace) -> int:
     schedule = find_schedule(args.name)
     costs = _costs(args.costs)
     checkpoint = CheckpointMode.parse(args.checkpoint)
-    graph = lower(schedule, _shape(schedule, args), checkpoint=checkpoint, training=not args.forward_only)
+    phase = Phase.FORWARD if args.forward_only else Phase.STEP
+    graph = lower(schedule, _shape(schedule, args), checkpoint=checkpoint, phase=phase)
     text = _rendered(args, graph, costs, checkpoint)
     if args.output is None:
         sys.stdout.write(text)

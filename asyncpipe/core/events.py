@@ -18,6 +18,7 @@ __all__ = [
     "Command",
     "Dispatch",
     "Event",
+    "GateOpened",
     "Journal",
     "Observer",
     "Outcome",
@@ -88,6 +89,14 @@ class TaskDropped:
 
 
 @dataclass(frozen=True, slots=True)
+class GateOpened:
+    """The caller's gradient for a micro-batch is there; the task at its gate need not wait for it any longer."""
+
+    step: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepCancelled:
     """Nobody wants the step any more."""
 
@@ -132,7 +141,7 @@ class StepCompleted:
     error: BaseException | None = None
 
 
-Event = StepSubmitted | TaskIssued | TaskCompleted | TaskFailed | TaskDropped | StepCancelled
+Event = StepSubmitted | GateOpened | TaskIssued | TaskCompleted | TaskFailed | TaskDropped | StepCancelled
 Command = Dispatch | Abort | StepFinished | StepCompleted
 Journal = Sequence[tuple[float, Event | Command]]
 

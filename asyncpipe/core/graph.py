@@ -10,7 +10,35 @@ from typing import Any
 from asyncpipe.core.schedule import Shape
 from asyncpipe.core.task import Lane, Task, TaskKind
 
-__all__ = ["Edge", "Reason", "TaskGraph", "critical_path", "to_dict", "to_dot"]
+__all__ = ["Edge", "Phase", "Reason", "TaskGraph", "Wiring", "critical_path", "to_dict", "to_dot"]
+
+
+class Phase(StrEnum):
+    """What part of a step a graph is."""
+
+    STEP = "step"
+    """Forwards and backwards, as the schedule interleaves them."""
+    FORWARD = "forward"
+    """The forwards alone, in the schedule's order: an evaluation, or a training step whose loss is the caller's."""
+    BACKWARD = "backward"
+    """The backwards alone, in the reverse order of the forwards: each micro-batch waits for the caller's gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """What stages exchange beside what a schedule says: the rest of what a task graph is made from."""
+
+    links: tuple[tuple[int, int], ...]
+    """(source, user) for every pair of stages between which values travel; the source comes before the user."""
+    ties: tuple[tuple[int, int], ...] = ()
+    """(owner, user) where a stage works with replicas of parameters that another one, on another device, owns."""
+    updates: tuple[int, ...] = ()
+    """Stages whose optimizer runs as a task of the step."""
+
+    @classmethod
+    def chain(cls, stages: int) -> Wiring:
+        """Each stage feeds the next one, and nothing else."""
+        return cls(tuple((stage, stage + 1) for stage in range(stages - 1)))
 
 
 class Reason(StrEnum):
@@ -49,7 +77,8 @@ class TaskGraph:
     shape: Shape
     devices: tuple[str, ...]
     placement: tuple[int, ...]
-    training: bool
+    phase: Phase
+    wiring: Wiring
     tasks: tuple[Task, ...]
     dependencies: tuple[tuple[int, ...], ...]
     local_dependents: tuple[tuple[int, ...], ...]
@@ -57,6 +86,13 @@ class TaskGraph:
     lanes: tuple[Lane, ...]
     lane_of: tuple[int, ...]
     """The position in ``lanes`` of each task's lane."""
+    gates: tuple[int, ...] = ()
+    """For each micro-batch, the task that waits for a gradient from the caller; empty unless this is a backward."""
+
+    @property
+    def training(self) -> bool:
+        """Whether this is a whole training step."""
+        return self.phase is Phase.STEP
 
     def edges(self) -> Iterator[Edge]:
         """Every dependency, by dependent."""
@@ -78,7 +114,7 @@ def _reason(dependency: Task, task: Task) -> Reason:
         return Reason.COPY
     if dependency.kind is TaskKind.RECOMPUTE:
         return Reason.RECOMPUTE
-    if task.kind is TaskKind.COPY:
+    if task.kind in (TaskKind.COPY, TaskKind.SUM, TaskKind.UPDATE):
         return Reason.DATA
     same_microbatch = dependency.microbatch == task.microbatch
     if same_microbatch and dependency.kind is task.kind:
@@ -126,7 +162,7 @@ def _task_row(task: Task) -> dict[str, Any]:
     return row
 
 
-_DOT_COLOURS = {"F": "#7fb3d5", "R": "#f7dc6f", "B": "#82c99b", "C": "#d5d8dc"}
+_DOT_COLOURS = {"F": "#7fb3d5", "R": "#f7dc6f", "B": "#82c99b", "C": "#d5d8dc", "S": "#c39bd3", "U": "#e59866"}
 _DOT_STYLES = {Reason.DATA: "solid", Reason.COPY: "solid", Reason.RECOMPUTE: "bold", Reason.ORDER: "dashed"}
 
 

@@ -12,6 +12,15 @@ the gradient that B(i,j) waits for::
     stage j+1                   └──C──▶ F(i,j+1)  …     B(i,j+1) ──C──┘
 
 With GPipe this is Figure 2 of the torchgpipe paper (arXiv 2004.09910).
+
+Which stages exchange values is the wiring's business. A link that jumps stages (a skip) is a data edge like any
+other, with one copy straight to its user and one straight back. Parameters tied over devices are brought to
+their user's replicas before its first forward, and the replicas' gradients back behind its last backward, where
+S adds them up; U updates a stage once its gradients are whole::
+
+    owner     ┌──▶ …                    B(last,owner) ──▶ S(owner) ──▶ U(owner)
+              C(owner>user)                               ▲
+    user      └──▶ F(first,user)  …  B(last,user) ──C(user>owner)
 """
 
 from __future__ import annotations
@@ -21,14 +30,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 
-from asyncpipe.core.graph import TaskGraph
+from asyncpipe.core.graph import Phase, TaskGraph, Wiring
 from asyncpipe.core.schedule import Action, Schedule, Shape
-from asyncpipe.core.task import Lane, Queue, Task, TaskKind
+from asyncpipe.core.task import WHOLE_STEP, Lane, Queue, Task, TaskKind
 from asyncpipe.errors import OptionError, ScheduleError
 
 __all__ = ["CheckpointMode", "lower"]
 
 _F, _R, _B, _C = TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.COPY
+_S, _U = TaskKind.SUM, TaskKind.UPDATE
 _COMPUTE, _COPY_IN, _GRAD_IN = range(len(Queue))
 
 
@@ -61,37 +71,36 @@ def lower(
     *,
     devices: Sequence[str] | None = None,
     checkpoint: CheckpointMode = CheckpointMode.NEVER,
-    training: bool = True,
+    phase: Phase = Phase.STEP,
+    wiring: Wiring | None = None,
 ) -> TaskGraph:
     """The task graph of one step: copies, recomputes and order edges added, complete and free of deadlock.
 
-    ``devices`` are the names of ``shape.devices`` logical devices (``dev:0`` … by default). Without
-    ``training`` only the forwards remain. Time and memory are linear in the number of tasks. Raises
-    ``ScheduleError`` naming the device and the action where the schedule has a missing, duplicate, foreign or
-    misplaced action, or a deadlock.
+    ``devices`` are the names of ``shape.devices`` logical devices (``dev:0`` … by default). ``phase`` picks the
+    whole step, its forwards or its backwards; ``wiring`` says what stages exchange (by default each feeds the
+    next). Time and memory are linear in the number of tasks. Raises ``ScheduleError`` naming the device and the
+    action where the schedule has a missing, duplicate, foreign or misplaced action, or a deadlock.
     """
     schedule.check(shape)
     names = tuple(devices) if devices is not None else tuple(f"dev:{r}" for r in range(shape.devices))
     placement = _checked_placement(schedule, shape, names)
+    builder = _Builder(schedule.name, shape, placement, checkpoint, phase, wiring or Wiring.chain(shape.stages))
     with _collector_paused():
-        return _lowered(schedule, shape, names, placement, checkpoint, training)
+        orders = [_checked_order(schedule, shape, placement, device) for device in range(shape.devices)]
+        builder.add_actions(_of_phase(order, phase) for order in orders)
+        builder.add_ends()
+        builder.add_transfers()
+        return builder.build(names)
 
 
-def _lowered(
-    schedule: Schedule,
-    shape: Shape,
-    names: tuple[str, ...],
-    placement: tuple[int, ...],
-    checkpoint: CheckpointMode,
-    training: bool,
-) -> TaskGraph:
-    orders = [_checked_order(schedule, shape, placement, device) for device in range(shape.devices)]
-    if not training:
-        orders = [[action for action in order if action.kind is _F] for order in orders]
-    builder = _Builder(schedule.name, shape, placement, checkpoint, training)
-    builder.add_actions(orders)
-    builder.add_transfers()
-    return builder.build(names)
+def _of_phase(order: list[Action], phase: Phase) -> list[Action]:
+    """The actions of a phase: the backward alone mirrors the forwards, so the last micro-batch is the first."""
+    if phase is Phase.STEP:
+        return order
+    forwards = [action for action in order if action.kind is _F]
+    if phase is Phase.FORWARD:
+        return forwards
+    return [Action(_B, i, j) for _, i, j in reversed(forwards)]
 
 
 @contextmanager
@@ -150,19 +159,31 @@ class _Builder:
     """Collects tasks and edges in arrays, then numbers them by clock cycle."""
 
     def __init__(
-        self, name: str, shape: Shape, placement: tuple[int, ...], checkpoint: CheckpointMode, training: bool
+        self,
+        name: str,
+        shape: Shape,
+        placement: tuple[int, ...],
+        checkpoint: CheckpointMode,
+        phase: Phase,
+        wiring: Wiring,
     ) -> None:
         self._name = name
         self._shape = shape
         self._placement = placement
-        self._training = training
+        self._phase = phase
+        self._wiring = wiring
         m = shape.microbatches
-        self._recomputed = [training and checkpoint.recomputes(i, m) for i in range(m)]
+        self._recomputed = [phase is not Phase.FORWARD and checkpoint.recomputes(i, m) for i in range(m)]
         self._keys: list[tuple[TaskKind, int, int, int | None]] = []
         self._dependencies: list[list[int]] = []
         self._first_copy = 0
         self._forward = [[-1] * m for _ in range(shape.stages)]
         self._backward = [[-1] * m for _ in range(shape.stages)]
+        self._first: dict[int, int] = {}
+        """The first action of each stage."""
+        self._last: dict[int, int] = {}
+        """The last action of each stage."""
+        self._sums: dict[int, int] = {}
 
     def _add(self, kind: TaskKind, i: int, j: int, dependencies: list[int], source: int | None = None) -> int:
         self._keys.append((kind, i, j, source))
@@ -178,6 +199,8 @@ class _Builder:
                     last = self._forward[j][i] = self._add(_F, i, j, before)
                 else:
                     last = self._backward[j][i] = self._add_backward(i, j, before)
+                self._first.setdefault(j, last)
+                self._last[j] = last
                 before = [last]
 
     def _add_backward(self, i: int, j: int, before: list[int]) -> int:
@@ -185,16 +208,37 @@ class _Builder:
             # The lane's order already puts R(i,j) behind F(i,j), whose saved input it reads.
             return self._add(_B, i, j, [*before, self._add(_R, i, j, before)])
         forward = self._forward[j][i]
-        return self._add(_B, i, j, before if forward in before else [*before, forward])
+        return self._add(_B, i, j, before if forward in before or forward < 0 else [*before, forward])
+
+    def add_ends(self) -> None:
+        """S and U tasks, behind a stage's last backward. Comes after the actions, before the transfers."""
+        if self._phase is Phase.FORWARD:
+            return
+        ends = dict(self._last)
+        for owner, _ in self._wiring.ties:
+            if owner not in self._sums:
+                ends[owner] = self._sums[owner] = self._add(_S, WHOLE_STEP, owner, [self._last[owner]])
+        if self._phase is Phase.STEP:
+            for stage in self._wiring.updates:
+                self._add(_U, WHOLE_STEP, stage, [ends[stage]])
 
     def add_transfers(self) -> None:
-        """Data edges between neighbouring stages, through copies where the device changes. Comes after the actions."""
+        """Data edges between stages, through copies where the device changes. Comes last."""
         self._first_copy = len(self._keys)
-        for j in range(self._shape.stages - 1):
+        for source, user in self._wiring.links:
             for i in range(self._shape.microbatches):
-                self._transfer(i, j, j + 1, self._forward)
-                if self._training:
-                    self._transfer(i, j + 1, j, self._backward)
+                if self._phase is not Phase.BACKWARD:
+                    self._transfer(i, source, user, self._forward)
+                if self._phase is not Phase.FORWARD:
+                    self._transfer(i, user, source, self._backward)
+        for owner, user in self._wiring.ties:
+            if self._phase is not Phase.BACKWARD:
+                # A list of its own: the one of an order edge may be shared.
+                bring = self._add(_C, WHOLE_STEP, user, [], owner)
+                first = self._first[user]
+                self._dependencies[first] = [*self._dependencies[first], bring]
+            if self._phase is not Phase.FORWARD:
+                self._dependencies[self._sums[owner]].append(self._add(_C, WHOLE_STEP, owner, [self._last[user]], user))
 
     def _transfer(self, i: int, source: int, stage: int, table: list[list[int]]) -> None:
         producer, consumer = table[source][i], table[stage][i]
@@ -219,7 +263,8 @@ class _Builder:
             shape=self._shape,
             devices=devices,
             placement=self._placement,
-            training=self._training,
+            phase=self._phase,
+            wiring=self._wiring,
             tasks=tuple(
                 [
                     Task(k, kind, i, j, lanes[lane_of[k]], cycles[old], source)
@@ -232,6 +277,7 @@ class _Builder:
             remote_dependents=remote,
             lanes=lanes,
             lane_of=tuple(lane_of),
+            gates=tuple([number[old] for old in self._backward[-1]]) if self._phase is Phase.BACKWARD else (),
         )
 
     def _split(

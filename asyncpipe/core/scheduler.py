@@ -32,6 +32,7 @@ from asyncpipe.core.events import (
     Command,
     Dispatch,
     Event,
+    GateOpened,
     Outcome,
     StepCancelled,
     StepCompleted,
@@ -92,6 +93,8 @@ class _Step:
     held: int = 0
     """Tasks dispatched and neither completed, failed nor dropped."""
     finished: bool = False
+    closed_gates: set[int] = field(default_factory=set)
+    """Micro-batches whose gradient the caller has not given yet."""
 
 
 class SchedulerState:
@@ -127,6 +130,8 @@ class SchedulerState:
             return self._failed(event, now)
         if isinstance(event, TaskDropped):
             return self._dropped(event, now)
+        if isinstance(event, GateOpened):
+            return self._gate_opened(event, now)
         return self._cancelled(event, now)
 
     def take_record(self, step: int) -> StepRecord:
@@ -152,13 +157,28 @@ class SchedulerState:
             unmet=[len(before) for before in graph.dependencies],
             states=[_WAITING] * len(graph.tasks),
             to_issue=len(graph.tasks),
+            closed_gates=set(range(len(graph.gates))),
         )
         self._steps[event.step] = step
         step.journal.append((now, event))
+        for gated in graph.gates:
+            step.unmet[gated] += 1
         for task, unmet in enumerate(step.unmet):
             if not unmet:
                 self._make_ready(step, task)
         return self._decide(step, lanes, now)
+
+    def _gate_opened(self, event: GateOpened, now: float) -> list[Command]:
+        step = self._steps.get(event.step)
+        if step is None or event.microbatch not in step.closed_gates:
+            raise InvalidTransition(f"{event} came for a gate that is not there, or is open")
+        step.closed_gates.remove(event.microbatch)
+        step.journal.append((now, event))
+        gated = step.graph.gates[event.microbatch]
+        step.unmet[gated] -= 1
+        if step.unmet[gated] or step.outcome is not Outcome.OK:
+            return []
+        return self._decide(step, [self._make_ready(step, gated)], now)
 
     def _cancelled(self, event: StepCancelled, now: float) -> list[Command]:
         step = self._steps.get(event.step)

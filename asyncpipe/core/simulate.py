@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 from asyncpipe.core.events import (
     Command,
     Dispatch,
+    GateOpened,
     StepCompleted,
     StepRecord,
     StepSubmitted,
@@ -23,7 +24,10 @@ __all__ = ["Costs", "simulate"]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A cost model: the same virtual seconds for every task of a kind. Call it with a task."""
+    """A cost model: the same virtual seconds for every task of a kind. Call it with a task.
+
+    Updates and sums (U, S) cost nothing.
+    """
 
     forward: float = 1.0
     backward: float = 2.0
@@ -36,7 +40,9 @@ class Costs:
             return self.forward
         if task.kind is TaskKind.BACKWARD:
             return self.backward
-        return self.recompute if task.kind is TaskKind.RECOMPUTE else self.copy
+        if task.kind is TaskKind.RECOMPUTE:
+            return self.recompute
+        return self.copy if task.kind is TaskKind.COPY else 0.0
 
 
 class _VirtualLanes:
@@ -67,6 +73,8 @@ def simulate(graph: TaskGraph, cost: Callable[[Task], float] | None = None, *, i
     ends: list[tuple[float, int, float]] = []
     now = 0.0
     commands: list[Command] = state.handle(StepSubmitted(0, graph), now)
+    for microbatch in range(len(graph.gates)):
+        commands += state.handle(GateOpened(0, microbatch), now)
     while not any(isinstance(command, StepCompleted) for command in commands):
         for command in commands:
             if isinstance(command, Dispatch):

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-__all__ = ["Lane", "Queue", "Task", "TaskKind"]
+__all__ = ["WHOLE_STEP", "Lane", "Queue", "Task", "TaskKind"]
+
+WHOLE_STEP = -1
+"""Stands for the micro-batch of a task that a step has once: an update, a sum, the copy of a tied parameter."""
 
 
 class TaskKind(StrEnum):
@@ -19,6 +22,8 @@ class TaskKind(StrEnum):
     WEIGHT_GRADIENT = "W"
     COPY = "C"
     UPDATE = "U"
+    SUM = "S"
+    """Adds the gradients of a tied parameter's replicas to its own."""
 
 
 class Queue(StrEnum):
@@ -63,10 +68,21 @@ class Task(NamedTuple):
 
     @property
     def id(self) -> str:
-        """``F(1,2)`` is the forward of micro-batch 1 at stage 2; ``C(1,2>3)`` copies it on to stage 3."""
-        if self.source is None:
-            return f"{self.kind.value}({self.microbatch},{self.stage})"
-        return f"{self.kind.value}({self.microbatch},{self.source}>{self.stage})"
+        """``F(1,2)`` is the forward of micro-batch 1 at stage 2; ``C(1,2>3)`` copies it on to stage 3.
+
+        A task of the whole step has no micro-batch: ``U(2)`` updates stage 2, ``C(0>3)`` copies tied parameters.
+        """
+        place = str(self.stage) if self.source is None else f"{self.source}>{self.stage}"
+        return (
+            f"{self.label}({place})"
+            if self.microbatch == WHOLE_STEP
+            else f"{self.kind.value}({self.microbatch},{place})"
+        )
+
+    @property
+    def label(self) -> str:
+        """Kind and micro-batch, for pictures: ``F1``; the kind alone for a task of the whole step."""
+        return self.kind.value if self.microbatch == WHOLE_STEP else f"{self.kind.value}{self.microbatch}"
 
     @property
     def is_gradient_copy(self) -> bool:

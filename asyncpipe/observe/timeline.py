@@ -93,8 +93,8 @@ def summary(result: Report, *, training: bool, virtual: bool) -> str:
 def labels(graph: TaskGraph) -> Callable[[Task], str]:
     """What to write on a task: kind and micro-batch (``F0``), and its stage where a device has several (``F0.4``)."""
     if max(Counter(graph.placement).values()) > 1:
-        return lambda task: f"{task.kind.value}{task.microbatch}.{task.stage}"
-    return lambda task: f"{task.kind.value}{task.microbatch}"
+        return lambda task: f"{task.label}.{task.stage}"
+    return lambda task: task.label
 
 
 def quantum(times: Sequence[TaskTime]) -> float | None:

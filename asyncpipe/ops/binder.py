@@ -1,121 +1,73 @@
-"""The binder: gives each task of one step its computation, and owns the step's tensors.
+"""The binder: gives each task of one step its computation on its device's stream.
 
-A forward leaves an output for the next stage and a *residue* for its own backward. Both are taken out where
-they are used, so that nothing lives longer than the graph says::
-
-    _inputs[i, j]     output of stage j-1, put by F(i, j-1), moved by C(i, j-1>j), taken by F(i, j)
-    _residues[i, j]   put by F(i, j), recomputed by R(i, j), taken by B(i, j)
-    _gradients[i, j]  gradient of stage j's output, put by B(i, j+1), moved by C(i, j+1>j), taken by B(i, j)
-
-Everything here but ``bind`` and ``close`` runs on the thread of the task's device. No locks: the graph orders
-whoever touches the same entry, and dictionaries bear the rest.
+Everything here but ``bind`` runs on the thread of the task's device. No locks: the graph orders whoever touches
+the same tensors (``ops/tensors.py``), and dictionaries bear the rest. What the tasks of a stage compute is in
+``ops/compute.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncpipe.core.graph import TaskGraph
-from asyncpipe.core.lower import CheckpointMode
-from asyncpipe.core.task import Lane, Queue, Task, TaskKind
-from asyncpipe.errors import LossError, StageError
-from asyncpipe.ops.checkpoint import Recomputation, checkpoint
+from asyncpipe.core.task import WHOLE_STEP, Lane, Task, TaskKind
+from asyncpipe.ops.compute import StageCompute
 from asyncpipe.ops.context import CallerContext
-from asyncpipe.ops.copy import Copier, to_device
-from asyncpipe.ops.microbatch import Packet
-from asyncpipe.ops.random import RandomStream
+from asyncpipe.ops.copy import Copier
+from asyncpipe.ops.gradients import GradientGuard
 from asyncpipe.ops.stage import Stage
 from asyncpipe.ops.stream import CudaStream, LaneStream, Timing
+from asyncpipe.ops.tensors import StepPlan, StepTensors
+from asyncpipe.ops.tie import Ties
 
-__all__ = ["Binder", "StepPlan"]
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What a step is to compute, one entry a micro-batch."""
-
-    inputs: list[Any]
-    loss: Callable[..., Tensor] | None
-    """Called with the last stage's output, and with the target if there are targets."""
-    targets: list[Any]
-    """Empty where the loss needs none."""
-    weights: Sequence[float]
-    """By how much each micro-batch's loss counts: the gradient that its backward starts from."""
-    seed: int
-    checkpoint: CheckpointMode
-    keep_outputs: bool
-    training: bool
+__all__ = ["Binder", "Equipment", "normalize"]
 
 
-@dataclass(slots=True, eq=False)
-class _Residue:
-    """What a forward keeps for its backward."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Equipment:
+    """What the steps of a pipeline compute with."""
 
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    recomputation: Recomputation | None
-
-
-@dataclass(slots=True, eq=False)
-class _Cell:
-    """Takes the structure of a stage's output past autograd functions, which carry tensors only."""
-
-    packet: Packet | None = field(default=None)
+    stages: Sequence[Stage]
+    ties: Ties
+    streams: Mapping[Lane, LaneStream]
+    copiers: Mapping[Lane, Copier]
+    guard: GradientGuard
+    optimizers: Mapping[int, torch.optim.Optimizer]
+    """One for each stage that is updated inside the step."""
 
 
 class Binder:
-    """Binds the tasks of one step of ``graph`` to ``stages`` and ``streams``."""
+    """Binds the tasks of ``graph``, a step or one of its phases, to the equipment and the step's tensors."""
 
     def __init__(
-        self,
-        graph: TaskGraph,
-        plan: StepPlan,
-        stages: Sequence[Stage],
-        streams: Mapping[Lane, LaneStream],
-        copiers: Mapping[Lane, Copier],
-        context: CallerContext,
+        self, graph: TaskGraph, plan: StepPlan, tensors: StepTensors, equipment: Equipment, context: CallerContext
     ) -> None:
-        self.losses: dict[int, Tensor] = {}
-        self.outputs: dict[int, Any] = {}
         self._graph = graph
         self._plan = plan
-        self._stages = stages
-        self._streams = streams
-        self._copiers = copiers
-        self._context = context
-        self._inputs: dict[tuple[int, int], Packet] = {(i, 0): Packet(x) for i, x in enumerate(plan.inputs)}
-        self._residues: dict[tuple[int, int], _Residue] = {}
-        self._gradients: dict[tuple[int, int], list[Tensor | None]] = {}
-        self._targets: dict[int, Any] = {}
+        self._tensors = tensors
+        self._equipment = equipment
+        self._compute_of = StageCompute(graph, plan, tensors, equipment.stages, equipment.streams, context)
         self._events: dict[int, torch.cuda.Event] = {}
+        self._gates = frozenset(graph.gates)
         self._actions: dict[TaskKind, Callable[[Task], None]] = {
-            TaskKind.FORWARD: self._forward,
-            TaskKind.RECOMPUTE: self._recompute,
-            TaskKind.BACKWARD: self._backward,
+            TaskKind.FORWARD: self._compute_of.forward,
+            TaskKind.RECOMPUTE: self._compute_of.recompute,
+            TaskKind.BACKWARD: self._compute_of.backward,
+            TaskKind.SUM: self._sum,
+            TaskKind.UPDATE: self._update,
         }
 
     def bind(self, task: Task) -> Callable[[], Timing | None]:
         """The computation of ``task``, for its executor."""
         return partial(self._copy if task.kind is TaskKind.COPY else self._compute, task)
 
-    def close(self) -> None:
-        """Drop every tensor that is left; the tracebacks of a failed step may keep the binder alive."""
-        tables = (self._inputs, self._residues, self._gradients, self._targets, self._events, self.losses, self.outputs)
-        for table in tables:
-            table.clear()
-        self._plan.inputs.clear()
-        self._plan.targets.clear()
-
-    # Tasks
-
     def _compute(self, task: Task) -> Timing | None:
-        stream = self._streams[task.lane]
+        stream = self._equipment.streams[task.lane]
         with stream.use(), torch.set_grad_enabled(self._plan.training):
             self._await_dependencies(task, stream)
             timing = stream.begin()
@@ -124,11 +76,10 @@ class Binder:
 
     def _copy(self, task: Task) -> Timing | None:
         """Move what stage ``source`` left for ``stage``: an activation onward, or a gradient back."""
-        key = task.microbatch, task.stage
-        lane = self._streams[task.lane]
-        copier = self._copiers[task.lane]
-        back = task.is_gradient_copy
-        tensors: Sequence[Tensor | None] = self._gradients[key] if back else self._inputs[key].tensors
+        assert task.source is not None
+        lane = self._equipment.streams[task.lane]
+        copier = self._equipment.copiers[task.lane]
+        tensors, put = self._tied(task, task.source) if task.microbatch == WHOLE_STEP else self._sent(task, task.source)
         side = copier.side(tensors)
         # A copy out of CUDA memory to the CPU is over when its side stream is; every other one when its lane is.
         stream = side if side is not None and not isinstance(lane, CudaStream) else lane
@@ -137,12 +88,37 @@ class Binder:
             if side is not None and side is not stream:
                 self._await_dependencies(task, side)
             timing = stream.begin()
-            moved = copier.copy(tensors, side)
-            if back:
-                self._gradients[key] = moved
-            else:
-                self._inputs[key].tensors = [tensor for tensor in moved if tensor is not None]
+            put(copier.copy(tensors, side))
             return self._finish(task, timing, stream)
+
+    def _sent(self, task: Task, source: int) -> tuple[Sequence[Tensor | None], Callable[[list[Tensor | None]], None]]:
+        """What a link carries for one micro-batch, and how to put back what arrived."""
+        key = task.microbatch, source, task.stage
+        if task.is_gradient_copy:
+            return self._tensors.gradients[key], partial(self._tensors.gradients.__setitem__, key)
+        packet = self._tensors.activations[key]
+
+        def put(moved: list[Tensor | None]) -> None:
+            packet.tensors = [tensor for tensor in moved if tensor is not None]
+
+        return packet.tensors, put
+
+    def _tied(self, task: Task, source: int) -> tuple[Sequence[Tensor | None], Callable[[list[Tensor | None]], None]]:
+        """The owner's values for its replicas, or the replicas' gradients for their owner."""
+        if task.is_gradient_copy:
+            replicas = self._equipment.ties.between(task.stage, source)
+            gradients = [replica.tensor.grad for replica in replicas]
+            for replica in replicas:
+                replica.tensor.grad = None
+            return gradients, partial(self._tensors.tied.__setitem__, (source, task.stage))
+        replicas = self._equipment.ties.between(source, task.stage)
+
+        def put(moved: list[Tensor | None]) -> None:
+            for replica, values in zip(replicas, moved, strict=True):
+                assert values is not None
+                replica.bring(values)
+
+        return [replica.owner.detach() for replica in replicas], put
 
     def _await_dependencies(self, task: Task, stream: LaneStream) -> None:
         """Order the task behind what its dependencies queued on other streams: it reads what they write."""
@@ -151,6 +127,9 @@ class Binder:
                 event = self._events.get(dependency)
                 if event is not None:
                     stream.wait(event)
+        if task.number in self._gates and task.microbatch in self._tensors.arrivals:
+            # The caller's gradient may still be under way on the stream of the autograd engine.
+            stream.wait(self._tensors.arrivals.pop(task.microbatch))
 
     def _finish(self, task: Task, timing: Timing | None, stream: LaneStream) -> Timing | None:
         if timing is not None:
@@ -158,104 +137,47 @@ class Binder:
             self._events[task.number] = timing.end(stream.stream)
         return timing
 
-    # Forward
+    # Tasks of the whole step
 
-    def _forward(self, task: Task) -> None:
-        i, j = task.microbatch, task.stage
-        stage = self._stages[j]
-        packet = self._inputs.pop((i, j))
-        leaves = self._leaves(packet.tensors, stage)
-        if j == len(self._stages) - 1 and self._plan.targets:
-            target = Packet(self._plan.targets[i])
-            self._targets[i] = target.rebuild(self._from_caller(target.tensors, stage))
-        cell = _Cell()
-        function = partial(self._run_stage, i, stage, packet, cell)
-        recomputation = None
-        if self._plan.training and self._plan.checkpoint.recomputes(i, self._graph.shape.microbatches):
-            outputs, recomputation = checkpoint(function, leaves)
-        else:
-            outputs = function(leaves)
-        if self._plan.training:
-            self._residues[i, j] = _Residue(leaves, outputs, recomputation)
-        assert cell.packet is not None
-        self._hand_on(i, j, cell.packet, [tensor.detach() for tensor in outputs])
+    def _sum(self, task: Task) -> None:
+        """Add what the replicas of this stage's parameters have gathered, in the order of the stages."""
+        with torch.no_grad():
+            for owner, user in self._equipment.ties.links:
+                if owner == task.stage:
+                    gradients = self._tensors.tied.pop((user, owner))
+                    replicas = self._equipment.ties.between(owner, user)
+                    for replica, gradient in zip(replicas, gradients, strict=True):
+                        _add_gradient(replica.owner, gradient)
 
-    def _leaves(self, tensors: Sequence[Tensor], stage: Stage) -> list[Tensor]:
-        """Inputs that gradients can be taken of. Those of stage 0 come from the caller and need none."""
-        wants_grad = self._plan.training and stage.index > 0
-        if not stage.index:
-            tensors = self._from_caller(tensors, stage)
-        return [t.detach().requires_grad_(wants_grad and (t.is_floating_point() or t.is_complex())) for t in tensors]
+    def _update(self, task: Task) -> None:
+        """Run the stage's optimizer on its gradients, which are whole, and clear them."""
+        optimizer = self._equipment.optimizers[task.stage]
+        parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+        with torch.no_grad():
+            normalize(parameters, self._tensors)
+            self._equipment.guard.commit_some(parameters)
+        optimizer.step()
+        optimizer.zero_grad()
 
-    def _from_caller(self, tensors: Sequence[Tensor], stage: Stage) -> list[Tensor]:
-        """The caller's tensors on the stage's device, safe to read on its compute stream."""
-        moved = [to_device(tensor, stage.device.physical) for tensor in tensors]
-        # Allocated on the caller's stream: freed by the caller meanwhile, their memory must not be reused.
-        self._streams[Lane(stage.device.name, Queue.COMPUTE)].keep([*tensors, *moved])
-        return moved
 
-    def _run_stage(self, i: int, stage: Stage, packet: Packet, cell: _Cell, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The stage (and at the last one the loss) as a function of tensors, the same whenever it is called.
+def normalize(parameters: Sequence[nn.Parameter], tensors: StepTensors) -> None:
+    """Divide new gradients by what the losses counted, where they count."""
+    factors: dict[torch.device, Tensor | None] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            device = parameter.device
+            if device not in factors:
+                factors[device] = tensors.normalizer(device)
+            factor = factors[device]
+            if factor is None:
+                return
+            parameter.grad.mul_(factor)
 
-        Runs on the device's thread, or on one of the autograd engine's when nothing recomputed it before.
-        """
-        # A first operation in place would overwrite what the stage before, or a recomputation, still reads.
-        tensors = [tensor.clone() for tensor in tensors] if stage.copies_input else tensors
-        with self._context.entered(), RandomStream(self._plan.seed, i, stage.index, stage.device.physical):
-            output = stage(packet.rebuild(tensors))
-            cell.packet = Packet(output)
-            if not cell.packet.tensors:
-                raise StageError(
-                    f"stage {stage.index} returned {type(output).__name__} without any tensor; a stage must return a "
-                    "tensor, or a nested tuple, list or dict that holds one"
-                )
-            if stage.index == len(self._stages) - 1 and self._plan.loss is not None:
-                cell.packet = Packet(self._with_loss(output, i, self._plan.loss))
-        return cell.packet.tensors
 
-    def _with_loss(self, output: Any, i: int, loss_fn: Callable[..., Tensor]) -> tuple[Any, ...]:
-        loss = loss_fn(output, *([self._targets[i]] if self._plan.targets else []))
-        if not isinstance(loss, Tensor) or loss.dim():
-            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise LossError(f"loss_fn must return a tensor without dimensions, got {got}; reduce it to a scalar")
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise LossError("the loss does not depend on any parameter; does a stage or loss_fn detach its output?")
-        return (loss, output) if self._plan.keep_outputs else (loss,)
-
-    def _hand_on(self, i: int, j: int, packet: Packet, tensors: list[Tensor]) -> None:
-        if j < len(self._stages) - 1:
-            packet.tensors = tensors
-            self._inputs[i, j + 1] = packet
-            return
-        result = packet.rebuild(tensors)
-        if self._plan.loss is None:
-            self.outputs[i] = result
-            return
-        self.losses[i] = result[0]
-        if self._plan.keep_outputs:
-            self.outputs[i] = result[1]
-
-    # Backward
-
-    def _recompute(self, task: Task) -> None:
-        recomputation = self._residues[task.microbatch, task.stage].recomputation
-        assert recomputation is not None
-        recomputation.run()
-
-    def _backward(self, task: Task) -> None:
-        i, j = task.microbatch, task.stage
-        residue = self._residues.pop((i, j))
-        is_last = j == len(self._stages) - 1
-        grads = self._loss_gradient(residue.outputs, i) if is_last else self._gradients.pop((i, j))
-        pairs = [
-            (tensor, grad)
-            for tensor, grad in zip(residue.outputs, grads, strict=True)
-            if tensor.requires_grad and grad is not None
-        ]
-        if pairs:
-            torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
-        if j > 0:
-            self._gradients[i, j - 1] = [leaf.grad for leaf in residue.inputs]
-
-    def _loss_gradient(self, outputs: Sequence[Tensor], i: int) -> list[Tensor | None]:
-        return [torch.full_like(outputs[0], self._plan.weights[i]), *[None] * (len(outputs) - 1)]
+def _add_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    if gradient is None:
+        return
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient

@@ -18,7 +18,9 @@ is passed in, so that it holds on every thread, the engine's own ones included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +29,30 @@ from torch import Tensor
 from asyncpipe.errors import RecomputeError
 from asyncpipe.ops.dependency import fork, join, phony
 
-__all__ = ["Recomputation", "checkpoint"]
+__all__ = ["Recomputation", "checkpoint", "is_checkpointing", "is_recomputing"]
+
+_running = threading.local()
+
+
+def is_checkpointing() -> bool:
+    """Whether this thread is in a first run, whose activations are dropped and recomputed later."""
+    return getattr(_running, "what", None) == "first"
+
+
+def is_recomputing() -> bool:
+    """Whether this thread is in a second run: side effects of the forward have happened already."""
+    return getattr(_running, "what", None) == "second"
+
+
+@contextmanager
+def _running_as(what: str) -> Iterator[None]:
+    before = getattr(_running, "what", None)
+    _running.what = what
+    try:
+        yield
+    finally:
+        _running.what = before
+
 
 Function = Callable[[Sequence[Tensor]], list[Tensor]]
 
@@ -40,11 +65,14 @@ class Recomputation:
         self._inputs = list(inputs)
         self._versions = [tensor._version for tensor in inputs]
         self._graph: tuple[list[Tensor], list[Tensor]] | None = None
+        self.retain = False
+        """Whether another backward will come for it, and recompute once more."""
 
     def forward(self) -> list[Tensor]:
         """The first run: outputs without a graph. Raises ``RecomputeError`` if it overwrote its inputs."""
         assert self._function is not None
-        outputs = self._function(self._inputs)
+        with _running_as("first"):
+            outputs = self._function(self._inputs)
         self._check_inputs()
         return outputs
 
@@ -56,9 +84,10 @@ class Recomputation:
             raise RecomputeError("this backward has run already; its activations are gone")
         self._check_inputs()
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._inputs]
-        with torch.enable_grad():
+        with torch.enable_grad(), _running_as("second"):
             self._graph = leaves, self._function(leaves)
-        self._inputs.clear()
+        if not self.retain:
+            self._inputs.clear()
 
     def _check_inputs(self) -> None:
         if [tensor._version for tensor in self._inputs] != self._versions:
@@ -71,7 +100,9 @@ class Recomputation:
         """Leaves and outputs of the second run, which is started if need be; they are kept no longer."""
         self.run()
         assert self._graph is not None
-        graph, self._graph, self._function = self._graph, None, None
+        graph, self._graph = self._graph, None
+        if not self.retain:
+            self._function = None
         return graph
 
 

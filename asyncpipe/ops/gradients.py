@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 from torch import Tensor, nn
@@ -10,30 +11,80 @@ __all__ = ["GradientGuard"]
 
 
 class GradientGuard:
-    """Sets earlier gradients aside while a step makes its own, then adds them up or puts them back.
+    """Sets earlier gradients aside while steps make their own, then adds them up or puts them back.
 
-    Costs nothing after ``zero_grad()``; when gradients are accumulated over steps, memory for a second set of
-    gradients. Used on the caller's thread and streams, inside the step's fence.
+    One for a pipeline. Costs nothing after ``zero_grad()``; when gradients are accumulated over steps, memory for
+    a second set of gradients. Backwards that the caller starts (``loss.backward()``) may overlap; they then make
+    one sum, which the last to end commits. ``begin`` and the ends are for the caller's thread and streams, inside
+    the step's fence; ``commit_some`` is for a stage's own thread.
     """
 
     def __init__(self) -> None:
-        self._before: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._lock = threading.Lock()
+        self._before: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
+        self._running = 0
+        self._failed = False
 
-    def set_aside(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Begin: no parameter has a gradient. What an interrupt cuts short, ``roll_back`` can still undo."""
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """No parameter has a gradient. What an interrupt cuts short, ``roll_back`` can still undo."""
+        with self._lock:
+            self._running += 1
+            if self._running > 1:
+                return
+            self._failed = False
+            for parameter in parameters:
+                self._before[id(parameter)] = parameter, parameter.grad
+                parameter.grad = None
+
+    def commit_some(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These parameters' gradients are whole: earlier ones plus the new ones. There is no way back for them."""
         for parameter in parameters:
-            self._before.append((parameter, parameter.grad))
-            parameter.grad = None
+            _, before = self._before.pop(id(parameter), (None, None))
+            _add_up(parameter, before)
 
     def commit(self) -> None:
         """The step went well: earlier gradients plus the new ones, in the earlier tensors."""
-        for parameter, before in self._before:
-            if before is not None:
-                if parameter.grad is not None:
-                    before += parameter.grad
-                parameter.grad = before
+        with self._lock:
+            if self._is_last():
+                for parameter, before in self._before.values():
+                    _restore(parameter, before) if self._failed else _add_up(parameter, before)
+                self._before.clear()
+
+    def take(self) -> dict[int, Tensor | None]:
+        """The step went well: the new gradients by ``id`` of their parameter; the earlier ones are in place again.
+
+        Empty while another backward goes on: that one takes the sum.
+        """
+        with self._lock:
+            if not self._is_last():
+                return {}
+            taken: dict[int, Tensor | None] = {}
+            for parameter, before in self._before.values():
+                taken[id(parameter)] = None if self._failed else parameter.grad
+                _restore(parameter, before)
+            self._before.clear()
+            return taken
 
     def roll_back(self) -> None:
         """The step failed: the gradients are what they were before it."""
-        for parameter, before in self._before:
-            parameter.grad = before
+        with self._lock:
+            self._failed = True
+            if self._is_last():
+                for parameter, before in self._before.values():
+                    _restore(parameter, before)
+                self._before.clear()
+
+    def _is_last(self) -> bool:
+        self._running = max(0, self._running - 1)
+        return not self._running
+
+
+def _add_up(parameter: nn.Parameter, before: Tensor | None) -> None:
+    if before is not None:
+        if parameter.grad is not None:
+            before += parameter.grad
+        parameter.grad = before
+
+
+def _restore(parameter: nn.Parameter, before: Tensor | None) -> None:
+    parameter.grad = before

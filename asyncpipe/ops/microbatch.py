@@ -1,9 +1,10 @@
-"""Scatter a mini-batch into micro-batches, and gather their outputs again."""
+"""Cut a mini-batch into micro-batches, and gather their outputs again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,61 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from asyncpipe.errors import BatchError, MicrobatchError, StageError
 
-__all__ = ["Packet", "check_microbatches", "gather", "microbatch_sizes", "scatter"]
+__all__ = ["Arguments", "Cut", "Microbatches", "NoChunk", "Packet", "check_microbatches", "cut", "cut_alike", "gather"]
+
+
+class Arguments(NamedTuple):
+    """Positional and keyword arguments of a model or a loss, as one value: ``Arguments.of(ids, mask=mask)``."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, *args: Any, **kwargs: Any) -> Arguments:
+        """The arguments of this call."""
+        return cls(args, kwargs)
+
+    @classmethod
+    def wrap(cls, value: Any) -> Arguments:
+        """``value`` if it is arguments, else those of a call with ``value`` alone."""
+        return value if isinstance(value, Arguments) else cls((value,), {})
+
+
+class NoChunk:
+    """A tensor that every micro-batch gets whole, in place of its share: ``NoChunk(mask)``."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Raises ``BatchError`` for anything but a tensor: other values are never cut."""
+        if not isinstance(tensor, Tensor):
+            raise BatchError(f"NoChunk takes a tensor, got {type(tensor).__name__}; other values are not cut anyway")
+        self.tensor = tensor
+
+
+class Microbatches:
+    """Micro-batches that the caller has made: their tensors may differ in every dimension.
+
+    Each is what a mini-batch may be (a nested value or ``Arguments``). The outputs come back as a list.
+    """
+
+    def __init__(self, pieces: Iterable[Any]) -> None:
+        """Raises ``BatchError`` if there is none."""
+        self.pieces = list(pieces)
+        if not self.pieces:
+            raise BatchError("Microbatches needs at least one micro-batch, got none")
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A mini-batch in micro-batches."""
+
+    pieces: list[Any]
+    sizes: list[int]
+    """Samples of each."""
+    ready_made: bool
+    """Whether the caller has made them."""
 
 
 class Packet:
@@ -20,14 +75,17 @@ class Packet:
     This is what crosses stage borders. ``tensors`` may be replaced by others of the same number.
     """
 
-    __slots__ = ("_rest", "_spec", "tensors")
+    __slots__ = ("_rest", "_spec", "count", "tensors", "wants_gradient")
 
     def __init__(self, value: Any) -> None:
         leaves, self._spec = tree_flatten(value)
         self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.count = len(self.tensors)
+        self.wants_gradient = [tensor.requires_grad for tensor in self.tensors]
+        """Which of the tensors their maker can use a gradient of."""
         self._rest = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
 
-    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+    def rebuild(self, tensors: Iterable[Tensor]) -> Any:
         """The nested value with ``tensors`` in place of its own."""
         remaining = iter(tensors)
         return tree_unflatten([next(remaining) if rest is None else rest[0] for rest in self._rest], self._spec)
@@ -40,39 +98,68 @@ def check_microbatches(microbatches: int) -> int:
     return microbatches
 
 
-def microbatch_sizes(batch: Any, microbatches: int, name: str = "the input") -> list[int]:
-    """Samples per micro-batch: as even as can be, larger ones first, fewer micro-batches for a small batch.
+def cut(batch: Any, microbatches: int, *, dim: int = 0, name: str = "the input") -> Cut:
+    """``batch`` in micro-batches as even as can be, larger ones first; fewer of them for a small batch.
 
-    The batch size is that of dimension 0, which all tensors in ``batch`` must share. Raises ``BatchError``
-    where there is no tensor, a tensor without dimensions, an empty batch or a disagreement.
+    The batch is dimension ``dim``, of the same size in all tensors but those in ``NoChunk``; micro-batches get
+    views of them, and everything else as it is. ``Microbatches`` are taken as they are. Raises ``BatchError``
+    where there is no tensor to cut, one without that dimension, an empty batch or a disagreement.
     """
-    size = _batch_size(batch, name)
+    if isinstance(batch, Microbatches):
+        sizes = [_batch_size(piece, dim, f"micro-batch {i} of {name}") for i, piece in enumerate(batch.pieces)]
+        return Cut([_unwrapped(piece) for piece in batch.pieces], sizes, ready_made=True)
+    size = _batch_size(batch, dim, name)
     count = min(microbatches, size)
-    return [size // count + (i < size % count) for i in range(count)]
+    sizes = [size // count + (i < size % count) for i in range(count)]
+    return Cut(_split(batch, sizes, dim), sizes, ready_made=False)
 
 
-def scatter(batch: Any, sizes: Sequence[int], name: str = "the input") -> list[Any]:
-    """One nested value per micro-batch: views of the tensors in ``batch`` along dimension 0, the rest repeated.
+def cut_alike(batch: Any, like: Cut, *, dim: int = 0, name: str = "the target") -> list[Any]:
+    """``batch`` in as many micro-batches as ``like`` has, of the same sizes.
 
-    Raises ``BatchError`` if the tensors do not have ``sum(sizes)`` samples.
+    Raises ``BatchError`` if its tensors have another number of samples, or if it is another number of
+    ``Microbatches``. A value without tensors is given to every micro-batch.
     """
+    if isinstance(batch, Microbatches):
+        if len(batch) != len(like.pieces):
+            raise BatchError(f"{name} has {len(batch)} micro-batches, but the input has {len(like.pieces)}")
+        return [_unwrapped(piece) for piece in batch.pieces]
+    if any(isinstance(leaf, Tensor) for leaf in tree_flatten(batch)[0]):
+        size = _batch_size(batch, dim, name)
+        if size != sum(like.sizes):
+            raise BatchError(f"{name} has {size} samples, but the input has {sum(like.sizes)}; they must be equal")
+    return _split(batch, like.sizes, dim)
+
+
+def _split(batch: Any, sizes: list[int], dim: int) -> list[Any]:
     leaves, spec = tree_flatten(batch)
-    if any(isinstance(leaf, Tensor) for leaf in leaves):
-        size = _batch_size(batch, name)
-        if size != sum(sizes):
-            raise BatchError(f"{name} has {size} samples, but the input has {sum(sizes)}; they must be equal")
-    columns = [torch.split(leaf, list(sizes)) if isinstance(leaf, Tensor) else [leaf] * len(sizes) for leaf in leaves]
+    columns = [
+        torch.split(leaf, sizes, dim) if isinstance(leaf, Tensor) else [_bare(leaf)] * len(sizes) for leaf in leaves
+    ]
     return [tree_unflatten([column[i] for column in columns], spec) for i in range(len(sizes))]
 
 
-def _batch_size(batch: Any, name: str) -> int:
+def _unwrapped(piece: Any) -> Any:
+    leaves, spec = tree_flatten(piece)
+    return tree_unflatten([_bare(leaf) for leaf in leaves], spec)
+
+
+def _bare(leaf: Any) -> Any:
+    return leaf.tensor if isinstance(leaf, NoChunk) else leaf
+
+
+def _batch_size(batch: Any, dim: int, name: str) -> int:
     tensors = [(path, leaf) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor)]
     if not tensors:
         raise BatchError(f"{name} holds no tensor, got {type(batch).__name__}; micro-batches are cut from tensors")
     for path, tensor in tensors:
-        if tensor.dim() == 0:
-            raise BatchError(f"{name}{keystr(path)} is a tensor without dimensions; dimension 0 must be the batch")
-    sizes = {f"{name}{keystr(path)}": tensor.size(0) for path, tensor in tensors}
+        if tensor.dim() <= dim:
+            what = "without dimensions" if tensor.dim() == 0 else f"of shape {tuple(tensor.shape)}"
+            raise BatchError(
+                f"{name}{keystr(path)} is a tensor {what}; dimension {dim} must be the batch (NoChunk(tensor) gives "
+                "it to every micro-batch whole)"
+            )
+    sizes = {f"{name}{keystr(path)}": tensor.size(dim) for path, tensor in tensors}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{place} has {size}" for place, size in sizes.items())
         raise BatchError(f"the tensors of {name} disagree in their batch size: {listed}")
@@ -82,21 +169,32 @@ def _batch_size(batch: Any, name: str) -> int:
     return size
 
 
-def gather(outputs: Sequence[Any]) -> Any:
+def gather(outputs: Sequence[Any], dim: int = 0) -> Any:
     """One nested value from those of the micro-batches.
 
-    Tensors are concatenated along dimension 0 (those without dimensions are stacked), everything else becomes
-    a list with one entry per micro-batch. Raises ``StageError`` if the micro-batches differ in structure.
+    Tensors are concatenated along dimension ``dim`` (those without dimensions are stacked), ``None`` stays, and
+    everything else becomes a list with one entry per micro-batch. Raises ``StageError`` if the micro-batches
+    differ in structure, or in shape beside that dimension.
     """
     flat: list[tuple[list[Any], TreeSpec]] = [tree_flatten(output) for output in outputs]
     leaves, spec = flat[0]
     if any(other != spec for _, other in flat):
         raise StageError("the micro-batches' outputs differ in structure; they cannot be gathered")
     columns = [[row[k] for row, _ in flat] for k in range(len(leaves))]
-    return tree_unflatten([_gathered(column) for column in columns], spec)
+    return tree_unflatten([_gathered(column, dim) for column in columns], spec)
 
 
-def _gathered(column: list[Any]) -> Any:
-    if not all(isinstance(leaf, Tensor) for leaf in column):
-        return column
-    return torch.stack(column) if column[0].dim() == 0 else torch.cat(column)
+def _gathered(column: list[Any], dim: int) -> Any:
+    tensors = [isinstance(leaf, Tensor) for leaf in column]
+    if not any(tensors):
+        return None if all(leaf is None for leaf in column) else column
+    if not all(tensors):
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in column}))
+        raise StageError(f"an output is a tensor for some micro-batches and not for others ({kinds})")
+    shapes = {tuple(leaf.shape[:dim] + leaf.shape[dim + 1 :]) for leaf in column}
+    if column[0].dim() == 0 and len(shapes) == 1:
+        return torch.stack(column)
+    if len(shapes) > 1 or column[0].dim() <= dim:
+        listed = ", ".join(str(tuple(leaf.shape)) for leaf in column)
+        raise StageError(f"outputs of shapes {listed} cannot be concatenated along the batch dimension {dim}")
+    return torch.cat(column, dim)

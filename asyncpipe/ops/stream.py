@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncpipe.core.task import Lane, Queue
-from asyncpipe.ops.stage import Device
+from asyncpipe.ops.device import Device
 
 __all__ = ["CpuStream", "CudaStream", "Fence", "LaneStream", "Timing", "make_streams"]
 

@@ -17,6 +17,7 @@ from asyncpipe.core.events import (
     Command,
     Dispatch,
     Event,
+    GateOpened,
     Observer,
     Outcome,
     StepCancelled,
@@ -32,7 +33,7 @@ from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.runtime.executor import Assignment, Executor, Work
 from asyncpipe.runtime.waiting import outlast
 
-__all__ = ["Driver", "Execution"]
+__all__ = ["Driver", "Execution", "Gates"]
 
 _logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Execution:
         self.aborted = False
         """Read by executor threads: tasks that have not begun are dropped."""
         self.graph = graph
+        self.closed_gates = len(graph.gates)
         self.bind = bind
         self.executors = [executors[lane.device] for lane in graph.lanes]
         self.issued: asyncio.Future[StepFinished] = loop.create_future()
@@ -63,7 +65,9 @@ class Execution:
         return record
 
     def raise_for(self, end: StepFinished | StepCompleted) -> None:
-        """Raise ``TaskError`` if this is how a step ends that failed."""
+        """Raise ``TaskError`` if this is how a step ends that failed, ``PipelineClosedError`` if it was cut short."""
+        if end.outcome is Outcome.CANCELLED:
+            raise PipelineClosedError("the pipeline was closed during this step")
         if end.outcome is not Outcome.FAILED:
             return
         assert end.failed_task is not None
@@ -78,6 +82,32 @@ class Execution:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # Retrieved: nobody may be waiting for this one.
+
+
+class Gates:
+    """Opens the gates of one step, from any thread and from before the step is under way."""
+
+    def __init__(self) -> None:
+        self._opened: list[int] = []
+        self._driver: Driver | None = None
+        self._execution: Execution | None = None
+
+    def open(self, microbatches: Iterable[int], loop: Callable[..., object]) -> None:
+        """The caller's gradients for ``microbatches`` are there; ``loop`` calls a function on the driver's loop."""
+        loop(self._open, list(microbatches))
+
+    def attach(self, driver: Driver, execution: Execution) -> None:
+        """The step is under way; on the driver's loop."""
+        self._driver, self._execution = driver, execution
+        opened, self._opened = self._opened, []
+        self._open(opened)
+
+    def _open(self, microbatches: list[int]) -> None:
+        if self._driver is None or self._execution is None:
+            self._opened += microbatches
+            return
+        for microbatch in microbatches:
+            self._driver.open_gate(self._execution, microbatch)
 
 
 class Driver:
@@ -109,8 +139,8 @@ class Driver:
         for executor in self._executors.values():
             executor.start(self._post)
 
-    async def run(self, graph: TaskGraph, bind: Bind) -> Execution:
-        """Run one step of ``graph`` and return when its last task is issued.
+    async def run(self, graph: TaskGraph, bind: Bind, gates: Gates | None = None) -> Execution:
+        """Run one step of ``graph`` and return when its last task is issued; ``gates`` opens those of its gates.
 
         Raises ``TaskError`` for the first task that fails. Cancellation takes effect between two tasks. In
         both cases running tasks have ended and queued ones are dropped when this raises.
@@ -121,6 +151,8 @@ class Driver:
         self._steps += 1
         self._executions[execution.number] = execution
         self._handle(StepSubmitted(execution.number, graph))
+        if gates is not None:
+            gates.attach(self, execution)
         try:
             end = await asyncio.shield(execution.issued)
         except asyncio.CancelledError:
@@ -129,8 +161,20 @@ class Driver:
         execution.raise_for(end)
         return execution
 
+    def open_gate(self, execution: Execution, microbatch: int) -> None:
+        """The caller's gradient for ``microbatch`` is there. Ignored by a step that has ended otherwise."""
+        if execution.number in self._executions:
+            execution.closed_gates -= 1
+            self._handle(GateOpened(execution.number, microbatch))
+
     async def drain(self) -> None:
-        """Wait until every step under way has completed, failed or been cancelled."""
+        """Wait until every step under way has completed, failed or been cancelled.
+
+        A backward that still waits for its caller's gradients is cancelled: they may never come.
+        """
+        for execution in tuple(self._executions.values()):
+            if execution.closed_gates and execution.number in self._executions:
+                self._handle(StepCancelled(execution.number))
         while self._executions:
             await asyncio.wait([execution.done for execution in self._executions.values()])
 

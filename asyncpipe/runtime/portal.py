@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from asyncpipe.runtime.waiting import outlast
 
-__all__ = ["Portal", "new_event_loop"]
+__all__ = ["Call", "Portal", "new_event_loop"]
 
 _T = TypeVar("_T")
 
@@ -40,7 +40,7 @@ class Portal:
 
         Cancellation goes through to it, and this returns only when it has really ended.
         """
-        call = _Call(self._loop, coroutine)
+        call = Call(self._loop, coroutine)
         future = asyncio.wrap_future(call.future)
         try:
             call.start()
@@ -56,17 +56,30 @@ class Portal:
         Ctrl-C (any exception that a signal handler raises here) cancels the coroutine, waits for its clean
         end and is raised again; a second Ctrl-C no longer waits.
         """
-        call = _Call(self._loop, coroutine)
+        call = Call(self._loop, coroutine)
         try:
             call.start()
-            while not concurrent.futures.wait([call.future], timeout=SIGNAL_SECONDS).done:
-                pass
-            return call.future.result()
+            return call.wait()
         except BaseException:
-            if not call.future.done():
-                call.cancel()
-                concurrent.futures.wait([call.future])
+            call.end()
             raise
+
+    def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Call[_T]:
+        """Run ``coroutine`` on the portal's loop; ``wait`` for it later. Does not block.
+
+        Raises ``RuntimeError`` if the portal is closed.
+        """
+        call = Call(self._loop, coroutine)
+        try:
+            call.start()
+        except RuntimeError:
+            coroutine.close()
+            raise
+        return call
+
+    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
+        """Call ``function`` on the portal's loop. Does not block."""
+        self._loop.call_soon_threadsafe(function, *args)
 
     def close(self) -> None:
         """Stop the loop once its callbacks are done. May be called again, from any thread."""
@@ -79,7 +92,7 @@ class Portal:
             self._thread.join()
 
 
-class _Call(Generic[_T]):
+class Call(Generic[_T]):
     """A coroutine on another thread's loop; ``future`` is done when the coroutine is, also if it is cancelled.
 
     ``asyncio.run_coroutine_threadsafe`` marks its future as cancelled at once, while the coroutine may go on.
@@ -91,6 +104,18 @@ class _Call(Generic[_T]):
         self._loop = loop
         self._coroutine = coroutine
         self._task: asyncio.Task[_T] | None = None
+
+    def wait(self) -> _T:
+        """Block until the coroutine is done; its result. An exception of a signal handler (Ctrl-C) is raised here."""
+        while not concurrent.futures.wait([self.future], timeout=SIGNAL_SECONDS).done:
+            pass
+        return self.future.result()
+
+    def end(self) -> None:
+        """Cancel the coroutine, unless it is done, and block until it has ended."""
+        if not self.future.done():
+            self.cancel()
+            concurrent.futures.wait([self.future])
 
     def start(self) -> None:
         """Have the loop start the coroutine."""

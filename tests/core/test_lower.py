@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.core.graph import Reason, TaskGraph, critical_path, to_dict, to_dot
+from asyncpipe.core.graph import Phase, Reason, TaskGraph, Wiring, critical_path, to_dict, to_dot
 from asyncpipe.core.lower import CheckpointMode, lower
 from asyncpipe.core.schedule import Action, B, F, Schedule, Shape, find_schedule
 from asyncpipe.core.task import Lane, Queue, Task, TaskKind
@@ -59,8 +59,14 @@ def graphs(draw: random.Random) -> TaskGraph:
     """A graph of any kind."""
     devices, microbatches = draw.randint(1, 4), draw.randint(1, 6)
     shape = Shape(draw.randint(1, 6), microbatches, devices)
+    pairs = [(source, user) for user in range(shape.stages) for source in range(user)]
+    links = {*Wiring.chain(shape.stages).links, *draw.sample(pairs, draw.randint(0, len(pairs)))}
     return lower(
-        shuffled(shape, draw), shape, checkpoint=draw.choice(list(CheckpointMode)), training=draw.random() < 0.8
+        shuffled(shape, draw),
+        shape,
+        checkpoint=draw.choice(list(CheckpointMode)),
+        phase=draw.choice(list(Phase)),
+        wiring=Wiring(tuple(sorted(links))),
     )
 
 
@@ -104,15 +110,17 @@ def test_checkpoint_modes_are_parsed_or_listed() -> None:
 def test_each_task_is_there_once_and_copies_only_where_the_device_changes(graph: TaskGraph) -> None:
     counts = Counter((task.kind, task.microbatch, task.stage, task.source) for task in graph.tasks)
     m, n = graph.shape.microbatches, graph.shape.stages
-    expected = {(TaskKind.FORWARD, i, j, None) for i, j in product(range(m), range(n))}
-    borders = [(j, j + 1) for j in range(n - 1) if graph.placement[j] != graph.placement[j + 1]]
-    expected |= {(TaskKind.COPY, i, right, left) for i, (left, right) in product(range(m), borders)}
-    if graph.training:
+    borders = [link for link in graph.wiring.links if graph.placement[link[0]] != graph.placement[link[1]]]
+    expected: set[tuple[TaskKind, int, int, int | None]] = set()
+    if graph.phase is not Phase.BACKWARD:
+        expected |= {(TaskKind.FORWARD, i, j, None) for i, j in product(range(m), range(n))}
+        expected |= {(TaskKind.COPY, i, user, source) for i, (source, user) in product(range(m), borders)}
+    if graph.phase is not Phase.FORWARD:
         expected |= {(TaskKind.BACKWARD, i, j, None) for i, j in product(range(m), range(n))}
-        expected |= {(TaskKind.COPY, i, left, right) for i, (left, right) in product(range(m), borders)}
+        expected |= {(TaskKind.COPY, i, source, user) for i, (source, user) in product(range(m), borders)}
     assert {key for key in counts if key[0] is not TaskKind.RECOMPUTE} == expected
     assert set(counts.values()) == {1}
-    assert graph.training or not of_kind(graph, TaskKind.RECOMPUTE)
+    assert graph.phase is not Phase.FORWARD or not of_kind(graph, TaskKind.RECOMPUTE)
 
 
 def test_no_copy_within_a_device() -> None:
@@ -136,7 +144,7 @@ def test_copies_go_both_ways_in_queues_of_their_own() -> None:
 
 def test_forwards_only() -> None:
     trained = lower(find_schedule("1f1b"), Shape(3, 4, 3), checkpoint=ALWAYS)
-    graph = lower(find_schedule("1f1b"), Shape(3, 4, 3), checkpoint=ALWAYS, training=False)
+    graph = lower(find_schedule("1f1b"), Shape(3, 4, 3), checkpoint=ALWAYS, phase=Phase.FORWARD)
     assert not graph.training
     assert {task.kind for task in graph.tasks} == {TaskKind.FORWARD, TaskKind.COPY}
     forwards = [task.id for task in trained.tasks if task.kind is TaskKind.FORWARD]

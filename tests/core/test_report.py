@@ -16,7 +16,7 @@ from asyncpipe.core.events import (
     TaskCompleted,
     TaskFailed,
 )
-from asyncpipe.core.graph import TaskGraph
+from asyncpipe.core.graph import Phase, TaskGraph
 from asyncpipe.core.lower import CheckpointMode, lower
 from asyncpipe.core.report import report
 from asyncpipe.core.schedule import Shape, find_schedule
@@ -81,14 +81,14 @@ def test_a_copy_is_no_compute() -> None:
 
 
 def test_gaps_are_bubbles_and_no_part_of_the_bound() -> None:
-    graph = lower(find_schedule("gpipe"), Shape(1, 3, 1), training=False)
+    graph = lower(find_schedule("gpipe"), Shape(1, 3, 1), phase=Phase.FORWARD)
     found = report(record(graph, {"F(0,0)": (0.0, 1.0), "F(1,0)": (2.0, 3.0), "F(2,0)": (3.0, 7.0)}))
     assert found.bound == found.critical_path == found.device_busy["dev:0"] == 6.0
     assert found.bubble_ratio == pytest.approx(1 / 7)
 
 
 def test_forwards_alone_hold_one_micro_batch_at_a_time() -> None:
-    graph = lower(find_schedule("gpipe"), Shape(1, 2, 1), training=False)
+    graph = lower(find_schedule("gpipe"), Shape(1, 2, 1), phase=Phase.FORWARD)
     assert report(record(graph, {"F(0,0)": (0.0, 1.0), "F(1,0)": (1.0, 2.0)})).peak_in_flight == (1,)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
+from asyncpipe.core.graph import Phase
 from asyncpipe.core.lower import lower
 from asyncpipe.core.schedule import Action, B, F, Schedule, Shape, find_schedule
 from asyncpipe.core.task import TaskKind
@@ -87,7 +88,7 @@ def test_a_deadlock_of_forwards_alone_is_found_too() -> None:
     schedule = Listed(orders, [0, 0])
     schedule.check = lambda shape: None  # type: ignore[method-assign]
     with pytest.raises(ScheduleError, match=r"deadlocks: on device 0, F\(0,1\), which waits for F\(0,0\)"):
-        lower(schedule, Shape(2, 1, 1), training=False)
+        lower(schedule, Shape(2, 1, 1), phase=Phase.FORWARD)
 
 
 @pytest.mark.parametrize("placement", [[0], [0, 1, 0], [0, 2], [-1, 0]])

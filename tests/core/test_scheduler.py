@@ -19,6 +19,7 @@ from asyncpipe.core.events import (
     Command,
     Dispatch,
     Event,
+    GateOpened,
     Outcome,
     StepCancelled,
     StepCompleted,
@@ -29,7 +30,7 @@ from asyncpipe.core.events import (
     TaskFailed,
     TaskIssued,
 )
-from asyncpipe.core.graph import TaskGraph
+from asyncpipe.core.graph import Phase, TaskGraph
 from asyncpipe.core.lower import CheckpointMode, lower
 from asyncpipe.core.schedule import Action, B, F, Schedule, Shape, find_schedule
 from asyncpipe.core.scheduler import SchedulerState
@@ -70,7 +71,7 @@ def random_graph(draw: random.Random) -> TaskGraph:
         stages = draw.randint(1, 4)
     shape = Shape(stages, draw.randint(1, 4), devices)
     schedule = Shuffled(shape, draw) if name == "shuffled" else find_schedule(name)
-    return lower(schedule, shape, checkpoint=draw.choice(list(CheckpointMode)), training=draw.random() < 0.8)
+    return lower(schedule, shape, checkpoint=draw.choice(list(CheckpointMode)), phase=draw.choice(list(Phase)))
 
 
 @dataclass
@@ -82,6 +83,7 @@ class Model:
     dispatched: list[int] = field(default_factory=list)
     issued: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
+    opened: set[int] = field(default_factory=set)
     failed: list[tuple[int, BaseException]] = field(default_factory=list)
     outcome: Outcome = Outcome.OK
     ends: list[Command] = field(default_factory=list)
@@ -91,6 +93,8 @@ class Model:
         if self.outcome is not Outcome.OK or task in self.dispatched:
             return False
         tasks = self.graph.tasks
+        if task in self.graph.gates and tasks[task].microbatch not in self.opened:
+            return False
         return all(
             before in (self.dispatched if tasks[before].lane.device == tasks[task].lane.device else self.issued)
             for before in self.graph.dependencies[task]
@@ -143,8 +147,13 @@ class World:
                         yield TaskDropped(model.number, task)
                 if self.failures and self.draw.random() < 0.1:
                     yield TaskFailed(model.number, task, RuntimeError(f"{model.number}.{task}"))
+            if not model.is_drained:
+                yield from (GateOpened(model.number, i) for i in sorted(self.closed_gates(model)))
             if self.cancellations and self.draw.random() < 0.05 and not model.is_drained:
                 yield StepCancelled(model.number)
+
+    def closed_gates(self, model: Model) -> set[int]:
+        return set(range(len(model.graph.gates))) - model.opened
 
     def send(self, event: Event) -> None:
         self.now += 1.0
@@ -168,6 +177,9 @@ class World:
         if isinstance(event, StepCancelled):
             if model.outcome is Outcome.OK and not model.is_finished:
                 model.outcome = Outcome.CANCELLED
+            return
+        if isinstance(event, GateOpened):
+            model.opened.add(event.microbatch)
             return
         if isinstance(event, TaskIssued | TaskCompleted):
             model.issued.add(event.task)
@@ -277,7 +289,7 @@ def test_a_device_is_handed_its_chain_at_once_and_the_copy_waits_for_the_issue()
 
 def test_a_failure_after_the_step_finished_shows_when_it_completes() -> None:
     """An asynchronous device may fail after everything was issued."""
-    graph, state = lower(find_schedule("gpipe"), Shape(1, 1, 1), training=False), SchedulerState()
+    graph, state = lower(find_schedule("gpipe"), Shape(1, 1, 1), phase=Phase.FORWARD), SchedulerState()
     state.handle(StepSubmitted(7, graph), 0.0)
     assert state.handle(TaskIssued(7, 0), 1.0) == [StepFinished(7, Outcome.OK)]
     error = RuntimeError("late")
@@ -287,7 +299,7 @@ def test_a_failure_after_the_step_finished_shows_when_it_completes() -> None:
 
 
 def test_a_cancellation_that_comes_too_late_changes_nothing() -> None:
-    graph, state = lower(find_schedule("gpipe"), Shape(1, 1, 1), training=False), SchedulerState()
+    graph, state = lower(find_schedule("gpipe"), Shape(1, 1, 1), phase=Phase.FORWARD), SchedulerState()
     state.handle(StepSubmitted(0, graph), 0.0)
     assert state.handle(TaskIssued(0, 0), 1.0) == [StepFinished(0, Outcome.OK)]
     assert state.handle(StepCancelled(0), 2.0) == []
@@ -316,7 +328,7 @@ def test_the_first_error_counts() -> None:
 
 
 def test_the_cap_reaches_over_steps() -> None:
-    graph, state = lower(find_schedule("gpipe"), Shape(1, 2, 1), training=False), SchedulerState(in_flight=2)
+    graph, state = lower(find_schedule("gpipe"), Shape(1, 2, 1), phase=Phase.FORWARD), SchedulerState(in_flight=2)
     assert dispatched(state.handle(StepSubmitted(0, graph), 0.0)) == [(0, 0), (0, 1)]
     assert dispatched(state.handle(StepSubmitted(1, graph), 0.0)) == []
     assert state.handle(TaskIssued(0, 0), 1.0) == []
@@ -330,7 +342,7 @@ def test_a_lane_may_hold_a_task(in_flight: int) -> None:
 
 
 def test_the_record_can_be_taken_once() -> None:
-    graph, state = lower(find_schedule("gpipe"), Shape(1, 1, 1), training=False), SchedulerState()
+    graph, state = lower(find_schedule("gpipe"), Shape(1, 1, 1), phase=Phase.FORWARD), SchedulerState()
     state.handle(StepSubmitted(0, graph), 0.0)
     state.handle(TaskCompleted(0, 0, 0.0, 1.0), 1.0)
     assert not state.idle

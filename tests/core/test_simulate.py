@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncpipe.core.events import Outcome, StepCompleted, StepRecord, StepSubmitted, TaskCompleted
-from asyncpipe.core.graph import TaskGraph
+from asyncpipe.core.graph import Phase, TaskGraph
 from asyncpipe.core.lower import CheckpointMode, lower
 from asyncpipe.core.report import report
 from asyncpipe.core.schedule import Shape, find_schedule
@@ -55,7 +55,7 @@ def test_a_cost_model_is_any_function_of_a_task() -> None:
     def slow_second_stage(task: Task) -> float:
         return 0.0 if task.kind is TaskKind.COPY else 1.0 + 9.0 * task.stage
 
-    graph = lower(find_schedule("gpipe"), Shape(2, 3, 2), training=False)
+    graph = lower(find_schedule("gpipe"), Shape(2, 3, 2), phase=Phase.FORWARD)
     assert report(simulate(graph, slow_second_stage)).seconds == 1 + 3 * 10
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-import asyncpipe.pipeline
+import asyncpipe.build
+import asyncpipe.call
 import asyncpipe.step
 from asyncpipe import Pipeline, TaskError
 from asyncpipe.core.task import Lane, Queue
@@ -91,8 +92,9 @@ def noting(monkeypatch):
         streams.update({Lane(d.name, q): NotingStream(Lane(d.name, q), released) for d in devices for q in Queue})
         return streams
 
-    monkeypatch.setattr(asyncpipe.pipeline, "make_streams", make_streams)
-    monkeypatch.setattr(asyncpipe.step, "Fence", NoFence)
+    monkeypatch.setattr(asyncpipe.build, "make_streams", make_streams)
+    for module in (asyncpipe.step, asyncpipe.call):
+        monkeypatch.setattr(module, "Fence", NoFence)
     yield streams, released
     released.set()
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncpipe.core.events import StepRecord
+from asyncpipe.core.graph import Phase
 from asyncpipe.core.lower import CheckpointMode, lower
 from asyncpipe.core.report import report
 from asyncpipe.core.schedule import Shape, find_schedule
@@ -25,10 +26,10 @@ def simulated(
     shape: Shape = Shape(3, 4, 3),  # noqa: B008 # immutable
     costs: Costs | None = None,
     checkpoint: str = "never",
-    training: bool = True,
+    phase: Phase = Phase.STEP,
 ) -> StepRecord:
     mode = CheckpointMode(checkpoint)
-    return simulate(lower(find_schedule(name), shape, checkpoint=mode, training=training), costs)
+    return simulate(lower(find_schedule(name), shape, checkpoint=mode, phase=phase), costs)
 
 
 def test_figure_2_as_text() -> None:
@@ -66,7 +67,7 @@ def test_copy_lanes_stand_below_their_device_when_asked_for() -> None:
 
 
 def test_a_forward_step_has_no_peak() -> None:
-    text = text_timeline(simulated(training=False), virtual=True)
+    text = text_timeline(simulated(phase=Phase.FORWARD), virtual=True)
     assert text.endswith("\nmakespan 6, bubble 33.3%\n")
     assert "dev:2  ······F0 F1 F2 F3\n" in text
 

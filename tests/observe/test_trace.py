@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncpipe.core.events import Dispatch, Outcome, StepCompleted, StepRecord, StepSubmitted, TaskCompleted, TaskFailed
+from asyncpipe.core.graph import Phase
 from asyncpipe.core.lower import CheckpointMode, lower
 from asyncpipe.core.schedule import Shape, find_schedule
 from asyncpipe.core.simulate import Costs, simulate
@@ -19,9 +20,11 @@ from asyncpipe.core.task import Task, TaskKind
 from asyncpipe.observe.trace import to_chrome, write_trace
 
 
-def simulated(name: str = "gpipe", cost: Callable[[Task], float] | None = None, *, training: bool = True) -> StepRecord:
+def simulated(
+    name: str = "gpipe", cost: Callable[[Task], float] | None = None, *, phase: Phase = Phase.STEP
+) -> StepRecord:
     shape = Shape(3, 4, 3)
-    return simulate(lower(find_schedule(name), shape, checkpoint=CheckpointMode.EXCEPT_LAST, training=training), cost)
+    return simulate(lower(find_schedule(name), shape, checkpoint=CheckpointMode.EXCEPT_LAST, phase=phase), cost)
 
 
 def moved(record: StepRecord, step: int, seconds: float) -> StepRecord:
@@ -121,7 +124,7 @@ def test_the_counter_follows_the_micro_batches_of_a_stage() -> None:
 
 
 def test_a_forward_step_leaves_nothing_in_flight() -> None:
-    trace = to_chrome([simulated(training=False)])
+    trace = to_chrome([simulated(phase=Phase.FORWARD)])
     assert {event["args"]["micro-batches"] for event in phase(trace, "C")} == {0, 1}
 
 

@@ -19,7 +19,7 @@ def parameters(*grads: float | None) -> list[nn.Parameter]:
 
 def guarded(owned: list[nn.Parameter]) -> GradientGuard:
     guard = GradientGuard()
-    guard.set_aside(iter(owned))
+    guard.begin(iter(owned))
     return guard
 
 
@@ -68,7 +68,7 @@ def test_roll_back_puts_the_earlier_tensors_back_unchanged() -> None:
     assert identities(owned) == before
 
 
-def test_an_interrupted_set_aside_can_be_rolled_back() -> None:
+def test_an_interrupted_beginning_can_be_rolled_back() -> None:
     owned = parameters(1.0, 2.0)
     before = identities(owned)
 
@@ -78,7 +78,7 @@ def test_an_interrupted_set_aside_can_be_rolled_back() -> None:
 
     guard = GradientGuard()
     with pytest.raises(KeyboardInterrupt):
-        guard.set_aside(interrupted())  # type: ignore[arg-type]
+        guard.begin(interrupted())  # type: ignore[arg-type]
     assert values(owned) == [None, 2.0]
     guard.roll_back()
     assert identities(owned) == before
@@ -97,6 +97,47 @@ def test_accumulation_is_that_of_the_plain_model() -> None:
         with torch.no_grad():
             guard.commit()
     assert all(torch.equal(a, parameter.grad) for a, parameter in zip(expected, model.parameters(), strict=True))
+
+
+def test_some_parameters_can_be_committed_before_the_others() -> None:
+    owned = parameters(1.0, 2.0, 3.0)
+    guard = guarded(owned)
+    step(owned)
+    guard.commit_some(owned[:1])
+    assert values(owned) == [11.0, 10.0, None]
+    guard.roll_back()
+    assert values(owned) == [11.0, 2.0, 3.0]
+
+
+def test_new_gradients_can_be_taken_away() -> None:
+    owned = parameters(1.0, None, 3.0)
+    before = identities(owned)
+    guard = guarded(owned)
+    made = step(owned)
+    taken = guard.take()
+    assert [taken[id(parameter)] for parameter in owned] == [*made, None]
+    assert identities(owned) == before
+
+
+def test_of_overlapping_backwards_the_last_takes_the_sum() -> None:
+    owned = parameters(1.0, None)
+    guard = guarded(owned)
+    guard.begin(owned)
+    made = step(owned)
+    assert guard.take() == {}
+    assert values(owned) == [10.0, None]
+    assert guard.take()[id(owned[0])] is made[0]
+    assert values(owned) == [1.0, None]
+
+
+def test_of_overlapping_backwards_one_failure_spoils_the_sum() -> None:
+    owned = parameters(1.0, None)
+    guard = guarded(owned)
+    guard.begin(owned)
+    step(owned)
+    guard.roll_back()
+    assert guard.take() == {id(parameter): None for parameter in owned}
+    assert values(owned) == [1.0, None]
 
 
 @pytest.mark.parametrize("end", ["commit", "roll_back"])

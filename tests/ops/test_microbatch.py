@@ -13,7 +13,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from asyncpipe.errors import BatchError, MicrobatchError, StageError
-from asyncpipe.ops.microbatch import Packet, check_microbatches, gather, microbatch_sizes, scatter
+from asyncpipe.ops.microbatch import (
+    Arguments,
+    Cut,
+    Microbatches,
+    NoChunk,
+    Packet,
+    check_microbatches,
+    cut,
+    cut_alike,
+    gather,
+)
 
 
 def equal(left: Any, right: Any) -> bool:
@@ -24,6 +34,10 @@ def equal(left: Any, right: Any) -> bool:
     )
 
 
+def alike(batch: Any, sizes: list[int]) -> list[Any]:
+    return cut_alike(batch, Cut([None] * len(sizes), sizes, ready_made=False))
+
+
 # Sizes
 
 
@@ -32,13 +46,13 @@ def equal(left: Any, right: Any) -> bool:
     [(8, 4, [2, 2, 2, 2]), (7, 3, [3, 2, 2]), (8, 3, [3, 3, 2]), (3, 8, [1, 1, 1]), (1, 1, [1]), (5, 1, [5])],
 )
 def test_sizes_are_even_and_small_batches_make_fewer(size: int, microbatches: int, sizes: list[int]) -> None:
-    assert microbatch_sizes(torch.zeros(size, 2), microbatches) == sizes
+    assert cut(torch.zeros(size, 2), microbatches).sizes == sizes
 
 
 @given(st.integers(1, 50), st.integers(1, 20))
 @settings(deadline=None, max_examples=100)
 def test_sizes(size: int, microbatches: int) -> None:
-    sizes = microbatch_sizes([torch.zeros(size)], microbatches)
+    sizes = cut([torch.zeros(size)], microbatches).sizes
     assert sum(sizes) == size
     assert len(sizes) == min(size, microbatches)
     assert sizes == sorted(sizes, reverse=True)
@@ -59,26 +73,26 @@ def test_a_number_of_micro_batches_is_a_positive_integer(microbatches: Any) -> N
 def test_nested_values_are_cut_and_the_rest_is_repeated() -> None:
     x, mask = torch.arange(10).reshape(5, 2), torch.arange(5)
     batch = {"x": (x, "name"), "rest": [mask, None, 3, {"deep": mask.double()}]}
-    first, second = scatter(batch, [3, 2])
+    first, second = cut(batch, 2).pieces
     assert equal(first, {"x": (x[:3], "name"), "rest": [mask[:3], None, 3, {"deep": mask[:3].double()}]})
     assert equal(second, {"x": (x[3:], "name"), "rest": [mask[3:], None, 3, {"deep": mask[3:].double()}]})
 
 
 def test_micro_batches_are_views() -> None:
     x = torch.zeros(4, 2)
-    for i, part in enumerate(scatter(x, [2, 2])):
+    for i, part in enumerate(cut(x, 2).pieces):
         assert part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         part += i + 1
     assert x[:, 0].tolist() == [1, 1, 2, 2]
 
 
 def test_a_value_without_tensors_is_repeated() -> None:
-    assert scatter(None, [2, 2], "the target") == [None, None]
-    assert scatter({"scale": 2.0}, [1, 1, 1]) == [{"scale": 2.0}] * 3
+    assert alike(None, [2, 2]) == [None, None]
+    assert alike({"scale": 2.0}, [1, 1, 1]) == [{"scale": 2.0}] * 3
 
 
 def test_a_tensor_subclass_keeps_its_class_where_torch_keeps_it() -> None:
-    parts = scatter(torch.nn.Parameter(torch.zeros(4, 2)), [2, 2])
+    parts = cut(torch.nn.Parameter(torch.zeros(4, 2)), 2).pieces
     assert all(part.requires_grad for part in parts)
 
 
@@ -88,11 +102,13 @@ BAD_BATCHES = {
     "none": (None, "the input holds no tensor, got NoneType; micro-batches are cut from tensors"),
     "without dimensions": (
         {"x": torch.zeros(4), "t": (torch.tensor(1.0),)},
-        "the input['t'][0] is a tensor without dimensions; dimension 0 must be the batch",
+        "the input['t'][0] is a tensor without dimensions; dimension 0 must be the batch (NoChunk(tensor) gives it "
+        "to every micro-batch whole)",
     ),
     "bare without dimensions": (
         torch.tensor(1.0),
-        "the input is a tensor without dimensions; dimension 0 must be the batch",
+        "the input is a tensor without dimensions; dimension 0 must be the batch (NoChunk(tensor) gives it "
+        "to every micro-batch whole)",
     ),
     "disagreement": (
         [torch.zeros(4), {"mask": torch.zeros(3, 4)}],
@@ -105,18 +121,18 @@ BAD_BATCHES = {
 @pytest.mark.parametrize(("batch", "message"), BAD_BATCHES.values(), ids=BAD_BATCHES.keys())
 def test_batches_that_cannot_be_cut(batch: Any, message: str) -> None:
     with pytest.raises(BatchError) as raised:
-        microbatch_sizes(batch, 2)
+        cut(batch, 2)
     assert str(raised.value) == message
 
 
 def test_a_target_has_as_many_samples_as_the_input() -> None:
     with pytest.raises(BatchError) as raised:
-        scatter({"y": torch.zeros(5)}, [2, 2], "the target")
+        alike({"y": torch.zeros(5)}, [2, 2])
     assert str(raised.value) == "the target has 5 samples, but the input has 4; they must be equal"
     with pytest.raises(BatchError, match=r"the target\[0\] is a tensor without dimensions"):
-        scatter([torch.tensor(0.0)], [2, 2], "the target")
+        alike([torch.tensor(0.0)], [2, 2])
     with pytest.raises(BatchError, match=r"the tensors of the target disagree.*the target\[1\] has 3"):
-        scatter([torch.zeros(4), torch.zeros(3)], [2, 2], "the target")
+        alike([torch.zeros(4), torch.zeros(3)], [2, 2])
 
 
 # Gather
@@ -144,10 +160,68 @@ def test_outputs_of_mixed_structure(outputs: list[Any]) -> None:
         gather(outputs)
 
 
-def test_a_column_of_tensors_and_others_is_a_list() -> None:
-    first, second = gather([torch.ones(1), None, torch.zeros(1)][:1]), gather([[torch.ones(1)], [2]])
-    assert equal(first, torch.ones(1))
-    assert equal(second, [[torch.ones(1), 2]])
+def test_a_column_of_tensors_and_others() -> None:
+    with pytest.raises(StageError, match=r"a tensor for some micro-batches and not for others \(Tensor, int\)"):
+        gather([[torch.ones(1)], [2]])
+
+
+def test_none_stays_none() -> None:
+    assert equal(gather([(torch.ones(1), None), (torch.zeros(1), None)]), (torch.tensor([1.0, 0.0]), None))
+
+
+def test_shapes_that_do_not_fit() -> None:
+    with pytest.raises(
+        StageError, match=r"shapes \(1, 2\), \(1, 3\) cannot be concatenated along the batch dimension 0"
+    ):
+        gather([torch.ones(1, 2), torch.ones(1, 3)])
+    with pytest.raises(StageError, match=r"shapes \(2,\), \(2,\) cannot be concatenated along the batch dimension 1"):
+        gather([torch.ones(2), torch.ones(2)], 1)
+
+
+# Other ways to give micro-batches
+
+
+def test_another_dimension_may_be_the_batch() -> None:
+    x = torch.arange(12).reshape(2, 3, 2)
+    made = cut({"x": x}, 2, dim=1)
+    assert made.sizes == [2, 1]
+    assert equal(made.pieces, [{"x": x[:, :2]}, {"x": x[:, 2:]}])
+    assert equal(gather(made.pieces, 1), {"x": x})
+    with pytest.raises(BatchError, match=r"the input is a tensor of shape \(3,\); dimension 1 must be the batch"):
+        cut(torch.zeros(3), 2, dim=1)
+
+
+def test_a_tensor_may_go_to_every_micro_batch_whole() -> None:
+    x, mask = torch.zeros(4, 2), torch.ones(7)
+    first, second = cut((x, NoChunk(mask)), 2).pieces
+    assert first[1] is mask
+    assert second[1] is mask
+    with pytest.raises(BatchError, match="NoChunk takes a tensor, got str"):
+        NoChunk("mask")  # type: ignore[arg-type]
+
+
+def test_ready_made_micro_batches_are_taken_as_they_are() -> None:
+    pieces = [torch.zeros(2, 5), (torch.zeros(3, 7), NoChunk(torch.ones(9)))]
+    made = cut(Microbatches(pieces), 8)
+    assert (made.sizes, made.ready_made) == ([2, 3], True)
+    assert made.pieces[0] is pieces[0]
+    assert made.pieces[1][1].shape == (9,)
+    assert cut_alike(Microbatches(["a", "b"]), made) == ["a", "b"]
+    assert [len(part) for part in cut_alike(torch.zeros(5), made)] == [2, 3]
+    with pytest.raises(BatchError, match="the target has 1 micro-batches, but the input has 2"):
+        cut_alike(Microbatches([torch.zeros(5)]), made)
+    with pytest.raises(BatchError, match="Microbatches needs at least one micro-batch, got none"):
+        Microbatches([])
+    with pytest.raises(BatchError, match="micro-batch 1 of the input is empty"):
+        cut(Microbatches([torch.zeros(1), torch.zeros(0)]), 2)
+
+
+def test_arguments_are_cut_like_any_nested_value() -> None:
+    first, second = cut(Arguments.of(torch.zeros(4), 3, mask=torch.ones(4), name=None), 2).pieces
+    assert isinstance(first, Arguments)
+    assert equal(second, Arguments((torch.zeros(2), 3), {"mask": torch.ones(2), "name": None}))
+    assert Arguments.wrap(first) is first
+    assert Arguments.wrap(3) == Arguments.of(3)
 
 
 # Round trips
@@ -177,7 +251,7 @@ def nested(size: int) -> st.SearchStrategy[Any]:
 @given(st.integers(1, 9).flatmap(nested), st.integers(1, 10))
 @settings(deadline=None, max_examples=150)
 def test_gather_undoes_scatter(batch: Any, microbatches: int) -> None:
-    assert equal(gather(scatter(batch, microbatch_sizes(batch, microbatches))), batch)
+    assert equal(gather(cut(batch, microbatches).pieces), batch)
 
 
 @given(nested(2), st.one_of(st.none(), st.integers(), st.text()))

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from asyncpipe.errors import BalanceError, DeviceError, OptionError, SharedParameterError
-from asyncpipe.ops.stage import Device, as_sequential, place, resolve_devices, split
+from asyncpipe.ops.device import Device, resolve_devices
+from asyncpipe.ops.microbatch import Arguments
+from asyncpipe.ops.sequential import SequentialStage, as_sequential, split, stage_sequence
+from asyncpipe.ops.stage import CALLER, Stage
+from asyncpipe.ops.tie import place
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -96,7 +100,9 @@ def test_a_sequential_is_itself_and_a_list_is_wrapped() -> None:
 
 @pytest.mark.parametrize("bad", [nn.Linear(2, 2), [nn.ReLU(), 3], "model", None, {"a": nn.ReLU()}])
 def test_what_is_no_model(bad: Any) -> None:
-    with pytest.raises(OptionError, match=f"must be an nn.Sequential or a list of modules, got {type(bad).__name__}"):
+    with pytest.raises(
+        OptionError, match=f"must be an nn.Sequential, a list of modules or a traced model, got {type(bad).__name__}"
+    ):
         as_sequential(bad)
 
 
@@ -153,25 +159,43 @@ def test_balances_that_do_not_fit(balance: Any, stages: int, message: str) -> No
 # Placing
 
 
+def layers_of(stage: Stage) -> nn.Sequential:
+    assert isinstance(stage.module, SequentialStage)
+    return stage.module.layers
+
+
 def test_stages_are_placed_and_parameters_stay_the_same_objects() -> None:
     whole = model()
     before = list(whole.parameters())
     devices = resolve_devices(["cpu:0", "cpu:1"])
-    stages = place(split(whole, [1, 1, 2], 3), [0, 1, 0], devices)
+    stages, ties = place(stage_sequence(whole, [1, 1, 2], 3), [0, 1, 0], devices)
+    assert ties.links == ()
     assert [stage.index for stage in stages] == [0, 1, 2]
     assert [stage.device.name for stage in stages] == ["cpu:0", "cpu:1", "cpu:0"]
     assert all(a is b for a, b in zip(before, whole.parameters(), strict=True))
     x = torch.ones(1, 2)
     expected = whole(x)
+    sent = {0: Arguments.of(x)}
+    received: Any = {CALLER: sent[0]}
     for stage in stages:
-        x = stage(x)
-    assert torch.equal(x, expected)
+        target, value = next(iter(stage.module(received).items()))
+        received = {stage.index: value}
+    assert target == CALLER
+    assert torch.equal(value, expected)
 
 
 def test_a_stage_is_moved_to_its_device() -> None:
-    parts = split(model(2), [1, 1], 2)
-    place(parts, [0, 1], [Device("cpu", CPU), Device("meta", META)])
-    assert [next(part.parameters()).device for part in parts] == [CPU, META]
+    staged = stage_sequence(model(2), [1, 1], 2)
+    place(staged, [0, 1], [Device("cpu", CPU), Device("meta", META)])
+    assert [next(part.parameters()).device for part in staged.stages] == [CPU, META]
+
+
+def test_stages_that_work_in_place_say_so() -> None:
+    whole = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(inplace=True)), nn.ReLU())
+    assert [stage.overwrites_input for stage in stage_sequence(whole, [1, 1, 1], 3).stages] == [False, True, False]
+
+
+# Ties
 
 
 def tied() -> nn.Sequential:
@@ -180,31 +204,86 @@ def tied() -> nn.Sequential:
     return whole
 
 
-def test_a_parameter_shared_over_devices_is_refused_before_anything_moves() -> None:
-    parts = split(tied(), [1, 1, 1], 3)
-    with pytest.raises(SharedParameterError) as raised:
-        place(parts, [1, 1, 0], [Device("cpu", CPU), Device("meta", META)])
-    assert str(raised.value) == (
-        "parameter '2.weight' is used by stage 0 and stage 2 on different devices; choose a balance that puts both "
-        "layers on one device, or give each its own parameter"
-    )
-    assert {parameter.device for part in parts for parameter in part.parameters()} == {CPU}
-
-
-def test_two_logical_devices_are_different_even_on_one_physical_device() -> None:
-    """Their threads would add to the same gradient at the same time."""
-    with pytest.raises(SharedParameterError):
-        place(split(tied(), [1, 2], 2), [0, 1], resolve_devices(["cpu:0", "cpu:0"]))
-
-
 @pytest.mark.parametrize("placement", [[0, 0, 0], [0, 1, 0]])
-def test_a_parameter_may_be_shared_on_one_device(placement: list[int]) -> None:
+def test_a_parameter_shared_on_one_device_needs_no_replica(placement: list[int]) -> None:
     whole = tied()
-    stages = place(split(whole, [1, 1, 1], 3), placement, resolve_devices(["cpu:0", "cpu:1"]))
-    assert stages[2].module[0].weight is whole[0].weight
+    stages, ties = place(stage_sequence(whole, [1, 1, 1], 3), placement, resolve_devices(["cpu:0", "cpu:1"]))
+    assert ties.links == ()
+    assert layers_of(stages[2])[0].weight is whole[0].weight
 
 
-def test_stages_that_work_in_place_get_a_copy_of_their_input() -> None:
-    whole = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(inplace=True)), nn.ReLU())
-    stages = place(split(whole, [1, 1, 1], 3), [0, 0, 0], resolve_devices(["cpu"]))
-    assert [stage.copies_input for stage in stages] == [False, True, False]
+def test_a_parameter_tied_over_devices_has_one_owner_and_a_replica() -> None:
+    """Also on one physical device: two threads would add to the same gradient at the same time."""
+    whole = tied()
+    keys = list(whole.state_dict())
+    stages, ties = place(stage_sequence(whole, [1, 1, 1], 3), [0, 1, 2], resolve_devices(["cpu:0"] * 3))
+    assert ties.links == ((0, 2),)
+    (replica,) = ties.between(0, 2)
+    mine = layers_of(stages[2])[0].weight
+    assert mine is replica.tensor
+    assert replica.owner is whole[0].weight is whole[2].weight
+    assert mine is not whole[0].weight
+    assert mine.data_ptr() == whole[0].weight.data_ptr(), "between CPU devices it shares the memory"
+    assert layers_of(stages[2])[0].bias is whole[2].bias
+    assert list(whole.state_dict()) == keys
+    assert len(list(whole.parameters())) == 5
+
+
+def test_the_owner_is_on_the_device_of_the_first_stage_that_uses_it() -> None:
+    whole = tied()
+    place(stage_sequence(whole, [1, 1, 1], 3), [0, 1, 1], [Device("cpu", CPU), Device("meta", META)])
+    assert whole[0].weight.device == CPU
+    assert whole[2].weight is whole[0].weight
+    assert whole[2].bias.device == META
+
+
+def test_a_layer_used_twice_is_two_layers_with_replicas() -> None:
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    whole = nn.Sequential(layer, nn.ReLU(), layer)
+    stages, ties = place(stage_sequence(whole, [1, 1, 1], 3), [0, 1, 2], resolve_devices(["cpu:0"] * 3))
+    assert [replica.owner for replica in ties.between(0, 2)] == [layer[0].weight, layer[0].bias]
+    assert layers_of(stages[0])[0] is layer
+    shadow = layers_of(stages[2])[0]
+    assert shadow is not layer
+    assert shadow[1] is layer[1], "what holds nothing tied is shared"
+
+
+def test_shadows_follow_their_module() -> None:
+    layer = nn.LSTM(2, 2)
+    whole = nn.Sequential(layer, nn.ReLU(), layer)
+    stages, ties = place(stage_sequence(whole, [1, 1, 1], 3), [0, 1, 2], resolve_devices(["cpu:0"] * 3))
+    shadow = layers_of(stages[2])[0]
+    assert shadow._flat_weights[0] is shadow.weight_ih_l0 is not layer.weight_ih_l0
+    whole.eval()
+    layer.weight_ih_l0.requires_grad_(False)
+    ties.refresh()
+    assert not shadow.training
+    assert not shadow.weight_ih_l0.requires_grad
+    assert shadow.weight_hh_l0.requires_grad
+
+
+def test_a_shared_buffer_is_replicated() -> None:
+    class Scaled(nn.Module):
+        def __init__(self, scale: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("scale", scale)
+
+    scale = torch.ones(2)
+    whole = nn.Sequential(Scaled(scale), Scaled(scale))
+    stages, ties = place(stage_sequence(whole, [1, 1], 2), [0, 1], [Device("cpu", CPU), Device("meta", META)])
+    (replica,) = ties.between(0, 1)
+    assert not replica.takes_gradient
+    assert layers_of(stages[1])[0].scale.device == META
+    assert whole[1].scale is whole[0].scale is scale
+
+
+def test_running_statistics_shared_over_devices_are_refused_before_anything_moves() -> None:
+    layer = nn.BatchNorm1d(2)
+    staged = stage_sequence(nn.Sequential(layer, nn.ReLU(), layer), [1, 1, 1], 3)
+    with pytest.raises(SharedParameterError) as raised:
+        place(staged, [1, 0, 0], [Device("cpu", CPU), Device("meta", META)])
+    assert str(raised.value) == (
+        "stage 0 and stage 2, on different devices, both update the running statistics of one BatchNorm1d; give each "
+        "a layer of its own, or put both on one device"
+    )
+    assert layer.weight.device == CPU

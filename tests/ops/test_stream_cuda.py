@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asyncpipe.core.task import Lane, Queue
 from asyncpipe.ops.copy import Copier
-from asyncpipe.ops.stage import resolve_devices
+from asyncpipe.ops.device import resolve_devices
 from asyncpipe.ops.stream import CpuStream, CudaStream, Fence, LaneStream, make_streams
 
 SIZE = 1 << 20

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from asyncpipe.runtime.portal import Portal, _Call
+from asyncpipe.runtime.portal import Call, Portal
 from asyncpipe.runtime.waiting import outlast
 
 
@@ -89,7 +89,7 @@ def test_an_interrupt_before_the_coroutine_reached_the_loop(portal, monkeypatch)
     def interrupted(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_Call, "start", interrupted)
+    monkeypatch.setattr(Call, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         portal.call(double(1))
 
@@ -98,7 +98,7 @@ def test_close_cancels_what_still_runs():
     portal = Portal()
     slow = Slow()
     slow.release.set()
-    call = _Call(portal._loop, slow.run())
+    call = Call(portal._loop, slow.run())
     call.start()
     assert slow.started.wait(30)
     portal.close()

@@ -1,0 +1,162 @@
+"""From the options of a pipeline to the machinery of its steps; everything that can be wrong is found here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncpipe.core.graph import Phase, TaskGraph, Wiring
+from asyncpipe.core.lower import CheckpointMode, lower
+from asyncpipe.core.schedule import Schedule, Shape, find_schedule
+from asyncpipe.errors import BalanceError, OptionError
+from asyncpipe.ops.batchnorm import convert_deferred_batch_norm, deferred_layers
+from asyncpipe.ops.binder import Equipment
+from asyncpipe.ops.copy import make_copiers
+from asyncpipe.ops.device import Device
+from asyncpipe.ops.gradients import GradientGuard
+from asyncpipe.ops.microbatch import check_microbatches
+from asyncpipe.ops.sequential import as_sequential, stage_sequence
+from asyncpipe.ops.stage import Stage, StagedModel
+from asyncpipe.ops.stream import make_streams
+from asyncpipe.ops.tie import Ties, place
+from asyncpipe.step import Machinery
+
+__all__ = ["BuildOptions", "MakeOptimizer", "build"]
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""Makes the optimizer of one stage from its parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """What steps depend on; see ``Pipeline`` for what each means."""
+
+    microbatches: int
+    balance: str | Sequence[int]
+    stages: int | None
+    schedule: str | Schedule
+    checkpoint: str
+    loss_fn: Callable[..., Any] | None
+    loss_reduction: str
+    batch_dim: int
+    optimizer: MakeOptimizer | None
+    deferred_batch_norm: bool
+
+
+def build(model: object, devices: Sequence[Device], options: BuildOptions) -> Machinery:
+    """The machinery for ``model``, whose stages are moved to their devices; raises before anything moves."""
+    check_choice("loss_reduction", options.loss_reduction, ("mean", "sum"))
+    check_microbatches(options.microbatches)
+    if isinstance(options.batch_dim, bool) or not isinstance(options.batch_dim, int) or options.batch_dim < 0:
+        raise OptionError(f"batch_dim must be an integer from 0, got {options.batch_dim!r}")
+    schedule = find_schedule(options.schedule)
+    checkpoint = CheckpointMode.parse(options.checkpoint)
+    staged = _staged(model, schedule, len(devices), options)
+    graphs = Graphs(schedule, devices, Wiring(staged.links), len(staged.stages))
+    placement = graphs(options.microbatches, Phase.STEP, checkpoint, True).placement
+    stages, ties = place(staged, placement, devices)
+    optimizers = {} if options.optimizer is None else _optimizers(stages, ties, options.optimizer)
+    graphs.rewire(Wiring(staged.links, ties.links, tuple(optimizers)))
+    streams = make_streams(devices)
+    return Machinery(
+        module=staged.module,
+        equipment=Equipment(stages, ties, streams, make_copiers(streams), GradientGuard(), optimizers),
+        takes=staged.takes,
+        microbatches=options.microbatches,
+        batch_dim=options.batch_dim,
+        checkpoint=checkpoint,
+        loss_fn=options.loss_fn,
+        mean=options.loss_reduction == "mean",
+        graph=graphs,
+        deferred=deferred_layers(staged.module),
+    )
+
+
+def _staged(model: object, schedule: Schedule, devices: int, options: BuildOptions) -> StagedModel:
+    """``model`` in stages, not placed yet."""
+    if isinstance(model, StagedModel):
+        if options.balance != "auto" or options.stages not in (None, len(model.stages)):
+            raise BalanceError(
+                f"a traced model has the {len(model.stages)} stages that it was cut into; leave balance and stages "
+                "out, or trace it with another split"
+            )
+        if options.deferred_batch_norm:
+            raise OptionError("a traced model cannot defer its batch norms; convert_deferred_batch_norm before tracing")
+        return model
+    sequence = as_sequential(model)  # type: ignore[arg-type]
+    if options.deferred_batch_norm:
+        convert_deferred_batch_norm(sequence)
+    balance = options.balance
+    if options.stages is not None:
+        count = check_positive("stages", options.stages)
+    else:
+        count = devices * schedule.virtual if isinstance(balance, str) else len(balance)
+    schedule.check(Shape(count, options.microbatches, devices))
+    return stage_sequence(sequence, balance, count)
+
+
+def _optimizers(stages: Sequence[Stage], ties: Ties, make: MakeOptimizer) -> dict[int, torch.optim.Optimizer]:
+    """One for each stage with parameters to train; a shared parameter belongs to the first stage that has it."""
+    taken = {id(replica.tensor) for replica in ties.all()}
+    optimizers: dict[int, torch.optim.Optimizer] = {}
+    for stage in stages:
+        mine = [p for p in stage.module.parameters() if p.requires_grad and id(p) not in taken]
+        taken.update(map(id, mine))
+        if mine:
+            optimizer = make(mine)
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise OptionError(
+                    f"optimizer must be a function from a stage's parameters to a torch optimizer, and returned "
+                    f"{type(optimizer).__name__}; give, for instance, lambda parameters: torch.optim.AdamW(parameters)"
+                )
+            optimizers[stage.index] = optimizer
+    return optimizers
+
+
+class Graphs:
+    """Task graphs by number of micro-batches, phase, recomputation and updates; lowered when first asked for."""
+
+    def __init__(self, schedule: Schedule, devices: Sequence[Device], wiring: Wiring, stages: int) -> None:
+        self._schedule = schedule
+        self._devices = [device.name for device in devices]
+        self._wiring = wiring
+        self._stages = stages
+        self._graphs: dict[tuple[int, Phase, CheckpointMode, bool], TaskGraph] = {}
+
+    def rewire(self, wiring: Wiring) -> None:
+        """Graphs are lowered with ``wiring`` from now on."""
+        if wiring != self._wiring:
+            self._wiring = wiring
+            self._graphs.clear()
+
+    def __call__(self, microbatches: int, phase: Phase, checkpoint: CheckpointMode, update: bool) -> TaskGraph:
+        """The task graph; without ``update`` no optimizer runs in it."""
+        key = microbatches, phase, checkpoint, update
+        if key not in self._graphs:
+            wiring = self._wiring
+            self._graphs[key] = lower(
+                self._schedule,
+                Shape(self._stages, microbatches, len(self._devices)),
+                devices=self._devices,
+                checkpoint=checkpoint,
+                phase=phase,
+                wiring=wiring if update else Wiring(wiring.links, wiring.ties),
+            )
+        return self._graphs[key]
+
+
+def check_positive(name: str, value: int) -> int:
+    """``value`` if it is a positive integer; raises ``OptionError`` otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{name} must be a positive integer, got {value!r}")
+    return value
+
+
+def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    """Raises ``OptionError`` unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise OptionError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

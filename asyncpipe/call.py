@@ -1,0 +1,261 @@
+"""``y = pipe(x)``: a forward whose loss and backward are the caller's, walked.
+
+1. ``PreparedCall`` checks and cuts the arguments; the forward graph runs; the caller's thread blocks meanwhile.
+2. ``finish`` hangs the outputs on exits and an entry (``ops/border.py``), so that they are part of the caller's graph.
+3. ``loss.backward()`` reaches the last exit: ``CallBackward.release`` submits the backward graph, whose backwards
+   wait at a gate for each micro-batch, and opens the first gate; the other exits open theirs.
+4. The engine reaches the entry: ``CallBackward.finish`` waits, and returns the gradients.
+
+Everything here runs on the caller's thread, but ``release``, which for outputs on CUDA runs on the engine's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from asyncpipe.core.graph import Phase
+from asyncpipe.core.lower import CheckpointMode
+from asyncpipe.errors import BackwardError, PipelineClosedError
+from asyncpipe.ops.binder import Binder
+from asyncpipe.ops.border import attach
+from asyncpipe.ops.context import CallerContext
+from asyncpipe.ops.gradients import GradientGuard
+from asyncpipe.ops.inputs import InputGradients
+from asyncpipe.ops.microbatch import Arguments, Microbatches, Packet, cut, gather
+from asyncpipe.ops.random import draw_step_seed
+from asyncpipe.ops.stage import CALLER
+from asyncpipe.ops.stream import Fence
+from asyncpipe.ops.tensors import StepPlan, StepTensors
+from asyncpipe.runtime.driver import Driver, Execution, Gates
+from asyncpipe.runtime.portal import Call, Portal
+from asyncpipe.step import Machinery
+
+if TYPE_CHECKING:
+    from asyncpipe.core.graph import TaskGraph
+
+__all__ = ["PreparedCall"]
+
+
+class PreparedCall:
+    """A forward that is checked and cut: ``begin``, run ``graph`` with ``bind``, then ``finish`` or ``abandon``."""
+
+    def __init__(self, machinery: Machinery, arguments: Arguments) -> None:
+        self._machinery = machinery
+        self._context = context = CallerContext.capture()
+        batch: Any = arguments
+        if len(arguments.args) == 1 and not arguments.kwargs and isinstance(arguments.args[0], Microbatches):
+            batch = arguments.args[0]
+        made = cut(batch, machinery.microbatches, dim=machinery.batch_dim)
+        self._ready_made = made.ready_made
+        pieces = [Arguments.wrap(piece) for piece in made.pieces]
+        takes = [machinery.takes(piece) for piece in pieces]
+        self._parameters = [parameter for parameter in machinery.module.parameters() if parameter.requires_grad]
+        inputs = [leaf for leaf in tree_leaves(pieces) if isinstance(leaf, Tensor)]
+        recording = context.grad and not context.inference
+        self._training = recording and (bool(self._parameters) or any(tensor.requires_grad for tensor in inputs))
+        self._plan = StepPlan(
+            loss=None,
+            weights=(),
+            scale=None,
+            seed=draw_step_seed(),
+            # Nothing is recomputed in evaluation mode, as the ancestors did it.
+            checkpoint=machinery.checkpoint if machinery.module.training else CheckpointMode.NEVER,
+            keep_outputs=True,
+            training=self._training,
+            whole_step=False,
+        )
+        self._inputs = InputGradients(batch, pieces, takes, machinery.batch_dim) if self._training else None
+        self.graph = machinery.graph(len(pieces), Phase.FORWARD, self._plan.checkpoint, False)
+        self._tensors = StepTensors.of(takes)
+        self._fence = Fence(machinery.equipment.streams.values())
+        self.bind = Binder(self.graph, self._plan, self._tensors, machinery.equipment, context).bind
+
+    def begin(self) -> None:
+        """Order the lanes behind what the caller has queued."""
+        self._machinery.equipment.ties.refresh()
+        self._fence.begin()
+
+    def finish(self, pipeline: object, driver: Driver, portal: Portal) -> Any:
+        """The outputs, as part of the caller's graph; gathered unless the micro-batches were ready-made."""
+        packets = [packet for _, packet in sorted(self._tensors.outputs.items())]
+        self._tensors.outputs.clear()
+        self._fence.end(tensor for packet in packets for tensor in packet.tensors)
+        self._machinery.commit_statistics()
+        if self._training:
+            self._tie(packets, CallBackward(self._backward_graph(), self._tensors, self, pipeline, driver, portal))
+        outputs = [packet.rebuild(packet.tensors) for packet in packets]
+        return outputs if self._ready_made else gather(outputs, self._machinery.batch_dim)
+
+    def abandon(self) -> None:
+        """Drop the tensors of a forward that failed."""
+        self._fence.end()
+        self._machinery.discard_statistics()
+        self._tensors.close()
+
+    def _tie(self, packets: Sequence[Packet], backward: CallBackward) -> None:
+        assert self._inputs is not None
+        ends = [*self._inputs.ends, *self._parameters]
+        outputs = [
+            [t.requires_grad_(wants) for t, wants in zip(packet.tensors, packet.wants_gradient, strict=True)]
+            for packet in packets
+        ]
+        for packet, tied in zip(packets, attach(backward, ends, outputs), strict=True):
+            packet.tensors = tied
+
+    def _backward_graph(self) -> TaskGraph:
+        return self._machinery.graph(self.graph.shape.microbatches, Phase.BACKWARD, self._plan.checkpoint, False)
+
+    def backward_binder(self, graph: TaskGraph) -> Binder:
+        """The binder of the backward graph, on the forward's tensors and in the forward's context."""
+        return Binder(graph, self._plan, self._tensors, self._machinery.equipment, self._context)
+
+    @property
+    def machinery(self) -> Machinery:
+        """What all steps of the pipeline share."""
+        return self._machinery
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters that gradients go to."""
+        return self._parameters
+
+    def input_gradients(self) -> list[Tensor | None]:
+        """The gradients of the caller's tensors, in the order of the ends."""
+        assert self._inputs is not None
+        return self._inputs.collect(self._tensors.gradients)
+
+
+class CallBackward:
+    """The backward of one ``pipe(x)``: a graph behind gates that the exits open, and an entry that waits.
+
+    Holds the pipeline alive while an output may still be differentiated. If the engine stops on the way (another
+    node of the caller's graph raised), the backward is cancelled when the outputs are dropped.
+    """
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        tensors: StepTensors,
+        call: PreparedCall,
+        pipeline: object,
+        driver: Driver,
+        portal: Portal,
+    ) -> None:
+        self._graph = graph
+        self._tensors = tensors
+        self._call = call
+        self._pipeline = pipeline
+        self._driver = driver
+        self._portal = portal
+        self._running: _Running | None = None
+        self._spent = False
+
+    def release(self, microbatch: int, gradients: Sequence[Tensor | None], *, retain: bool) -> None:
+        """Take the caller's gradients of a micro-batch to the last stage, and open its gate."""
+        if self._running is None:
+            self._start(retain)
+        running = self._running
+        assert running is not None
+        last = len(self._call.machinery.equipment.stages) - 1
+        self._tensors.gradients[microbatch, CALLER, last] = list(gradients)
+        event = _arrival(gradients)
+        if event is not None:
+            self._tensors.arrivals[microbatch] = event
+        # What stands behind this one in the chain and has not come by now will not: it has no gradient.
+        running.open([i for i in sorted(running.closed, reverse=True) if i >= microbatch])
+
+    def finish(self) -> list[Tensor | None]:
+        """Wait until the last backward is issued; gradients of the inputs, then of the parameters."""
+        running, self._running = self._running, None
+        if running is None:
+            raise BackwardError("the backward of a pipeline reached its inputs without passing its outputs")
+        running.open(sorted(running.closed, reverse=True))
+        taken = running.wait()
+        inputs = self._call.input_gradients()
+        gradients = [*inputs, *[taken.get(id(parameter)) for parameter in self._call.parameters]]
+        taken.clear()
+        if not self._tensors.retain:
+            self._tensors.close()
+        return gradients
+
+    def _start(self, retain: bool) -> None:
+        if self._spent:
+            raise BackwardError(
+                "a second backward through the same pipe(x): its activations are gone; give the first one "
+                "retain_graph=True, or call the pipeline again"
+            )
+        self._spent = not retain
+        self._tensors.retain = retain
+        self._running = _Running(self._graph, self._call, self._driver, self._portal)
+
+
+class _Running:
+    """A backward graph under way."""
+
+    def __init__(self, graph: TaskGraph, call: PreparedCall, driver: Driver, portal: Portal) -> None:
+        equipment = call.machinery.equipment
+        self.closed = set(range(graph.shape.microbatches))
+        self._portal = portal
+        self._guard = equipment.guard
+        self._fence = Fence(equipment.streams.values())
+        self._gates = Gates()
+        self._fence.begin()
+        self._guard.begin(call.parameters)
+        try:
+            self._done: Call[Execution] = portal.submit(
+                driver.run(graph, call.backward_binder(graph).bind, self._gates)
+            )
+        except RuntimeError as error:
+            self._guard.roll_back()
+            raise PipelineClosedError("the pipeline is closed, and with it the backward of its outputs") from error
+        self._dropped: weakref.finalize[..., _Running] = weakref.finalize(
+            self, _give_up, self._done, self._guard, equipment.ties.drop_gradients
+        )
+        self._dropped.atexit = False
+
+    def open(self, microbatches: Sequence[int]) -> None:
+        """Open these gates, in this order."""
+        self.closed.difference_update(microbatches)
+        self._gates.open(microbatches, self._portal.call_soon)
+
+    def wait(self) -> dict[int, Tensor | None]:
+        """The new gradients by parameter, once the last backward is issued; raises what went wrong there."""
+        self._dropped.detach()
+        try:
+            self._done.wait()
+        except BaseException:
+            self._done.end()
+            self._guard.roll_back()
+            raise
+        finally:
+            # The caller's streams must be behind every lane before the engine reads the gradients there.
+            self._fence.end()
+        return self._guard.take()
+
+
+def _give_up(done: Call[Execution], guard: GradientGuard, drop: Any) -> None:
+    """Nobody will come for this backward: end it, and forget its gradients when its tasks have ended."""
+
+    def forget(_: object) -> None:
+        drop()
+        guard.roll_back()
+
+    done.future.add_done_callback(forget)
+    if not done.future.done():
+        done.cancel()
+
+
+def _arrival(gradients: Sequence[Tensor | None]) -> torch.cuda.Event | None:
+    """An event behind what the current stream has queued for these gradients; ``None`` where they are on a CPU."""
+    device = next((gradient.device for gradient in gradients if gradient is not None and gradient.is_cuda), None)
+    if device is None:
+        return None
+    event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
