@@ -17,6 +17,7 @@ from asyncpipe.call import PreparedCall
 from asyncpipe.core.events import Observer
 from asyncpipe.core.schedule import Schedule, find_schedule
 from asyncpipe.errors import PipelineClosedError
+from asyncpipe.face import ModelFace
 from asyncpipe.ops.device import resolve_devices
 from asyncpipe.ops.microbatch import Arguments
 from asyncpipe.ops.stage import Stage, StagedModel
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline", "SyncPipeline"]
 
 
-class Pipeline:
+class Pipeline(ModelFace):
     """A model that trains as a pipeline. Open it with ``async with``, then ``await step(x, target)``.
 
     ``model``: an ``nn.Sequential``, a list of modules, or any module cut by ``asyncpipe.trace``; it is moved to the
@@ -83,7 +84,7 @@ class Pipeline:
         observers: Sequence[Observer] = (),
         executors: Callable[[str], Executor] | None = None,
     ) -> None:
-        self._options: dict[str, Any] = {name: value for name, value in locals().items() if name != "self"}
+        self._options = {name: value for name, value in locals().items() if name not in ("self", "observers")}
         check_choice("loop", loop, ("running", "own"))
         check_positive("intra_op_threads", intra_op_threads)
         self.devices = resolve_devices(devices)
@@ -267,7 +268,18 @@ class Pipeline:
         is_cpu = any(device.name == name and not device.is_cuda for device in self.devices)
         return ThreadExecutor(name, on_start=self._intra_op.initializer() if is_cpu else None)
 
-    # The model
+    # Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: the model as it is now, the options without observers, the optimizers' states."""
+        optimizers = {stage: optimizer.state_dict() for stage, optimizer in self.optimizers.items()}
+        return {"options": self._options, "optimizers": optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pipeline that is not open yet."""
+        self.__init__(**state["options"])  # type: ignore[misc]
+        for stage, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][stage])
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -288,36 +300,6 @@ class Pipeline:
     def observers(self) -> list[Observer]:
         """The observers; append to it at any time."""
         return self._driver.observers
-
-    @property
-    def training(self) -> bool:
-        """Whether steps train."""
-        return self.module.training
-
-    def train(self, mode: bool = True) -> Pipeline:
-        """Set training mode, as ``nn.Module.train``."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Pipeline:
-        """Set evaluation mode: steps run forwards only."""
-        return self.train(False)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The model's parameters, for an optimizer."""
-        return self.module.parameters()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters under the unsplit model's names."""
-        return self.module.named_parameters()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state under the unsplit model's keys; tensors are where their stages are."""
-        return self.module.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
-        """Load a state with the unsplit model's keys, from any device."""
-        self.module.load_state_dict(state, strict=strict)
 
 
 class SyncPipeline:
@@ -369,8 +351,25 @@ class SyncPipeline:
         """End every thread. May be called again."""
         self._pipeline._close_blocking()
 
+    def __len__(self) -> int:
+        return len(self._pipeline)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self._pipeline[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._pipeline)
+
     def __getattr__(self, name: str) -> Any:
+        if name == "_pipeline":  # Not there yet: a copy is being made.
+            raise AttributeError(name)
         return getattr(self._pipeline, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"pipeline": self._pipeline}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._pipeline = state["pipeline"]
 
 
 def _end_threads(driver: Driver, portal: Portal | None) -> None:

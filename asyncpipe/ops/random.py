@@ -81,7 +81,8 @@ class RandomStream(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        # An operator of a traced stage is called after its overload: dropout.default.
+        name = getattr(func, "__name__", "").partition(".")[0]
         if name in _TAKES_GENERATOR:
             _refuse_torch_checkpoint()
             if kwargs.get("generator") is None:
