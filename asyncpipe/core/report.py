@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncpipe.core.events import StepRecord, StepSubmitted, TaskCompleted
+from asyncpipe.core.events import GateOpened, StepRecord, StepSubmitted, TaskCompleted
 from asyncpipe.core.graph import critical_path
 from asyncpipe.core.task import Queue, Task, TaskKind
 
@@ -43,6 +43,8 @@ class Report:
     step without backwards, of their forward)."""
     critical_path: float
     """The longest chain of dependent tasks, at the times that they took."""
+    gates_opened: dict[int, float]
+    """When the caller's gradient was there for each task that waited for one; empty in a whole step."""
 
     @property
     def device_utilization(self) -> dict[str, float]:
@@ -93,6 +95,9 @@ def report(record: StepRecord) -> Report:
         stage_busy=tuple(stage_busy),
         peak_in_flight=_peaks(times, graph.shape.stages, TaskKind.BACKWARD if graph.training else TaskKind.FORWARD),
         critical_path=critical_path(graph, lambda task: seconds.get(task.number, 0.0)),
+        gates_opened={
+            graph.gates[event.microbatch]: at - origin for at, event in record.journal if isinstance(event, GateOpened)
+        },
     )
 
 

@@ -26,7 +26,7 @@ class IdleReason(StrEnum):
     """What a compute lane waited for."""
 
     DEPENDENCY = "dependency"
-    """Another device had not yet computed what the next task reads."""
+    """Another device, or the caller's own part of a backward, had not yet computed what the next task reads."""
     COPY = "copy"
     """It was computed and on its way."""
     DISPATCH = "dispatch"
@@ -61,7 +61,7 @@ def usage(result: Report, graph: TaskGraph) -> Usage:
             stage = time.task.stage
             start, end = max(time.start, cursor), max(time.end, cursor)
             if start > cursor:
-                _split_gap(found, time, cursor, start, graph, times)
+                _split_gap(found, time, cursor, start, graph, times, result.gates_opened)
             found.busy[stage, device] += end - start
             cursor = end
         found.idle[stage, device, IdleReason.DRAIN] += result.seconds - cursor
@@ -69,10 +69,16 @@ def usage(result: Report, graph: TaskGraph) -> Usage:
 
 
 def _split_gap(
-    found: Usage, time: TaskTime, begin: float, end: float, graph: TaskGraph, times: dict[int, TaskTime]
+    found: Usage,
+    time: TaskTime,
+    begin: float,
+    end: float,
+    graph: TaskGraph,
+    times: dict[int, TaskTime],
+    gates_opened: dict[int, float],
 ) -> None:
     """Divide the idle time from ``begin`` to ``end``, where ``time.task`` starts, among the reasons."""
-    produced = arrived = begin
+    produced = arrived = max(begin, gates_opened.get(time.task.number, begin))
     for number in graph.dependencies[time.task.number]:
         if number not in times:
             continue

@@ -31,6 +31,7 @@ COLOURS = {
     TaskKind.WEIGHT_GRADIENT: "#c3aed6",
     TaskKind.COPY: "#9aa5b1",
     TaskKind.UPDATE: "#f0a58f",
+    TaskKind.SUM: "#c39bd3",
 }
 NAMES = {
     TaskKind.FORWARD: "forward",
@@ -40,6 +41,7 @@ NAMES = {
     TaskKind.WEIGHT_GRADIENT: "weight gradient",
     TaskKind.COPY: "copy",
     TaskKind.UPDATE: "update",
+    TaskKind.SUM: "sum",
 }
 TEXT = "#6e7781"
 """A grey with enough contrast on white and on GitHub's dark background; the page's scheme cannot be asked for."""

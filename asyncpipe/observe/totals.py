@@ -12,7 +12,7 @@ __all__ = ["COUNTERS", "GAUGES", "HISTOGRAMS", "Histogram", "Totals"]
 Labels = tuple[str, ...]
 
 COUNTERS: dict[str, tuple[str, Labels]] = {
-    "steps": ("Steps by outcome (ok, failed, cancelled).", ("outcome",)),
+    "steps": ("Steps by outcome (ok, failed, cancelled); a pipe(x) and its backward count as one each.", ("outcome",)),
     "tasks": ("Tasks by kind (F, R, B, C ...) and outcome (completed, failed, dropped).", ("kind", "outcome")),
     "stage_busy_seconds": ("Seconds that a device computed for a stage.", ("stage", "device")),
     "stage_idle_seconds": (

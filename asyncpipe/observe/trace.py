@@ -26,6 +26,7 @@ COLOURS = {
     TaskKind.WEIGHT_GRADIENT: "olive",
     TaskKind.COPY: "grey",
     TaskKind.UPDATE: "generic_work",
+    TaskKind.SUM: "rail_animation",
 }
 """Chrome has a list of reserved colour names and takes no others; Perfetto colours by name by itself."""
 INSIDE = 1e-3

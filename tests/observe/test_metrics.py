@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncpipe.core.events import (
     Abort,
     Dispatch,
+    GateOpened,
     Outcome,
     StepCompleted,
     StepRecord,
@@ -29,7 +30,7 @@ from asyncpipe.core.events import (
     TaskDropped,
     TaskFailed,
 )
-from asyncpipe.core.graph import TaskGraph
+from asyncpipe.core.graph import Phase, TaskGraph
 from asyncpipe.core.lower import CheckpointMode, lower
 from asyncpipe.core.report import report
 from asyncpipe.core.schedule import Shape, find_schedule
@@ -123,6 +124,23 @@ def test_a_task_that_starts_late_waited_for_its_dispatch() -> None:
         (1, "dev:1", IdleReason.DEPENDENCY): 2.0,
         (1, "dev:1", IdleReason.COPY): 1.0,
         (1, "dev:1", IdleReason.DISPATCH): 0.5,
+    }
+
+
+def test_waiting_for_the_callers_gradient_is_waiting_for_a_dependency() -> None:
+    graph = lower(find_schedule("gpipe"), Shape(1, 2, 1), phase=Phase.BACKWARD)
+    last, first = (graph.find(TaskKind.BACKWARD, i, 0).number for i in (1, 0))
+    journal = [
+        (10.0, StepSubmitted(0, graph)),
+        (11.0, GateOpened(0, 1)),
+        (12.5, TaskCompleted(0, last, 11.25, 12.5)),
+        (14.0, GateOpened(0, 0)),
+        (16.0, TaskCompleted(0, first, 14.5, 16.0)),
+    ]
+    used = usage(report(StepRecord(0, graph, journal, Outcome.OK)), graph)
+    assert {reason: seconds for (_, _, reason), seconds in used.idle.items() if seconds} == {
+        IdleReason.DEPENDENCY: 1.0 + 1.5,
+        IdleReason.DISPATCH: 0.25 + 0.5,
     }
 
 
