@@ -17,12 +17,13 @@ from torch import Tensor
 from asyncpipe.core.graph import TaskGraph
 from asyncpipe.core.task import Lane, Queue, Task
 from asyncpipe.errors import LossError, StageError
-from asyncpipe.ops.checkpoint import checkpoint
+from asyncpipe.ops.checkpoint import checkpoint, is_recomputing
 from asyncpipe.ops.context import CallerContext
 from asyncpipe.ops.copy import to_device
 from asyncpipe.ops.microbatch import Arguments, Packet
 from asyncpipe.ops.random import RandomStream
 from asyncpipe.ops.stage import CALLER, Stage
+from asyncpipe.ops.statistics import untouched
 from asyncpipe.ops.stream import LaneStream
 from asyncpipe.ops.tensors import Residue, StepPlan, StepTensors
 
@@ -85,8 +86,10 @@ class StageCompute:
         else:
             flat = function(inputs)
         rest = iter(flat)
-        outputs = {user: _some(rest, packet.count) for user, packet in cell.packets.items()}
-        for user, packet in cell.packets.items():
+        # Taken out: the residue keeps the cell, and the caller's packet will hold what hangs on this very backward.
+        packets, cell.packets = cell.packets, {}
+        outputs = {user: _some(rest, packet.count) for user, packet in packets.items()}
+        for user, packet in packets.items():
             self._send(i, stage.index, user, packet, outputs[user])
         if self._plan.training:
             self._tensors.residues[i, stage.index] = Residue(leaves, outputs, recomputation)
@@ -123,7 +126,8 @@ class StageCompute:
         """
         # A first operation in place would overwrite what the stage before, or a recomputation, still reads.
         rest = iter([tensor.clone() for tensor in tensors] if stage.module.overwrites_input else tensors)
-        with self._context.entered(), RandomStream(self._plan.seed, i, stage.index, stage.device.physical):
+        random = RandomStream(self._plan.seed, i, stage.index, stage.device.physical)
+        with self._context.entered(), random, untouched(stage.statistics if is_recomputing() else ()):
             sent = stage.module({source: packet.rebuild(rest) for source, packet in received.items()})
             cell.packets = {user: Packet(value) for user, value in sent.items()}
             _check_tensors(stage.index, sent, cell.packets)

@@ -45,7 +45,8 @@ class NoChunk:
 class Microbatches:
     """Micro-batches that the caller has made: their tensors may differ in every dimension.
 
-    Each is what a mini-batch may be (a nested value or ``Arguments``). The outputs come back as a list.
+    Each is what a mini-batch may be (a nested value or ``Arguments``) and has as many samples as its first tensor.
+    The outputs come back as a list.
     """
 
     def __init__(self, pieces: Iterable[Any]) -> None:
@@ -106,7 +107,8 @@ def cut(batch: Any, microbatches: int, *, dim: int = 0, name: str = "the input")
     where there is no tensor to cut, one without that dimension, an empty batch or a disagreement.
     """
     if isinstance(batch, Microbatches):
-        sizes = [_batch_size(piece, dim, f"micro-batch {i} of {name}") for i, piece in enumerate(batch.pieces)]
+        places = [f"micro-batch {i} of {name}" for i in range(len(batch))]
+        sizes = [_sizes(piece, dim, place)[0][1] for piece, place in zip(batch.pieces, places, strict=True)]
         return Cut([_unwrapped(piece) for piece in batch.pieces], sizes, ready_made=True)
     size = _batch_size(batch, dim, name)
     count = min(microbatches, size)
@@ -149,6 +151,18 @@ def _bare(leaf: Any) -> Any:
 
 
 def _batch_size(batch: Any, dim: int, name: str) -> int:
+    sizes = _sizes(batch, dim, name)
+    if len({size for _, size in sizes}) > 1:
+        listed = ", ".join(f"{place} has {size}" for place, size in sizes)
+        raise BatchError(
+            f"the tensors of {name} disagree in their batch size: {listed}; NoChunk(tensor) gives one to every "
+            "micro-batch whole"
+        )
+    return sizes[0][1]
+
+
+def _sizes(batch: Any, dim: int, name: str) -> list[tuple[str, int]]:
+    """The batch sizes of the tensors in ``batch``, and where each is."""
     tensors = [(path, leaf) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor)]
     if not tensors:
         raise BatchError(f"{name} holds no tensor, got {type(batch).__name__}; micro-batches are cut from tensors")
@@ -159,14 +173,9 @@ def _batch_size(batch: Any, dim: int, name: str) -> int:
                 f"{name}{keystr(path)} is a tensor {what}; dimension {dim} must be the batch (NoChunk(tensor) gives "
                 "it to every micro-batch whole)"
             )
-    sizes = {f"{name}{keystr(path)}": tensor.size(dim) for path, tensor in tensors}
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{place} has {size}" for place, size in sizes.items())
-        raise BatchError(f"the tensors of {name} disagree in their batch size: {listed}")
-    size = next(iter(sizes.values()))
-    if size == 0:
+    if not all(tensor.size(dim) for _, tensor in tensors):
         raise BatchError(f"{name} is empty; give at least one sample")
-    return size
+    return [(f"{name}{keystr(path)}", tensor.size(dim)) for path, tensor in tensors]
 
 
 def gather(outputs: Sequence[Any], dim: int = 0) -> Any:

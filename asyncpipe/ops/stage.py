@@ -19,6 +19,7 @@ from torch import nn
 
 from asyncpipe.ops.device import Device
 from asyncpipe.ops.microbatch import Arguments
+from asyncpipe.ops.statistics import StatisticsOf
 
 __all__ = ["CALLER", "Stage", "StageModule", "StagedModel"]
 
@@ -64,3 +65,5 @@ class Stage:
     index: int
     module: StageModule
     device: Device
+    statistics: StatisticsOf
+    """Its running statistics, which a recomputation must not update again."""

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from asyncpipe.errors import SharedParameterError
 from asyncpipe.ops.device import Device
 from asyncpipe.ops.stage import Stage, StagedModel, StageModule
+from asyncpipe.ops.statistics import statistics_of
 
 __all__ = ["Replica", "Ties", "place"]
 
@@ -174,7 +175,7 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
                 replaced[user][id(slot.module), slot.name] = replica
     modules = [ties.shadow(stage, slots) for stage, slots in zip(model.stages, replaced, strict=True)]
     return [
-        Stage(index, module, devices[device])
+        Stage(index, module, devices[device], statistics_of(module))
         for index, (module, device) in enumerate(zip(modules, placement, strict=True))
     ], ties
 

@@ -178,3 +178,32 @@ async def test_autocast_of_the_caller_holds_in_every_task(mode):
         loss.backward()
     for grad, parameter in zip(grads, model.parameters(), strict=True):
         torch.testing.assert_close(grad, parameter.grad)
+
+
+class _Count(nn.Module):
+    """Counts how often its forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return x
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("train", ["step", "call"])
+def test_recomputation_counts_no_statistics_twice(mode, train):
+    def make():
+        torch.manual_seed(6)
+        return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), _Count(), nn.BatchNorm1d(6)).double()
+
+    model, bare, x = make(), make(), torch.randn(12, 6, dtype=torch.float64)
+    for rows in x.split(3):
+        bare(rows)
+    with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=4, checkpoint=mode, loss_fn=lambda y: y.sum()).sync() as pipe:
+        pipe.step(x) if train == "step" else pipe(x).sum().backward()
+    assert model[3].runs == {"always": 8, "except_last": 7, "never": 4}[mode]
+    for ours, theirs in zip(model.buffers(), bare.buffers(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-12

@@ -112,7 +112,8 @@ BAD_BATCHES = {
     ),
     "disagreement": (
         [torch.zeros(4), {"mask": torch.zeros(3, 4)}],
-        "the tensors of the input disagree in their batch size: the input[0] has 4, the input[1]['mask'] has 3",
+        "the tensors of the input disagree in their batch size: the input[0] has 4, the input[1]['mask'] has 3; "
+        "NoChunk(tensor) gives one to every micro-batch whole",
     ),
     "empty": (torch.zeros(0, 3), "the input is empty; give at least one sample"),
 }
