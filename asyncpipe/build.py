@@ -85,7 +85,7 @@ def _staged(model: object, schedule: Schedule, devices: int, options: BuildOptio
                 "out, or trace it with another split"
             )
         if options.deferred_batch_norm:
-            raise OptionError("a traced model cannot defer its batch norms; convert_deferred_batch_norm before tracing")
+            raise OptionError("a trace does not see what deferred batch norms gather; give a list of stages instead")
         return model
     sequence = as_sequential(model)  # type: ignore[arg-type]
     if options.deferred_batch_norm:

@@ -110,6 +110,7 @@ class PreparedStep:
         self._machinery.equipment.ties.refresh()
         self._fence.begin()
         if self._training:
+            self._machinery.equipment.guard.settle()
             self._guards = True
             self._machinery.equipment.guard.begin(self._machinery.module.parameters())
 
@@ -139,15 +140,10 @@ class PreparedStep:
         self._tensors.close()
 
     def _commit(self) -> None:
-        updated = {
-            id(parameter)
-            for stage in self.graph.wiring.updates
-            for group in self._machinery.equipment.optimizers[stage].param_groups
-            for parameter in group["params"]
-        }
-        normalize([p for p in self._machinery.module.parameters() if id(p) not in updated], self._tensors)
-        self._machinery.equipment.guard.commit()
+        # What was updated inside the step has no gradient any more.
+        normalize(list(self._machinery.module.parameters()), self._tensors)
         self._guards = False
+        self._machinery.equipment.guard.commit()
 
     def _mean_loss(self, losses: Sequence[Tensor]) -> Tensor | None:
         if not losses:

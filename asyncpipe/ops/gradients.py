@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from asyncpipe.errors import BackwardError
+
 __all__ = ["GradientGuard"]
 
 
@@ -20,9 +22,10 @@ class GradientGuard:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._before: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
         self._running = 0
+        self._given_up = 0
         self._failed = False
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -43,40 +46,68 @@ class GradientGuard:
             _add_up(parameter, before)
 
     def commit(self) -> None:
-        """The step went well: earlier gradients plus the new ones, in the earlier tensors."""
+        """The step went well: earlier gradients plus the new ones, in the earlier tensors.
+
+        Raises ``BackwardError`` if another one failed meanwhile: the two can no longer be told apart.
+        """
         with self._lock:
             if self._is_last():
                 for parameter, before in self._before.values():
-                    _restore(parameter, before) if self._failed else _add_up(parameter, before)
+                    _add_up(parameter, before)
                 self._before.clear()
 
     def take(self) -> dict[int, Tensor | None]:
         """The step went well: the new gradients by ``id`` of their parameter; the earlier ones are in place again.
 
-        Empty while another backward goes on: that one takes the sum.
+        Empty while another backward goes on: that one takes the sum. Raises as ``commit``.
         """
         with self._lock:
             if not self._is_last():
                 return {}
-            taken: dict[int, Tensor | None] = {}
-            for parameter, before in self._before.values():
-                taken[id(parameter)] = None if self._failed else parameter.grad
-                _restore(parameter, before)
-            self._before.clear()
+            taken = {id(parameter): parameter.grad for parameter, _ in self._before.values()}
+            self._restore()
             return taken
 
     def roll_back(self) -> None:
         """The step failed: the gradients are what they were before it."""
         with self._lock:
             self._failed = True
-            if self._is_last():
-                for parameter, before in self._before.values():
-                    _restore(parameter, before)
-                self._before.clear()
+            self._running = max(0, self._running - 1)
+            if not self._running:
+                self._restore()
+
+    def give_up(self) -> None:
+        """Nobody waits for a step's end any more; ``forget`` will be called when its tasks have ended."""
+        with self._lock:
+            self._given_up += 1
+
+    def forget(self) -> None:
+        """A step that was given up has ended; from any thread."""
+        self.roll_back()
+        with self._lock:
+            self._given_up -= 1
+            self._lock.notify_all()
+
+    def settle(self) -> None:
+        """Wait until every step that was given up has ended. Not on a thread that their tasks may need."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._given_up)
 
     def _is_last(self) -> bool:
         self._running = max(0, self._running - 1)
+        if self._failed:
+            if not self._running:
+                self._restore()
+            raise BackwardError(
+                "another backward of this pipeline failed while this one ran, so the gradients of both are dropped; "
+                "run this one again"
+            )
         return not self._running
+
+    def _restore(self) -> None:
+        for parameter, before in self._before.values():
+            parameter.grad = before
+        self._before.clear()
 
 
 def _add_up(parameter: nn.Parameter, before: Tensor | None) -> None:
@@ -84,7 +115,3 @@ def _add_up(parameter: nn.Parameter, before: Tensor | None) -> None:
         if parameter.grad is not None:
             before += parameter.grad
         parameter.grad = before
-
-
-def _restore(parameter: nn.Parameter, before: Tensor | None) -> None:
-    parameter.grad = before

@@ -91,7 +91,7 @@ class RandomStream(TorchFunctionMode):
         if not _draws(name, args, kwargs):
             return func(*args, **kwargs)
         _refuse_torch_checkpoint()
-        if func is functional.dropout and args and args[0].device.type == "cpu":
+        if func in (functional.dropout, torch.ops.aten.dropout.default) and args and args[0].device.type == "cpu":
             return self._dropout(*args, **kwargs)
         return self._with_default_generators(func, args, kwargs)
 

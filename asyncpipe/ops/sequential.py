@@ -21,7 +21,7 @@ from asyncpipe.ops.microbatch import Arguments
 from asyncpipe.ops.skip import SkipKey, SkipStore, skip_layout, use_skips
 from asyncpipe.ops.stage import CALLER, StagedModel, StageModule
 
-__all__ = ["PipeSequential", "SequentialStage", "as_sequential", "split", "stage_sequence"]
+__all__ = ["PipeSequential", "SequentialStage", "as_sequential", "split", "stage_parts", "stage_sequence"]
 
 
 class PipeSequential(nn.Sequential):
@@ -101,12 +101,19 @@ def stage_sequence(model: nn.Sequential, balance: str | Sequence[int], stages: i
 
     Raises ``BalanceError``, and ``TypeError`` that lists every skip without its counterpart.
     """
-    parts = split(model, balance, stages)
+    return stage_parts(model, split(model, balance, stages))
+
+
+def stage_parts(module: nn.Module, parts: Sequence[nn.Sequential]) -> StagedModel:
+    """``parts`` as the stages of ``module``, which owns their parameters; each part is called as it is, hooks too.
+
+    Raises ``TypeError`` that lists every skip without its counterpart.
+    """
     skips = skip_layout(parts)
-    links = {(j, j + 1) for j in range(stages - 1)} | {ends for ends in skips.values() if ends[0] != ends[1]}
+    links = {(j, j + 1) for j in range(len(parts) - 1)} | {ends for ends in skips.values() if ends[0] != ends[1]}
     return StagedModel(
-        module=model,
-        stages=[SequentialStage(part, index, stages, skips) for index, part in enumerate(parts)],
+        module=module,
+        stages=[SequentialStage(part, index, len(parts), skips) for index, part in enumerate(parts)],
         links=tuple(sorted(links)),
         takes=_take_all,
     )

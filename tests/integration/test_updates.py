@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncpipe import Pipeline, TaskError
+from asyncpipe import Arguments, Pipeline, TaskError
 from asyncpipe.core.report import report
 from asyncpipe.core.task import WHOLE_STEP, Task, TaskKind
 from asyncpipe.errors import OptionError
@@ -37,6 +37,29 @@ async def test_updates_are_those_of_one_optimizer(workload, schedule):
                 optimizer.zero_grad()
     for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
         assert ours.grad is None
+        assert (ours - theirs).abs().max() < 1e-10
+
+
+async def test_updates_follow_a_loss_that_counts(workload):
+    model, bare = workload.model(), workload.model()
+    optimizer = torch.optim.SGD(bare.parameters(), lr=1.0)
+    kept = torch.arange(12) % 3 > 0
+
+    def loss_fn(output, target, kept):
+        return mse(output[kept], target[kept]), kept.sum()
+
+    async with Pipeline(
+        model,
+        ["cpu:0", "cpu:1"],
+        microbatches=5,
+        loss_fn=loss_fn,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+    ) as pipe:
+        for update in (False, True):
+            await pipe.step(workload.x, Arguments.of(workload.target, kept), update=update)
+            loss_fn(bare(workload.x), workload.target, kept)[0].backward()
+    optimizer.step()
+    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
         assert (ours - theirs).abs().max() < 1e-10
 
 

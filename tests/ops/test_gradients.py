@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from asyncpipe.errors import BackwardError
 from asyncpipe.ops.gradients import GradientGuard
 
 
@@ -136,8 +139,26 @@ def test_of_overlapping_backwards_one_failure_spoils_the_sum() -> None:
     guard.begin(owned)
     step(owned)
     guard.roll_back()
-    assert guard.take() == {id(parameter): None for parameter in owned}
+    with pytest.raises(BackwardError, match="another backward of this pipeline failed while this one ran"):
+        guard.take()
     assert values(owned) == [1.0, None]
+    guard.begin(owned)
+    made = step(owned)
+    assert guard.take()[id(owned[0])] is made[0], "the next one starts afresh"
+
+
+def test_what_was_given_up_is_waited_for() -> None:
+    owned = parameters(1.0)
+    guard = guarded(owned)
+    guard.give_up()
+    settled = threading.Event()
+    waiting = threading.Thread(target=lambda: (guard.settle(), settled.set()))
+    waiting.start()
+    assert not settled.is_set()
+    guard.forget()
+    waiting.join(10)
+    assert settled.is_set()
+    assert values(owned) == [1.0]
 
 
 @pytest.mark.parametrize("end", ["commit", "roll_back"])
