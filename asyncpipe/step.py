@@ -16,6 +16,8 @@ from asyncpipe.errors import LossError, OptionError
 from asyncpipe.ops.batchnorm import DeferredBatchNorm
 from asyncpipe.ops.binder import Binder, Equipment, normalize
 from asyncpipe.ops.context import CallerContext
+from asyncpipe.ops.copy import to_device
+from asyncpipe.ops.device import Device
 from asyncpipe.ops.microbatch import Arguments, Cut, cut, cut_alike, gather
 from asyncpipe.ops.random import draw_step_seed
 from asyncpipe.ops.stream import Fence
@@ -97,7 +99,7 @@ class PreparedStep:
         return StepPlan(
             loss=machinery.loss_fn if has_loss else None,
             weights=_weights(pieces.sizes, machinery.mean),
-            scale=_scale(options.scaler) if self._training else None,
+            scale=_scale(options.scaler, machinery.equipment.stages[-1].device) if self._training else None,
             seed=draw_step_seed(),
             checkpoint=machinery.checkpoint,
             keep_outputs=options.return_outputs or not has_loss,
@@ -118,7 +120,8 @@ class PreparedStep:
         """The result of a step whose last task is issued; the caller's streams are ordered behind it."""
         losses = [loss for _, loss in sorted(self._tensors.losses.items())]
         outputs = [packet.rebuild(packet.tensors) for _, packet in sorted(self._tensors.outputs.items())]
-        self._fence.end(leaf for leaf in tree_leaves([losses, outputs]) if isinstance(leaf, Tensor))
+        counts = list(self._tensors.counts.values())
+        self._fence.end(leaf for leaf in tree_leaves([losses, counts, outputs]) if isinstance(leaf, Tensor))
         with torch.no_grad():
             loss = self._mean_loss(losses)
             gathered: Any = None
@@ -161,13 +164,12 @@ def _weights(sizes: Sequence[int], mean: bool) -> list[float]:
     return [size / sum(sizes) if mean else 1.0 for size in sizes]
 
 
-def _scale(scaler: GradScaler | None) -> Tensor | None:
-    """What ``scaler`` multiplies a loss by."""
+def _scale(scaler: GradScaler | None, device: Device) -> Tensor | None:
+    """What ``scaler`` multiplies a loss by, on the device of the last stage."""
     if scaler is None:
         return None
-    one = torch.ones((), device=scaler._device)
-    scaled: Tensor = scaler.scale(one)
-    return scaled
+    scaled: Tensor = scaler.scale(torch.ones((), device=scaler._device))
+    return to_device(scaled, device.physical)
 
 
 def _check_loss(loss_fn: Callable[..., Any] | None, target: Any, training: bool) -> None:

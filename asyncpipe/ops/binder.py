@@ -8,6 +8,7 @@ the same tensors (``ops/tensors.py``), and dictionaries bear the rest. What the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -153,11 +154,30 @@ class Binder:
         """Run the stage's optimizer on its gradients, which are whole, and clear them."""
         optimizer = self._equipment.optimizers[task.stage]
         parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
-        with torch.no_grad():
+        with torch.no_grad(), self._beside_counts(task):
             normalize(parameters, self._tensors)
             self._equipment.guard.commit_some(parameters)
         optimizer.step()
         optimizer.zero_grad()
+
+    def _beside_counts(self, task: Task) -> AbstractContextManager[object]:
+        """Current streams on which ``task`` may read what the losses counted on another CUDA device."""
+        counts = list(self._tensors.counts.values())
+        lane = self._equipment.streams[task.lane]
+        if not counts or not counts[0].is_cuda or counts[0].device == lane.device:
+            return nullcontext()
+        stack = ExitStack()
+        side = CudaStream(counts[0].device)
+        last = len(self._equipment.stages) - 1
+        for counted in self._graph.tasks:
+            if counted.kind is TaskKind.FORWARD and counted.stage == last and counted.number in self._events:
+                # The copy out of that device is queued on its side stream: not before the losses are there.
+                side.wait(self._events[counted.number])
+        # Allocated on the last stage's compute stream: freed meanwhile, their memory must not be reused.
+        side.keep(counts)
+        stack.enter_context(side.use())
+        stack.enter_context(lane.use())
+        return stack
 
 
 def normalize(parameters: Sequence[nn.Parameter], tensors: StepTensors) -> None:

@@ -6,13 +6,13 @@ crosses the border as a tensor of the step. Runs on the threads of the stages' d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncpipe.core.graph import TaskGraph
 from asyncpipe.core.task import Lane, Queue, Task
@@ -39,10 +39,49 @@ class _Result(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Cell:
-    """Takes the structure of what a stage sends past autograd functions, which carry tensors only."""
+class _StageRun:
+    """A stage (and at the last one the loss) as a function of tensors, the same whenever it is called.
 
+    A residue keeps it, in an autograd graph that hides what it refers to from the garbage collector: so it knows
+    nothing of the step's tables, nor of what the caller gets.
+    """
+
+    plan: StepPlan
+    context: CallerContext
+    stage: Stage
+    microbatch: int
+    received: Mapping[int, Packet]
+    target: Arguments
     packets: dict[int, Packet] = field(default_factory=dict)
+    """What the stage sends, without its tensors: autograd functions carry nothing else."""
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Runs on the device's thread, or on one of the autograd engine's when nothing recomputed it before."""
+        plan, stage = self.plan, self.stage
+        # A first operation in place would overwrite what the stage before, or a recomputation, still reads.
+        rest = iter([tensor.clone() for tensor in tensors] if stage.module.overwrites_input else tensors)
+        random = RandomStream(plan.seed, self.microbatch, stage.index, stage.device.physical)
+        with self.context.entered(), random, untouched(stage.statistics if is_recomputing() else ()):
+            sent = stage.module({source: packet.rebuild(rest) for source, packet in self.received.items()})
+            self.packets = {user: Packet(value) for user, value in sent.items()}
+            _check_tensors(stage.index, sent, self.packets)
+            if CALLER in sent and plan.loss is not None:
+                self.packets[CALLER] = Packet(self._with_loss(sent[CALLER], plan.loss))
+        flat = [tensor for packet in self.packets.values() for tensor in packet.tensors]
+        for packet in self.packets.values():
+            packet.tensors = []
+        return flat
+
+    def _with_loss(self, output: Any, loss_fn: Callable[..., Any]) -> _Result:
+        loss, count = _loss_and_count(loss_fn(output, *self.target.args, **self.target.kwargs))
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise LossError("the loss does not depend on any parameter; does a stage or loss_fn detach its output?")
+        return _Result(loss, count, output if self.plan.keep_outputs else None)
+
+    def take_packets(self) -> dict[int, Packet]:
+        """What the stage sends; the caller's will soon hold what hangs on this very backward."""
+        packets, self.packets = self.packets, {}
+        return packets
 
 
 class StageCompute:
@@ -74,20 +113,15 @@ class StageCompute:
         i, stage = task.microbatch, self._stages[task.stage]
         received = self._received(i, stage.index)
         leaves = {source: self._leaves(source, packet, stage) for source, packet in received.items()}
-        if stage.index == len(self._stages) - 1 and i in self._tensors.targets:
-            target = Packet(self._tensors.targets[i])
-            self._tensors.targets[i] = target.rebuild(self._from_caller(target.tensors, stage))
-        cell = _Cell()
-        function = partial(self._run_stage, i, stage, received, cell)
+        run = _StageRun(self._plan, self._context, stage, i, received, self._target(i, stage))
         inputs = [leaf for leaves_of_link in leaves.values() for leaf in leaves_of_link]
         recomputation = None
         if self._plan.training and self._plan.checkpoint.recomputes(i, self._microbatches):
-            flat, recomputation = checkpoint(function, inputs)
+            flat, recomputation = checkpoint(run, inputs)
         else:
-            flat = function(inputs)
+            flat = run(inputs)
         rest = iter(flat)
-        # Taken out: the residue keeps the cell, and the caller's packet will hold what hangs on this very backward.
-        packets, cell.packets = cell.packets, {}
+        packets = run.take_packets()
         outputs = {user: _some(rest, packet.count) for user, packet in packets.items()}
         for user, packet in packets.items():
             self._send(i, stage.index, user, packet, outputs[user])
@@ -110,40 +144,19 @@ class StageCompute:
         here = self._plan.training and (source != CALLER or not self._plan.whole_step)
         return [tensor.detach().requires_grad_(here and want) for tensor, want in zip(tensors, wants, strict=True)]
 
+    def _target(self, i: int, stage: Stage) -> Arguments:
+        """What the loss takes beside the last stage's output, on that stage's device."""
+        if stage.index < len(self._stages) - 1 or i not in self._tensors.targets:
+            return Arguments.of()
+        target = Packet(self._tensors.targets.pop(i))
+        return Arguments.wrap(target.rebuild(self._from_caller(target.tensors, stage)))
+
     def _from_caller(self, tensors: Sequence[Tensor], stage: Stage) -> list[Tensor]:
         """The caller's tensors on the stage's device, safe to read on its compute stream."""
         moved = [to_device(tensor, stage.device.physical) for tensor in tensors]
         # Allocated on the caller's stream: freed by the caller meanwhile, their memory must not be reused.
         self._streams[Lane(stage.device.name, Queue.COMPUTE)].keep([*tensors, *moved])
         return moved
-
-    def _run_stage(
-        self, i: int, stage: Stage, received: Mapping[int, Packet], cell: _Cell, tensors: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """The stage (and at the last one the loss) as a function of tensors, the same whenever it is called.
-
-        Runs on the device's thread, or on one of the autograd engine's when nothing recomputed it before.
-        """
-        # A first operation in place would overwrite what the stage before, or a recomputation, still reads.
-        rest = iter([tensor.clone() for tensor in tensors] if stage.module.overwrites_input else tensors)
-        random = RandomStream(self._plan.seed, i, stage.index, stage.device.physical)
-        with self._context.entered(), random, untouched(stage.statistics if is_recomputing() else ()):
-            sent = stage.module({source: packet.rebuild(rest) for source, packet in received.items()})
-            cell.packets = {user: Packet(value) for user, value in sent.items()}
-            _check_tensors(stage.index, sent, cell.packets)
-            if CALLER in sent and self._plan.loss is not None:
-                cell.packets[CALLER] = Packet(self._with_loss(sent[CALLER], i, self._plan.loss))
-        flat = [tensor for packet in cell.packets.values() for tensor in packet.tensors]
-        for packet in cell.packets.values():
-            packet.tensors = []
-        return flat
-
-    def _with_loss(self, output: Any, i: int, loss_fn: Callable[..., Any]) -> _Result:
-        target = Arguments.wrap(self._tensors.targets[i]) if i in self._tensors.targets else Arguments.of()
-        loss, count = _loss_and_count(loss_fn(output, *target.args, **target.kwargs))
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise LossError("the loss does not depend on any parameter; does a stage or loss_fn detach its output?")
-        return _Result(loss, count, output if self._plan.keep_outputs else None)
 
     def _send(self, i: int, j: int, user: int, packet: Packet, outputs: Sequence[Tensor]) -> None:
         packet.wants_gradient = [tensor.requires_grad for tensor in outputs]
@@ -187,7 +200,8 @@ class StageCompute:
         ]
         if pairs:
             tensors, starts = zip(*pairs, strict=True)
-            torch.autograd.backward(tensors, starts, retain_graph=retain)
+            with _without_hooks(() if self._plan.whole_step else self._stages[j].module.parameters()):
+                torch.autograd.backward(tensors, starts, retain_graph=retain)
         for source, leaves in residue.inputs.items():
             if source != CALLER or any(leaf.requires_grad for leaf in leaves):
                 self._tensors.gradients[i, j, source] = [leaf.grad for leaf in leaves]
@@ -212,6 +226,24 @@ class StageCompute:
         if self._plan.scale is not None:
             start = start * self._plan.scale
         return [start, *[None] * (len(outputs) - 1)]
+
+
+@contextmanager
+def _without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """The caller's engine passes on the whole gradients of ``parameters``: their hooks are not for parts of them."""
+    aside = [
+        (hooks, dict(hooks))
+        for parameter in parameters
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        if hooks
+    ]
+    try:
+        for hooks, _ in aside:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, kept in aside:
+            hooks.update(kept)
 
 
 def _some(tensors: Iterator[Tensor], count: int) -> list[Tensor]:

@@ -186,13 +186,17 @@ class Fence:
             stream.tick()
 
     def end(self, results: Iterable[Tensor] = ()) -> None:
-        """Order the caller's streams behind every lane; ``results`` are what the caller gets to read."""
+        """Order the caller's streams behind every lane; ``results`` as in ``hand_over``."""
         for stream in self._streams:
             event = _record(stream.stream)
             for caller in self._callers:
                 # The optimizer reads the gradients, and the caller the outputs, that the lanes are still writing.
                 caller.wait_event(event)
-        for tensor in results:
+        self.hand_over(results)
+
+    def hand_over(self, tensors: Iterable[Tensor]) -> None:
+        """Let the caller read ``tensors``, which the lanes have made, on its own streams; after ``end``."""
+        for tensor in tensors:
             for caller in self._callers:
                 # Allocated on a compute stream and read on the caller's: freeing it must wait for that read.
                 if tensor.is_cuda and tensor.device == caller.device:
