@@ -17,7 +17,7 @@ from torch import nn
 import asyncpipe.build
 import asyncpipe.call
 import asyncpipe.step
-from asyncpipe import Pipeline, TaskError
+from asyncpipe import Pipeline, TaskError, pop, skippable, stash
 from asyncpipe.core.task import Lane, Queue
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.ops.stream import CudaStream
@@ -104,21 +104,26 @@ def pipeline(model, schedule="1f1b", checkpoint="always"):
     return Pipeline(model, devices, microbatches=4, schedule=schedule, checkpoint=checkpoint, loss_fn=mse, in_flight=64)
 
 
+def order_of_tasks(graph, journal, streams):
+    """The event of each task: per lane, tasks are issued in the order of their dispatch, and so are their events."""
+    dispatched = [event.task for _, event in journal if hasattr(event, "task")]
+    issued = {}
+    for lane, stream in streams.items():
+        tasks = list(dict.fromkeys(t for t in dispatched if graph.tasks[t].lane == lane))
+        issued.update(zip(tasks, stream.events, strict=True))
+    return issued
+
+
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 async def test_every_dependency_is_waited_for(workload, noting, before_task, schedule, checkpoint):
     streams, released = noting
-    issued = {}
     async with pipeline(workload.model(), schedule, checkpoint) as pipe:
         result = await pipe.step(workload.x, workload.target)
         with pytest.raises(AsyncpipeError, match=r"await result\.completed\(\)"):
             _ = result.report
-        # Per lane, tasks are issued in the order of their dispatch; so are their events.
-        dispatched = [event.task for _, event in pipe._driver._state._steps[0].journal if hasattr(event, "task")]
         graph = result._execution.graph
-        for lane, stream in streams.items():
-            tasks = list(dict.fromkeys(t for t in dispatched if graph.tasks[t].lane == lane))
-            issued.update(zip(tasks, stream.events, strict=True))
+        issued = order_of_tasks(graph, pipe._driver._state._steps[0].journal, streams)
         released.set()
         assert len((await result.completed()).report.tasks) == len(graph.tasks)
     for edge in graph.edges():
@@ -156,3 +161,79 @@ async def test_a_device_error_after_the_issue_comes_with_completion(workload, no
         released.set()
         with pytest.raises(TaskError, match="device-side assert"):
             await result.completed()
+
+
+class _Tied(nn.Module):
+    """A later layer's own use of the first layer's weight."""
+
+    def __init__(self, first: nn.Linear) -> None:
+        super().__init__()
+        self.weight = first.weight
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@skippable(stash=["kept"])
+class _Keep(nn.Module):
+    def forward(self, x):
+        yield stash("kept", x)
+        return x
+
+
+@skippable(pop=["kept"])
+class _Add(nn.Module):
+    def forward(self, x):
+        return x + (yield pop("kept"))
+
+
+def make_tied():
+    torch.manual_seed(8)
+    first = nn.Linear(6, 6)
+    return nn.Sequential(first, _Keep(), nn.Linear(6, 6), nn.Tanh(), _Tied(first), _Add()).double()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+async def test_skips_ties_and_updates_are_waited_for(noting, checkpoint):
+    streams, released = noting
+    model, x = make_tied(), torch.randn(8, 6, dtype=torch.float64)
+    bare = make_tied()
+    bare(x).square().mean().backward()
+    async with Pipeline(
+        model,
+        ["cpu:0", "cpu:1", "cpu:2"],
+        microbatches=4,
+        balance=[2, 2, 2],
+        checkpoint=checkpoint,
+        loss_fn=lambda y: y.square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        in_flight=64,
+    ) as pipe:
+        await pipe.step(x)
+        record = pipe._driver._state._steps[0]
+        issued = order_of_tasks(record.graph, record.journal, streams)
+        released.set()
+    assert {"C(0,0>2)", "C(0,2>0)", "C(0>2)", "C(2>0)", "S(0)", "U(0)"} <= {task.id for task in record.graph.tasks}
+    for edge in record.graph.edges():
+        assert issued[edge.dependency] in issued[edge.task].waited, f"{edge} is not ordered by an event"
+    for ours, theirs, start in zip(model.parameters(), bare.parameters(), make_tied().parameters(), strict=True):
+        assert (ours - (start - theirs.grad)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_backward_of_the_callers_returns_before_completion(workload, noting, checkpoint):
+    streams, released = noting
+    model, x = workload.model(), workload.x.clone().requires_grad_()
+    with pipeline(model, checkpoint=checkpoint).sync() as pipe:
+        output = pipe(x)
+        mse(output, workload.target).backward()
+        assert not released.is_set()
+        assert workload.worst(model) < 1e-10
+        assert x.grad is not None
+        forward, backward = pipe._driver._state._steps.values()
+        for lane, stream in streams.items():
+            del stream.events[: sum(task.lane == lane for task in forward.graph.tasks)]
+        issued = order_of_tasks(backward.graph, backward.journal, streams)
+        for edge in backward.graph.edges():
+            assert issued[edge.dependency] in issued[edge.task].waited, f"{edge} is not ordered by an event"
+        released.set()
