@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     from asyncpipe.ops.profile import balance_by_time as balance_by_time
     from asyncpipe.ops.sequential import PipeSequential as PipeSequential
     from asyncpipe.ops.skip import Namespace as Namespace
+    from asyncpipe.ops.skip import Skippable as Skippable
     from asyncpipe.ops.skip import pop as pop
     from asyncpipe.ops.skip import skippable as skippable
     from asyncpipe.ops.skip import stash as stash
     from asyncpipe.ops.skip import verify_skippables as verify_skippables
+    from asyncpipe.ops.trace import trace as trace
     from asyncpipe.pipeline import Pipeline as Pipeline
     from asyncpipe.pipeline import SyncPipeline as SyncPipeline
     from asyncpipe.result import StepResult as StepResult
@@ -58,7 +60,8 @@ _HOMES = {
     "ops.microbatch": ("Arguments", "Microbatches", "NoChunk"),
     "ops.profile": ("balance_by_size", "balance_by_time"),
     "ops.sequential": ("PipeSequential",),
-    "ops.skip": ("Namespace", "pop", "skippable", "stash", "verify_skippables"),
+    "ops.skip": ("Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"),
+    "ops.trace": ("trace",),
     "pipeline": ("Pipeline", "SyncPipeline"),
     "result": ("StepResult",),
 }

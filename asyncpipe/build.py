@@ -91,6 +91,8 @@ def _staged(model: object, schedule: Schedule, devices: int, options: BuildOptio
     if options.deferred_batch_norm:
         convert_deferred_batch_norm(sequence)
     balance = options.balance
+    if not isinstance(balance, Sequence):
+        raise BalanceError(f"balance must be 'auto' or a list of integers, got {balance!r}")
     if options.stages is not None:
         count = check_positive("stages", options.stages)
     else:

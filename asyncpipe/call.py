@@ -11,8 +11,11 @@ Everything here runs on the caller's thread, but ``release``, which for outputs 
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +35,7 @@ from asyncpipe.ops.random import draw_step_seed
 from asyncpipe.ops.stage import CALLER
 from asyncpipe.ops.stream import Fence
 from asyncpipe.ops.tensors import StepPlan, StepTensors
+from asyncpipe.ops.tie import Ties
 from asyncpipe.runtime.driver import Driver, Execution, Gates
 from asyncpipe.runtime.portal import Call, Portal
 from asyncpipe.step import Machinery
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
     from asyncpipe.core.graph import TaskGraph
 
 __all__ = ["PreparedCall"]
+
+_CLOSED = "the pipeline is closed, and with it the backward of its outputs"
 
 
 class PreparedCall:
@@ -79,12 +85,15 @@ class PreparedCall:
     def begin(self) -> None:
         """Order the lanes behind what the caller has queued."""
         self._machinery.equipment.ties.refresh()
+        self._machinery.equipment.guard.settle()
         self._fence.begin()
 
     def finish(self, pipeline: object, driver: Driver, portal: Portal) -> Any:
         """The outputs, as part of the caller's graph; gathered unless the micro-batches were ready-made."""
         packets = [packet for _, packet in sorted(self._tensors.outputs.items())]
         self._tensors.outputs.clear()
+        # The outputs keep this object; the forward's binder is done.
+        del self.bind
         self._fence.end(tensor for packet in packets for tensor in packet.tensors)
         self._machinery.commit_statistics()
         if self._training:
@@ -135,7 +144,7 @@ class CallBackward:
     """The backward of one ``pipe(x)``: a graph behind gates that the exits open, and an entry that waits.
 
     Holds the pipeline alive while an output may still be differentiated. If the engine stops on the way (another
-    node of the caller's graph raised), the backward is cancelled when the outputs are dropped.
+    node of the caller's graph raised), the backward is cancelled.
     """
 
     def __init__(
@@ -153,38 +162,34 @@ class CallBackward:
         self._pipeline = pipeline
         self._driver = driver
         self._portal = portal
-        self._running: _Running | None = None
+        self._running: Callable[[], _Running | None] = _nothing
         self._spent = False
 
     def release(self, microbatch: int, gradients: Sequence[Tensor | None], *, retain: bool) -> None:
         """Take the caller's gradients of a micro-batch to the last stage, and open its gate."""
-        if self._running is None:
-            self._start(retain)
-        running = self._running
-        assert running is not None
-        last = len(self._call.machinery.equipment.stages) - 1
-        self._tensors.gradients[microbatch, CALLER, last] = list(gradients)
-        event = _arrival(gradients)
-        if event is not None:
-            self._tensors.arrivals[microbatch] = event
-        # What stands behind this one in the chain and has not come by now will not: it has no gradient.
-        running.open([i for i in sorted(running.closed, reverse=True) if i >= microbatch])
+        running = self._running() or self._start(retain)
+        with running.given_up_on_errors():
+            last = len(self._call.machinery.equipment.stages) - 1
+            self._tensors.gradients[microbatch, CALLER, last] = list(gradients)
+            event = _arrival(gradients)
+            if event is not None:
+                self._tensors.arrivals[microbatch] = event
+            # What stands behind this one in the chain and has not come by now will not: it has no gradient.
+            running.open([i for i in sorted(running.closed, reverse=True) if i >= microbatch])
 
     def finish(self) -> list[Tensor | None]:
         """Wait until the last backward is issued; gradients of the inputs, then of the parameters."""
-        running, self._running = self._running, None
+        running, self._running = self._running(), _nothing
         if running is None:
             raise BackwardError("the backward of a pipeline reached its inputs without passing its outputs")
-        running.open(sorted(running.closed, reverse=True))
-        taken = running.wait()
+        with running.given_up_on_errors():
+            running.open(sorted(running.closed, reverse=True))
+            taken = running.wait()
         inputs = self._call.input_gradients()
-        gradients = [*inputs, *[taken.get(id(parameter)) for parameter in self._call.parameters]]
-        taken.clear()
-        if not self._tensors.retain:
-            self._tensors.close()
-        return gradients
+        _clear(self._tensors)
+        return [*inputs, *[taken.pop(id(parameter), None) for parameter in self._call.parameters]]
 
-    def _start(self, retain: bool) -> None:
+    def _start(self, retain: bool) -> _Running:
         if self._spent:
             raise BackwardError(
                 "a second backward through the same pipe(x): its activations are gone; give the first one "
@@ -192,13 +197,27 @@ class CallBackward:
             )
         self._spent = not retain
         self._tensors.retain = retain
-        self._running = _Running(self._graph, self._call, self._driver, self._portal)
+        running = _Running(self._graph, self._tensors, self._call, self._pipeline, self._driver, self._portal)
+        self._running = weakref.ref(running)
+        return running
 
 
 class _Running:
-    """A backward graph under way."""
+    """A backward graph under way.
 
-    def __init__(self, graph: TaskGraph, call: PreparedCall, driver: Driver, portal: Portal) -> None:
+    Belongs to one pass of the autograd engine, which alone keeps it, as a callback for the end of the pass: where
+    the engine stops before the entry, nothing else tells.
+    """
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        tensors: StepTensors,
+        call: PreparedCall,
+        pipeline: object,
+        driver: Driver,
+        portal: Portal,
+    ) -> None:
         equipment = call.machinery.equipment
         self.closed = set(range(graph.shape.microbatches))
         self._portal = portal
@@ -206,49 +225,105 @@ class _Running:
         self._fence = Fence(equipment.streams.values())
         self._gates = Gates()
         self._fence.begin()
-        self._guard.begin(call.parameters)
         try:
+            self._guard.begin(call.parameters)
             self._done: Call[Execution] = portal.submit(
                 driver.run(graph, call.backward_binder(graph).bind, self._gates)
             )
-        except RuntimeError as error:
+        except BaseException as error:
             self._guard.roll_back()
-            raise PipelineClosedError("the pipeline is closed, and with it the backward of its outputs") from error
+            if isinstance(error, RuntimeError):
+                raise PipelineClosedError(_CLOSED) from error
+            raise
+        self._undo = partial(_undo, equipment.ties, tensors)
+        on_cuda = any(stage.device.is_cuda for stage in equipment.stages)
         self._dropped: weakref.finalize[..., _Running] = weakref.finalize(
-            self, _give_up, self._done, self._guard, equipment.ties.drop_gradients
+            self, _give_up, self._done, self._guard, self._undo, pipeline, None if on_cuda else threading.get_ident()
         )
         self._dropped.atexit = False
+        torch.autograd.Variable._execution_engine.queue_callback(self)
+
+    def __call__(self) -> None:
+        """The engine's pass is over."""
+
+    @contextmanager
+    def given_up_on_errors(self) -> Iterator[None]:
+        """An error (Ctrl-C) gives it up at once: the frames of its traceback would keep it for longer."""
+        try:
+            yield
+        except BaseException:
+            self._dropped()
+            raise
 
     def open(self, microbatches: Sequence[int]) -> None:
         """Open these gates, in this order."""
         self.closed.difference_update(microbatches)
-        self._gates.open(microbatches, self._portal.call_soon)
+        try:
+            self._gates.open(microbatches, self._portal.call_soon)
+        except RuntimeError as error:
+            raise PipelineClosedError(_CLOSED) from error
 
     def wait(self) -> dict[int, Tensor | None]:
         """The new gradients by parameter, once the last backward is issued; raises what went wrong there."""
         self._dropped.detach()
+        # Taken out: an error holds this frame, and must not be held by what the frame holds.
+        done = self.__dict__.pop("_done")
         try:
-            self._done.wait()
+            done.wait()
         except BaseException:
-            self._done.end()
+            done.end()
+            self._undo()
             self._guard.roll_back()
             raise
         finally:
             # The caller's streams must be behind every lane before the engine reads the gradients there.
             self._fence.end()
+            del done
         return self._guard.take()
 
 
-def _give_up(done: Call[Execution], guard: GradientGuard, drop: Any) -> None:
-    """Nobody will come for this backward: end it, and forget its gradients when its tasks have ended."""
+def _give_up(
+    done: Call[Execution], guard: GradientGuard, undo: Callable[[], None], pipeline: object, thread: int | None
+) -> None:
+    """Nobody will come for this backward: end it, and forget what it did when its tasks have ended.
 
-    def forget(_: object) -> None:
-        drop()
-        guard.roll_back()
+    On ``thread``, the one that called ``backward``, wait for that, so that the caller finds gradients as they were.
+    One of the engine's own threads must not wait: on CUDA, tasks may need it to come to an end.
+    """
+    guard.give_up()
+    if threading.get_ident() == thread:
+        done.end()
+        _forget(guard, undo, pipeline)
+    else:
+        done.future.add_done_callback(partial(_forget, guard, undo, pipeline))
+        if not done.future.done():
+            done.cancel()
 
-    done.future.add_done_callback(forget)
-    if not done.future.done():
-        done.cancel()
+
+def _forget(guard: GradientGuard, undo: Callable[[], None], pipeline: object, _: object = None) -> None:
+    """Its tasks have ended. ``pipeline`` had to live until here: its threads end with it."""
+    undo()
+    guard.forget()
+
+
+def _undo(ties: Ties, tensors: StepTensors) -> None:
+    """Drop what a backward that failed leaves, at the replicas and in the tables."""
+    ties.drop_gradients()
+    _clear(tensors)
+
+
+def _clear(tensors: StepTensors) -> None:
+    """Leave nothing in the tables but what another backward needs."""
+    if tensors.retain:
+        tensors.gradients.clear()
+        tensors.arrivals.clear()
+        tensors.tied.clear()
+    else:
+        tensors.close()
+
+
+def _nothing() -> None:
+    """No backward is under way."""
 
 
 def _arrival(gradients: Sequence[Tensor | None]) -> torch.cuda.Event | None:

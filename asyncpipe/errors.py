@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
+    "ArgumentTypeError",
     "AsyncpipeError",
     "BackwardError",
     "BalanceError",
@@ -18,14 +19,17 @@ __all__ = [
     "JobFileError",
     "LossError",
     "MicrobatchError",
+    "MoveError",
     "OptionError",
     "PipelineClosedError",
     "RecomputeError",
     "ScheduleError",
     "SharedParameterError",
     "SkipError",
+    "SkipLayoutError",
     "StageError",
     "TaskError",
+    "TooFewDevicesError",
     "TraceError",
     "UnknownScheduleError",
 ]
@@ -59,6 +63,18 @@ class SharedParameterError(OptionError):
     """Two stages on different devices own the same parameter."""
 
 
+class TooFewDevicesError(DeviceError, IndexError):
+    """There are fewer devices than stages."""
+
+
+class ArgumentTypeError(AsyncpipeError, TypeError):
+    """An argument is of a type that cannot be used; the message says which can."""
+
+
+class MoveError(AsyncpipeError, TypeError):
+    """A pipeline was told to move to another device; its stages stay on theirs."""
+
+
 class ScheduleError(OptionError):
     """A schedule yields lists of actions that cannot be run as a step."""
 
@@ -77,6 +93,10 @@ class TraceError(AsyncpipeError, ValueError):
 
 class LossError(AsyncpipeError, ValueError):
     """The loss function did not return a scalar tensor that depends on the model."""
+
+
+class SkipLayoutError(AsyncpipeError, TypeError):
+    """Skips of a model have no counterpart; the message lists every one."""
 
 
 class SkipError(AsyncpipeError, RuntimeError):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 
+from asyncpipe.errors import MoveError
 from asyncpipe.ops.stage import Stage
 
 __all__ = ["ModelFace"]
@@ -39,12 +40,22 @@ class ModelFace:
         return self.train(False)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Cast the model, as ``nn.Module.to(dtype)``; raises ``TypeError`` for a device: stages stay on theirs."""
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if device is not None or dtype is None:
-            raise TypeError("a pipeline's stages stay on their devices; to() takes a dtype alone")
+        """Cast the model, as ``nn.Module.to(dtype)``; raises ``MoveError`` for a device: stages stay on theirs."""
+        try:
+            device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+            stays = device is None and dtype is not None
+        except RuntimeError:  # A device that is not there.
+            stays = False
+        if not stays:
+            raise MoveError("a pipeline's stages stay on their devices; to() takes a dtype alone")
         self.module.to(dtype)
         return self
+
+    def cuda(self, *_: Any) -> NoReturn:
+        """Raises ``MoveError``."""
+        raise MoveError("a pipeline's stages stay on their devices; give the pipeline other ones")
+
+    cpu = cuda
 
     def __len__(self) -> int:
         """The number of the model's layers; of a traced model, of its stages."""

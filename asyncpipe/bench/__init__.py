@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from asyncpipe.errors import OptionError
+
 __all__ = ["BENCHMARKS", "Benchmark"]
 
 Figures = dict[str, Any]
@@ -19,10 +21,19 @@ class Benchmark:
 
     name: str
     summary: str
+    options: tuple[str, ...] = ()
+    """The keyword arguments of ``run`` that the command line may give, each a string."""
 
-    def run(self, progress: Progress) -> Figures:
-        """Measure; ``progress`` is told what is being done. Returns plain data, ready for JSON."""
-        figures: Figures = import_module(f"asyncpipe.bench.{self.name}").run(progress)
+    def run(self, progress: Progress, **options: str) -> Figures:
+        """Measure; ``progress`` is told what is being done. Returns plain data, ready for JSON.
+
+        Raises ``OptionError`` for an option that this benchmark does not have.
+        """
+        for option in options:
+            if option not in self.options:
+                has = ", ".join(f"--{name}" for name in self.options) or "no options"
+                raise OptionError(f"the benchmark {self.name!r} has no --{option}; it has {has}")
+        figures: Figures = import_module(f"asyncpipe.bench.{self.name}").run(progress, **options)
         return figures
 
     def show(self, figures: Figures) -> str:
@@ -36,5 +47,8 @@ BENCHMARKS = {
     for benchmark in (
         Benchmark("overhead", "what the scheduler costs: µs per empty task, and seconds to build a graph"),
         Benchmark("pipeline", "a compute-bound model on 2 CPU devices, against its bound and against one device"),
+        Benchmark("dropin", "loss(pipe(x)).backward() on 2 CPU devices, against a backward by autograd's engine alone"),
+        Benchmark("memory", "bytes that wait for a backward, recomputed against not, over the micro-batches"),
+        Benchmark("unet", "U-Nets on one device: speed, and the largest one in a given memory", ("device", "size")),
     )
 }

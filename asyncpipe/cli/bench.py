@@ -24,6 +24,8 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS), help=", ".join(sorted(BENCHMARKS)))
+    parser.add_argument("--device", help="where to run, e.g. cuda:0 (unet; by default a CPU)")
+    parser.add_argument("--size", help="small or paper (unet; by default small on a CPU, paper on a CUDA device)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 
@@ -31,7 +33,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark that ``args`` name; progress goes to standard error."""
     benchmark = BENCHMARKS[args.name]
-    figures = benchmark.run(lambda text: print(f"… {text}", file=sys.stderr))
+    options = {name: value for name in ("device", "size") if (value := getattr(args, name)) is not None}
+    figures = benchmark.run(lambda text: print(f"… {text}", file=sys.stderr), **options)
     if args.json:
         print(json.dumps({"benchmark": benchmark.name, "machine": _machine(), **figures}))
     else:

@@ -198,14 +198,16 @@ class StageCompute:
             for tensor, gradient in zip(tensors, gradients[user], strict=True)
             if tensor.requires_grad and gradient is not None
         ]
-        if pairs:
-            tensors, starts = zip(*pairs, strict=True)
-            with _without_hooks(() if self._plan.whole_step else self._stages[j].module.parameters()):
-                torch.autograd.backward(tensors, starts, retain_graph=retain)
-        for source, leaves in residue.inputs.items():
-            if source != CALLER or any(leaf.requires_grad for leaf in leaves):
-                self._tensors.gradients[i, j, source] = [leaf.grad for leaf in leaves]
-            for leaf in leaves:
+        try:
+            if pairs:
+                tensors, starts = zip(*pairs, strict=True)
+                with _without_hooks(() if self._plan.whole_step else self._stages[j].module.parameters()):
+                    torch.autograd.backward(tensors, starts, retain_graph=retain)
+            for source, leaves in residue.inputs.items():
+                if source != CALLER or any(leaf.requires_grad for leaf in leaves):
+                    self._tensors.gradients[i, j, source] = [leaf.grad for leaf in leaves]
+        finally:
+            for leaf in (leaf for leaves in residue.inputs.values() for leaf in leaves):
                 leaf.grad = None
 
     def _gradients_of(self, i: int, j: int, user: int, outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -33,7 +33,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from torch import Tensor, nn
 
-from asyncpipe.errors import OptionError, SkipError
+from asyncpipe.errors import ArgumentTypeError, OptionError, SkipError, SkipLayoutError
 
 __all__ = [
     "Namespace",
@@ -187,7 +187,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
     def decorate(cls: type[M]) -> type[M]:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise TypeError(f"@skippable decorates a subclass of nn.Module, got {cls!r}")
+            raise ArgumentTypeError(f"@skippable decorates a subclass of nn.Module, got {cls!r}")
         if not issubclass(cls, Skippable):
             # A class derived from this one would have to take its name, and then super(Name, self).__init__() in
             # its methods would call itself.
@@ -279,7 +279,7 @@ class _Call:
             return None
         if isinstance(command, pop):
             return _local.store.pop(self._use("pop", command.name, self.module._skip_pops, self._popped))
-        raise TypeError(
+        raise ArgumentTypeError(
             f"yielded a value of type {type(command).__name__}; yield stash(name, tensor) or pop(name), and call "
             f"super().forward(...) without 'yield from'"
         )
@@ -319,7 +319,7 @@ class _Place:
 
 
 def verify_skippables(model: Iterable[nn.Module]) -> None:
-    """Nothing, if every stash in ``model`` has exactly one pop after it; else ``TypeError`` with every mismatch.
+    """Nothing, if every stash in ``model`` has exactly one pop after it; else ``SkipLayoutError`` with every mismatch.
 
     ``model`` is an ``nn.Sequential`` or any modules in the order in which they are called. Modules inside a layer
     count as called in the order of ``layer.modules()``. The message has one line for each mismatch, which calls
@@ -332,7 +332,7 @@ def skip_layout(stages: Sequence[Iterable[nn.Module]]) -> dict[SkipKey, tuple[in
     """For each skip, in the order of the stashes, the stage that stashes it and the stage that pops it.
 
     ``stages`` are the layers of each stage in call order; both stages are the same for a skip within a stage.
-    ``TypeError`` as from ``verify_skippables`` for all layers together; positions are counted over all stages.
+    ``SkipLayoutError`` as from ``verify_skippables`` for all layers together; positions are counted over all stages.
     """
     return {key: (source.stage, target.stage) for key, (source, target) in _matched(_places(stages)).items()}
 
@@ -345,7 +345,9 @@ def _places(stages: Sequence[Iterable[nn.Module]]) -> list[_Place]:
         for name, layer in _named(layers, position):
             position += 1
             if not isinstance(layer, nn.Module):
-                raise TypeError(f"layer {name} must be an nn.Module, got a value of type {type(layer).__name__}")
+                raise ArgumentTypeError(
+                    f"layer {name} must be an nn.Module, got a {type(layer).__name__}"
+                )
             for path, module in layer.named_modules(prefix=name):
                 if isinstance(module, Skippable):
                     label = f"layer {path} ({type(module).__name__})"
@@ -366,7 +368,7 @@ def _keys(module: Skippable, names: Iterable[str]) -> tuple[SkipKey, ...]:
 
 
 def _matched(places: Sequence[_Place]) -> dict[SkipKey, tuple[_Place, _Place]]:
-    """Who stashes and who pops each skip, or ``TypeError``.
+    """Who stashes and who pops each skip, or ``SkipLayoutError``.
 
     The first stash of a skip and the first pop after it are a pair, so that a mistake does not make others.
     """
@@ -391,7 +393,7 @@ def _matched(places: Sequence[_Place]) -> dict[SkipKey, tuple[_Place, _Place]]:
             wrong.append((place.number, f"{place.label} stashes {_skip(key)}, which no layer after it pops"))
     if wrong:
         lines = "".join(f"\n  {line}" for _, line in sorted(wrong, key=lambda entry: entry[0]))
-        raise TypeError(
+        raise SkipLayoutError(
             f"stashes and pops do not match:{lines}\nEvery skip needs one stash and one pop in a later layer; where a "
             f"name is used by several pairs, give each pair its own with isolate(Namespace())."
         )

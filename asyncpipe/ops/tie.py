@@ -46,8 +46,15 @@ class _Slot(NamedTuple):
 class Replica:
     """One tensor of its owner stage, again on the device of another stage."""
 
-    owner: Tensor
+    slot: _Slot
     tensor: Tensor
+
+    @property
+    def owner(self) -> Tensor:
+        """The tensor itself, also after the owner's module was cast."""
+        owner = self.slot.table[self.slot.name]
+        assert owner is not None
+        return owner
 
     def bring(self, values: Tensor) -> None:
         """Take over the owner's values, on the replica's device."""
@@ -91,16 +98,18 @@ class Ties:
         for replica in self.all():
             replica.tensor.grad = None
 
-    def add(self, owner: int, user: int, tensor: Tensor, device: torch.device) -> Tensor:
-        """A replica of ``tensor``, which ``owner`` has, for ``user``; always the same one."""
+    def add(self, owner: int, user: int, slot: _Slot, device: torch.device) -> Tensor:
+        """A replica of what is in ``slot`` of ``owner``, for ``user``; always the same one."""
         replicas = self._replicas.setdefault((owner, user), [])
+        tensor = slot.table[slot.name]
+        assert tensor is not None
         for replica in replicas:
             if replica.owner is tensor:
                 return replica.tensor
         copy = tensor.detach().to(device)
         if isinstance(tensor, nn.Parameter):
             copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
-        replicas.append(Replica(tensor, copy))
+        replicas.append(Replica(slot, copy))
         return copy
 
     def shadow(self, module: StageModule, replaced: dict[tuple[int, str], Tensor]) -> StageModule:
@@ -171,7 +180,7 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
         for user, slot in slots[1:]:
             slot.table[slot.name] = tensor  # A buffer was moved by each of its users.
             if placement[user] != placement[owner]:
-                replica = ties.add(owner, user, tensor, devices[placement[user]].physical)
+                replica = ties.add(owner, user, source, devices[placement[user]].physical)
                 replaced[user][id(slot.module), slot.name] = replica
     modules = [ties.shadow(stage, slots) for stage, slots in zip(model.stages, replaced, strict=True)]
     return [

@@ -140,7 +140,10 @@ def _run(assignment: Assignment, report: Report, watcher: _CompletionWatcher, *,
     try:
         completion = work()
     except BaseException as error:  # noqa: BLE001 - reported, so that nobody waits for ever
-        report(TaskFailed(step.number, task, error))
+        number = step.number
+        # The error holds this frame, and the step will hold the error.
+        del assignment, step, work
+        report(TaskFailed(number, task, error))
         return
     if completion is None:
         report(TaskCompleted(step.number, task, started, time.perf_counter()), wake=wake)

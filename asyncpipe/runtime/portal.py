@@ -49,6 +49,9 @@ class Portal:
             call.cancel()
             await outlast(future)
             raise
+        finally:
+            # An exception holds the frames it passed; one that held it in turn would wait for the cycle collector.
+            del call, future
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run ``coroutine`` on the portal's loop and block until it is done.
@@ -63,6 +66,8 @@ class Portal:
         except BaseException:
             call.end()
             raise
+        finally:
+            del call  # As in `run`.
 
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Call[_T]:
         """Run ``coroutine`` on the portal's loop; ``wait`` for it later. Does not block.
@@ -107,9 +112,12 @@ class Call(Generic[_T]):
 
     def wait(self) -> _T:
         """Block until the coroutine is done; its result. An exception of a signal handler (Ctrl-C) is raised here."""
-        while not concurrent.futures.wait([self.future], timeout=SIGNAL_SECONDS).done:
-            pass
-        return self.future.result()
+        try:
+            while not concurrent.futures.wait([self.future], timeout=SIGNAL_SECONDS).done:
+                pass
+            return self.future.result()
+        finally:
+            del self  # As in `Portal.run`.
 
     def end(self) -> None:
         """Cancel the coroutine, unless it is done, and block until it has ended."""

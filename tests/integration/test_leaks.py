@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncpipe import Pipeline
+from asyncpipe import Pipeline, TaskError
 from asyncpipe.testing import InlineExecutor
 
 mse = nn.functional.mse_loss
@@ -105,3 +105,46 @@ async def test_a_backward_drops_what_its_forward_kept(workload, before_task):
     # Each micro-batch adds its loss to what stays for the whole step, and takes its input out of it.
     # Every second one finds the next input taken already.
     assert [counts[i] for i in range(2, 6)] == [counts[i + 2] for i in range(2, 6)], str(counts)
+
+
+class _Fault(Exception):
+    """Can be referred to weakly, unlike the built-in ones."""
+
+
+class _Faulty(nn.Module):
+    """Fails in its forward or in its backward."""
+
+    backward = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.backward:
+            raise _Fault
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(self._fail)
+        return x
+
+    def _fail(self, gradient: torch.Tensor) -> None:
+        raise _Fault
+
+
+@pytest.mark.parametrize("how", ["step", "call"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_errors_and_pipelines_need_no_cycle_collector(how, checkpoint):
+    faulty = _Faulty()
+    model = nn.Sequential(nn.Linear(2, 2), faulty, nn.Linear(2, 2))
+    gc.collect()
+    gc.disable()
+    try:
+        pipe = Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, checkpoint=checkpoint, loss_fn=lambda y: y.sum())
+        seen = [weakref.ref(pipe)]
+        with pipe.sync() as face:
+            for faulty.backward in (False, True):
+                try:
+                    face.step(torch.ones(4, 2)) if how == "step" else face(torch.ones(4, 2)).sum().backward()
+                except TaskError as error:
+                    seen += [weakref.ref(error), weakref.ref(error.__cause__)]
+        del face, pipe
+        assert [reference() for reference in seen] == [None] * 5
+    finally:
+        gc.enable()

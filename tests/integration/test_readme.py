@@ -1,4 +1,4 @@
-"""Every Python block of the README runs, and every console block shows what its command prints."""
+"""Every Python block of the README and of docs/ runs, and every console block shows what its command prints."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import pytest
 from asyncpipe.observe.totals import COUNTERS, GAUGES, HISTOGRAMS
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], flags=re.DOTALL | re.MULTILINE)
+
+
+PYTHON = [(page, number) for page in PAGES for number in range(len(blocks(page, "python")))]
 
 
 def run(*arguments: str) -> str:
@@ -27,28 +30,32 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_python_blocks_run(number):
-    code = blocks("python")[number]
+@pytest.mark.parametrize(("page", "number"), PYTHON)
+def test_python_blocks_run(page, number):
+    code = blocks(page, "python")[number]
     printed = run("-c", code)
-    for line, wanted in re.findall(r"^(print\(.*\))\s+# (.*)$", code, flags=re.MULTILINE):
+    for line, wanted in re.findall(r"^ *(print\(.*\))\s+# (.*)$", code, flags=re.MULTILINE):
         assert wanted in printed, line
 
 
 def test_no_block_is_left_out():
-    assert len(blocks("python")) == 3
+    counts = {page: len(blocks(page, "python")) for page in PAGES}
+    assert counts["README.md"] == 4
+    assert counts["recipes.md"] == 7
 
 
-@pytest.mark.parametrize("block", blocks("console"))
+@pytest.mark.parametrize("block", blocks("README.md", "console"))
 def test_console_blocks_show_what_is_printed(block):
     command, _, shown = block.partition("\n")
     assert command.startswith("$ asyncpipe ")
     assert run("-m", "asyncpipe", *command.split()[2:]) == shown
 
 
-def test_the_files_that_it_names_are_there():
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES)
+def test_the_files_that_it_names_are_there(page):
+    folder = ROOT if page == "README.md" else ROOT / "docs"
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", PAGES[page]):
+        assert (folder / target).exists(), target
 
 
 def test_the_queries_ask_for_metrics_that_exist():

@@ -170,3 +170,15 @@ def test_a_recurrent_layer_used_twice():
     with Pipeline(model, ["cpu:0", "cpu:1", "cpu:2"], microbatches=3, loss_fn=lambda y: (y**2).mean()).sync() as pipe:
         pipe.step(x)
     assert worst(model, bare) < 1e-10
+
+
+def test_a_cast_reaches_what_is_shared():
+    model, bare = make_model(), make_model().float()
+    with Pipeline(model, ["cpu:0", "cpu:1", "cpu:2"], stages=3, microbatches=4, loss_fn=loss_fn).sync() as pipe:
+        pipe.step(ids, target)
+        model.zero_grad()
+        pipe.to(torch.float32)
+        result = pipe.step(ids, target)
+    loss_fn(bare(ids), target).backward()
+    assert result.outputs.dtype is torch.float32
+    assert worst(model, bare) < 1e-5

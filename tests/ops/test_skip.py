@@ -1,4 +1,4 @@
-"""Skip connections: a U-shaped model computes what the hand-written one does, and every misuse is named."""
+"""Skips of one forward: a U-shaped model computes what the hand-written one does, and every misuse is named."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import functools
 import inspect
 import pickle
 import re
-import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ from asyncpipe.ops.skip import (
     Skippable,
     SkipStore,
     pop,
-    skip_layout,
     skippable,
     stash,
     use_skips,
@@ -32,6 +29,7 @@ from asyncpipe.ops.skip import (
 )
 
 Skips = Generator[Any, Any, Any]
+Gradients = Callable[[nn.Module, Callable[[Tensor], Tensor]], list[Tensor]]
 ONE = torch.ones(())
 A: SkipKey = (None, "a")
 B: SkipKey = (None, "b")
@@ -97,12 +95,6 @@ def u_shape() -> nn.Sequential:
     return nn.Sequential(Down().isolate(outer), Down().isolate(inner), middle, Up().isolate(inner), Up().isolate(outer))
 
 
-def gradients(model: nn.Module, forward: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    x = torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
-    y = forward(x)
-    return [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
-
-
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -111,7 +103,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_gradients_equal_those_by_hand() -> None:
+def test_gradients_equal_those_by_hand(gradients: Gradients) -> None:
     model = u_shape()
 
     def by_hand(x: Tensor) -> Tensor:
@@ -172,7 +164,7 @@ def test_the_class_stays_itself() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies(copied: Callable[[nn.Sequential], nn.Sequential]) -> None:
+def test_copies(copied: Callable[[nn.Sequential], nn.Sequential], gradients: Gradients) -> None:
     model = u_shape()
     twin = copied(model)
     assert [type(module) for module in twin] == [Down, Down, nn.Linear, Up, Up]
@@ -257,7 +249,7 @@ def test_subclasses(kind: type[nn.Module], factor: int, added: int | None) -> No
     for _ in range(2):
         with use_skips(SkipStore()) as store:
             y = module(x)
-        assert torch.equal(y, x if added is None else module.linear(x) + added)
+        assert torch.allclose(y, x if added is None else module.linear(x) + added)
         assert list(store.outgoing) == [A]
         assert torch.equal(store.outgoing[A], factor * x)
 
@@ -345,181 +337,3 @@ def test_an_error_is_raised_where_the_forward_yielded() -> None:
     assert str(found[0]) == "in the forward of Layer: skip 'a' is popped, but no layer before has stashed it"
     assert isinstance(found[0], AsyncpipeError)
     assert isinstance(found[0], RuntimeError)
-
-
-# Stores
-
-
-def test_a_store_takes_what_came_in_and_keeps_what_goes_out() -> None:
-    given: dict[SkipKey, Tensor | None] = {B: ONE * 4}
-    with use_skips(SkipStore(given)) as store:
-        y = nn.Sequential(stashing("c"), popping("b"), stashing("a"), popping("c"))(ONE)
-    assert y.item() == 1 + 4 + 1
-    assert store.outgoing == {A: ONE * 5}
-    assert store.incoming == given == {B: ONE * 4}
-    given.clear()
-    assert store.incoming == {B: ONE * 4}
-
-
-def test_a_store_loses_and_invents_nothing() -> None:
-    store = SkipStore({A: ONE})
-    store.stash(A, None)
-    with pytest.raises(SkipError, match="skip 'a' is stashed again before it was popped"):
-        store.stash(A, ONE)
-    assert store.outgoing == {A: None}
-    assert store.pop(A) is None, "what was stashed here comes first"
-    assert store.pop(A) is ONE
-    for key, message in ((A, "skip 'a' is popped a second time"), (B, "skip 'b' is popped, but no layer before")):
-        with pytest.raises(SkipError, match=message):
-            store.pop(key)
-
-
-def test_the_former_store_is_restored() -> None:
-    stashes, pops = stashing("a"), popping("a")
-    stashes(ONE)
-    with use_skips(SkipStore()) as outer:
-        with use_skips(SkipStore()) as inner:
-            stashes(2 * ONE)
-        stashes(3 * ONE)
-        with pytest.raises(SkipError), use_skips(SkipStore()):
-            pops(ONE)
-        assert pops(ONE).item() == 1 + 3
-    assert pops(ONE).item() == 1 + 1, "the thread's own store"
-    assert (inner.outgoing, outer.outgoing) == ({A: 2 * ONE}, {})
-
-
-def test_threads_do_not_mix() -> None:
-    """Both stash before either pops, inside one module and between two, with the threads' stores and their own."""
-    meet, outputs = threading.Barrier(2, timeout=10), {}
-
-    def forward(self: nn.Module, x: Tensor) -> Skips:
-        meet.wait()
-        yield stash("a", x)
-        meet.wait()
-        return x
-
-    model = nn.Sequential(layer(forward, stash=["a"]), popping("a"))
-
-    def run(value: int) -> None:
-        outputs[value, "thread's"] = model(value * ONE).item()
-        with use_skips(SkipStore()):
-            outputs[value, "own"] = model(value * ONE).item()
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(run, (1, 10)))
-    assert outputs == {(1, "thread's"): 2, (1, "own"): 2, (10, "thread's"): 20, (10, "own"): 20}
-
-
-# Isolation
-
-
-def test_isolated_names_do_not_meet() -> None:
-    left, right = Namespace(), Namespace()
-    give, take = stashing("a", "b"), popping("a", "b")
-    assert give.isolate(left) is give
-    twin = copy.copy(take.isolate(left)).isolate(right, only=[])
-    give_right, take = stashing("a", "b").isolate(left).isolate(right), take.isolate(right, only=["b"])
-    take.isolate(right, only=["a"])
-    model = nn.Sequential(give, nn.Softplus(), give_right, take, twin)
-    assert list(skip_layout([model])) == [(left, "a"), (left, "b"), (right, "a"), (right, "b")]
-    assert torch.allclose(model(ONE), 3 * nn.Softplus()(ONE) + 2)
-    part = stashing("a", "b").isolate(left, only=["b"])
-    with use_skips(SkipStore()) as store:
-        part(ONE)
-    assert list(store.outgoing) == [A, (left, "b")]
-    with pytest.raises(SkipError, match=r"skip 'a' in Namespace\(0x"):
-        twin(ONE)
-
-
-def test_what_cannot_be_isolated() -> None:
-    with pytest.raises(OptionError) as raised:
-        layer(generator, ["b", "a"], ["c"]).isolate(Namespace(), only=["a", "x", "y"])
-    assert str(raised.value) == "Layer cannot isolate ['x', 'y']; the names that it declares: ['b', 'a', 'c']"
-    with pytest.raises(OptionError, match=r"isolated in a Namespace\(\), got 'left'"):
-        Down().isolate("left")
-    with pytest.raises(OptionError, match="only must be a list of names"):
-        Down().isolate(Namespace(), only="a")
-
-
-# Verifying
-
-FIX = (
-    "Every skip needs one stash and one pop in a later layer; where a name is used by several pairs, give each pair "
-    "its own with isolate(Namespace())."
-)
-UNPOPPED, UNSTASHED = "which no layer after it pops", "which no layer before it stashes"
-SPACE, SHARED = Namespace(), Up()
-BOTH = layer(generator, ["a"], ["a"])
-MISMATCHES: dict[str, tuple[Iterable[nn.Module], list[str]]] = {
-    "never popped": ([Down()], [f"0 (Down) stashes skip 'a', {UNPOPPED}"]),
-    "wrong order": ([Up(), Down()], [f"0 (Up) pops skip 'a', {UNSTASHED}", f"1 (Down) stashes skip 'a', {UNPOPPED}"]),
-    "stashed twice": (nn.Sequential(Down(), Wider(), Up()), ["1 (Wider) stashes skip 'a', as layer 0 (Down) does"]),
-    "popped twice": (nn.ModuleList([Down(), Up(), Up()]), ["2 (Up) pops skip 'a', as layer 1 (Up) does"]),
-    "one twice": (nn.Sequential(Down(), SHARED, SHARED), ["2 (Up) pops skip 'a', as layer 1 (Up) does"]),
-    "both": ([Down(), BOTH, Up()], ["1 (Layer) both stashes and pops skip 'a'"]),
-    "inside a layer": (nn.Sequential(nn.Sequential(nn.ReLU(), Down())), [f"0.1 (Down) stashes skip 'a', {UNPOPPED}"]),
-    "namespace": (
-        [Down().isolate(SPACE), Up()],
-        [f"0 (Down) stashes skip 'a' in {SPACE!r}, {UNPOPPED}", f"1 (Up) pops skip 'a', {UNSTASHED}"],
-    ),
-    "all at once": (
-        nn.ModuleDict({"x": stashing("a", "b"), "y": BOTH, "z": Down(), "last": popping("c", "d")}).values(),
-        [
-            f"0 (Layer) stashes skip 'a', {UNPOPPED}",
-            f"0 (Layer) stashes skip 'b', {UNPOPPED}",
-            "1 (Layer) both stashes and pops skip 'a'",
-            "2 (Down) stashes skip 'a', as layer 0 (Layer) does",
-            f"3 (Layer) pops skip 'c', {UNSTASHED}",
-            f"3 (Layer) pops skip 'd', {UNSTASHED}",
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize(("model", "lines"), MISMATCHES.values(), ids=MISMATCHES.keys())
-def test_every_mismatch_is_listed(model: Iterable[nn.Module], lines: list[str]) -> None:
-    with pytest.raises(TypeError) as raised:
-        verify_skippables(model)
-    expected = ["stashes and pops do not match:", *(f"  layer {line}" for line in lines), FIX]
-    assert str(raised.value).splitlines() == expected
-
-
-def test_what_matches_and_what_is_no_list_of_modules() -> None:
-    verify_skippables(nn.Sequential())
-    verify_skippables(u_shape())
-    verify_skippables(module for module in (nn.ReLU(), nn.Sequential(Down(), nn.ReLU()), nn.Sequential(Up())))
-    verify_skippables([nn.Sequential(Down(), Up())])
-    for bad in ("ab", nn.ModuleDict({"a": nn.ReLU()}), [3]):
-        with pytest.raises(TypeError, match=r"layer 0 must be an nn\.Module, got a value of type (str|int)"):
-            verify_skippables(bad)  # type: ignore[arg-type]
-
-
-def test_the_layout_and_its_stores_are_the_whole_model() -> None:
-    model = u_shape()
-    stages = [model[:1], list(model[1:3]), nn.ModuleList(), model[3:4], model[4:]]
-    layout = skip_layout(stages)
-    outer, inner = layout
-    assert list(layout.items()) == [(outer, (0, 4)), (inner, (1, 3))]
-    assert skip_layout([model[:1], model[1:4], iter(model[4:])]) == {outer: (0, 2), inner: (1, 1)}
-    sent: dict[SkipKey, Tensor | None] = {}
-
-    def staged(x: Tensor) -> Tensor:
-        for index, layers in enumerate(stages):
-            incoming = {key: sent[key] for key, (_, target) in layout.items() if target == index}
-            with use_skips(SkipStore(incoming)) as store:
-                x = nn.Sequential(*layers)(x)
-            assert list(store.outgoing) == [key for key, (source, _) in layout.items() if source == index]
-            sent.update(store.outgoing)
-        return x
-
-    assert same(gradients(model, staged), gradients(model, model))
-
-
-def test_the_layout_verifies_the_whole() -> None:
-    head = nn.Sequential()
-    head.add_module("head", Up())
-    assert skip_layout([[nn.ReLU(), Down()], [nn.ReLU()], head]) == {A: (0, 2)}
-    with pytest.raises(TypeError, match=r"layer 3 \(Down\) stashes skip 'a', as layer 1 \(Down\) does\nEvery"):
-        skip_layout([[nn.ReLU(), Down()], [nn.ReLU(), Down()], head])
-    with pytest.raises(TypeError, match=rf"layer head \(Up\) pops skip 'a', {UNSTASHED}\nEvery"):
-        skip_layout([[nn.ReLU()], head])

@@ -1,0 +1,185 @@
+"""What both ancestors' modules are: a module with stages that calls a pipeline, which nobody opens or closes.
+
+The module owns the layers and thereby the state; the pipeline is made from it and can be made again at any time, so
+that copies and pickles leave it out::
+
+    PipelinedModule ── partitions ──▶ stage 0, stage 1, …      parameters, modes, hooks, state dict
+          └─────────── Pipeline ─────────▲                     threads, from the first forward until it is dropped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Self, cast
+
+import torch
+from torch import nn
+
+from asyncpipe.core.lower import CheckpointMode
+from asyncpipe.errors import ArgumentTypeError, MoveError, TaskError
+from asyncpipe.ops.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+from asyncpipe.ops.device import resolve_devices
+from asyncpipe.ops.microbatch import check_microbatches
+from asyncpipe.ops.sequential import stage_parts
+from asyncpipe.ops.skip import Skippable
+from asyncpipe.pipeline import Pipeline, SyncPipeline
+
+__all__ = ["PipelinedModule", "check_sequential"]
+
+
+class PipelinedModule(nn.Module):
+    """A module whose forward is a pipeline's, and which otherwise is like the sequence of its layers.
+
+    Its threads start with the first forward and end when it is dropped. Copies and pickles have the state of the
+    module alone, at any time. ``chunks``, ``checkpoint`` and layers that are exchanged count from the next forward.
+    """
+
+    partitions: nn.ModuleList
+    """The stages, each a sequence of layers."""
+    devices: list[torch.device]
+    """The device of each stage; the outputs are on the last one."""
+    chunks: int
+    """Into how many micro-batches a large enough mini-batch is cut."""
+    checkpoint: str
+    """Which micro-batches are recomputed in training: ``"always"``, ``"except_last"`` or ``"never"``."""
+
+    def __init__(self, chunks: int, checkpoint: str) -> None:
+        """Raises ``MicrobatchError``, ``OptionError``, and ``ArgumentTypeError`` for ``chunks`` that are no number."""
+        super().__init__()
+        try:
+            number = int(chunks)
+        except (TypeError, ValueError):
+            raise ArgumentTypeError(f"chunks must be a positive integer, got {chunks!r}") from None
+        self.chunks = check_microbatches(number)
+        self.checkpoint = CheckpointMode.parse(str(checkpoint)).value
+        self._pipeline: Pipeline | None = None
+        self._face: SyncPipeline | None = None
+        self._made_from: tuple[Any, ...] = ()
+
+    def _arrange(self, parts: Sequence[nn.Sequential], devices: Sequence[str], *, deferred_batch_norm: bool) -> None:
+        """Take ``parts`` as stages, and move each to its device; without parts there is nothing to arrange."""
+        self._device_names = list(devices)
+        self.devices = [device.physical for device in resolve_devices(devices)] if devices else []
+        self.partitions = nn.ModuleList(parts)
+        if deferred_batch_norm:
+            convert_deferred_batch_norm(self)
+        if parts:
+            self._current()
+
+    # Calls
+
+    def _run(self, *args: Any) -> Any:
+        """The output of the pipeline; an exception of a layer is raised as it is, with a note of its task."""
+        self._current()
+        assert self._pipeline is not None
+        if self._face is None:
+            self._face = self._pipeline.sync().__enter__()
+        try:
+            return self._face(*args)
+        except TaskError as error:
+            failure = error.__cause__
+            # Not what would end the program, a thread or a coroutine: only the layer was to end by it.
+            if not isinstance(failure, Exception):
+                raise
+            where = f"micro-batch {error.microbatch}, stage {error.stage}, device {error.device}"
+            failure.add_note(f"raised by {error.task_id}: {where}")
+            # Its frames hold it, and it holds the failure, whose frames hold this module.
+            error.__traceback__ = None
+        try:
+            raise failure
+        finally:
+            del failure
+
+    def _current(self) -> None:
+        """See to it that the pipeline is one of this module as it is now."""
+        made_from = (self.chunks, self.checkpoint, *self)
+        if self._pipeline is None or made_from != self._made_from:
+            self._face = None
+            self._pipeline = Pipeline(
+                stage_parts(self.partitions, [cast("nn.Sequential", part) for part in self.partitions]),
+                self._device_names,
+                microbatches=self.chunks,
+                schedule="gpipe",
+                checkpoint=self.checkpoint,
+            )
+            self._made_from = made_from
+
+    # Like the sequence
+
+    def __len__(self) -> int:
+        """How many layers there are in all stages."""
+        return sum(1 for _ in self)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """The layer at ``index``, from the end if it is negative; ``IndexError`` if there is none."""
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers, in order."""
+        for part in self.partitions:
+            yield from cast("nn.Sequential", part)
+
+    # State
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: everything but the pipeline."""
+        return {**self.__dict__, "_pipeline": None, "_face": None, "_made_from": ()}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        _rename_ancestors_keys(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # A cast replaces buffers, of which a pipeline may have replicas; and a module around this one may move it.
+        self._pipeline = self._face = None
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def cuda(self, device: int | torch.device | None = None) -> Self:
+        """Raises ``MoveError``."""
+        raise self._denied()
+
+    def cpu(self) -> Self:
+        """Raises ``MoveError``."""
+        raise self._denied()
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """This module with another dtype, as ``nn.Module.to``; raises ``MoveError`` for a device."""
+        # Where there is no accelerator, torch cannot parse the number of a device.
+        number = isinstance(kwargs.get("device", args[0] if args else None), int)
+        if number or torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
+            raise self._denied()
+        return super().to(*args, **kwargs)
+
+    def _denied(self) -> MoveError:
+        name = type(self).__name__
+        return MoveError(
+            f"denied to move parameters and buffers: {name} keeps each stage on its device, {self.devices}; "
+            f"nn.Sequential(*{name.lower()}) has the same layers and can be moved once the {name} is no longer used"
+        )
+
+
+def check_sequential(module: object) -> nn.Sequential:
+    """``module`` if it is an ``nn.Sequential``; raises ``ArgumentTypeError`` otherwise."""
+    if not isinstance(module, nn.Sequential):
+        raise ArgumentTypeError(
+            f"module must be an nn.Sequential, got {type(module).__name__}; asyncpipe.Pipeline takes any module that "
+            "asyncpipe.trace has cut"
+        )
+    return module
+
+
+def _rename_ancestors_keys(root: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Give entries of ``state`` that an ancestor has saved the names that they have here.
+
+    An ancestor keeps a module with skips inside another one, as its ``module``; and what its deferred batch norms
+    have gathered is in its state dict.
+    """
+    for name, module in root.named_modules():
+        own = f"{prefix}{name}."
+        if isinstance(module, DeferredBatchNorm):
+            state.pop(f"{own}sum", None)
+            state.pop(f"{own}sum_squares", None)
+        if issubclass(type(module), Skippable) and not any(key in state for key in module.state_dict(prefix=own)):
+            inner = f"{own}module."
+            for key in [key for key in state if key.startswith(inner)]:
+                state[own + key.removeprefix(inner)] = state.pop(key)

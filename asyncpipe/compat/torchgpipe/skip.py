@@ -1,0 +1,7 @@
+"""torchgpipe's names for skip connections, which ``asyncpipe.ops.skip`` has too."""
+
+from __future__ import annotations
+
+from asyncpipe.ops.skip import Namespace, pop, skippable, stash, verify_skippables
+
+__all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]

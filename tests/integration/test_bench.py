@@ -1,0 +1,257 @@
+"""The benchmarks: tiny forms run, counted bytes are right, and what is wrong in their options is said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe import Pipeline
+from asyncpipe.bench import BENCHMARKS, dropin, memory, unet, unet_memory, unet_model, unet_speed
+from asyncpipe.bench.meter import ByteMeter, SavedBytes
+from asyncpipe.cli import main
+from asyncpipe.core.graph import Phase
+from asyncpipe.core.lower import lower
+from asyncpipe.core.schedule import Shape, find_schedule
+from asyncpipe.core.simulate import Costs, simulate
+from asyncpipe.errors import OptionError
+from asyncpipe.ops.device import resolve_devices
+
+CPU = resolve_devices(["cpu:0"])[0]
+UNET = unet_memory.Size(depth=2, convs=1, channels=8, image=16, samples=8, microbatches=8, searched=(1, 2))
+
+
+def quiet(_: str) -> None:
+    """Nobody wants to see the progress."""
+
+
+# The command
+
+
+def test_every_benchmark_runs_and_shows():
+    for benchmark in BENCHMARKS.values():
+        module = __import__(f"asyncpipe.bench.{benchmark.name}", fromlist=["run", "show"])
+        assert callable(module.run), benchmark.name
+        assert callable(module.show), benchmark.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["memory", "--device", "cpu"], "the benchmark 'memory' has no --device; it has no options"),
+        (["unet", "--size", "huge"], "size must be one of 'small', 'paper', got 'huge'"),
+        (["unet", "--device", "tpu"], "'tpu' is no device"),
+        (["unet", "--device", "cuda:99"], "'cuda:99' is not there"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_runs(capsys, arguments, message):
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_options_reach_the_benchmark(capsys, monkeypatch):
+    monkeypatch.setattr(unet, "run", lambda progress, **options: {"options": options})
+    assert main(["bench", "unet", "--size", "paper", "--device", "cpu:1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["options"] == {"device": "cpu:1", "size": "paper"}
+
+
+# dropin
+
+
+def test_dropin_compares_three_ways_and_finds_both_devices_busy():
+    size = dropin.Size(width=64, layers=4, microbatches=4, samples=64, warm_up=1, rounds=2)
+    figures = json.loads(json.dumps(dropin.run(quiet, size=size)))
+    for mode in ("never", "always"):
+        column = figures["checkpoint"][mode]
+        for phase in Phase:
+            assert 0 <= column[f"{phase}_both_busy_seconds"] < column[f"{phase}_seconds"]
+        assert min(column[name] for name in ("engine_seconds", "dropin_seconds", "whole_step_seconds")) > 0
+        assert column["speedup"] > 0
+        assert column["dropin_over_step"] > 0
+    assert len(dropin.show(figures).splitlines()) == 11
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_engine_alone_makes_the_same_gradients(recompute):
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8, dtype=torch.float64) for _ in range(4)]
+    x, target = torch.randn(2, 12, 8, dtype=torch.float64)
+    model = nn.Sequential(*layers)
+    loss = dropin.engine_step([model[:2], model[2:]], x, target, 3, recompute=recompute)
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=3).sync() as pipe:
+        same = nn.functional.mse_loss(pipe(x), target)
+        same.backward()
+    torch.testing.assert_close(loss, same.detach())
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], gradients)
+
+
+def test_all_busy_counts_the_seconds_in_which_every_device_computes():
+    # One device is alone with the first micro-batch, the other with the last.
+    graph = lower(find_schedule("gpipe"), Shape(2, 4, 2), devices=["cpu:0", "cpu:1"], phase=Phase.FORWARD)
+    assert dropin.all_busy(simulate(graph, Costs(forward=1.0))) == 3.0
+    alone = lower(find_schedule("gpipe"), Shape(2, 1, 2), devices=["cpu:0", "cpu:1"], phase=Phase.FORWARD)
+    assert dropin.all_busy(simulate(alone, Costs(forward=1.0))) == 0.0
+
+
+# memory
+
+
+def test_what_autograd_saves_shrinks_by_the_number_of_microbatches():
+    size = memory.Size(width=16, layers=4, samples=64, microbatches=(2, 8, 32), stages=(1, 2))
+    figures = json.loads(json.dumps(memory.run(quiet, size=size)))
+    activation = size.samples * size.width * 4
+    for row in figures["rows"]:
+        m = row["microbatches"]
+        # Every layer saves its output, and the first one the input, which is the caller's.
+        assert row["never"]["saved_bytes"] == row["never"]["total_bytes"] == size.layers * activation
+        if row["stages"] == 1:
+            assert row["saved_ratio"] == row["total_ratio"] == m
+            assert row["except_last"]["borders_bytes"] == 0
+        else:
+            # While the stages recompute different micro-batches, their border is there twice: 5 for 4 layers.
+            assert size.layers / (size.layers + 1) * m <= row["saved_ratio"] <= m
+            assert row["except_last"]["borders_bytes"] == activation
+            assert row["total_ratio"] <= row["saved_ratio"]
+    assert len(memory.show(figures).splitlines()) == 5 + len(figures["rows"])
+
+
+def test_saved_bytes_count_a_storage_once_and_only_while_it_waits():
+    weight = nn.Parameter(torch.ones(10))
+    saved = SavedBytes([weight])
+    with saved.watching():
+        x = torch.ones(10, requires_grad=True) * 2
+        y = (x * weight).exp()
+        z = x[:5].exp() + y[:5] * y[5:]
+    # x for its product with weight, which is not counted; y once for exp and both halves; exp of x[:5].
+    assert saved.live == {"saved": 100, "borders": 0, "total": 100}
+    saved.note_input(x)
+    saved.note_input(x[3:])
+    assert saved.live == {"saved": 100, "borders": 40, "total": 100}
+    z.sum().backward()
+    assert saved.live == {"saved": 0, "borders": 40, "total": 40}
+    del x, y, z
+    assert saved.live == {"saved": 0, "borders": 0, "total": 0}
+    assert saved.peak == {"saved": 100, "borders": 40, "total": 100}
+
+
+def test_saved_bytes_keep_nothing_alive():
+    saved = SavedBytes()
+    with saved.watching():
+        y = torch.ones(10, requires_grad=True).exp()  # Saves its own output.
+    assert saved.live["saved"] == 40
+    del y
+    assert saved.live["saved"] == 0
+
+
+# unet
+
+
+def test_a_byte_meter_counts_storages_until_they_are_freed():
+    meter = ByteMeter()
+    with meter.counting():
+        x = torch.zeros(100)
+        view = x.view(10, 10)[2:]
+        assert meter.live == 400
+        y = (view + 1).sum()  # 80 numbers for a moment, then one.
+    assert (meter.live, meter.peak) == (404, 400 + 320 + 4)
+    outside = torch.ones(7)
+    assert meter.live == 404
+    meter.add(outside)
+    del x
+    assert meter.live == 404 + 28
+    del view
+    assert meter.live == 32
+    meter.restart()
+    assert meter.peak == meter.live == 32
+    del outside, y
+    assert meter.live == 0
+
+
+@pytest.mark.parametrize("way", [None, unet_memory.STEP, unet_memory.OTHERS[0]], ids=["bare", "except_last", "never"])
+def test_bytes_are_the_same_without_values(way):
+    counted = [unet_memory.counted_peak(UNET, 2, 8, way, CPU, values=values) for values in (True, False)]
+    assert counted[0] == counted[1]
+
+
+def test_the_peak_of_a_bare_model_is_that_of_its_activations():
+    def peak(samples: int) -> float:
+        size = unet_memory.Size(2, 1, 8, 16, samples, samples, ())
+        return unet_memory.counted_peak(size, 1, 8, None, CPU, values=False)
+
+    states = unet_memory.STATE_BYTES * unet_model.parameter_count(2, 1, 8)
+    assert peak(64) > states
+    assert peak(64) - peak(32) == pytest.approx((peak(128) - peak(64)) / 2, rel=0.01)
+
+
+def test_the_largest_unet_fits_and_the_next_one_does_not():
+    figures = json.loads(json.dumps(unet_memory.run(quiet, CPU, UNET, values=True)))
+    limit = figures["bare"]["peak_bytes"]
+    assert [row["convs"] for row in figures["pipelines"]] == [1, 2]
+    for row in figures["pipelines"]:
+        assert row["peak_bytes"] <= limit
+        more = unet_memory.counted_peak(UNET, row["convs"], row["channels"] + 2, unet_memory.STEP, CPU)
+        assert more > limit
+    best = max(figures["pipelines"], key=lambda row: row["parameters"])
+    assert figures["ratio"] == best["parameters"] / figures["bare"]["parameters"]
+    assert 1 < figures["ratio"] < figures["most_possible"]
+    never, dropped_in = figures["other_ways"]
+    # One stage in 1F1B holds one micro-batch at a time, recomputed or not.
+    assert never["peak_bytes"] == pytest.approx(best["peak_bytes"], rel=0.05)
+    assert dropped_in["peak_bytes"] == pytest.approx(best["peak_bytes"], rel=0.05)
+    assert "step, never" in unet_memory.show(figures)
+
+
+def test_the_search_finds_the_border_whatever_the_peaks():
+    def search(peak, limit):
+        asked = []
+        found = unet_memory.largest_channels(
+            lambda channels: asked.append(channels) or peak(channels), lambda channels: channels**2, limit
+        )
+        return found, asked
+
+    (channels, peak), asked = search(lambda c: 8 * c**2 + 100 * c, limit=100_000)
+    assert (channels, peak) == (104, 8 * 104**2 + 100 * 104)
+    assert len(asked) <= 4
+    # Far above what parameters need, and a machine that runs out of memory.
+    found, asked = search(lambda c: 8 * c**2 + (0 if c <= 30 else float("inf")), limit=100_000)
+    assert found == (30, 7200)
+    assert len(asked) <= 20, asked
+    assert search(lambda c: 8 * c**2 + 50_000, limit=100_000)[0] == (78, 98_672)
+    assert search(lambda c: 1e9, limit=100_000)[0] == (0, 0.0)
+    assert search(lambda c: 0, limit=1)[0] == (0, 0.0)
+
+
+def test_unet_without_its_search_or_speed_says_so():
+    size = unet_memory.Size(depth=1, convs=1, channels=4, image=8, samples=4, microbatches=4, searched=(1,))
+    figures = unet.run(quiet, size="paper", memory_size=size)
+    assert figures["speed"] is None
+    assert [way["way"] for way in figures["memory"]["other_ways"]] == ["step"]
+    assert "speed is not measured" in unet.show(figures)
+
+
+def test_unet_measures_every_arm_against_the_bare_model():
+    speed = unet_speed.Size(depth=1, convs=1, channels=4, image=8, samples=2, warm_up=0, rounds=2)
+    memory_size = unet_memory.Size(depth=1, convs=1, channels=4, image=8, samples=4, microbatches=4, searched=(1,))
+    figures = json.loads(json.dumps(unet.run(quiet, speed_size=speed, memory_size=memory_size)))
+    arms = {row["checkpoint"]: row for row in figures["speed"]["arms"]}
+    assert [round(arms[mode]["bound"], 3) for mode in ("never", "except_last", "always")] == [1.0, 0.857, 0.75]
+    assert all(row["step_over_bare"] > 0 and row["dropin_over_bare"] > 0 for row in arms.values())
+    assert 0 < figures["speed"]["forward_share"] < 1
+    assert "except_last" in unet.show(figures)
+
+
+def test_the_models_layers_are_those_of_the_papers_authors():
+    kinds = [type(layer).__name__ for layer in unet_model.make_model(1, 2, 4)[0]]
+    assert kinds == ["Conv2d", "Dropout2d", "InstanceNorm2d", "LeakyReLU"]
+    assert unet_model.parameter_count(5, 6, 72) / 1e6 == pytest.approx(362.2, abs=0.1)
+    assert unet_model.parameter_count(5, 11, 128) / 1e9 == pytest.approx(2.21, abs=0.01)
+
+
+def test_an_installation_without_examples_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(unet_model.asyncpipe, "__file__", str(tmp_path / "asyncpipe" / "__init__.py"))
+    with pytest.raises(OptionError, match="takes its model from examples"):
+        unet_model.make_model(1, 1, 4)

@@ -1,0 +1,129 @@
+"""Idle time: every second in which a device does nothing has one reason, and busy and idle add up to the step."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncpipe.core.events import GateOpened, Outcome, StepRecord, StepSubmitted, TaskCompleted
+from asyncpipe.core.graph import Phase, TaskGraph
+from asyncpipe.core.lower import CheckpointMode, lower
+from asyncpipe.core.report import report
+from asyncpipe.core.schedule import Shape, find_schedule
+from asyncpipe.core.simulate import Costs, simulate
+from asyncpipe.core.task import TaskKind
+from asyncpipe.observe.idle import IdleReason, usage
+
+
+def lowered(name: str = "gpipe", shape: Shape = Shape(3, 4, 3), checkpoint: str = "never") -> TaskGraph:  # noqa: B008
+    return lower(find_schedule(name), shape, checkpoint=CheckpointMode(checkpoint))
+
+
+def seconds_by_reason(cost: Costs) -> dict[str, dict[str, float]]:
+    """GPipe, 2 stages, 1 micro-batch: F(0,0) C F(0,1) B(0,1) C B(0,0)."""
+    graph = lowered(shape=Shape(2, 1, 2))
+    found: dict[str, dict[str, float]] = {device: {} for device in graph.devices}
+    for (_, device, reason), seconds in usage(report(simulate(graph, cost)), graph).idle.items():
+        if seconds:
+            found[device][reason.value] = seconds
+    return found
+
+
+def test_a_gap_is_divided_between_dependency_and_copy() -> None:
+    assert seconds_by_reason(Costs(forward=1, backward=2, copy=0.5)) == {
+        "dev:0": {"dependency": 0.5 + 1 + 2, "copy": 0.5},
+        "dev:1": {"dependency": 1, "copy": 0.5, "drain": 0.5 + 2},
+    }
+    assert seconds_by_reason(Costs(forward=1, backward=2, copy=0)) == {
+        "dev:0": {"dependency": 3},
+        "dev:1": {"dependency": 1, "drain": 2},
+    }
+
+
+def test_a_task_that_starts_late_waited_for_its_dispatch() -> None:
+    graph = lowered(shape=Shape(2, 1, 2))
+    forward, copy, second = (
+        graph.find(TaskKind.FORWARD, 0, 0).number,
+        graph.find(TaskKind.COPY, 0, 1, 0).number,
+        graph.find(TaskKind.FORWARD, 0, 1).number,
+    )
+    journal = [
+        (10.0, StepSubmitted(0, graph)),
+        (12.0, TaskCompleted(0, forward, 10.25, 12.0)),
+        (13.0, TaskCompleted(0, copy, 12.5, 13.0)),
+        (15.0, TaskCompleted(0, second, 13.5, 15.0)),
+    ]
+    used = usage(report(StepRecord(0, graph, journal, Outcome.CANCELLED)), graph)
+    assert {key: seconds for key, seconds in used.idle.items() if seconds} == {
+        (0, "dev:0", IdleReason.DISPATCH): 0.25,
+        (0, "dev:0", IdleReason.DRAIN): 3.0,
+        (1, "dev:1", IdleReason.DEPENDENCY): 2.0,
+        (1, "dev:1", IdleReason.COPY): 1.0,
+        (1, "dev:1", IdleReason.DISPATCH): 0.5,
+    }
+
+
+def test_waiting_for_the_callers_gradient_is_waiting_for_a_dependency() -> None:
+    graph = lower(find_schedule("gpipe"), Shape(1, 2, 1), phase=Phase.BACKWARD)
+    last, first = (graph.find(TaskKind.BACKWARD, i, 0).number for i in (1, 0))
+    journal = [
+        (10.0, StepSubmitted(0, graph)),
+        (11.0, GateOpened(0, 1)),
+        (12.5, TaskCompleted(0, last, 11.25, 12.5)),
+        (14.0, GateOpened(0, 0)),
+        (16.0, TaskCompleted(0, first, 14.5, 16.0)),
+    ]
+    used = usage(report(StepRecord(0, graph, journal, Outcome.OK)), graph)
+    assert {reason: seconds for (_, _, reason), seconds in used.idle.items() if seconds} == {
+        IdleReason.DEPENDENCY: 1.0 + 1.5,
+        IdleReason.DISPATCH: 0.25 + 0.5,
+    }
+
+
+def test_a_gap_belongs_to_the_stage_of_the_task_that_ends_it() -> None:
+    graph = lowered("interleaved", Shape(4, 1, 2))
+    used = usage(report(simulate(graph)), graph)
+    assert {key: seconds for key, seconds in used.idle.items() if seconds} == {
+        (2, "dev:0", IdleReason.DEPENDENCY): 1.0 + 3.0,
+        (0, "dev:0", IdleReason.DEPENDENCY): 2.0,
+        (1, "dev:1", IdleReason.DEPENDENCY): 1.0 + 2.0,
+        (3, "dev:1", IdleReason.DEPENDENCY): 1.0,
+        (1, "dev:1", IdleReason.DRAIN): 2.0,
+    }
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+    st.sampled_from(["never", "always", "except_last"]),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.data(),
+)
+def test_busy_and_idle_of_a_device_add_up_to_the_step(
+    name: str, checkpoint: str, devices: int, microbatches: int, data: st.DataObject
+) -> None:
+    stages = 2 * devices if name == "interleaved" else devices
+    graph = lowered(name, Shape(stages, microbatches, devices), checkpoint)
+    cost = st.floats(0, 10)
+    costs = data.draw(st.lists(cost, min_size=len(graph.tasks), max_size=len(graph.tasks)))
+    result = report(simulate(graph, lambda task: costs[task.number]))
+    used = usage(result, graph)
+    for device in graph.devices:
+        busy = sum(seconds for (_, where), seconds in used.busy.items() if where == device)
+        idle = sum(seconds for (_, where, _), seconds in used.idle.items() if where == device)
+        assert busy == pytest.approx(result.device_busy[device])
+        assert busy + idle == pytest.approx(result.seconds)
+    assert min(used.idle.values()) >= 0
+
+
+def test_tasks_that_seem_to_overlap_are_counted_once() -> None:
+    graph = lowered(shape=Shape(1, 2, 1))
+    journal = [
+        (0.0, StepSubmitted(0, graph)),
+        (2.0, TaskCompleted(0, 0, 0.0, 2.0)),
+        (3.0, TaskCompleted(0, 1, 1.5, 3.0)),
+    ]
+    used = usage(report(StepRecord(0, graph, journal, Outcome.CANCELLED)), graph)
+    assert dict(used.busy) == {(0, "dev:0"): 3.0}
+    assert sum(used.idle.values()) == 0
