@@ -279,10 +279,8 @@ class _Call:
             return None
         if isinstance(command, pop):
             return _local.store.pop(self._use("pop", command.name, self.module._skip_pops, self._popped))
-        raise ArgumentTypeError(
-            f"yielded a value of type {type(command).__name__}; yield stash(name, tensor) or pop(name), and call "
-            f"super().forward(...) without 'yield from'"
-        )
+        right = "yield stash(name, tensor) or pop(name), and call super().forward(...) without 'yield from'"
+        raise ArgumentTypeError(f"yielded a value of type {type(command).__name__}; {right}")
 
     def _use(self, verb: str, name: str, declared: Sequence[str], used: set[str]) -> SkipKey:
         if name not in declared:
@@ -345,9 +343,7 @@ def _places(stages: Sequence[Iterable[nn.Module]]) -> list[_Place]:
         for name, layer in _named(layers, position):
             position += 1
             if not isinstance(layer, nn.Module):
-                raise ArgumentTypeError(
-                    f"layer {name} must be an nn.Module, got a {type(layer).__name__}"
-                )
+                raise ArgumentTypeError(f"layer {name} must be an nn.Module, got a {type(layer).__name__}")
             for path, module in layer.named_modules(prefix=name):
                 if isinstance(module, Skippable):
                     label = f"layer {path} ({type(module).__name__})"
