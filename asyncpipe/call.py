@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,6 +186,7 @@ class CallBackward:
         with running.given_up_on_errors():
             running.open(sorted(running.closed, reverse=True))
             taken = running.wait()
+        running.hand_over([*taken.values(), *chain.from_iterable(self._tensors.gradients.values())])
         inputs = self._call.input_gradients()
         _clear(self._tensors)
         return [*inputs, *[taken.pop(id(parameter), None) for parameter in self._call.parameters]]
@@ -262,6 +264,10 @@ class _Running:
             self._gates.open(microbatches, self._portal.call_soon)
         except RuntimeError as error:
             raise PipelineClosedError(_CLOSED) from error
+
+    def hand_over(self, gradients: Sequence[Tensor | None]) -> None:
+        """Let the caller's streams read ``gradients``, which the lanes have made; after ``wait``."""
+        self._fence.hand_over(gradient for gradient in gradients if gradient is not None)
 
     def wait(self) -> dict[int, Tensor | None]:
         """The new gradients by parameter, once the last backward is issued; raises what went wrong there."""

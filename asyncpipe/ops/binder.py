@@ -55,13 +55,6 @@ class Binder:
         self._compute_of = StageCompute(graph, plan, tensors, equipment.stages, equipment.streams, context)
         self._events: dict[int, torch.cuda.Event] = {}
         self._gates = frozenset(graph.gates)
-        self._actions: dict[TaskKind, Callable[[Task], None]] = {
-            TaskKind.FORWARD: self._compute_of.forward,
-            TaskKind.RECOMPUTE: self._compute_of.recompute,
-            TaskKind.BACKWARD: self._compute_of.backward,
-            TaskKind.SUM: self._sum,
-            TaskKind.UPDATE: self._update,
-        }
 
     def bind(self, task: Task) -> Callable[[], Timing | None]:
         """The computation of ``task``, for its executor."""
@@ -72,8 +65,24 @@ class Binder:
         with stream.use(), torch.set_grad_enabled(self._plan.training):
             self._await_dependencies(task, stream)
             timing = stream.begin()
-            self._actions[task.kind](task)
+            self._act(task)
             return self._finish(task, timing, stream)
+
+    def _act(self, task: Task) -> None:
+        # No table of bound methods: it would keep the binder, and the stages with it, for the cycle collector.
+        match task.kind:
+            case TaskKind.FORWARD:
+                self._compute_of.forward(task)
+            case TaskKind.RECOMPUTE:
+                self._compute_of.recompute(task)
+            case TaskKind.BACKWARD:
+                self._compute_of.backward(task)
+            case TaskKind.SUM:
+                self._sum(task)
+            case TaskKind.UPDATE:
+                self._update(task)
+            case other:
+                raise AssertionError(f"no computation for tasks of kind {other.value}")
 
     def _copy(self, task: Task) -> Timing | None:
         """Move what stage ``source`` left for ``stage``: an activation onward, or a gradient back."""

@@ -44,10 +44,12 @@ def join(tensor: Tensor, phony: Tensor) -> Tensor:
 class _Fork(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        # A tensor that nothing used has no gradient, rather than one of zeros.
+        ctx.set_materialize_grads(False)
         return tensor.detach(), phony(tensor.device, requires_grad=False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
         return grads[0]
 
 

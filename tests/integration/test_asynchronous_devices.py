@@ -82,6 +82,9 @@ class NoFence:
     def end(self, results=()):
         list(results)
 
+    def hand_over(self, tensors):
+        list(tensors)
+
 
 @pytest.fixture
 def noting(monkeypatch):
