@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,8 @@ class PreparedCall:
         self._fence.end(tensor for packet in packets for tensor in packet.tensors)
         self._machinery.commit_statistics()
         if self._training:
-            self._tie(packets, CallBackward(self._backward_graph(), self._tensors, self, pipeline, driver, portal))
+            means = _Means(self._backward_graph(), self, pipeline, driver, portal)
+            self._tie(packets, CallBackward(means, self._tensors))
         outputs = [packet.rebuild(packet.tensors) for packet in packets]
         return outputs if self._ready_made else gather(outputs, self._machinery.batch_dim)
 
@@ -141,37 +142,35 @@ class PreparedCall:
         return self._inputs.collect(self._tensors.gradients)
 
 
+class _Means(NamedTuple):
+    """What a backward is run with."""
+
+    graph: TaskGraph
+    call: PreparedCall
+    pipeline: object
+    driver: Driver
+    portal: Portal
+
+
 class CallBackward:
     """The backward of one ``pipe(x)``: a graph behind gates that the exits open, and an entry that waits.
 
-    Holds the pipeline alive while an output may still be differentiated. If the engine stops on the way (another
-    node of the caller's graph raised), the backward is cancelled.
+    Holds the pipeline alive while an output may still be differentiated, and no longer: what is kept of it in a
+    loss is kept by nodes of autograd, which the cycle collector does not see. If the engine stops on the way
+    (another node of the caller's graph raised), the backward is cancelled.
     """
 
-    def __init__(
-        self,
-        graph: TaskGraph,
-        tensors: StepTensors,
-        call: PreparedCall,
-        pipeline: object,
-        driver: Driver,
-        portal: Portal,
-    ) -> None:
-        self._graph = graph
+    def __init__(self, means: _Means, tensors: StepTensors) -> None:
+        self._means: _Means | None = means
         self._tensors = tensors
-        self._call = call
-        self._pipeline = pipeline
-        self._driver = driver
-        self._portal = portal
+        self._last = len(means.call.machinery.equipment.stages) - 1
         self._running: Callable[[], _Running | None] = _nothing
-        self._spent = False
 
     def release(self, microbatch: int, gradients: Sequence[Tensor | None], *, retain: bool) -> None:
         """Take the caller's gradients of a micro-batch to the last stage, and open its gate."""
         running = self._running() or self._start(retain)
         with running.given_up_on_errors():
-            last = len(self._call.machinery.equipment.stages) - 1
-            self._tensors.gradients[microbatch, CALLER, last] = list(gradients)
+            self._tensors.gradients[microbatch, CALLER, self._last] = list(gradients)
             event = _arrival(gradients)
             if event is not None:
                 self._tensors.arrivals[microbatch] = event
@@ -187,20 +186,21 @@ class CallBackward:
             running.open(sorted(running.closed, reverse=True))
             taken = running.wait()
         running.hand_over([*taken.values(), *chain.from_iterable(self._tensors.gradients.values())])
-        inputs = self._call.input_gradients()
+        inputs = running.call.input_gradients()
         _clear(self._tensors)
-        return [*inputs, *[taken.pop(id(parameter), None) for parameter in self._call.parameters]]
+        return [*inputs, *[taken.pop(id(parameter), None) for parameter in running.call.parameters]]
 
     def _start(self, retain: bool) -> _Running:
-        if self._spent:
+        if self._means is None:
             raise BackwardError(
                 "a second backward through the same pipe(x): its activations are gone; give the first one "
                 "retain_graph=True, or call the pipeline again"
             )
-        self._spent = not retain
         self._tensors.retain = retain
-        running = _Running(self._graph, self._tensors, self._call, self._pipeline, self._driver, self._portal)
+        running = _Running(self._means, self._tensors)
         self._running = weakref.ref(running)
+        if not retain:
+            self._means = None
         return running
 
 
@@ -211,36 +211,29 @@ class _Running:
     the engine stops before the entry, nothing else tells.
     """
 
-    def __init__(
-        self,
-        graph: TaskGraph,
-        tensors: StepTensors,
-        call: PreparedCall,
-        pipeline: object,
-        driver: Driver,
-        portal: Portal,
-    ) -> None:
+    def __init__(self, means: _Means, tensors: StepTensors) -> None:
+        self.call = call = means.call
+        self.closed = set(range(means.graph.shape.microbatches))
         equipment = call.machinery.equipment
-        self.closed = set(range(graph.shape.microbatches))
-        self._portal = portal
+        self._portal = means.portal
+        self._pipeline = means.pipeline  # Its threads live until the backward has ended.
         self._guard = equipment.guard
         self._fence = Fence(equipment.streams.values())
         self._gates = Gates()
         self._fence.begin()
         try:
             self._guard.begin(call.parameters)
-            self._done: Call[Execution] = portal.submit(
-                driver.run(graph, call.backward_binder(graph).bind, self._gates)
-            )
+            run = means.driver.run(means.graph, call.backward_binder(means.graph).bind, self._gates)
+            self._done: Call[Execution] = self._portal.submit(run)
         except BaseException as error:
             self._guard.roll_back()
             if isinstance(error, RuntimeError):
                 raise PipelineClosedError(_CLOSED) from error
             raise
         self._undo = partial(_undo, equipment.ties, tensors)
-        on_cuda = any(stage.device.is_cuda for stage in equipment.stages)
+        thread = None if any(stage.device.is_cuda for stage in equipment.stages) else threading.get_ident()
         self._dropped: weakref.finalize[..., _Running] = weakref.finalize(
-            self, _give_up, self._done, self._guard, self._undo, pipeline, None if on_cuda else threading.get_ident()
+            self, _give_up, self._done, self._guard, self._undo, means.pipeline, thread
         )
         self._dropped.atexit = False
         torch.autograd.Variable._execution_engine.queue_callback(self)
