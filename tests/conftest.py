@@ -22,8 +22,13 @@ TURNS = 5
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Async tests run twice: on uvloop, which the package uses where it can, and on asyncio's own loop."""
+    """Async tests run twice: on uvloop, which the package uses where it can, and on asyncio's own loop.
+
+    Those marked ``one_loop`` run once: what they show has nothing to do with the loop.
+    """
     factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
+    if item.get_closest_marker("one_loop") is not None:
+        return factories
     try:
         import uvloop
     except ImportError:

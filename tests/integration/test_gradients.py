@@ -12,6 +12,8 @@ from torch import nn
 from asyncpipe import Pipeline
 from asyncpipe.testing import InlineExecutor
 
+pytestmark = pytest.mark.one_loop
+
 MODES = ("always", "except_last", "never")
 mse = nn.functional.mse_loss
 

@@ -12,6 +12,8 @@ from asyncpipe.core.task import WHOLE_STEP, Task, TaskKind
 from asyncpipe.errors import OptionError
 from asyncpipe.testing import EmulatedExecutor
 
+pytestmark = pytest.mark.one_loop
+
 mse = nn.functional.mse_loss
 
 

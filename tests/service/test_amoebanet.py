@@ -18,6 +18,8 @@ from asyncpipe.service.progress import NullProgress, StepProgress
 from asyncpipe.service.settings import load_job
 from asyncpipe.service.training import TrainingRun
 
+pytestmark = pytest.mark.one_loop
+
 AMOEBANET = Path(__file__).parents[2] / "examples" / "amoebanet"
 
 

@@ -20,6 +20,8 @@ from asyncpipe.service.progress import NullProgress, StepProgress
 from asyncpipe.service.settings import load_job
 from asyncpipe.service.training import TrainingRun
 
+pytestmark = pytest.mark.one_loop
+
 UNET = Path(__file__).parents[2] / "examples" / "unet"
 EVEN = (0, 2, 4, 6, 8)
 
