@@ -9,21 +9,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asyncpipe.core.costs import Costs as Costs
     from asyncpipe.core.events import Observer as Observer
     from asyncpipe.core.events import StepRecord as StepRecord
     from asyncpipe.core.lower import CheckpointMode as CheckpointMode
     from asyncpipe.core.lower import lower as lower
+    from asyncpipe.core.registry import find_schedule as find_schedule
+    from asyncpipe.core.registry import known_schedules as known_schedules
     from asyncpipe.core.report import Report as Report
     from asyncpipe.core.report import report as report
     from asyncpipe.core.schedule import Action as Action
     from asyncpipe.core.schedule import B as B
     from asyncpipe.core.schedule import F as F
+    from asyncpipe.core.schedule import HintedSchedule as HintedSchedule
+    from asyncpipe.core.schedule import I as I
+    from asyncpipe.core.schedule import OrderedSchedule as OrderedSchedule
+    from asyncpipe.core.schedule import Overlap as Overlap
+    from asyncpipe.core.schedule import RuledSchedule as RuledSchedule
     from asyncpipe.core.schedule import Schedule as Schedule
     from asyncpipe.core.schedule import Shape as Shape
-    from asyncpipe.core.schedule import find_schedule as find_schedule
-    from asyncpipe.core.schedule import known_schedules as known_schedules
-    from asyncpipe.core.simulate import Costs as Costs
+    from asyncpipe.core.schedule import W as W
+    from asyncpipe.core.schedule import loop_placement as loop_placement
+    from asyncpipe.core.schedule import zigzag_placement as zigzag_placement
     from asyncpipe.core.simulate import simulate as simulate
+    from asyncpipe.core.task import TaskKind as TaskKind
     from asyncpipe.errors import AsyncpipeError as AsyncpipeError
     from asyncpipe.errors import TaskError as TaskError
     from asyncpipe.ops.batchnorm import convert_deferred_batch_norm as convert_deferred_batch_norm
@@ -52,8 +61,15 @@ _HOMES = {
     "core.events": ("Observer", "StepRecord"),
     "core.lower": ("CheckpointMode", "lower"),
     "core.report": ("Report", "report"),
-    "core.schedule": ("Action", "B", "F", "Schedule", "Shape", "find_schedule", "known_schedules"),
-    "core.simulate": ("Costs", "simulate"),
+    "core.registry": ("find_schedule", "known_schedules"),
+    "core.schedule": (
+        *("Action", "B", "F", "I", "Overlap", "Shape", "W"),
+        *("HintedSchedule", "OrderedSchedule", "RuledSchedule", "Schedule"),
+        *("loop_placement", "zigzag_placement"),
+    ),
+    "core.task": ("TaskKind",),
+    "core.costs": ("Costs",),
+    "core.simulate": ("simulate",),
     "errors": ("AsyncpipeError", "TaskError"),
     "ops.batchnorm": ("convert_deferred_batch_norm",),
     "ops.checkpoint": ("is_checkpointing", "is_recomputing"),

@@ -11,7 +11,8 @@ from torch import nn
 
 from asyncpipe.core.graph import Phase, TaskGraph, Wiring
 from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.schedule import Schedule, Shape, find_schedule
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Schedule, Shape
 from asyncpipe.errors import BalanceError, OptionError
 from asyncpipe.ops.batchnorm import convert_deferred_batch_norm, deferred_layers
 from asyncpipe.ops.binder import Equipment

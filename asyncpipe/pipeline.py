@@ -15,7 +15,8 @@ from torch import nn
 from asyncpipe.build import BuildOptions, MakeOptimizer, build, check_choice, check_positive
 from asyncpipe.call import PreparedCall
 from asyncpipe.core.events import Observer
-from asyncpipe.core.schedule import Schedule, find_schedule
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Schedule
 from asyncpipe.errors import PipelineClosedError
 from asyncpipe.face import ModelFace
 from asyncpipe.ops.device import resolve_devices

@@ -8,7 +8,8 @@ from statistics import median
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.schedule import Shape, find_schedule
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Shape
 from asyncpipe.core.task import Task
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.executor import ThreadExecutor, Work

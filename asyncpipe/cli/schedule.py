@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncpipe.core.costs import Costs
 from asyncpipe.core.graph import Phase, TaskGraph, to_dict, to_dot
 from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.schedule import Schedule, Shape, find_schedule, known_schedules
-from asyncpipe.core.simulate import Costs, simulate
+from asyncpipe.core.registry import find_schedule, known_schedules
+from asyncpipe.core.schedule import Schedule, Shape
+from asyncpipe.core.simulate import simulate
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from asyncpipe.core.schedule import Shape
+from asyncpipe.core.schedule import Action, Shape
 from asyncpipe.core.task import Lane, Task, TaskKind
 
-__all__ = ["Edge", "Phase", "Reason", "TaskGraph", "Wiring", "critical_path", "to_dict", "to_dot"]
+__all__ = ["Edge", "Phase", "Reason", "Rule", "TaskGraph", "Wiring", "critical_path", "to_dict", "to_dot"]
 
 
 class Phase(StrEnum):
@@ -64,6 +64,22 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Rule:
+    """How the scheduler picks among the ready tasks of a ruled schedule."""
+
+    ranks: tuple[int, ...]
+    """Of each task, all different: the lowest ready one of a lane runs first."""
+    by_rank: tuple[int, ...]
+    """The task of each rank."""
+    loads: tuple[tuple[int, ...], ...]
+    """For each device and micro-batch, how many compute tasks it has there: with the last one it leaves."""
+    admit: Callable[[Action, int], bool]
+    """Whether a forward may bring one more micro-batch to its device, which holds so many."""
+    ahead: int
+    """Compute tasks that a device holds."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TaskGraph:
     """What ``lower`` makes of a schedule: immutable, and shared by every step of its shape.
 
@@ -88,6 +104,8 @@ class TaskGraph:
     """The position in ``lanes`` of each task's lane."""
     gates: tuple[int, ...] = ()
     """For each micro-batch, the task that waits for a gradient from the caller; empty unless this is a backward."""
+    rule: Rule | None = None
+    """Of a ruled schedule; else the order edges decide."""
 
     @property
     def training(self) -> bool:
@@ -119,9 +137,13 @@ def _reason(dependency: Task, task: Task) -> Reason:
     same_microbatch = dependency.microbatch == task.microbatch
     if same_microbatch and dependency.kind is task.kind:
         return Reason.DATA
-    if same_microbatch and dependency.stage == task.stage and task.kind is TaskKind.BACKWARD:
+    if same_microbatch and (dependency.stage == task.stage or (_is_gradient(dependency) and _is_gradient(task))):
         return Reason.DATA
     return Reason.ORDER
+
+
+def _is_gradient(task: Task) -> bool:
+    return task.kind in (TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT)
 
 
 def critical_path(graph: TaskGraph, duration: Callable[[Task], float]) -> float:
@@ -162,7 +184,16 @@ def _task_row(task: Task) -> dict[str, Any]:
     return row
 
 
-_DOT_COLOURS = {"F": "#7fb3d5", "R": "#f7dc6f", "B": "#82c99b", "C": "#d5d8dc", "S": "#c39bd3", "U": "#e59866"}
+_DOT_COLOURS = {
+    "F": "#7fb3d5",
+    "R": "#f7dc6f",
+    "B": "#82c99b",
+    "I": "#a3d9b1",
+    "W": "#c3aed6",
+    "C": "#d5d8dc",
+    "S": "#c39bd3",
+    "U": "#e59866",
+}
 _DOT_STYLES = {Reason.DATA: "solid", Reason.COPY: "solid", Reason.RECOMPUTE: "bold", Reason.ORDER: "dashed"}
 
 

@@ -1,9 +1,9 @@
-"""Lowering: a schedule's ordered actions become a task graph.
+"""Lowering: a schedule's actions become a task graph.
 
-Per device, the actions form a chain of order edges. Across stages, the output of a forward and the gradient
-of a backward travel by data edges, through a copy task wherever two neighbouring stages sit on different
-devices. A recomputed micro-batch gets R(i,j) after the action before B(i,j), so that it overlaps the copy of
-the gradient that B(i,j) waits for::
+Per device, the actions of an ordered schedule form a chain of order edges. Across stages, the output of a forward
+and the gradient of a backward travel by data edges, through a copy task wherever two neighbouring stages sit on
+different devices. A recomputed micro-batch gets R(i,j) after the action before B(i,j), so that it overlaps the copy
+of the gradient that B(i,j) waits for::
 
     stage j-1     F(i,j-1) ──C──┐                           ┌──C──▶ B(i,j-1)
                                 ▼                           │
@@ -11,7 +11,9 @@ the gradient that B(i,j) waits for::
                                 │            └──────────────────────▲ ▲
     stage j+1                   └──C──▶ F(i,j+1)  …     B(i,j+1) ──C──┘
 
-With GPipe this is Figure 2 of the torchgpipe paper (arXiv 2004.09910).
+With GPipe this is Figure 2 of the torchgpipe paper (arXiv 2004.09910). A backward in halves is I(i,j) in the place of
+B(i,j), and W(i,j) behind it. A ruled schedule has no chain: its tasks have data edges alone, R(i,j) waits for what
+makes the gradient of its output, before that is copied, and the rest is decided while the step runs.
 
 Which stages exchange values is the wiring's business. A link that jumps stages (a skip) is a data edge like any
 other, with one copy straight to its user and one straight back. Parameters tied over devices are brought to
@@ -29,15 +31,18 @@ import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from typing import Any
 
-from asyncpipe.core.graph import Phase, TaskGraph, Wiring
-from asyncpipe.core.schedule import Action, Schedule, Shape
+from asyncpipe.core.graph import Phase, Rule, TaskGraph, Wiring
+from asyncpipe.core.schedule import Action, RuledSchedule, Schedule, Shape
 from asyncpipe.core.task import WHOLE_STEP, Lane, Queue, Task, TaskKind
+from asyncpipe.core.validate import blaming, check_admission, checked_actions, checked_placement
 from asyncpipe.errors import OptionError, ScheduleError
 
 __all__ = ["CheckpointMode", "lower"]
 
 _F, _R, _B, _C = TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.COPY
+_I, _W = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
 _S, _U = TaskKind.SUM, TaskKind.UPDATE
 _COMPUTE, _COPY_IN, _GRAD_IN = range(len(Queue))
 
@@ -81,16 +86,27 @@ def lower(
     next). Time and memory are linear in the number of tasks. Raises ``ScheduleError`` naming the device and the
     action where the schedule has a missing, duplicate, foreign or misplaced action, or a deadlock.
     """
-    schedule.check(shape)
+    with blaming(f"schedule {schedule.name!r}: check"):
+        schedule.check(shape)
     names = tuple(devices) if devices is not None else tuple(f"dev:{r}" for r in range(shape.devices))
-    placement = _checked_placement(schedule, shape, names)
-    builder = _Builder(schedule.name, shape, placement, checkpoint, phase, wiring or Wiring.chain(shape.stages))
+    placement = checked_placement(schedule, shape, names)
+    ruled = schedule if isinstance(schedule, RuledSchedule) and phase is Phase.STEP else None
+    builder = _Builder(schedule, shape, placement, checkpoint, phase, wiring or Wiring.chain(shape.stages))
     with _collector_paused():
-        orders = [_checked_order(schedule, shape, placement, device) for device in range(shape.devices)]
-        builder.add_actions(_of_phase(order, phase) for order in orders)
+        actions = [checked_actions(schedule, shape, placement, device) for device in range(shape.devices)]
+        if ruled is not None:
+            check_admission(ruled, actions, shape, placement)
+        elif isinstance(schedule, RuledSchedule):
+            actions = [_breadth_first(mine) for mine in actions]
+        builder.add_actions(_of_phase(mine, phase) for mine in actions)
         builder.add_ends()
         builder.add_transfers()
         return builder.build(names)
+
+
+def _breadth_first(actions: Iterable[Action]) -> list[Action]:
+    """A ruled schedule's forwards in an order, for phases without anything to decide: one stage after the other."""
+    return sorted((action for action in actions if action.kind is _F), key=lambda action: (action[2], action[1]))
 
 
 def _of_phase(order: list[Action], phase: Phase) -> list[Action]:
@@ -116,58 +132,20 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _checked_placement(schedule: Schedule, shape: Shape, names: tuple[str, ...]) -> tuple[int, ...]:
-    placement = tuple(schedule.placement(shape))
-    if len(placement) != shape.stages or not all(0 <= device < shape.devices for device in placement):
-        raise ScheduleError(
-            f"schedule {schedule.name!r} places {shape.stages} stages on devices {list(placement)}; give one device "
-            f"index below {shape.devices} for each stage"
-        )
-    if not len(names) == len(set(names)) == shape.devices:
-        raise ScheduleError(f"got the device names {list(names)}, expected {shape.devices} different ones")
-    return placement
-
-
-def _checked_order(schedule: Schedule, shape: Shape, placement: tuple[int, ...], device: int) -> list[Action]:
-    """The actions of ``device``, each exactly once, each forward before its backward."""
-    order = list(schedule.order(device, shape))
-    where = f"schedule {schedule.name!r}, device {device}"
-    seen: set[Action] = set()
-    for action in order:
-        kind, i, j = action
-        if kind not in (_F, _B) or not (0 <= i < shape.microbatches and 0 <= j < shape.stages):
-            raise ScheduleError(
-                f"{where}: {action} is not an action of {shape.microbatches} micro-batches and "
-                f"{shape.stages} stages; actions are F and B with indices from 0"
-            )
-        if placement[j] != device:
-            raise ScheduleError(f"{where}: {action} belongs to device {placement[j]}, where stage {j} is placed")
-        if action in seen:
-            raise ScheduleError(f"{where}: {action} is there twice; each action must be there once")
-        if kind is _B and Action(_F, i, j) not in seen:
-            raise ScheduleError(f"{where}: {action} comes before {Action(_F, i, j)} and would wait for ever")
-        seen.add(action)
-    for j in (j for j in range(shape.stages) if placement[j] == device):
-        for i in range(shape.microbatches):
-            for kind in (_F, _B):
-                if (kind, i, j) not in seen:
-                    raise ScheduleError(f"{where}: {Action(kind, i, j)} is missing")
-    return order
-
-
 class _Builder:
     """Collects tasks and edges in arrays, then numbers them by clock cycle."""
 
     def __init__(
         self,
-        name: str,
+        schedule: Schedule,
         shape: Shape,
         placement: tuple[int, ...],
         checkpoint: CheckpointMode,
         phase: Phase,
         wiring: Wiring,
     ) -> None:
-        self._name = name
+        self._name = schedule.name
+        self._ruled = schedule if isinstance(schedule, RuledSchedule) and phase is Phase.STEP else None
         self._shape = shape
         self._placement = placement
         self._phase = phase
@@ -176,13 +154,14 @@ class _Builder:
         self._recomputed = [phase is not Phase.FORWARD and checkpoint.recomputes(i, m) for i in range(m)]
         self._keys: list[tuple[TaskKind, int, int, int | None]] = []
         self._dependencies: list[list[int]] = []
-        self._first_copy = 0
         self._forward = [[-1] * m for _ in range(shape.stages)]
         self._backward = [[-1] * m for _ in range(shape.stages)]
-        self._first: dict[int, int] = {}
-        """The first action of each stage."""
-        self._last: dict[int, int] = {}
-        """The last action of each stage."""
+        """The task that makes the gradients of a stage's inputs: B or I."""
+        self._recompute = [[-1] * m for _ in range(shape.stages)]
+        self._first: dict[int, list[int]] = {}
+        """The first action of each stage; without a chain, all its forwards."""
+        self._last: dict[int, list[int]] = {}
+        """The last action of each stage; without a chain, all that make its weights' gradients."""
         self._sums: dict[int, int] = {}
 
     def _add(self, kind: TaskKind, i: int, j: int, dependencies: list[int], source: int | None = None) -> int:
@@ -191,24 +170,34 @@ class _Builder:
         return len(self._keys) - 1
 
     def add_actions(self, orders: Iterable[Iterable[Action]]) -> None:
-        """F, R and B tasks with the order edges of each device's chain."""
+        """F, R, B, I and W tasks, with the order edges of each device's chain if there is one."""
         for order in orders:
             before: list[int] = []
             for kind, i, j in order:
                 if kind is _F:
                     last = self._forward[j][i] = self._add(_F, i, j, before)
+                elif kind is _W:
+                    inputs = self._backward[j][i]
+                    last = self._add(_W, i, j, before if inputs in before else [*before, inputs])
                 else:
-                    last = self._backward[j][i] = self._add_backward(i, j, before)
-                self._first.setdefault(j, last)
-                self._last[j] = last
-                before = [last]
+                    last = self._backward[j][i] = self._add_backward(kind, i, j, before)
+                if self._ruled is None:
+                    self._first.setdefault(j, [last])
+                    self._last[j] = [last]
+                    before = [last]
+                elif kind is _F:
+                    self._first.setdefault(j, []).append(last)
+                elif kind is not _I:
+                    self._last.setdefault(j, []).append(last)
 
-    def _add_backward(self, i: int, j: int, before: list[int]) -> int:
-        if self._recomputed[i]:
-            # The lane's order already puts R(i,j) behind F(i,j), whose saved input it reads.
-            return self._add(_B, i, j, [*before, self._add(_R, i, j, before)])
+    def _add_backward(self, kind: TaskKind, i: int, j: int, before: list[int]) -> int:
         forward = self._forward[j][i]
-        return self._add(_B, i, j, before if forward in before or forward < 0 else [*before, forward])
+        read = before if forward in before or forward < 0 else [*before, forward]
+        if not self._recomputed[i]:
+            return self._add(kind, i, j, read)
+        # A chain already puts R(i,j) behind F(i,j), whose saved input it reads.
+        again = self._recompute[j][i] = self._add(_R, i, j, before if self._ruled is None else read)
+        return self._add(kind, i, j, [*before, again])
 
     def add_ends(self) -> None:
         """S and U tasks, behind a stage's last backward. Comes after the actions, before the transfers."""
@@ -217,14 +206,14 @@ class _Builder:
         ends = dict(self._last)
         for owner, _ in self._wiring.ties:
             if owner not in self._sums:
-                ends[owner] = self._sums[owner] = self._add(_S, WHOLE_STEP, owner, [self._last[owner]])
+                self._sums[owner] = self._add(_S, WHOLE_STEP, owner, list(self._last[owner]))
+                ends[owner] = [self._sums[owner]]
         if self._phase is Phase.STEP:
             for stage in self._wiring.updates:
-                self._add(_U, WHOLE_STEP, stage, [ends[stage]])
+                self._add(_U, WHOLE_STEP, stage, list(ends[stage]))
 
     def add_transfers(self) -> None:
         """Data edges between stages, through copies where the device changes. Comes last."""
-        self._first_copy = len(self._keys)
         for source, user in self._wiring.links:
             for i in range(self._shape.microbatches):
                 if self._phase is not Phase.BACKWARD:
@@ -233,20 +222,26 @@ class _Builder:
                     self._transfer(i, user, source, self._backward)
         for owner, user in self._wiring.ties:
             if self._phase is not Phase.BACKWARD:
-                # A list of its own: the one of an order edge may be shared.
                 bring = self._add(_C, WHOLE_STEP, user, [], owner)
-                first = self._first[user]
-                self._dependencies[first] = [*self._dependencies[first], bring]
+                for first in self._first[user]:
+                    self._depend(first, bring)
             if self._phase is not Phase.FORWARD:
-                self._dependencies[self._sums[owner]].append(self._add(_C, WHOLE_STEP, owner, [self._last[user]], user))
+                self._dependencies[self._sums[owner]].append(
+                    self._add(_C, WHOLE_STEP, owner, list(self._last[user]), user)
+                )
 
     def _transfer(self, i: int, source: int, stage: int, table: list[list[int]]) -> None:
         producer, consumer = table[source][i], table[stage][i]
+        if table is self._backward and self._ruled is not None and self._recomputed[i]:
+            self._depend(self._recompute[stage][i], producer)
         if self._placement[source] != self._placement[stage]:
             producer = self._add(_C, i, stage, [producer], source)
-        # A new list: the one of an R or an order edge may be shared.
-        if producer not in self._dependencies[consumer]:
-            self._dependencies[consumer] = [*self._dependencies[consumer], producer]
+        self._depend(consumer, producer)
+
+    def _depend(self, task: int, dependency: int) -> None:
+        """``task`` waits for ``dependency``, too. A new list: that of an R or an order edge may be shared."""
+        if dependency not in self._dependencies[task]:
+            self._dependencies[task] = [*self._dependencies[task], dependency]
 
     def build(self, devices: tuple[str, ...]) -> TaskGraph:
         dependents = _inverted(self._dependencies)
@@ -255,9 +250,17 @@ class _Builder:
         rank = [2 * cycle + (key[0] is not _C) for cycle, key in zip(cycles, self._keys, strict=True)]
         numbered = sorted(range(len(rank)), key=rank.__getitem__)
         number = _inverse(numbered)
-        local, remote = self._split([dependents[old] for old in numbered], numbered, number)
         lanes = tuple(Lane(device, queue) for device in devices for queue in Queue)
         lane_of = [self._lane(*self._keys[old][2:]) for old in numbered]
+        after = [sorted(map(number.__getitem__, dependents[old])) for old in numbered]
+        local, remote = _split(after, [lane // len(Queue) for lane in lane_of])
+        tasks = tuple(
+            [
+                Task(k, kind, i, j, lanes[lane_of[k]], cycles[old], source)
+                for k, old in enumerate(numbered)
+                for kind, i, j, source in (self._keys[old],)
+            ]
+        )
         return TaskGraph(
             schedule=self._name,
             shape=self._shape,
@@ -265,37 +268,38 @@ class _Builder:
             placement=self._placement,
             phase=self._phase,
             wiring=self._wiring,
-            tasks=tuple(
-                [
-                    Task(k, kind, i, j, lanes[lane_of[k]], cycles[old], source)
-                    for k, old in enumerate(numbered)
-                    for kind, i, j, source in (self._keys[old],)
-                ]
-            ),
+            tasks=tasks,
             dependencies=tuple([tuple(map(number.__getitem__, self._dependencies[old])) for old in numbered]),
             local_dependents=local,
             remote_dependents=remote,
             lanes=lanes,
             lane_of=tuple(lane_of),
             gates=tuple([number[old] for old in self._backward[-1]]) if self._phase is Phase.BACKWARD else (),
+            rule=None if self._ruled is None else self._rule(self._ruled, tasks),
         )
 
-    def _split(
-        self, dependents: list[list[int]], numbered: list[int], number: list[int]
-    ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Local and remote dependents: what leaves a device is a copy that the other device makes.
-
-        Copies were added last, so they stand at the end of each list of dependents.
-        """
-        local: list[tuple[int, ...]] = []
-        remote: list[tuple[int, ...]] = []
-        for old, after in zip(numbered, dependents, strict=True):
-            here = len(after)
-            while old < self._first_copy and here and after[here - 1] >= self._first_copy:
-                here -= 1
-            local.append(tuple(map(number.__getitem__, after[:here])))
-            remote.append(tuple(map(number.__getitem__, after[here:])))
-        return tuple(local), tuple(remote)
+    def _rule(self, schedule: RuledSchedule, tasks: tuple[Task, ...]) -> Rule:
+        """The schedule's answers, as far as they do not depend on what is in flight."""
+        shape = self._shape
+        ranked: list[tuple[Any, int]] = []
+        free: list[int] = []
+        loads = [[0] * shape.microbatches for _ in range(shape.devices)]
+        with blaming(f"schedule {self._name!r}: priority"):
+            for task in tasks:
+                if task.kind is _C or task.microbatch == WHOLE_STEP:
+                    free.append(task.number)
+                    continue
+                kind = self._keys[self._backward[task.stage][task.microbatch]][0] if task.kind is _R else task.kind
+                ranked.append((schedule.priority(Action(kind, task.microbatch, task.stage), shape), task.number))
+                loads[self._placement[task.stage]][task.microbatch] += 1
+            by_rank = [number for _, number in sorted(ranked)] + free
+        return Rule(
+            ranks=tuple(_inverse(by_rank)),
+            by_rank=tuple(by_rank),
+            loads=tuple(map(tuple, loads)),
+            admit=lambda action, live: schedule.admit(action, live, shape),
+            ahead=schedule.ahead,
+        )
 
     def _lane(self, stage: int, source: int | None) -> int:
         """The position of a task's lane: the queues of device 0, then those of device 1 …"""
@@ -332,7 +336,7 @@ class _Builder:
             path[task] = None
             task = next(dependency for dependency in self._dependencies[task] if stuck[dependency])
         steps = list(path)
-        ring = [k for k in steps[steps.index(task) :] if self._keys[k][0] in (_F, _B)]
+        ring = [k for k in steps[steps.index(task) :] if self._keys[k][0] in (_F, _B, _I, _W)]
         names = [str(Action(*self._keys[k][:3])) for k in (*ring, ring[0])]
         device = self._placement[self._keys[ring[0]][2]]
         return f"schedule {self._name!r} deadlocks: on device {device}, {', which waits for '.join(names)}"
@@ -343,6 +347,19 @@ def _inverse(permutation: Sequence[int]) -> list[int]:
     for position, value in enumerate(permutation):
         inverse[value] = position
     return inverse
+
+
+def _split(
+    dependents: Sequence[Sequence[int]], device_of: Sequence[int]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Dependents on the same device, and those on others."""
+    local: list[tuple[int, ...]] = []
+    remote: list[tuple[int, ...]] = []
+    for device, after in zip(device_of, dependents, strict=True):
+        elsewhere = tuple([task for task in after if device_of[task] != device])
+        remote.append(elsewhere)
+        local.append(tuple(after) if not elsewhere else tuple([task for task in after if device_of[task] == device]))
+    return tuple(local), tuple(remote)
 
 
 def _inverted(dependencies: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -11,6 +11,10 @@ from asyncpipe.core.task import Queue, Task, TaskKind
 __all__ = ["Report", "TaskTime", "report"]
 
 
+_LAST = (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT)
+"""What ends a micro-batch's life at a stage: what its forward kept is dropped."""
+
+
 @dataclass(frozen=True, slots=True)
 class TaskTime:
     """When a task ran, in seconds since the step was submitted."""
@@ -93,7 +97,7 @@ def report(record: StepRecord) -> Report:
         tasks=tuple(sorted(times, key=lambda time: (time.start, time.task.number))),
         device_busy=device_busy,
         stage_busy=tuple(stage_busy),
-        peak_in_flight=_peaks(times, graph.shape.stages, TaskKind.BACKWARD if graph.training else TaskKind.FORWARD),
+        peak_in_flight=_peaks(times, graph.shape.stages, _LAST if graph.training else (TaskKind.FORWARD,)),
         critical_path=critical_path(graph, lambda task: seconds.get(task.number, 0.0)),
         gates_opened={
             graph.gates[event.microbatch]: at - origin for at, event in record.journal if isinstance(event, GateOpened)
@@ -101,10 +105,10 @@ def report(record: StepRecord) -> Report:
     )
 
 
-def _peaks(times: list[TaskTime], stages: int, last: TaskKind) -> tuple[int, ...]:
+def _peaks(times: list[TaskTime], stages: int, last: tuple[TaskKind, ...]) -> tuple[int, ...]:
     """Fold +1 at a forward's start and -1 at the end of the micro-batch's ``last`` task; ends count first."""
     changes = [(time.start, 1, time.task.stage) for time in times if time.task.kind is TaskKind.FORWARD]
-    changes += [(time.end, -1, time.task.stage) for time in times if time.task.kind is last]
+    changes += [(time.end, -1, time.task.stage) for time in times if time.task.kind in last]
     live = [0] * stages
     peaks = [0] * stages
     for _, change, stage in sorted(changes):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from asyncpipe.core.costs import Costs
 from asyncpipe.core.events import (
     Command,
     Dispatch,
@@ -17,32 +17,9 @@ from asyncpipe.core.events import (
 )
 from asyncpipe.core.graph import TaskGraph
 from asyncpipe.core.scheduler import SchedulerState
-from asyncpipe.core.task import Lane, Task, TaskKind
+from asyncpipe.core.task import Lane, Task
 
-__all__ = ["Costs", "simulate"]
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """A cost model: the same virtual seconds for every task of a kind. Call it with a task.
-
-    Updates and sums (U, S) cost nothing.
-    """
-
-    forward: float = 1.0
-    backward: float = 2.0
-    recompute: float = 1.0
-    copy: float = 0.0
-
-    def __call__(self, task: Task) -> float:
-        """The virtual seconds of ``task``."""
-        if task.kind is TaskKind.FORWARD:
-            return self.forward
-        if task.kind is TaskKind.BACKWARD:
-            return self.backward
-        if task.kind is TaskKind.RECOMPUTE:
-            return self.recompute
-        return self.copy if task.kind is TaskKind.COPY else 0.0
+__all__ = ["simulate"]
 
 
 class _VirtualLanes:

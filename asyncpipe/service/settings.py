@@ -34,7 +34,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import ErrorDetails
 
 from asyncpipe.core.lower import CheckpointMode
-from asyncpipe.core.schedule import known_schedules
+from asyncpipe.core.registry import known_schedules
 from asyncpipe.errors import JobFileError
 
 __all__ = ["Entry", "Job", "Observe", "PipelineTable", "Training", "job_file_error", "load_job"]

@@ -19,7 +19,8 @@ from asyncpipe.core.events import (
     TaskIssued,
 )
 from asyncpipe.core.lower import lower
-from asyncpipe.core.schedule import Shape, find_schedule
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Shape
 from asyncpipe.core.scheduler import SchedulerState
 from asyncpipe.errors import InvalidTransition
 

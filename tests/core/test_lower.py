@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from asyncpipe.core.graph import Phase, Reason, TaskGraph, Wiring, critical_path, to_dict, to_dot
 from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.schedule import Action, B, F, Schedule, Shape, find_schedule
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Action, B, F, OrderedSchedule, Shape
 from asyncpipe.core.task import Lane, Queue, Task, TaskKind
 from asyncpipe.errors import OptionError
 
 ALWAYS, EXCEPT_LAST, NEVER = CheckpointMode.ALWAYS, CheckpointMode.EXCEPT_LAST, CheckpointMode.NEVER
 
 
-class Listed(Schedule):
+class Listed(OrderedSchedule):
     """Orders and a placement written out."""
 
     name = "listed"

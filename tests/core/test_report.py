@@ -18,8 +18,9 @@ from asyncpipe.core.events import (
 )
 from asyncpipe.core.graph import Phase, TaskGraph
 from asyncpipe.core.lower import CheckpointMode, lower
+from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.report import report
-from asyncpipe.core.schedule import Shape, find_schedule
+from asyncpipe.core.schedule import Shape
 
 ORIGIN = 100.0
 

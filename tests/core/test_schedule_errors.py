@@ -10,7 +10,8 @@ import pytest
 
 from asyncpipe.core.graph import Phase
 from asyncpipe.core.lower import lower
-from asyncpipe.core.schedule import Action, B, F, Schedule, Shape, find_schedule
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Action, B, F, OrderedSchedule, Shape
 from asyncpipe.core.task import TaskKind
 from asyncpipe.errors import MicrobatchError, OptionError, ScheduleError
 
@@ -18,7 +19,7 @@ LEFT = [F(0, 0), F(1, 0), B(0, 0), B(1, 0)]
 RIGHT = [F(0, 1), B(0, 1), F(1, 1), B(1, 1)]
 
 
-class Listed(Schedule):
+class Listed(OrderedSchedule):
     """Orders and a placement written out."""
 
     name = "listed"
@@ -39,7 +40,7 @@ def test_the_lists_that_the_others_break() -> None:
 
 
 WEIGHTS = Action(TaskKind.WEIGHT_GRADIENT, 0, 0)
-ALLOWED = "is not an action of 2 micro-batches and 2 stages; actions are F and B with indices from 0"
+ALLOWED = "is not an action of 2 micro-batches and 2 stages; actions are F, B, I and W with indices from 0"
 DEVICE_0, DEVICE_1 = "schedule 'listed', device 0: ", "schedule 'listed', device 1: "
 BROKEN = {
     "missing forward": ([LEFT[:3], RIGHT], DEVICE_0 + "B(1,0) is missing"),

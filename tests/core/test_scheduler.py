@@ -32,13 +32,14 @@ from asyncpipe.core.events import (
 )
 from asyncpipe.core.graph import Phase, TaskGraph
 from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.schedule import Action, B, F, Schedule, Shape, find_schedule
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Action, B, F, OrderedSchedule, Shape
 from asyncpipe.core.scheduler import SchedulerState
 from asyncpipe.core.task import Lane
 from asyncpipe.errors import OptionError
 
 
-class Shuffled(Schedule):
+class Shuffled(OrderedSchedule):
     """A random run of the whole step, cut up by device: an order that cannot deadlock."""
 
     name = "shuffled"

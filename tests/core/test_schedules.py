@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncpipe.core import schedule as schedule_module
+from asyncpipe.core import registry
+from asyncpipe.core.costs import Costs
 from asyncpipe.core.lower import lower
+from asyncpipe.core.registry import find_schedule, known_schedules
 from asyncpipe.core.report import Report, report
-from asyncpipe.core.schedule import Action, B, F, Schedule, Shape, find_schedule, known_schedules
+from asyncpipe.core.schedule import Action, B, F, OrderedSchedule, Schedule, Shape
 from asyncpipe.core.schedules.gpipe import GPipe
-from asyncpipe.core.simulate import Costs, simulate
+from asyncpipe.core.simulate import simulate
 from asyncpipe.core.task import TaskKind
 from asyncpipe.errors import ScheduleError, UnknownScheduleError
 
@@ -47,7 +49,7 @@ def peak_on(device: str, times: Report) -> int:
 def test_makespan_and_peaks_have_their_closed_forms(name: str, costs: Costs) -> None:
     for p, m in product(DEVICES, MICROBATCHES):
         times = run(name, p, m, p, costs)
-        assert times.seconds == (m + p - 1) * (costs.forward + costs.backward), (p, m)
+        assert times.seconds == (m + p - 1) * (costs.forward + costs.full_backward), (p, m)
         expected = tuple(m if name == "gpipe" else min(m, p - stage) for stage in range(p))
         assert times.peak_in_flight == expected, (p, m)
 
@@ -61,7 +63,7 @@ def test_interleaving_divides_the_bubble(p: int, v: int) -> None:
     t_F + t_B more, and less than that where there are more rounds to make up for it.
     """
     costs = Costs(1, 2)
-    stage = costs.forward + costs.backward
+    stage = costs.forward + costs.full_backward
     for m in MICROBATCHES:
         times = run("interleaved", p * v, m, p, costs)
         ideal = (m * v + p - 1) * stage
@@ -77,7 +79,7 @@ def test_interleaving_divides_the_bubble(p: int, v: int) -> None:
 
 def test_interleaving_does_not_depend_on_the_ratio_of_costs() -> None:
     for costs, m in product((*COSTS, Costs(1, 1), Costs(5, 1)), (4, 8, 12)):
-        assert run("interleaved", 8, m, 4, costs).seconds == (2 * m + 3) * (costs.forward + costs.backward)
+        assert run("interleaved", 8, m, 4, costs).seconds == (2 * m + 3) * (costs.forward + costs.full_backward)
 
 
 def test_virtual_stages_go_round_the_devices() -> None:
@@ -98,7 +100,7 @@ def test_interleaving_asks_for_a_multiple_of_the_devices() -> None:
 # Plug-ins. 1F1B as somebody else would write it: 11 lines.
 
 
-class PlugIn(Schedule):
+class PlugIn(OrderedSchedule):
     name = "my-1f1b"
 
     def order(self, device: int, shape: Shape) -> Iterator[Action]:
@@ -120,7 +122,7 @@ def entry_points(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
         names = loaded if name is None else [name] if name in loaded else []
         return [SimpleNamespace(name=known, load=lambda known=known: loaded[known]) for known in names]
 
-    monkeypatch.setattr(schedule_module, "entry_points", fake)
+    monkeypatch.setattr(registry, "entry_points", fake)
     return loaded
 
 

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncpipe.core.costs import Costs
 from asyncpipe.core.events import Outcome, StepCompleted, StepRecord, StepSubmitted, TaskCompleted
 from asyncpipe.core.graph import Phase, TaskGraph
 from asyncpipe.core.lower import CheckpointMode, lower
+from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.report import report
-from asyncpipe.core.schedule import Shape, find_schedule
-from asyncpipe.core.simulate import Costs, simulate
+from asyncpipe.core.schedule import Shape
+from asyncpipe.core.simulate import simulate
 from asyncpipe.core.task import Task, TaskKind
 
 SHAPES = st.builds(

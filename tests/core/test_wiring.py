@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from asyncpipe.core.costs import Costs
 from asyncpipe.core.events import Dispatch, GateOpened, StepCancelled, StepCompleted, StepSubmitted, TaskCompleted
 from asyncpipe.core.graph import Phase, Reason, TaskGraph, Wiring
 from asyncpipe.core.lower import CheckpointMode, lower
+from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.report import report
-from asyncpipe.core.schedule import Shape, find_schedule
+from asyncpipe.core.schedule import Shape
 from asyncpipe.core.scheduler import SchedulerState
-from asyncpipe.core.simulate import Costs, simulate
+from asyncpipe.core.simulate import simulate
 from asyncpipe.core.task import WHOLE_STEP, Queue, Task, TaskKind
 from asyncpipe.errors import InvalidTransition
 

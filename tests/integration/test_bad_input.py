@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncpipe import B, F, Pipeline, Schedule, TaskError
+from asyncpipe import B, F, OrderedSchedule, Pipeline, TaskError
 from asyncpipe import errors as e
 
 mse = nn.functional.mse_loss
@@ -18,7 +18,7 @@ def layers(count=4):
     return nn.Sequential(*(nn.Linear(3, 3) for _ in range(count)))
 
 
-class Broken(Schedule):
+class Broken(OrderedSchedule):
     """1F1B for two stages with one thing wrong."""
 
     name = "broken"
@@ -40,7 +40,7 @@ class Broken(Schedule):
         return order
 
 
-class Deadlock(Schedule):
+class Deadlock(OrderedSchedule):
     """Each device waits for the other one's later action."""
 
     name = "crossed"

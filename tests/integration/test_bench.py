@@ -12,10 +12,12 @@ from asyncpipe import Pipeline
 from asyncpipe.bench import BENCHMARKS, dropin, memory, unet, unet_memory, unet_model, unet_speed
 from asyncpipe.bench.meter import ByteMeter, SavedBytes
 from asyncpipe.cli import main
+from asyncpipe.core.costs import Costs
 from asyncpipe.core.graph import Phase
 from asyncpipe.core.lower import lower
-from asyncpipe.core.schedule import Shape, find_schedule
-from asyncpipe.core.simulate import Costs, simulate
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Shape
+from asyncpipe.core.simulate import simulate
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.device import resolve_devices
 

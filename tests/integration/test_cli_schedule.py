@@ -14,7 +14,7 @@ import pytest
 
 import asyncpipe.cli.schedule as command
 from asyncpipe.cli import main
-from asyncpipe.core.schedule import known_schedules
+from asyncpipe.core.registry import known_schedules
 
 Output = pytest.CaptureFixture[str]
 SHOW = ("schedule", "show")

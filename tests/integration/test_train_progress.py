@@ -9,8 +9,9 @@ import pytest
 
 from asyncpipe.cli.progress import LineProgress, LiveProgress, choose_progress, minutes
 from asyncpipe.core.lower import CheckpointMode, lower
+from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.report import Report, report
-from asyncpipe.core.schedule import Shape, find_schedule
+from asyncpipe.core.schedule import Shape
 from asyncpipe.core.simulate import simulate
 from asyncpipe.errors import OptionError
 from asyncpipe.service.progress import Meter, NullProgress, RunStarted, StepProgress

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from asyncpipe.core.costs import Costs
 from asyncpipe.core.events import (
     Abort,
     Dispatch,
@@ -31,9 +32,10 @@ from asyncpipe.core.events import (
 )
 from asyncpipe.core.graph import TaskGraph
 from asyncpipe.core.lower import CheckpointMode, lower
+from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.report import report
-from asyncpipe.core.schedule import Shape, find_schedule
-from asyncpipe.core.simulate import Costs, simulate
+from asyncpipe.core.schedule import Shape
+from asyncpipe.core.simulate import simulate
 from asyncpipe.core.task import TaskKind
 from asyncpipe.errors import OptionError
 from asyncpipe.observe import metrics

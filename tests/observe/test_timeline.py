@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncpipe.core.costs import Costs
 from asyncpipe.core.events import StepRecord
 from asyncpipe.core.graph import Phase
 from asyncpipe.core.lower import CheckpointMode, lower
+from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.report import report
-from asyncpipe.core.schedule import Shape, find_schedule
-from asyncpipe.core.simulate import Costs, simulate
+from asyncpipe.core.schedule import Shape
+from asyncpipe.core.simulate import simulate
 from asyncpipe.observe.svg import svg_timeline
 from asyncpipe.observe.timeline import format_time, text_timeline, tick_step
 

@@ -11,11 +11,13 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncpipe.core.costs import Costs
 from asyncpipe.core.events import Dispatch, Outcome, StepCompleted, StepRecord, StepSubmitted, TaskCompleted, TaskFailed
 from asyncpipe.core.graph import Phase
 from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.schedule import Shape, find_schedule
-from asyncpipe.core.simulate import Costs, simulate
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Shape
+from asyncpipe.core.simulate import simulate
 from asyncpipe.core.task import Task, TaskKind
 from asyncpipe.observe.trace import to_chrome, write_trace
 

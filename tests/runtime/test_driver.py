@@ -9,7 +9,8 @@ import pytest
 
 from asyncpipe.core.events import StepCancelled, StepRecord, TaskCompleted
 from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.schedule import Shape, find_schedule
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Shape
 from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.executor import ThreadExecutor

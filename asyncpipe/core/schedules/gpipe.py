@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncpipe.core.schedule import Action, B, F, Schedule, Shape
+from asyncpipe.core.schedule import Action, B, F, OrderedSchedule, Shape
 
 __all__ = ["GPipe"]
 
 
-class GPipe(Schedule):
+class GPipe(OrderedSchedule):
     """All forwards in order, then all backwards in reverse, as in Figure 2 of torchgpipe.
 
     Bubble (p-1)(t_F + t_B); m micro-batches in flight on every device. Any m; one stage a device.

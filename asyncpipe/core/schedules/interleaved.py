@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncpipe.core.schedule import Action, B, F, Schedule, Shape
+from asyncpipe.core.schedule import Action, B, F, OrderedSchedule, Shape
 from asyncpipe.errors import ScheduleError
 
 __all__ = ["Interleaved"]
 
 
-class Interleaved(Schedule):
+class Interleaved(OrderedSchedule):
     """1F1B over v virtual stages a device: device r holds the stages r, r + p, r + 2p …
 
     Micro-batches go through in rounds of p: a device runs one round at its first virtual stage, the same

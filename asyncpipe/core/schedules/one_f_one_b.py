@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncpipe.core.schedule import Action, B, F, Schedule, Shape
+from asyncpipe.core.schedule import Action, B, F, OrderedSchedule, Shape
 
 __all__ = ["OneFOneB"]
 
 
-class OneFOneB(Schedule):
+class OneFOneB(OrderedSchedule):
     """Fill the pipe, then alternate one backward and one forward.
 
     Bubble (p-1)(t_F + t_B), as GPipe; p - r micro-batches in flight on device r (at most m). Any m, also
