@@ -284,14 +284,13 @@ class _Builder:
         ranked: list[tuple[Any, int]] = []
         free: list[int] = []
         loads = [[0] * shape.microbatches for _ in range(shape.devices)]
-        with blaming(f"schedule {self._name!r}: priority"):
-            for task in tasks:
-                if task.kind is _C or task.microbatch == WHOLE_STEP:
-                    free.append(task.number)
-                    continue
-                kind = self._keys[self._backward[task.stage][task.microbatch]][0] if task.kind is _R else task.kind
-                ranked.append((schedule.priority(Action(kind, task.microbatch, task.stage), shape), task.number))
+        for task in tasks:
+            if task.kind is _C or task.microbatch == WHOLE_STEP:
+                free.append(task.number)
+            else:
+                ranked.append((self._priority(schedule, task), task.number))
                 loads[self._placement[task.stage]][task.microbatch] += 1
+        with blaming(f"schedule {self._name!r}: comparing priorities"):
             by_rank = [number for _, number in sorted(ranked)] + free
         return Rule(
             ranks=tuple(_inverse(by_rank)),
@@ -300,6 +299,12 @@ class _Builder:
             admit=lambda action, live: schedule.admit(action, live, shape),
             ahead=schedule.ahead,
         )
+
+    def _priority(self, schedule: RuledSchedule, task: Task) -> Any:
+        i, j = task.microbatch, task.stage
+        action = Action(self._keys[self._backward[j][i]][0] if task.kind is _R else task.kind, i, j)
+        with blaming(lambda: f"schedule {self._name!r}: priority of {action}"):
+            return schedule.priority(action, self._shape)
 
     def _lane(self, stage: int, source: int | None) -> int:
         """The position of a task's lane: the queues of device 0, then those of device 1 …"""

@@ -18,15 +18,18 @@ Guarantees: a task is dispatched after every dependency on another device was is
 its own device was dispatched; among ready tasks of a lane, older steps come first, then lower task numbers
 (clock cycles); at most ``in_flight`` tasks of a lane are dispatched and not completed, over all steps; an
 event that cannot follow what happened raises ``InvalidTransition`` and changes nothing.
+
+The steps of a ruled schedule choose as late as they can: a task is ready when its dependencies are *completed*, its
+device holds ``ahead`` tasks at most, and among the ready ones the lowest rank comes first that ``core/admission.py``
+lets in. They choose in ``settle``, once everything that has happened is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import IntEnum
 from heapq import heappop, heappush
 
+from asyncpipe.core.admission import Admission
 from asyncpipe.core.events import (
     Abort,
     Command,
@@ -44,57 +47,15 @@ from asyncpipe.core.events import (
     TaskFailed,
     TaskIssued,
 )
-from asyncpipe.core.graph import TaskGraph
-from asyncpipe.core.task import Lane
-from asyncpipe.errors import InvalidTransition, OptionError
+from asyncpipe.core.state import LaneState, StepState, TaskState, check_invariants
+from asyncpipe.core.task import WHOLE_STEP, Lane, Queue
+from asyncpipe.errors import InvalidTransition, OptionError, ScheduleError
 
 __all__ = ["SchedulerState", "TaskState"]
 
 
-class TaskState(IntEnum):
-    """Where a task of a running step stands."""
-
-    WAITING = 0
-    READY = 1
-    DISPATCHED = 2
-    ISSUED = 3
-    COMPLETED = 4
-    FAILED = 5
-    DROPPED = 6
-
-
 # Module constants: an enum attribute costs a lookup in the hottest loop.
 _WAITING, _READY, _DISPATCHED, _ISSUED, _COMPLETED, _FAILED, _DROPPED = TaskState
-
-
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """A lane's ready tasks, lowest (step, task number) first, and how many tasks its device holds."""
-
-    lane: Lane
-    ready: list[tuple[int, int, _Step]] = field(default_factory=list)
-    in_flight: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Step:
-    number: int
-    graph: TaskGraph
-    lanes: list[_Lane]
-    """The lane of each task."""
-    unmet: list[int]
-    """How many dependencies of each task still hold it back."""
-    states: list[TaskState]
-    journal: list[tuple[float, Event | Command]] = field(default_factory=list)
-    outcome: Outcome = Outcome.OK
-    failed_task: int | None = None
-    error: BaseException | None = None
-    to_issue: int = 0
-    held: int = 0
-    """Tasks dispatched and neither completed, failed nor dropped."""
-    finished: bool = False
-    closed_gates: set[int] = field(default_factory=set)
-    """Micro-batches whose gradient the caller has not given yet."""
 
 
 class SchedulerState:
@@ -105,8 +66,10 @@ class SchedulerState:
         if in_flight < 1:
             raise OptionError(f"in_flight must be a positive integer, got {in_flight}")
         self._cap = in_flight
-        self._steps: dict[int, _Step] = {}
-        self._lanes: dict[Lane, _Lane] = {}
+        self._steps: dict[int, StepState] = {}
+        self._lanes: dict[Lane, LaneState] = {}
+        self._unsettled: dict[int, LaneState] = {}
+        """Compute lanes where a ruled step has something to choose."""
         self._last_step = -1
 
     @property
@@ -134,6 +97,20 @@ class SchedulerState:
             return self._gate_opened(event, now)
         return self._cancelled(event, now)
 
+    def settle(self, now: float) -> list[Command]:
+        """Let ruled steps choose; call it when every event that is known has been handled."""
+        commands: list[Command] = []
+        if not self._unsettled:
+            return commands
+        while self._unsettled:
+            _, lane = self._unsettled.popitem()
+            self._choose(lane, commands, now)
+        for step in [step for step in self._steps.values() if step.is_stuck]:
+            assert step.admission is not None
+            task = min(step.admission.refused())
+            commands += self._fail(step, task, _refused(step, task, "although nothing else can run"), now)
+        return commands
+
     def take_record(self, step: int) -> StepRecord:
         """The record of a completed step, which the scheduler then forgets."""
         found = self._steps.get(step)
@@ -149,8 +126,8 @@ class SchedulerState:
             raise InvalidTransition(f"step {event.step} was submitted before, or after a later one")
         self._last_step = event.step
         graph = event.graph
-        lanes = [self._lanes.setdefault(lane, _Lane(lane)) for lane in graph.lanes]
-        step = _Step(
+        lanes = [self._lanes.setdefault(lane, LaneState(lane)) for lane in graph.lanes]
+        step = StepState(
             number=event.step,
             graph=graph,
             lanes=[lanes[lane] for lane in graph.lane_of],
@@ -158,6 +135,7 @@ class SchedulerState:
             states=[_WAITING] * len(graph.tasks),
             to_issue=len(graph.tasks),
             closed_gates=set(range(len(graph.gates))),
+            admission=None if graph.rule is None else Admission(graph),
         )
         self._steps[event.step] = step
         step.journal.append((now, event))
@@ -189,7 +167,12 @@ class SchedulerState:
             return []
         return self._abort(step, Outcome.CANCELLED, now)
 
-    def _abort(self, step: _Step, outcome: Outcome, now: float) -> list[Command]:
+    def _fail(self, step: StepState, task: int, error: BaseException, now: float) -> list[Command]:
+        """End the step because ``task`` failed, or cannot be decided about."""
+        step.failed_task, step.error = task, error
+        return self._abort(step, Outcome.FAILED, now)
+
+    def _abort(self, step: StepState, outcome: Outcome, now: float) -> list[Command]:
         step.outcome = outcome
         for lane in {id(lane): lane for lane in step.lanes}.values():
             lane.ready = [entry for entry in lane.ready if entry[2] is not step]
@@ -199,7 +182,7 @@ class SchedulerState:
 
     # Tasks
 
-    def _find(self, event: TaskIssued | TaskCompleted | TaskFailed | TaskDropped, *allowed: TaskState) -> _Step:
+    def _find(self, event: TaskIssued | TaskCompleted | TaskFailed | TaskDropped, *allowed: TaskState) -> StepState:
         step = self._steps.get(event.step)
         if step is None:
             raise InvalidTransition(f"{event} came for a step that is not under way")
@@ -208,7 +191,7 @@ class SchedulerState:
         state = step.states[event.task]
         if state not in allowed:
             name = step.graph.tasks[event.task].id
-            raise InvalidTransition(f"{event} came while {name} is {state.name.lower()}", _story(step, event.task))
+            raise InvalidTransition(f"{event} came while {name} is {state.name.lower()}", step.story(event.task))
         return step
 
     def _issued(self, event: TaskIssued, now: float) -> list[Command]:
@@ -223,33 +206,47 @@ class SchedulerState:
         touched = self._release(step, task) if step.states[task] is _DISPATCHED else []
         step.states[task] = _COMPLETED
         touched.append(self._give_back(step, task))
+        if step.admission is not None and step.outcome is Outcome.OK:
+            touched += self._completed_ruled(step, step.admission, task)
         return self._decide(step, touched, now)
+
+    def _completed_ruled(self, step: StepState, admission: Admission, task: int) -> list[LaneState]:
+        """All dependents of a ruled step's task wait for its completion, and its micro-batch may leave the device."""
+        graph = step.graph
+        touched = []
+        for dependent in (*graph.local_dependents[task], *graph.remote_dependents[task]):
+            step.unmet[dependent] -= 1
+            if not step.unmet[dependent]:
+                touched.append(self._make_ready(step, dependent))
+        if _is_admitted(step, task):
+            touched += [self._make_ready(step, other) for other in admission.leave(task)]
+        return touched
 
     def _failed(self, event: TaskFailed, now: float) -> list[Command]:
         step = self._find(event, _DISPATCHED, _ISSUED)
         step.journal.append((now, event))
         step.states[event.task] = _FAILED
         lane = self._give_back(step, event.task)
+        if step.outcome is Outcome.OK:
+            return self._fail(step, event.task, event.error, now)
         if step.error is None:
             step.failed_task, step.error = event.task, event.error
-        if step.outcome is not Outcome.OK:
-            return self._decide(step, [lane], now)
-        return self._abort(step, Outcome.FAILED, now)
+        return self._decide(step, [lane], now)
 
     def _dropped(self, event: TaskDropped, now: float) -> list[Command]:
         step = self._find(event, _DISPATCHED)
         if step.outcome is Outcome.OK:
             message = f"{event} came although step {event.step} is not aborted"
-            raise InvalidTransition(message, _story(step, event.task))
+            raise InvalidTransition(message, step.story(event.task))
         step.journal.append((now, event))
         step.states[event.task] = _DROPPED
         return self._decide(step, [self._give_back(step, event.task)], now)
 
-    def _release(self, step: _Step, task: int) -> list[_Lane]:
+    def _release(self, step: StepState, task: int) -> list[LaneState]:
         """Issue ``task``: its dependents on other devices need not wait for it. Returns their lanes."""
         step.states[task] = _ISSUED
         step.to_issue -= 1
-        if step.outcome is not Outcome.OK:
+        if step.outcome is not Outcome.OK or step.admission is not None:
             return []
         unmet = step.unmet
         touched = []
@@ -259,13 +256,14 @@ class SchedulerState:
                 touched.append(self._make_ready(step, dependent))
         return touched
 
-    def _make_ready(self, step: _Step, task: int) -> _Lane:
+    def _make_ready(self, step: StepState, task: int) -> LaneState:
         step.states[task] = _READY
         lane = step.lanes[task]
-        heappush(lane.ready, (step.number, task, step))
+        rule = step.graph.rule
+        heappush(lane.ready, (step.number, task if rule is None else rule.ranks[task], step))
         return lane
 
-    def _give_back(self, step: _Step, task: int) -> _Lane:
+    def _give_back(self, step: StepState, task: int) -> LaneState:
         lane = step.lanes[task]
         lane.in_flight -= 1
         step.held -= 1
@@ -273,29 +271,73 @@ class SchedulerState:
 
     # Decisions
 
-    def _decide(self, step: _Step, touched: Iterable[_Lane], now: float) -> list[Command]:
+    def _decide(self, step: StepState, touched: Iterable[LaneState], now: float) -> list[Command]:
         """Dispatch what ``touched`` lanes have ready, then see whether ``step`` is at its end."""
         commands: list[Command] = []
         pending = list(touched)
         while pending:
-            lane = pending.pop()
-            while lane.ready and lane.in_flight < self._cap:
-                _, task, owner = heappop(lane.ready)
-                pending += self._dispatch(owner, task, lane)
-                command = Dispatch(owner.number, task)
-                owner.journal.append((now, command))
-                commands.append(command)
+            pending += self._dispatch_ready(pending.pop(), commands, now)
         if not step.to_issue or (step.outcome is not Outcome.OK and not step.held):
             self._end(step, commands, now)
         return commands
 
-    def _dispatch(self, step: _Step, task: int, lane: _Lane) -> list[_Lane]:
+    def _dispatch_ready(self, lane: LaneState, commands: list[Command], now: float) -> list[LaneState]:
+        """Dispatch what the lane has ready and room for. Returns other lanes that have more to do by that."""
+        others: list[LaneState] = []
+        while lane.ready and lane.in_flight < self._cap:
+            number, rank, owner = lane.ready[0]
+            if owner.admission is not None and lane.lane.queue is Queue.COMPUTE:
+                self._unsettled[id(lane)] = lane
+                break
+            heappop(lane.ready)
+            task = rank if owner.graph.rule is None else owner.graph.rule.by_rank[rank]
+            others += self._dispatch(owner, task, lane)
+            command = Dispatch(number, task)
+            owner.journal.append((now, command))
+            commands.append(command)
+        return others
+
+    def _choose(self, lane: LaneState, commands: list[Command], now: float) -> None:
+        """Dispatch the tasks of ruled steps that come first among those that the lane has ready and may run."""
+        while lane.ready and lane.in_flight < self._cap:
+            number, rank, owner = lane.ready[0]
+            rule = owner.graph.rule
+            if rule is None:
+                commands += self._decide(owner, [lane], now)
+                return
+            if lane.in_flight >= rule.ahead:
+                return
+            heappop(lane.ready)
+            task = rule.by_rank[rank]
+            try:
+                freed = self._enter(owner, task)
+            except Exception as error:  # noqa: BLE001 - anybody's code: it ends the step, not the scheduler
+                commands += self._fail(owner, task, _refused(owner, task, f"but raises {error!r}", error), now)
+                continue
+            if freed is None:
+                continue
+            for other in freed:
+                self._make_ready(owner, other)
+            self._dispatch(owner, task, lane)
+            command = Dispatch(number, task)
+            owner.journal.append((now, command))
+            commands.append(command)
+
+    @staticmethod
+    def _enter(step: StepState, task: int) -> list[int] | None:
+        """As ``Admission.enter``; what belongs to no micro-batch needs no admission."""
+        assert step.admission is not None
+        return step.admission.enter(task) if _is_admitted(step, task) else []
+
+    def _dispatch(self, step: StepState, task: int, lane: LaneState) -> list[LaneState]:
         """Hand ``task`` over: its dependents on the same device queue up behind it. Returns other lanes of theirs."""
         step.states[task] = _DISPATCHED
         step.held += 1
         lane.in_flight += 1
+        others: list[LaneState] = []
+        if step.admission is not None:
+            return others
         unmet = step.unmet
-        others = []
         for dependent in step.graph.local_dependents[task]:
             unmet[dependent] -= 1
             if not unmet[dependent]:
@@ -304,7 +346,7 @@ class SchedulerState:
                     others.append(other)
         return others
 
-    def _end(self, step: _Step, commands: list[Command], now: float) -> None:
+    def _end(self, step: StepState, commands: list[Command], now: float) -> None:
         ends: list[Command] = []
         if not step.finished:
             step.finished = True
@@ -314,25 +356,22 @@ class SchedulerState:
         step.journal.extend((now, end) for end in ends)
         commands.extend(ends)
 
-    # Invariants
-
     def check(self) -> None:
         """Assert what must hold between two events; tests call it after each and at teardown."""
-        held: dict[int, int] = {}
-        for step in self._steps.values():
-            counts = [step.states.count(state) for state in TaskState]
-            assert step.held == counts[_DISPATCHED] + counts[_ISSUED], "held tasks are miscounted"
-            for task, (state, lane) in enumerate(zip(step.states, step.lanes, strict=True)):
-                if state in (_DISPATCHED, _ISSUED):
-                    held[id(lane)] = held.get(id(lane), 0) + 1
-                if state is _WAITING and step.outcome is Outcome.OK:
-                    assert step.unmet[task] > 0, f"{step.graph.tasks[task]} waits for nothing"
-        for lane in self._lanes.values():
-            assert lane.in_flight == held.get(id(lane), 0), f"{lane.lane} is miscounted"
-            assert lane.in_flight <= self._cap, f"{lane.lane} holds too many tasks"
-            assert not lane.ready or lane.in_flight == self._cap, f"{lane.lane} has work and room, but stands still"
+        check_invariants(self._steps.values(), self._lanes.values(), self._cap)
 
 
-def _story(step: _Step, task: int) -> list[tuple[float, Event | Command]]:
-    """What happened to a task, oldest first."""
-    return [(at, event) for at, event in step.journal if getattr(event, "task", None) == task]
+def _is_admitted(step: StepState, task: int) -> bool:
+    """Whether ``task`` counts for the micro-batches that its device holds: compute of a micro-batch."""
+    return step.lanes[task].lane.queue is Queue.COMPUTE and step.graph.tasks[task].microbatch != WHOLE_STEP
+
+
+def _refused(step: StepState, task: int, how: str, cause: Exception | None = None) -> ScheduleError:
+    """Why a rule cannot go on at ``task``."""
+    found = step.graph.tasks[task]
+    error = ScheduleError(
+        f"schedule {step.graph.schedule!r}, device {found.lane.device}: admit does not let {found.id} in, {how}; it "
+        "must answer the same every time"
+    )
+    error.__cause__ = cause
+    return error

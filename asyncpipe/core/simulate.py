@@ -43,7 +43,8 @@ class _VirtualLanes:
 def simulate(graph: TaskGraph, cost: Callable[[Task], float] | None = None, *, in_flight: int = 16) -> StepRecord:
     """The record of one step of ``graph`` at the given costs (``Costs()`` by default), from time 0.
 
-    It is deterministic: tasks that end at the same virtual time are reported in the order of their numbers.
+    It is deterministic: tasks that end at the same virtual time are reported in the order of their numbers. Raises
+    what a ruled schedule raises while it decides, as ``ScheduleError``.
     """
     state = SchedulerState(in_flight=in_flight)
     lanes = _VirtualLanes(graph, cost or Costs())
@@ -57,6 +58,12 @@ def simulate(graph: TaskGraph, cost: Callable[[Task], float] | None = None, *, i
             if isinstance(command, Dispatch):
                 start, end = lanes.run(command.task, now)
                 heappush(ends, (end, command.task, start))
-        now, number, start = heappop(ends)
-        commands = state.handle(TaskCompleted(0, number, start, now), now)
+        # A rule chooses when all that ends at this moment has ended, copies that take no time included.
+        commands = [] if ends and ends[0][0] <= now else state.settle(now)
+        if not commands:
+            now, number, start = heappop(ends)
+            commands = state.handle(TaskCompleted(0, number, start, now), now)
+    for command in commands:
+        if isinstance(command, StepCompleted) and command.error is not None:
+            raise command.error
     return state.take_record(0)

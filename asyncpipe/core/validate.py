@@ -5,7 +5,7 @@ A schedule may be anybody's code. What it raises is told as its fault, with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from asyncpipe.core.schedule import Action, OrderedSchedule, RuledSchedule, Schedule, Shape, flat
@@ -19,14 +19,15 @@ _KINDS = frozenset((_F, _B, _I, _W))
 
 
 @contextmanager
-def blaming(where: str) -> Iterator[None]:
+def blaming(where: str | Callable[[], str]) -> Iterator[None]:
     """What is raised inside is a ``ScheduleError`` that begins with ``where``."""
     try:
         yield
     except AsyncpipeError:
         raise
     except Exception as error:
-        raise ScheduleError(f"{where} raised {type(error).__name__}: {error}") from error
+        place = where if isinstance(where, str) else where()
+        raise ScheduleError(f"{place} raised {type(error).__name__}: {error}") from error
 
 
 def checked_placement(schedule: Schedule, shape: Shape, names: tuple[str, ...]) -> tuple[int, ...]:
@@ -54,7 +55,7 @@ def checked_actions(schedule: Schedule, shape: Shape, placement: tuple[int, ...]
     where = f"schedule {schedule.name!r}, device {device}"
     ordered = isinstance(schedule, OrderedSchedule)
     found: dict[Action, None] = {}
-    with blaming(where):
+    with blaming(lambda: f"{where}: after {next(reversed(found))}" if found else where):
         for action in _actions(schedule, shape, device):
             _check_action(action, shape, placement, device, where)
             if action in found:

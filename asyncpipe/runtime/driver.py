@@ -215,13 +215,15 @@ class Driver:
         try:
             while self._inbox:
                 commands += self._state.handle(self._inbox.popleft(), now)
-            self._obey(commands)
+            self._obey(commands + self._state.settle(now))
         except BaseException as error:
             self._give_up(error)
             raise
 
     def _handle(self, event: Event) -> None:
-        self._obey(self._state.handle(event, self._clock()))
+        now = self._clock()
+        commands = self._state.handle(event, now)
+        self._obey(commands + self._state.settle(now))
 
     def _obey(self, commands: list[Command]) -> None:
         batches: dict[Executor, list[Assignment]] = {}

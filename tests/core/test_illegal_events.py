@@ -84,10 +84,10 @@ def snapshot(state: SchedulerState) -> Any:
         if isinstance(value, list | tuple):
             return [plain(item) for item in value]
         name = type(value).__name__
-        if name == "_Lane":
+        if name == "LaneState":
             ready = [(step, task) for step, task, _ in value.ready]
             return str(value.lane), ready, value.in_flight
-        if name == "_Step":
+        if name == "StepState":
             return {slot: plain(getattr(value, slot)) for slot in value.__slots__}
         return value
 

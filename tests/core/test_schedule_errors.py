@@ -11,7 +11,7 @@ import pytest
 from asyncpipe.core.graph import Phase
 from asyncpipe.core.lower import lower
 from asyncpipe.core.registry import find_schedule
-from asyncpipe.core.schedule import Action, B, F, OrderedSchedule, Shape
+from asyncpipe.core.schedule import Action, B, F, I, OrderedSchedule, RuledSchedule, Schedule, Shape, W
 from asyncpipe.core.task import TaskKind
 from asyncpipe.errors import MicrobatchError, OptionError, ScheduleError
 
@@ -39,7 +39,7 @@ def test_the_lists_that_the_others_break() -> None:
     assert len(lower(Listed([LEFT, RIGHT]), Shape(2, 2, 2)).tasks) == 12
 
 
-WEIGHTS = Action(TaskKind.WEIGHT_GRADIENT, 0, 0)
+RECOMPUTE = Action(TaskKind.RECOMPUTE, 0, 0)
 ALLOWED = "is not an action of 2 micro-batches and 2 stages; actions are F, B, I and W with indices from 0"
 DEVICE_0, DEVICE_1 = "schedule 'listed', device 0: ", "schedule 'listed', device 1: "
 BROKEN = {
@@ -51,7 +51,21 @@ BROKEN = {
     "negative micro-batch": ([[F(-1, 0), *LEFT], RIGHT], DEVICE_0 + "F(-1,0) " + ALLOWED),
     "foreign stage": ([[*LEFT, B(0, 2)], RIGHT], DEVICE_0 + "B(0,2) " + ALLOWED),
     "negative stage": ([[*LEFT, B(0, -1)], RIGHT], DEVICE_0 + "B(0,-1) " + ALLOWED),
-    "foreign kind": ([[*LEFT, WEIGHTS], RIGHT], DEVICE_0 + "W(0,0) " + ALLOWED),
+    "foreign kind": ([[*LEFT, RECOMPUTE], RIGHT], DEVICE_0 + "R(0,0) " + ALLOWED),
+    "no action": (
+        [[*LEFT, "B0"], RIGHT],
+        DEVICE_0 + "'B0' is not an action; give F(i, j), B(i, j), I(i, j) or W(i, j)",
+    ),
+    "forgotten weights": ([[*LEFT[:3], I(1, 0)], RIGHT], DEVICE_0 + "W(1,0) is missing"),
+    "weights alone": ([[*LEFT[:3], W(1, 0)], RIGHT], DEVICE_0 + "W(1,0) comes before I(1,0) and would wait for ever"),
+    "weights first": (
+        [[*LEFT[:3], W(1, 0), I(1, 0)], RIGHT],
+        DEVICE_0 + "W(1,0) comes before I(1,0) and would wait for ever",
+    ),
+    "whole and half": (
+        [[*LEFT, I(1, 0), W(1, 0)], RIGHT],
+        DEVICE_0 + "B(1,0) is there beside I(1,0); a backward is B, or I and W",
+    ),
     "wrong device": ([LEFT, [F(0, 0), *RIGHT]], DEVICE_1 + "F(0,0) belongs to device 0, where stage 0 is placed"),
     "backward first": (
         [LEFT, [B(0, 1), F(0, 1), *RIGHT[2:]]],
@@ -92,12 +106,81 @@ def test_a_deadlock_of_forwards_alone_is_found_too() -> None:
         lower(schedule, Shape(2, 1, 1), phase=Phase.FORWARD)
 
 
-@pytest.mark.parametrize("placement", [[0], [0, 1, 0], [0, 2], [-1, 0]])
-def test_a_bad_placement(placement: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("placement", "told"),
+    [
+        ([0], "places 1 stages, on devices [0]; the step has 2; give one device index for each stage"),
+        ([0, 1, 0], "places 3 stages, on devices [0, 1, 0]; the step has 2; give one device index for each stage"),
+        ([0, 2], "places stage 1 on device 2, which is missing: there are 2; give indices from 0 to 1"),
+        ([-1, 0], "places stage 0 on device -1, which is missing: there are 2; give indices from 0 to 1"),
+        ([0, "1"], "places stage 1 on device '1', which is missing: there are 2; give indices from 0 to 1"),
+    ],
+)
+def test_a_bad_placement(placement: list[int], told: str) -> None:
     with pytest.raises(ScheduleError) as raised:
         lower(Listed([LEFT, RIGHT], placement), Shape(2, 2, 2))
-    expected = f"schedule 'listed' places 2 stages on devices {placement}; give one device index below 2 for each stage"
-    assert str(raised.value) == expected
+    assert str(raised.value) == f"schedule 'listed' {told}"
+
+
+def raising(*_: object) -> object:
+    raise ZeroDivisionError("oh")
+
+
+class Ruled(RuledSchedule):
+    def priority(self, action: Action, shape: Shape) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "method", "told"),
+    [
+        (Listed([LEFT, RIGHT]), "check", "schedule 'listed': check"),
+        (Listed([LEFT, RIGHT]), "placement", "schedule 'listed': placement"),
+        (Listed([LEFT, RIGHT]), "order", "schedule 'listed', device 0"),
+        (Ruled(), "actions", "schedule 'Ruled', device 0"),
+        (Ruled(), "priority", "schedule 'Ruled': priority of F(0,0)"),
+        (Ruled(), "admit", "schedule 'Ruled', device 0: admit(F(0,0), 0)"),
+    ],
+)
+def test_what_a_plug_in_raises_is_told_as_its_fault(schedule: Schedule, method: str, told: str) -> None:
+    setattr(schedule, method, raising)
+    with pytest.raises(ScheduleError) as raised:
+        lower(schedule, Shape(2, 2, 2))
+    assert str(raised.value) == f"{told} raised ZeroDivisionError: oh"
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_an_order_that_breaks_off_is_told() -> None:
+    def order(device: int, shape: Shape) -> Iterable[Action]:
+        yield F(0, 0)
+        raising()
+
+    schedule = Listed([LEFT, RIGHT])
+    schedule.order = order  # type: ignore[method-assign]
+    with pytest.raises(ScheduleError, match=r"'listed', device 0: after F\(0,0\) raised ZeroDivisionError: oh"):
+        lower(schedule, Shape(2, 2, 2))
+
+
+def test_a_device_that_admits_nothing() -> None:
+    rule = Ruled()
+    rule.admit = lambda action, live, shape: live > 0  # type: ignore[method-assign]
+    with pytest.raises(ScheduleError, match=r"'Ruled', device 0: F\(0,0\) is refused by a device that holds no"):
+        lower(rule, Shape(2, 2, 2))
+
+
+def test_priorities_that_do_not_compare() -> None:
+    rule = Ruled()
+    rule.priority = lambda action, shape: "a" if action.stage else 1  # type: ignore[assignment]
+    with pytest.raises(ScheduleError, match=r"'Ruled': comparing priorities raised TypeError"):
+        lower(rule, Shape(2, 2, 2))
+
+
+def test_a_schedule_of_neither_kind() -> None:
+    class Neither(Schedule):
+        pass
+
+    with pytest.raises(ScheduleError, match=r"'Neither' is neither an OrderedSchedule nor a RuledSchedule"):
+        lower(Neither(), Shape(2, 2, 2))
 
 
 @pytest.mark.parametrize("names", [[], ["a"], ["a", "b", "c"], ["a", "a"], ["a", "b", "b"]])

@@ -1,0 +1,45 @@
+"""Backward first: whatever backward is ready runs before any forward (SageMaker's "interleaved" pipeline).
+
+C. Karakus et al., Amazon SageMaker Model Parallelism, 2021 (arXiv 2111.05972).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncpipe.core.schedule import Action, RuledSchedule, Shape
+from asyncpipe.core.task import TaskKind
+from asyncpipe.errors import OptionError, ScheduleError
+
+__all__ = ["BackwardFirst"]
+
+
+@dataclass(frozen=True)
+class BackwardFirst(RuledSchedule):
+    """A rule instead of an order: backwards before forwards, with a cap on the micro-batches of a device.
+
+    No closed form for the bubble, since timing decides; with even stages and free copies it is that of 1F1B,
+    (p-1)(t_F + t_B). The peak is ``cap`` micro-batches on every device, p by default. Any m, any number of
+    stages that is a multiple of p. A cap of p - r on device r would be 1F1B, only decided at run time.
+    """
+
+    cap: int | None = None
+
+    name = "backward-first"
+
+    def __post_init__(self) -> None:
+        if self.cap is not None and self.cap < 1:
+            raise OptionError(f"cap must be a positive integer, got {self.cap}")
+
+    def check(self, shape: Shape) -> None:
+        if shape.stages % shape.devices:
+            raise ScheduleError(
+                f"schedule {self.name!r} needs the same number of stages on each device, got {shape.stages} stages for "
+                f"{shape.devices} devices; give a multiple of {shape.devices}"
+            )
+
+    def priority(self, action: Action, shape: Shape) -> tuple[bool, int]:
+        return action.kind is TaskKind.FORWARD, action.microbatch
+
+    def admit(self, action: Action, live: int, shape: Shape) -> bool:
+        return live < (shape.devices if self.cap is None else self.cap)
