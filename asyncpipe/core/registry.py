@@ -16,7 +16,13 @@ _PACKAGE = "asyncpipe.core.schedules"
 BUILT_IN = {
     "gpipe": f"{_PACKAGE}.gpipe:GPipe",
     "1f1b": f"{_PACKAGE}.one_f_one_b:OneFOneB",
+    "eager-1f1b": f"{_PACKAGE}.one_f_one_b:EagerOneFOneB",
     "interleaved": f"{_PACKAGE}.interleaved:Interleaved",
+    "looped-bfs": f"{_PACKAGE}.interleaved:LoopedBreadthFirst",
+    "interleaved-zb": f"{_PACKAGE}.zero_bubble:InterleavedZeroBubble",
+    "zb-h1": f"{_PACKAGE}.zero_bubble:ZBH1",
+    "zb-h2": f"{_PACKAGE}.zero_bubble:ZBH2",
+    "backward-first": f"{_PACKAGE}.backward_first:BackwardFirst",
 }
 
 

@@ -1,4 +1,12 @@
-"""Interleaved 1F1B: several virtual stages a device (Narayanan et al. 2021, arXiv 2104.04473)."""
+"""Several virtual stages a device, placed in a loop: device r holds the stages r, r + p, r + 2p …
+
+Each device's part of the model is cut in v, so filling the pipe takes 1/v of the time, for v times as many copies.
+The schedules differ in what a device does next: another micro-batch, or another virtual stage. The forwards of
+device 0 (micro-batch.stage), p = 2, v = 2, m = 4::
+
+    interleaved   0.0 1.0 0.2 1.2 2.0 3.0 2.2 3.2   rounds of p micro-batches, backwards in between
+    looped-bfs    0.0 1.0 2.0 3.0 0.2 1.2 2.2 3.2   all micro-batches before the next virtual stage
+"""
 
 from __future__ import annotations
 
@@ -7,11 +15,24 @@ from collections.abc import Iterator
 from asyncpipe.core.schedule import Action, B, F, OrderedSchedule, Shape
 from asyncpipe.errors import ScheduleError
 
-__all__ = ["Interleaved"]
+__all__ = ["Interleaved", "LoopSchedule", "LoopedBreadthFirst", "rounds"]
 
 
-class Interleaved(OrderedSchedule):
-    """1F1B over v virtual stages a device: device r holds the stages r, r + p, r + 2p …
+class LoopSchedule(OrderedSchedule):
+    """What schedules with several virtual stages a device share: two by default, and as many on each device."""
+
+    virtual = 2
+
+    def check(self, shape: Shape) -> None:
+        if shape.stages % shape.devices:
+            raise ScheduleError(
+                f"schedule {self.name!r} needs the same number of stages on each device, got {shape.stages} stages "
+                f"for {shape.devices} devices; give a multiple of {shape.devices}"
+            )
+
+
+class Interleaved(LoopSchedule):
+    """1F1B over v virtual stages a device (Narayanan et al. 2021, arXiv 2104.04473).
 
     Micro-batches go through in rounds of p: a device runs one round at its first virtual stage, the same
     round at its second, and so on. Bubble (p-1)(t_F + t_B)/v where p divides m, with t_F and t_B the times
@@ -21,25 +42,35 @@ class Interleaved(OrderedSchedule):
     """
 
     name = "interleaved"
-    virtual = 2
-
-    def check(self, shape: Shape) -> None:
-        if shape.stages % shape.devices:
-            raise ScheduleError(
-                f"schedule 'interleaved' needs the same number of stages on each device, got {shape.stages} stages "
-                f"for {shape.devices} devices; give a multiple of {shape.devices}"
-            )
 
     def order(self, device: int, shape: Shape) -> Iterator[Action]:
         return (action for action in _padded_order(device, shape) if action.microbatch < shape.microbatches)
 
 
+class LoopedBreadthFirst(LoopSchedule):
+    """All micro-batches at a device's first virtual stage, then all at its second … (Lamy-Poirier, arXiv 2211.05953).
+
+    The backwards are the mirror image: the last virtual stage and the last micro-batch first. Bubble
+    (p-1)(t_F + t_B)/v where m is at least p, with t_F and t_B the times of all v virtual stages of a device. With
+    fewer micro-batches than devices a device waits for the first one to come round the loop, and each of the p - m
+    missing ones costs (v-1)/v of its t_F + t_B more. m micro-batches in flight on every device, as with GPipe; what
+    it gains over ``interleaved`` is one long run of each virtual stage, so that its weights are fetched, and its
+    gradients reduced, once a step. Any m, any v.
+    """
+
+    name = "looped-bfs"
+
+    def order(self, device: int, shape: Shape) -> Iterator[Action]:
+        forwards = [F(i, j) for j in range(device, shape.stages, shape.devices) for i in range(shape.microbatches)]
+        yield from forwards
+        yield from (B(i, j) for _, i, j in reversed(forwards))
+
+
 def _padded_order(device: int, shape: Shape) -> Iterator[Action]:
     """The order for the next multiple of p micro-batches, as in Megatron-LM."""
     p, v = shape.devices, shape.stages // shape.devices
-    padded = -(-shape.microbatches // p) * p
-    forwards = [F(i, j) for i, j in _rounds(device, p, padded, range(v))]
-    backwards = [B(i, j) for i, j in _rounds(device, p, padded, range(v)[::-1])]
+    forwards = [F(i, j) for i, j in rounds(device, shape, range(v))]
+    backwards = [B(i, j) for i, j in rounds(device, shape, range(v)[::-1])]
     warmup = min((v - 1) * p + 2 * (p - device - 1) + 1, len(forwards))
     yield from forwards[:warmup]
     for done, action in enumerate(backwards):
@@ -47,9 +78,13 @@ def _padded_order(device: int, shape: Shape) -> Iterator[Action]:
         yield from forwards[done + warmup : done + warmup + 1]
 
 
-def _rounds(device: int, p: int, microbatches: int, virtual_stages: range) -> Iterator[tuple[int, int]]:
-    """(micro-batch, stage) pairs of ``device``: rounds of p micro-batches, each through all virtual stages."""
-    for start in range(0, microbatches, p):
+def rounds(device: int, shape: Shape, virtual_stages: range) -> Iterator[tuple[int, int]]:
+    """(micro-batch, stage) pairs of ``device``: rounds of p micro-batches, each through all ``virtual_stages``.
+
+    The last round is full, so where p does not divide m some of the micro-batches are not there.
+    """
+    p = shape.devices
+    for start in range(0, shape.microbatches, p):
         for k in virtual_stages:
             for i in range(start, start + p):
                 yield i, k * p + device
