@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncpipe.core.graph import Phase, TaskGraph, Wiring
-from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.graph import Phase, Wiring
+from asyncpipe.core.lower import CheckpointMode
 from asyncpipe.core.schedule import Schedule, Shape
 from asyncpipe.errors import BalanceError, OptionError
+from asyncpipe.graphs import Graphs
 from asyncpipe.ops.batchnorm import convert_deferred_batch_norm, deferred_layers
 from asyncpipe.ops.binder import Equipment
 from asyncpipe.ops.copy import make_copiers
@@ -39,7 +39,7 @@ class BuildOptions:
     microbatches: int
     balance: str | Sequence[int]
     stages: int | None
-    schedule: str | Schedule
+    schedule: Schedule
     checkpoint: str
     loss_fn: Callable[..., Any] | None
     loss_reduction: str
@@ -54,10 +54,11 @@ def build(model: object, devices: Sequence[Device], options: BuildOptions) -> Ma
     check_microbatches(options.microbatches)
     if isinstance(options.batch_dim, bool) or not isinstance(options.batch_dim, int) or options.batch_dim < 0:
         raise OptionError(f"batch_dim must be an integer from 0, got {options.batch_dim!r}")
-    schedule = find_schedule(options.schedule)
+    schedule = options.schedule
     checkpoint = CheckpointMode.parse(options.checkpoint)
     staged = _staged(model, schedule, len(devices), options)
-    graphs = Graphs(schedule, devices, Wiring(staged.links), len(staged.stages))
+    names = [device.name for device in devices]
+    graphs = Graphs(schedule, names, Wiring(staged.links), len(staged.stages))
     placement = graphs(options.microbatches, Phase.STEP, checkpoint, True).placement
     stages, ties = place(staged, placement, devices)
     optimizers = {} if options.optimizer is None else _optimizers(stages, ties, options.optimizer)
@@ -72,7 +73,7 @@ def build(model: object, devices: Sequence[Device], options: BuildOptions) -> Ma
         checkpoint=checkpoint,
         loss_fn=options.loss_fn,
         mean=options.loss_reduction == "mean",
-        graph=graphs,
+        graphs=graphs,
         deferred=deferred_layers(staged.module),
     )
 
@@ -118,38 +119,6 @@ def _optimizers(stages: Sequence[Stage], ties: Ties, make: MakeOptimizer) -> dic
                 )
             optimizers[stage.index] = optimizer
     return optimizers
-
-
-class Graphs:
-    """Task graphs by number of micro-batches, phase, recomputation and updates; lowered when first asked for."""
-
-    def __init__(self, schedule: Schedule, devices: Sequence[Device], wiring: Wiring, stages: int) -> None:
-        self._schedule = schedule
-        self._devices = [device.name for device in devices]
-        self._wiring = wiring
-        self._stages = stages
-        self._graphs: dict[tuple[int, Phase, CheckpointMode, bool], TaskGraph] = {}
-
-    def rewire(self, wiring: Wiring) -> None:
-        """Graphs are lowered with ``wiring`` from now on."""
-        if wiring != self._wiring:
-            self._wiring = wiring
-            self._graphs.clear()
-
-    def __call__(self, microbatches: int, phase: Phase, checkpoint: CheckpointMode, update: bool) -> TaskGraph:
-        """The task graph; without ``update`` no optimizer runs in it."""
-        key = microbatches, phase, checkpoint, update
-        if key not in self._graphs:
-            wiring = self._wiring
-            self._graphs[key] = lower(
-                self._schedule,
-                Shape(self._stages, microbatches, len(self._devices)),
-                devices=self._devices,
-                checkpoint=checkpoint,
-                phase=phase,
-                wiring=wiring if update else Wiring(wiring.links, wiring.ties),
-            )
-        return self._graphs[key]
 
 
 def check_positive(name: str, value: int) -> int:

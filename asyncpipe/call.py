@@ -78,7 +78,7 @@ class PreparedCall:
             whole_step=False,
         )
         self._inputs = InputGradients(batch, pieces, takes, machinery.batch_dim) if self._training else None
-        self.graph = machinery.graph(len(pieces), Phase.FORWARD, self._plan.checkpoint, False)
+        self.graph = machinery.graphs(len(pieces), Phase.FORWARD, self._plan.checkpoint, False)
         self._tensors = StepTensors.of(takes)
         self._fence = Fence(machinery.equipment.streams.values())
         self.bind = Binder(self.graph, self._plan, self._tensors, machinery.equipment, context).bind
@@ -120,7 +120,7 @@ class PreparedCall:
             packet.tensors = tied
 
     def _backward_graph(self) -> TaskGraph:
-        return self._machinery.graph(self.graph.shape.microbatches, Phase.BACKWARD, self._plan.checkpoint, False)
+        return self._machinery.graphs(self.graph.shape.microbatches, Phase.BACKWARD, self._plan.checkpoint, False)
 
     def backward_binder(self, graph: TaskGraph) -> Binder:
         """The binder of the backward graph, on the forward's tensors and in the forward's context."""

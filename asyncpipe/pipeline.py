@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +25,7 @@ from asyncpipe.ops.threads import IntraOpThreads
 from asyncpipe.result import StepResult
 from asyncpipe.runtime.driver import Driver, Execution
 from asyncpipe.runtime.executor import Executor, ThreadExecutor
-from asyncpipe.runtime.portal import Portal
+from asyncpipe.runtime.life import Life
 from asyncpipe.step import NO_TARGET, PreparedStep, StepOptions
 
 if TYPE_CHECKING:
@@ -44,7 +43,8 @@ class Pipeline(ModelFace):
     ``microbatches``: into how many micro-batches a mini-batch is cut; a smaller batch makes fewer.
     ``balance``: layers per stage, or ``"auto"`` (parameters spread evenly).
     ``stages``: how many stages; by default one entry of ``balance`` each, or what the schedule puts on a device.
-    ``schedule``: a name (see ``known_schedules``) or a ``Schedule``.
+    ``schedule``: a name (see ``known_schedules``), ``module:Class``, ``csv:FILE`` or a ``Schedule``.
+    ``order``: with ``"hint"``, the schedule's order only ranks what is ready.
     ``checkpoint``: which micro-batches are recomputed: ``"always"``, ``"except_last"``, ``"never"``.
     ``loss_fn``: maps (output, target) of a micro-batch to a scalar, or to (mean, count): a mean over that many of
     whatever it counts (tokens, say), so that micro-batches of any size make the whole batch's mean.
@@ -73,6 +73,7 @@ class Pipeline(ModelFace):
         balance: str | Sequence[int] = "auto",
         stages: int | None = None,
         schedule: str | Schedule = "1f1b",
+        order: Literal["strict", "hint"] = "strict",
         checkpoint: str = "except_last",
         loss_fn: Callable[..., Any] | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
@@ -89,7 +90,6 @@ class Pipeline(ModelFace):
         check_choice("loop", loop, ("running", "own"))
         check_positive("intra_op_threads", intra_op_threads)
         self.devices = resolve_devices(devices)
-        self.schedule = find_schedule(schedule)
         self._machinery = build(
             model,
             self.devices,
@@ -97,7 +97,7 @@ class Pipeline(ModelFace):
                 microbatches=microbatches,
                 balance=balance,
                 stages=stages,
-                schedule=self.schedule,
+                schedule=find_schedule(schedule, order=order),
                 checkpoint=checkpoint,
                 loss_fn=loss_fn,
                 loss_reduction=loss_reduction,
@@ -113,11 +113,10 @@ class Pipeline(ModelFace):
             in_flight=in_flight,
             observers=observers,
         )
+        self._life = Life(self._driver, self._intra_op.settle)
         self._own_loop = loop == "own"
-        self._portal: Portal | None = None
         self._turn = asyncio.Lock()
         self._blocking = threading.Lock()
-        self._finalizer: weakref.finalize[..., Pipeline] | None = None
 
     # Steps
 
@@ -144,13 +143,12 @@ class Pipeline(ModelFace):
         error or a cancellation the gradients are what they were before, and the next step starts afresh.
         """
         async with self._turn:
-            self._check_open()
+            self._life.check()
             prepared = PreparedStep(self._machinery, x, target, StepOptions(return_outputs, update, scaler))
             try:
                 prepared.begin()
-                run = self._driver.run(prepared.graph, prepared.bind)
-                execution = await (self._portal.run(run) if self._portal is not None else run)
-                return prepared.finish(execution, self._portal)
+                execution = await self._life.run(self._driver.run(prepared.graph, prepared.bind))
+                return prepared.finish(execution, self._life.portal)
             except BaseException:
                 prepared.abandon()
                 raise
@@ -158,13 +156,14 @@ class Pipeline(ModelFace):
     def _step_blocking(self, x: Any, target: Any, options: StepOptions) -> StepResult:
         """``step`` for the sync face: the same, but this thread blocks meanwhile."""
         with self._blocking:
-            self._check_open()
-            assert self._portal is not None
+            self._life.check()
+            portal = self._life.portal
+            assert portal is not None
             prepared = PreparedStep(self._machinery, x, target, options)
             try:
                 prepared.begin()
-                execution: Execution = self._portal.call(self._driver.run(prepared.graph, prepared.bind))
-                return prepared.finish(execution, self._portal)
+                execution: Execution = portal.call(self._driver.run(prepared.graph, prepared.bind))
+                return prepared.finish(execution, portal)
             except BaseException:
                 prepared.abandon()
                 raise
@@ -183,8 +182,9 @@ class Pipeline(ModelFace):
         backward without ``retain_graph``, double backward.
         """
         with self._blocking:
-            self._check_open()
-            if self._portal is None:
+            self._life.check()
+            portal = self._life.portal
+            if portal is None:
                 raise PipelineClosedError(
                     "pipe(x) blocks its thread, which drives this pipeline's loop; open it with 'with pipe.sync()', or "
                     "give it loop='own', or use 'await pipe.step(x, target)'"
@@ -192,19 +192,36 @@ class Pipeline(ModelFace):
             prepared = PreparedCall(self._machinery, Arguments(args, kwargs))
             try:
                 prepared.begin()
-                self._portal.call(self._driver.run(prepared.graph, prepared.bind))
-                return prepared.finish(self, self._driver, self._portal)
+                portal.call(self._driver.run(prepared.graph, prepared.bind))
+                return prepared.finish(self, self._driver, portal)
             except BaseException:
                 prepared.abandon()
                 raise
+
+    # Schedule
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the next step follows."""
+        return self._machinery.graphs.schedule
+
+    def change_schedule(self, schedule: str | Schedule, *, order: Literal["strict", "hint"] = "strict") -> None:
+        """Follow another schedule from the next step on; a step under way ends as it began.
+
+        Stages stay where they are. Raises ``ScheduleError`` and changes nothing where the schedule would place them
+        elsewhere, or cannot serve this pipeline's stages and micro-batches.
+        """
+        machinery = self._machinery
+        machinery.graphs.change(find_schedule(schedule, order=order), machinery.microbatches, machinery.checkpoint)
+        self._options |= {"schedule": schedule, "order": order}
 
     # Life
 
     async def __aenter__(self) -> Pipeline:
         if self._own_loop:
-            self._open_in_thread()
+            self._life.open_in_thread()
         else:
-            self._open()
+            self._life.open()
         return self
 
     async def __aexit__(
@@ -214,56 +231,11 @@ class Pipeline(ModelFace):
 
     async def aclose(self) -> None:
         """Wait for steps under way, then end every thread. May be called again."""
-        if self._is_open:
-            drain = self._driver.drain()
-            await (self._portal.run(drain) if self._portal is not None else drain)
-            self._shut()
+        await self._life.aclose()
 
     def sync(self) -> SyncPipeline:
         """The same pipeline for callers without ``await``; works where a loop already runs, too."""
         return SyncPipeline(self)
-
-    @property
-    def _is_open(self) -> bool:
-        return self._finalizer is not None and self._finalizer.alive
-
-    def _check_open(self) -> None:
-        if not self._is_open:
-            state = "not open; use 'async with' (or 'with pipeline.sync()')" if self._finalizer is None else "closed"
-            raise PipelineClosedError(f"the pipeline is {state}")
-
-    def _open(self) -> None:
-        """Start the threads; on the thread of the loop that will drive the steps."""
-        if self._finalizer is not None:
-            raise PipelineClosedError("a pipeline opens once; make a new one")
-        self._driver.open()
-        self._intra_op.settle()
-        # Called when the pipeline is closed, or dropped without being closed, or when the interpreter exits.
-        self._finalizer = weakref.finalize(self, _end_threads, self._driver, self._portal)
-
-    def _open_in_thread(self) -> None:
-        if self._finalizer is None:
-            self._portal = Portal()
-            try:
-                self._portal.call(_call(self._open))
-            except BaseException:
-                self._portal.close()
-                raise
-        else:
-            self._open()
-
-    def _close_blocking(self) -> None:
-        if self._is_open:
-            assert self._portal is not None
-            self._portal.call(self._driver.drain())
-            self._shut()
-
-    def _shut(self) -> None:
-        assert self._finalizer is not None
-        self._finalizer()
-        self._driver.join()
-        if self._portal is not None:
-            self._portal.join()
 
     def _thread_executor(self, name: str) -> Executor:
         is_cpu = any(device.name == name and not device.is_cuda for device in self.devices)
@@ -315,7 +287,7 @@ class SyncPipeline:
         self._pipeline = pipeline
 
     def __enter__(self) -> SyncPipeline:
-        self._pipeline._open_in_thread()
+        self._pipeline._life.open_in_thread()
         return self
 
     def __exit__(
@@ -350,7 +322,7 @@ class SyncPipeline:
 
     def close(self) -> None:
         """End every thread. May be called again."""
-        self._pipeline._close_blocking()
+        self._pipeline._life.close()
 
     def __len__(self) -> int:
         return len(self._pipeline)
@@ -371,13 +343,3 @@ class SyncPipeline:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._pipeline = state["pipeline"]
-
-
-def _end_threads(driver: Driver, portal: Portal | None) -> None:
-    driver.close()
-    if portal is not None:
-        portal.close()
-
-
-async def _call(function: Callable[[], None]) -> None:
-    function()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from asyncpipe.core.graph import Phase, TaskGraph
+from asyncpipe.core.graph import Phase
 from asyncpipe.core.lower import CheckpointMode
 from asyncpipe.errors import LossError, OptionError
+from asyncpipe.graphs import Graphs
 from asyncpipe.ops.batchnorm import DeferredBatchNorm
 from asyncpipe.ops.binder import Binder, Equipment, normalize
 from asyncpipe.ops.context import CallerContext
@@ -47,8 +48,7 @@ class Machinery:
     checkpoint: CheckpointMode
     loss_fn: Callable[..., Any] | None
     mean: bool
-    graph: Callable[[int, Phase, CheckpointMode, bool], TaskGraph]
-    """The task graph for a number of micro-batches, a phase, a recomputation mode, with or without updates."""
+    graphs: Graphs
     deferred: Sequence[DeferredBatchNorm]
 
     def commit_statistics(self) -> None:
@@ -87,7 +87,7 @@ class PreparedStep:
         self._ready_made = pieces.ready_made
         self._plan = self._planned(pieces, target, options)
         phase = Phase.STEP if self._training else Phase.FORWARD
-        self.graph = machinery.graph(len(pieces.sizes), phase, machinery.checkpoint, options.update)
+        self.graph = machinery.graphs(len(pieces.sizes), phase, machinery.checkpoint, options.update)
         self._fence = Fence(machinery.equipment.streams.values())
         self._tensors = StepTensors.of([machinery.takes(Arguments.wrap(piece)) for piece in pieces.pieces], targets)
         self._guards = False
