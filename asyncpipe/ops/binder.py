@@ -77,12 +77,16 @@ class Binder:
                 self._compute_of.recompute(task)
             case TaskKind.BACKWARD:
                 self._compute_of.backward(task)
+            case TaskKind.INPUT_GRADIENT:
+                self._compute_of.input_gradient(task)
+            case TaskKind.WEIGHT_GRADIENT:
+                self._compute_of.weight_gradient(task)
             case TaskKind.SUM:
                 self._sum(task)
             case TaskKind.UPDATE:
                 self._update(task)
-            case other:
-                raise AssertionError(f"no computation for tasks of kind {other.value}")
+            case TaskKind.COPY:
+                raise AssertionError("a copy computes nothing")
 
     def _copy(self, task: Task) -> Timing | None:
         """Move what stage ``source`` left for ``stage``: an activation onward, or a gradient back."""

@@ -1,4 +1,4 @@
-"""What F, R and B compute: a stage as a function of tensors, and backwards through its own local graph.
+"""What F, R, B, I and W compute: a stage as a function of tensors, and backwards through its own local graph.
 
 A stage's graph is cut at its borders: what it receives are leaves, what it sends is detached, and a gradient
 crosses the border as a tensor of the step. Runs on the threads of the stages' devices.
@@ -22,6 +22,7 @@ from asyncpipe.ops.context import CallerContext
 from asyncpipe.ops.copy import to_device
 from asyncpipe.ops.microbatch import Arguments, Packet
 from asyncpipe.ops.random import RandomStream
+from asyncpipe.ops.split import SplitBackward
 from asyncpipe.ops.stage import CALLER, Stage
 from asyncpipe.ops.statistics import untouched
 from asyncpipe.ops.stream import LaneStream
@@ -191,24 +192,56 @@ class StageCompute:
         residue = residues[i, j] if retain else residues.pop((i, j))
         if residue.recomputation is not None:
             residue.recomputation.retain = retain
-        gradients = {user: self._gradients_of(i, j, user, tensors) for user, tensors in residue.outputs.items()}
+        outputs = [tensor for tensors in residue.outputs.values() for tensor in tensors]
         pairs = [
             (tensor, gradient)
-            for user, tensors in residue.outputs.items()
-            for tensor, gradient in zip(tensors, gradients[user], strict=True)
+            for tensor, gradient in zip(outputs, self._output_gradients(i, j, residue), strict=True)
             if tensor.requires_grad and gradient is not None
         ]
+        leaves = [leaf for leaves_of_link in residue.inputs.values() for leaf in leaves_of_link]
         try:
             if pairs:
                 tensors, starts = zip(*pairs, strict=True)
                 with _without_hooks(() if self._plan.whole_step else self._stages[j].module.parameters()):
                     torch.autograd.backward(tensors, starts, retain_graph=retain)
-            for source, leaves in residue.inputs.items():
-                if source != CALLER or any(leaf.requires_grad for leaf in leaves):
-                    self._tensors.gradients[i, j, source] = [leaf.grad for leaf in leaves]
+            self._hand_back(i, j, residue, [leaf.grad for leaf in leaves])
         finally:
-            for leaf in (leaf for leaves in residue.inputs.values() for leaf in leaves):
+            for leaf in leaves:
                 leaf.grad = None
+
+    def input_gradient(self, task: Task) -> None:
+        """The half of ``backward`` that earlier stages wait for. Part of whole steps alone: nothing is retained."""
+        i, j = task.microbatch, task.stage
+        residue = self._tensors.residues.pop((i, j))
+        gradients = self._output_gradients(i, j, residue)
+        if residue.recomputation is not None:
+            leaves, outputs = residue.recomputation.take()
+        else:
+            leaves = [leaf for leaves_of_link in residue.inputs.values() for leaf in leaves_of_link]
+            outputs = [tensor for tensors in residue.outputs.values() for tensor in tensors]
+        split = SplitBackward(outputs, gradients, leaves)
+        self._hand_back(i, j, residue, split.input_gradients())
+        self._tensors.halves[i, j] = split
+
+    def weight_gradient(self, task: Task) -> None:
+        """The other half of ``backward``: parameters' gradients, from what ``input_gradient`` left."""
+        self._tensors.halves.pop((task.microbatch, task.stage)).weight_gradients()
+
+    def _output_gradients(self, i: int, j: int, residue: Residue) -> list[Tensor | None]:
+        """Taken from where the stages that got the outputs have left them."""
+        return [
+            gradient
+            for user, tensors in residue.outputs.items()
+            for gradient in self._gradients_of(i, j, user, tensors)
+        ]
+
+    def _hand_back(self, i: int, j: int, residue: Residue, gradients: Sequence[Tensor | None]) -> None:
+        """Leave the gradients of what the stage received to the stages that sent it."""
+        rest = iter(gradients)
+        for source, leaves in residue.inputs.items():
+            mine = [next(rest) for _ in leaves]
+            if source != CALLER or any(leaf.requires_grad for leaf in leaves):
+                self._tensors.gradients[i, j, source] = mine
 
     def _gradients_of(self, i: int, j: int, user: int, outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
         if user == CALLER and self._plan.whole_step:

@@ -4,8 +4,9 @@ A forward leaves values for later stages and a *residue* for its own backward. B
 used, so that nothing lives longer than the graph says::
 
     activations[i, s, j]   what stage s sent to stage j; put by F(i, s), moved by C(i, s>j), taken by F(i, j)
-    residues[i, j]         put by F(i, j), recomputed by R(i, j), taken by B(i, j)
+    residues[i, j]         put by F(i, j), recomputed by R(i, j), taken by B(i, j) or I(i, j)
     gradients[i, j, s]     gradients of what s sent to j; put by B(i, j), moved by C(i, j>s), taken by B(i, s)
+    halves[i, j]           what I(i, j), in the place of B(i, j), leaves for W(i, j)
 
 The caller stands among the stages as ``CALLER``. A forward and a backward that are two graphs share these tables.
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 from asyncpipe.core.lower import CheckpointMode
 from asyncpipe.ops.checkpoint import Recomputation
 from asyncpipe.ops.microbatch import Packet
+from asyncpipe.ops.split import SplitBackward
 from asyncpipe.ops.stage import CALLER
 
 __all__ = ["Residue", "StepPlan", "StepTensors"]
@@ -61,6 +63,8 @@ class StepTensors:
     activations: dict[tuple[int, int, int], Packet] = field(default_factory=dict)
     residues: dict[tuple[int, int], Residue] = field(default_factory=dict)
     gradients: dict[tuple[int, int, int], list[Tensor | None]] = field(default_factory=dict)
+    halves: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
+    """By micro-batch and stage: backwards whose second half is still to come."""
     targets: dict[int, Any] = field(default_factory=dict)
     """By micro-batch; empty where the loss needs none. F at the last stage brings them to its device."""
     tied: dict[tuple[int, int], list[Tensor | None]] = field(default_factory=dict)
@@ -96,6 +100,7 @@ class StepTensors:
             self.activations,
             self.residues,
             self.gradients,
+            self.halves,
             self.targets,
             self.tied,
             self.losses,
