@@ -22,6 +22,11 @@ BUILT_IN = {
     "interleaved-zb": f"{_PACKAGE}.zero_bubble:InterleavedZeroBubble",
     "zb-h1": f"{_PACKAGE}.zero_bubble:ZBH1",
     "zb-h2": f"{_PACKAGE}.zero_bubble:ZBH2",
+    "zbv": f"{_PACKAGE}.v_shaped:ZeroBubbleV",
+    "v-half": f"{_PACKAGE}.v_shaped:VHalf",
+    "v-min": f"{_PACKAGE}.v_shaped:VMin",
+    "dualpipev": f"{_PACKAGE}.dualpipev:DualPipeV",
+    "hanayo": f"{_PACKAGE}.hanayo:Hanayo",
     "backward-first": f"{_PACKAGE}.backward_first:BackwardFirst",
 }
 

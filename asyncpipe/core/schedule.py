@@ -45,6 +45,7 @@ __all__ = [
     "Schedule",
     "Shape",
     "W",
+    "demand_even_stages",
     "flat",
     "loop_placement",
     "zigzag_placement",
@@ -129,6 +130,16 @@ def zigzag_placement(shape: Shape) -> list[int]:
     """Stages go to and fro: 0 1 2 2 1 0; with two stages a device this is the V of the zero-bubble family."""
     p = shape.devices
     return [stage % p if stage // p % 2 == 0 else p - 1 - stage % p for stage in range(shape.stages)]
+
+
+def demand_even_stages(name: str, shape: Shape, unit: int = 1) -> None:
+    """Raise ``ScheduleError`` for schedule ``name`` unless each device has as many stages, a multiple of ``unit``."""
+    if shape.stages % (unit * shape.devices):
+        needs = "the same number of" if unit == 1 else f"a multiple of {unit}"
+        raise ScheduleError(
+            f"schedule {name!r} needs {needs} stages on each device, got {shape.stages} stages for {shape.devices} "
+            f"devices; give a multiple of {unit * shape.devices}"
+        )
 
 
 class Schedule(ABC):  # noqa: B024 - what is abstract is in the two kinds of schedules

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncpipe.core.schedule import Action, RuledSchedule, Shape
+from asyncpipe.core.schedule import Action, RuledSchedule, Shape, demand_even_stages
 from asyncpipe.core.task import TaskKind
-from asyncpipe.errors import OptionError, ScheduleError
+from asyncpipe.errors import OptionError
 
 __all__ = ["BackwardFirst"]
 
@@ -32,11 +32,7 @@ class BackwardFirst(RuledSchedule):
             raise OptionError(f"cap must be a positive integer, got {self.cap}")
 
     def check(self, shape: Shape) -> None:
-        if shape.stages % shape.devices:
-            raise ScheduleError(
-                f"schedule {self.name!r} needs the same number of stages on each device, got {shape.stages} stages for "
-                f"{shape.devices} devices; give a multiple of {shape.devices}"
-            )
+        demand_even_stages(self.name, shape)
 
     def priority(self, action: Action, shape: Shape) -> tuple[bool, int]:
         return action.kind is TaskKind.FORWARD, action.microbatch

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncpipe.core.schedule import Action, B, F, OrderedSchedule, Shape
-from asyncpipe.errors import ScheduleError
+from asyncpipe.core.schedule import Action, B, F, OrderedSchedule, Shape, demand_even_stages
 
 __all__ = ["Interleaved", "LoopSchedule", "LoopedBreadthFirst", "rounds"]
 
@@ -24,11 +23,7 @@ class LoopSchedule(OrderedSchedule):
     virtual = 2
 
     def check(self, shape: Shape) -> None:
-        if shape.stages % shape.devices:
-            raise ScheduleError(
-                f"schedule {self.name!r} needs the same number of stages on each device, got {shape.stages} stages "
-                f"for {shape.devices} devices; give a multiple of {shape.devices}"
-            )
+        demand_even_stages(self.name, shape)
 
 
 class Interleaved(LoopSchedule):

@@ -1,0 +1,254 @@
+"""The V family: each device has a stage on the way down and one on the way up, and splits its backwards.
+
+The stages lie as a V over the devices, so the device that starts a micro-batch also ends it::
+
+    device 0   stage 0   stage 7    A micro-batch is held long at stage 0 and shortly at stage 7, and as long at 3
+    device 1   stage 1   stage 6    as at 4: every device holds about the same, where 1F1B holds p on the first
+    device 2   stage 2   stage 5    device and 1 on the last. How fast micro-batches travel along the V decides how
+    device 3   stage 3   stage 4    long they are held, and with that how much memory a schedule takes.
+
+Zero bubble (Qi et al. 2023, arXiv 2401.10241) has ``zbv``; controllable memory (Qi et al. 2024, arXiv 2405.15362)
+has ``v-half`` and ``v-min``. All serve any number p of devices and any number m of micro-batches.
+
+Figures below are in the time of F, I or W of one stage, all three the same, so a device has 6m to do. The bubble is
+counted from the start of the step. A micro-batch is held at a stage from F to W, and counts 1/2 there; from F to I
+the peaks are the same, since W never waits while memory is short.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from asyncpipe.core.schedule import Action, F, I, OrderedSchedule, Shape, W, zigzag_placement
+from asyncpipe.core.task import TaskKind
+from asyncpipe.errors import ScheduleError
+
+__all__ = ["VHalf", "VMin", "VShaped", "ZeroBubbleV"]
+
+_F, _I, _W = (TaskKind.FORWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT)
+
+
+class VShaped(OrderedSchedule):
+    """What schedules on a V share: where stages are placed, and two of them on each device."""
+
+    virtual = 2
+
+    def placement(self, shape: Shape) -> Sequence[int]:
+        return zigzag_placement(shape)
+
+    def check(self, shape: Shape) -> None:
+        if shape.stages != 2 * shape.devices:
+            raise ScheduleError(
+                f"schedule {self.name!r} needs two stages on each device, got {shape.stages} stages for "
+                f"{shape.devices} devices; give {2 * shape.devices} stages"
+            )
+
+
+class ZeroBubbleV(VShaped):
+    """ZB-V of arXiv 2401.10241, section 6: no device idles between its first task and its last.
+
+    Bubble max(p-1, 4p-2-2m). So from m = (3p-1)/2 on it is p-1, the fill of the last device, which is (p-1)t_F/2
+    with the t_F of a device's two stages; 1F1B has 6(p-1). With fewer micro-batches the pipe does not fill, and each
+    missing one costs 2. Peak min(m, p) micro-batches on a device, as 1F1B on its first. Where t_F, t_I and t_W
+    differ, devices idle inside, too.
+    """
+
+    name = "zbv"
+
+    def order(self, device: int, shape: Shape) -> Iterator[Action]:
+        full = _zero_bubble(device, shape.devices, max(shape.microbatches, 2 * shape.devices - 1))
+        # Leaving out whole micro-batches cannot make a deadlock: the others never wait for them.
+        return (action for action in full if action.microbatch < shape.microbatches)
+
+
+def _zero_bubble(r: int, p: int, m: int) -> Iterator[Action]:
+    """The order of device ``r`` for ``m`` micro-batches, at least 2p-1.
+
+    ::
+
+        fill     F-down ... F-down | F-up F-down ... | F-up I-up W-up ...     until the first I-down can run
+        steady   F-down I-down W-down F-up I-up W-up ...                     m-p times, at the end without F-down
+        drain    I-down I-up ... | I-down W-down ... | W-up ... | W-down ... first what other devices wait for
+    """
+    down, up = r, 2 * p - 1 - r
+    lead, steady = 2 * (p - r) - 1, m - p
+    yield from (F(i, down) for i in range(lead))
+    for i in range(r):
+        yield from (F(i, up), F(lead + i, down))
+    for i in range(p - r):
+        yield from (F(r + i, up), I(i, up), W(i, up))
+    for i in range(steady):
+        if lead + r + i < m:
+            yield F(lead + r + i, down)
+        yield from (I(i, down), W(i, down), F(p + i, up), I(p - r + i, up), W(p - r + i, up))
+    for i in range(r):
+        yield from (I(steady + i, down), I(m - r + i, up))
+    for i in range(p - r):
+        yield from (I(steady + r + i, down), W(steady + i, down))
+    yield from (W(i, up) for i in range(m - r, m))
+    yield from (W(i, down) for i in range(m - r, m))
+
+
+class _Block(NamedTuple):
+    """How the first micro-batch travels along the V; the next ones follow every 6 units, a device's work for one."""
+
+    down: int
+    """From a stage to the next on the way down, forward and backward alike."""
+    up: int
+    """The same on the way up."""
+    turn: int
+    """Idle between the last forward and the first backward."""
+    bottom: int
+    """Idle at the bottom of the V, on the way back only."""
+
+
+class _Repeated(VShaped):
+    """A schedule made from a building block: repeat it, put W where a device idles, then pull forward what can be."""
+
+    @abstractmethod
+    def block(self, devices: int) -> _Block:
+        """The building block for this many devices."""
+
+    def order(self, device: int, shape: Shape) -> Iterable[Action]:
+        return _pulled(self.block(shape.devices), shape)[device]
+
+
+class VHalf(_Repeated):
+    """V-Half of arXiv 2405.15362: half the memory of 1F1B, and half its bubble.
+
+    Peak min(m, (p+2)//2) micro-batches on a device, the paper's number. The paper has a bubble of about 3p; here it is
+    less, from m = p on and for any m: 3p-4 for odd p from 3 on, 3p-7 for even p from 4 to 12 and 3p-5 above, and
+    p-1 for 1 and 2. 1F1B has 6(p-1). With fewer micro-batches at most 4p-5, what a single one costs. The way of a
+    micro-batch along the V is the paper's; what is pulled forward differs. Where times differ the bubble is longer,
+    but does not grow with m as long as t_W + 2t_I >= 2t_F and t_W + 2t_F >= 2t_I.
+    """
+
+    name = "v-half"
+
+    def block(self, devices: int) -> _Block:
+        return _Block(down=2, up=1, turn=0 if devices % 2 else 3, bottom=1)
+
+
+class VMin(_Repeated):
+    """V-Min of arXiv 2405.15362: a third of the memory of 1F1B, and two thirds of its bubble.
+
+    Peak min(m, (p+4)//3) micro-batches on a device, the paper's number. The paper has a bubble of about 4p; here it is
+    less, from m = p on and for any m: 4p-7, or 4p-5 where p mod 3 is 1 and the cap leaves no slack, and 0 for one
+    device. 1F1B has 6(p-1). With fewer micro-batches at most 4p-5, what a single one costs. It has no
+    slack: where t_F or t_I is longer than the rest, its bubble grows with m and soon exceeds that of 1F1B.
+    """
+
+    name = "v-min"
+
+    def block(self, devices: int) -> _Block:
+        return _Block(down=1, up=1, turn=0 if devices % 3 else 2, bottom=0)
+
+
+def _pattern(block: _Block, shape: Shape, r: int) -> list[Action]:
+    """The order of device ``r`` in the repeated block: F and I at their times, W in the first idle unit after its I."""
+    p = shape.devices
+    way = (block.down + block.up) * (p - 1) + 1
+    back = way + 1 + block.turn
+    starts = {
+        block.down * r: F(0, r),
+        way - block.up * r: F(0, 2 * p - 1 - r),
+        back + block.down * r: I(0, 2 * p - 1 - r),
+        back + way + block.bottom - block.up * r: I(0, r),
+    }
+    at = {
+        start + 6 * i: action._replace(microbatch=i)
+        for start, action in starts.items()
+        for i in range(shape.microbatches)
+    }
+    order: list[Action] = []
+    waiting: list[Action] = []
+    for time in range(max(at) + 1):
+        action = at.get(time)
+        if action is not None:
+            order.append(action)
+            if action.kind is _I:
+                waiting.append(action._replace(kind=_W))
+        elif waiting:
+            order.append(waiting.pop(0))
+    return order + waiting
+
+
+@lru_cache(maxsize=16)
+def _pulled(block: _Block, shape: Shape) -> tuple[tuple[Action, ...], ...]:
+    """The order of each device, from list scheduling on units of time.
+
+    In each unit a device runs the first action of its pattern that is ready, a W only if there is no other. No F is
+    pulled forward where a stage would come to hold more than in the pattern, or a device more than any does in
+    it. That cannot make a deadlock: of what is left, the action that is first in the pattern's time is ready and
+    next on its device.
+    """
+    lines = [_Line(_pattern(block, shape, device)) for device in range(shape.devices)]
+    cap = max(line.cap for line in lines)
+    done: Counter[tuple[TaskKind, int]] = Counter()
+    while any(line.pending for line in lines):
+        picked = [line.take(done, cap, shape.stages - 1) for line in lines]
+        done.update((action.kind, action.stage) for action in picked if action is not None)
+    return tuple(tuple(line.order) for line in lines)
+
+
+class _Line:
+    """One device while its order is made."""
+
+    def __init__(self, pattern: list[Action]) -> None:
+        self.pending = pattern
+        self.order: list[Action] = []
+        self.cap, self._caps = _most_held(pattern)
+        self._held: Counter[int] = Counter()
+
+    def take(self, done: Counter[tuple[TaskKind, int]], cap: int, last: int) -> Action | None:
+        """The next action, moved from pending to the order; ``done`` counts what ended before now."""
+        position = self._position(done, cap, last)
+        if position is None:
+            return None
+        action = self.pending.pop(position)
+        self._held[action.stage] += (action.kind is _F) - (action.kind is _W)
+        self.order.append(action)
+        return action
+
+    def _position(self, done: Counter[tuple[TaskKind, int]], cap: int, last: int) -> int | None:
+        held = most = self._held.total()
+        weight = None
+        seen: set[tuple[TaskKind, int]] = set()
+        for position, action in enumerate(self.pending):
+            kind, _, stage = action
+            # Micro-batches are in their order: what holds back one holds back the next.
+            if (kind, stage) not in seen and _is_ready(action, done, last):
+                if kind is _I or (kind is _F and most < cap and self._held[stage] < self._caps[stage]):
+                    return position
+                if kind is _W and weight is None:
+                    weight = position
+            seen.add((kind, stage))
+            if len(seen) == 6:
+                break
+            held += (kind is _F) - (kind is _W)
+            most = max(most, held)
+        return weight
+
+
+def _is_ready(action: Action, done: Counter[tuple[TaskKind, int]], last: int) -> bool:
+    """Whether all that ``action`` needs is done."""
+    kind, i, stage = action
+    if kind is _F:
+        return stage == 0 or done[_F, stage - 1] > i
+    if kind is _W:
+        return done[_I, stage] > i
+    return done[_F, stage] > i and (stage == last or done[_I, stage + 1] > i)
+
+
+def _most_held(order: Iterable[Action]) -> tuple[int, Counter[int]]:
+    """The most micro-batches that a device holds, counted once a stage, and the most at each of its stages."""
+    most, held, by_stage = 0, Counter[int](), Counter[int]()
+    for kind, _, stage in order:
+        held[stage] += (kind is _F) - (kind is _W)
+        by_stage[stage] = max(by_stage[stage], held[stage])
+        most = max(most, held.total())
+    return most, by_stage
