@@ -1,15 +1,19 @@
-"""``asyncpipe schedule``: list the schedules, and show what a step of one would look like."""
+"""``asyncpipe schedule``: list the schedules, show what a step of one would look like, and compare several."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncpipe.core.costs import Costs
+from asyncpipe.cli.shape import counted, headline, shape_of, spelled
+from asyncpipe.core.costs import Costs, parse_costs
 from asyncpipe.core.graph import Phase, TaskGraph, to_dict, to_dot
 from asyncpipe.core.lower import CheckpointMode, lower
 from asyncpipe.core.registry import find_schedule, known_schedules
@@ -22,25 +26,35 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
-COST_FIELDS = {"F": "forward", "R": "recompute", "B": "backward", "C": "copy"}
-
 SHOW_DESCRIPTION = """\
-Lower a schedule to its task graph, simulate one step at the given costs and show it.
+Lower schedules to their task graphs, simulate one step of each at the given costs and show it.
 
 Nothing is trained and no device is touched: times are virtual, in the unit of --costs.
 """
 
 SHOW_EPILOG = """\
 formats:
-  text   a timeline: a row a device, F0 the forward of micro-batch 0, R a recompute, B a backward,
-         dots where the device stands idle; stage numbers follow (F0.4) where a device has several
-  svg    the same as a picture, with arrows between devices in small graphs
+  text   a timeline: a row a device, F0 the forward of micro-batch 0, B a backward, I and W its halves (input and
+         weight gradients), R a recompute, dots where the device stands idle; stage numbers follow (F0.4) where a
+         device has several. In colours on a terminal, unless NO_COLOR is set
+  html   a page with a timeline and the figures of each schedule, on one time scale; open it in a browser
+  svg    one timeline as a picture, with arrows between devices in small graphs
+  csv    the order in the notation of torch.distributed.pipelining; costs and recomputation have no place in it
   json   the task graph: tasks, and edges with their reasons
   dot    the task graph for Graphviz
+
+text and html show several schedules, the other formats one.
+
+comparing:
+  Schedules put different numbers of stages on a device. With --stages P all of them cut the model into P stages and
+  need different numbers of devices for it. With --devices D all of them run on D devices, each with as many stages
+  as it is made for (or --virtual), and the costs are those of all stages of a device together: one of v stages costs
+  1/v of F, R, B, I and W, since the model is the same. A copy costs C in either case.
 
 examples:
   asyncpipe schedule show gpipe --stages 3 --microbatches 4 --checkpoint except_last
   asyncpipe schedule show 1f1b --stages 4 --microbatches 8 --costs F=1,B=2,C=0.5
+  asyncpipe schedule show gpipe 1f1b interleaved --devices 4 --microbatches 8 --format html --output compare.html
   asyncpipe schedule show interleaved --stages 8 --virtual 2 --microbatches 8 --format svg --output step.svg
   asyncpipe schedule show gpipe --stages 3 --microbatches 4 --format dot | dot -Tpng > graph.png
 """
@@ -50,8 +64,8 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add ``schedule list`` and ``schedule show`` to the command's parser."""
     parser = subparsers.add_parser(
         "schedule",
-        help="list schedules, or show the step of one",
-        description="List schedules, or show what a step of one would look like.",
+        help="list schedules, or show the step of one or several",
+        description="List schedules, or show what a step of one or several would look like.",
         epilog="example: asyncpipe schedule show 1f1b --stages 4 --microbatches 8",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -64,19 +78,33 @@ def add_parser(subparsers: Subparsers) -> None:
         epilog=SHOW_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_show_arguments(show)
+    _add_shape_arguments(show)
+    _add_picture_arguments(show)
     show.set_defaults(run=_show)
 
 
-def _add_show_arguments(show: argparse.ArgumentParser) -> None:
-    show.add_argument("name", metavar="NAME", help="a schedule; 'asyncpipe schedule list' shows the known ones")
-    show.add_argument("--stages", type=int, required=True, metavar="P", help="stages on all devices together")
+def _add_shape_arguments(show: argparse.ArgumentParser) -> None:
+    show.add_argument(
+        "names",
+        metavar="NAME",
+        nargs="+",
+        help="a schedule: one that 'asyncpipe schedule list' shows, module:Class or csv:FILE",
+    )
+    size = show.add_mutually_exclusive_group(required=True)
+    size.add_argument("--stages", type=int, metavar="P", help="stages on all devices together")
+    size.add_argument("--devices", type=int, metavar="D", help="devices, each with the stages that a schedule wants")
     show.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches of the step")
     show.add_argument(
         "--virtual",
         type=int,
         metavar="V",
-        help="stages per device (default: what the schedule is made for, where it divides P, else 1)",
+        help="stages per device (default: what each schedule is made for; with --stages, where it divides P, else 1)",
+    )
+    show.add_argument(
+        "--order",
+        choices=["strict", "hint"],
+        default="strict",
+        help="strict: devices keep the schedule's order (default); hint: it only ranks what is ready",
     )
     show.add_argument(
         "--checkpoint",
@@ -85,14 +113,19 @@ def _add_show_arguments(show: argparse.ArgumentParser) -> None:
         help="which micro-batches are recomputed before their backward: never (default), always or except_last",
     )
     show.add_argument("--forward-only", action="store_true", help="show a step without backward")
+
+
+def _add_picture_arguments(show: argparse.ArgumentParser) -> None:
     show.add_argument(
         "--costs",
         default="",
-        metavar="F=1,R=1,B=2,C=0",
-        help="virtual time of a forward, recompute, backward and copy (default: F=1,R=1,B=2,C=0)",
+        metavar="F=1,I=1,W=1,C=0",
+        help="virtual time of a forward, an input gradient, a weight gradient and a copy (default: as shown), of a "
+        "full backward B (default: I + W) and of a recompute R (default: 1)",
     )
-    show.add_argument("--format", choices=["text", "json", "dot", "svg"], default="text", help="default: text")
+    show.add_argument("--format", choices=FORMATS, default="text", help="default: text")
     show.add_argument("--output", type=Path, metavar="FILE", help="write to FILE instead of the standard output")
+    show.add_argument("--no-color", action="store_true", help="no colours on a terminal")
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -105,13 +138,22 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """One of the schedules to show, ready to be drawn."""
+
+    schedule: Schedule
+    graph: TaskGraph
+    costs: Costs
+    title: str
+
+
 def _show(args: argparse.Namespace) -> int:
-    schedule = find_schedule(args.name)
-    costs = _costs(args.costs)
-    checkpoint = CheckpointMode.parse(args.checkpoint)
-    phase = Phase.FORWARD if args.forward_only else Phase.STEP
-    graph = lower(schedule, _shape(schedule, args), checkpoint=checkpoint, phase=phase)
-    text = _rendered(args, graph, costs, checkpoint)
+    if len(args.names) > 1 and args.format not in FOR_SEVERAL:
+        raise OptionError(f"--format {args.format} shows one schedule, got {len(args.names)}; text and html show more")
+    costs = parse_costs(args.costs)
+    # All of them before anything is written: half of a comparison is none.
+    text = FORMATS[args.format]([_lowered(name, costs, args) for name in args.names], args)
     if args.output is None:
         sys.stdout.write(text)
         return 0
@@ -122,59 +164,90 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _shape(schedule: Schedule, args: argparse.Namespace) -> Shape:
-    """``--stages`` counts all stages, so the devices follow from how many of them share one."""
-    virtual = args.virtual
-    if virtual is None:
-        virtual = schedule.virtual if args.stages % schedule.virtual == 0 else 1
-    if virtual < 1 or args.stages % virtual:
-        raise OptionError(f"--virtual must divide the number of stages, got {virtual} for {args.stages} stages")
-    return Shape(args.stages, args.microbatches, args.stages // virtual)
+def _lowered(name: str, costs: Costs, args: argparse.Namespace) -> _Shown:
+    schedule = find_schedule(name, order=args.order)
+    checkpoint = CheckpointMode.parse(args.checkpoint)
+    phase = Phase.FORWARD if args.forward_only else Phase.STEP
+    if args.devices is None:
+        shape = shape_of(schedule, args.stages, args.microbatches, args.virtual)
+    else:
+        shape, costs = _shape_on_devices(schedule, costs, args)
+    graph = lower(schedule, shape, checkpoint=checkpoint, phase=phase)
+    return _Shown(schedule, graph, costs, f"{headline(graph, checkpoint.value)}, costs {spelled(costs)}")
 
 
-def _costs(text: str) -> Costs:
-    """The costs in ``F=1,R=1,B=2,C=0``; those left out keep their defaults."""
-    given: dict[str, float] = {}
-    for item in filter(None, (item.strip() for item in text.split(","))):
-        kind, _, value = item.partition("=")
-        try:
-            given[COST_FIELDS[kind.strip()]] = cost = float(value)
-        except (KeyError, ValueError):
-            raise OptionError(f"--costs takes KIND=NUMBER with the kinds F, R, B and C, got {item!r}") from None
-        if not 0 <= cost < float("inf"):
-            raise OptionError(f"--costs must not be negative or infinite, got {item!r}")
-    return Costs(**given)
+def _shape_on_devices(schedule: Schedule, costs: Costs, args: argparse.Namespace) -> tuple[Shape, Costs]:
+    """The shape on ``--devices``, and the costs of one of the stages that share a device's costs."""
+    for option, value in (("--devices", args.devices), ("--virtual", args.virtual)):
+        if value is not None and value < 1:
+            raise OptionError(f"{option} must be a positive integer, got {value}")
+    virtual = schedule.virtual if args.virtual is None else args.virtual
+    each = replace(
+        costs,
+        forward=costs.forward / virtual,
+        recompute=costs.recompute / virtual,
+        backward=None if costs.backward is None else costs.backward / virtual,
+        input_gradient=costs.input_gradient / virtual,
+        weight_gradient=costs.weight_gradient / virtual,
+    )
+    return Shape(args.devices * virtual, args.microbatches, args.devices), each
 
 
-def _rendered(args: argparse.Namespace, graph: TaskGraph, costs: Costs, checkpoint: CheckpointMode) -> str:
-    if args.format == "json":
-        return json.dumps(to_dict(graph)) + "\n"
-    if args.format == "dot":
-        return to_dot(graph)
-    record = simulate(graph, costs)
-    title = _title(graph, costs, checkpoint)
-    if args.format == "svg":
-        from asyncpipe.observe.svg import svg_timeline
-
-        return svg_timeline(record, title=title, virtual=True)
+def _text(several: Sequence[_Shown], args: argparse.Namespace) -> str:
     from asyncpipe.observe.timeline import text_timeline
 
     # A pipe or a file gets the exact timeline, however wide; only a terminal has an edge to fit into.
     to_terminal = args.output is None and sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if to_terminal else None
-    return f"{title}\n\n{text_timeline(record, width, copies=costs.copy > 0, virtual=True)}"
+    wanted = not (args.no_color or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb")
+    timelines = [
+        text_timeline(
+            simulate(shown.graph, shown.costs),
+            width,
+            copies=shown.costs.copy > 0,
+            virtual=True,
+            colour=to_terminal and wanted,
+        )
+        for shown in several
+    ]
+    return "\n".join(f"{shown.title}\n\n{timeline}" for shown, timeline in zip(several, timelines, strict=True))
 
 
-def _title(graph: TaskGraph, costs: Costs, checkpoint: CheckpointMode) -> str:
-    shape = graph.shape
-    mode = f"checkpoint {checkpoint.value}" if graph.training else "forward only"
-    shown = " ".join(f"{letter}={getattr(costs, name):g}" for letter, name in COST_FIELDS.items())
-    return (
-        f"{graph.schedule}: {_counted(shape.stages, 'stage')} on {_counted(shape.devices, 'device')}, "
-        f"{_counted(shape.microbatches, 'micro-batch')}, {mode}, costs {shown}"
-    )
+def _html(several: Sequence[_Shown], args: argparse.Namespace) -> str:
+    from asyncpipe.observe.html import Entry, html_comparison
+
+    entries = []
+    for shown in several:
+        name = shown.graph.schedule
+        detail = shown.title.removeprefix(f"{name}: ")
+        entries.append(Entry(name, simulate(shown.graph, shown.costs), virtual=True, detail=detail))
+    title = entries[0].title if len(entries) == 1 else f"{len(entries)} schedules at the same costs"
+    return html_comparison(entries, title=f"{title}, {counted(args.microbatches, 'micro-batch')}")
 
 
-def _counted(count: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith("ch") else "s")
-    return f"{count} {noun if count == 1 else plural}"
+def _svg(several: Sequence[_Shown], args: argparse.Namespace) -> str:
+    from asyncpipe.observe.svg import svg_timeline
+
+    [shown] = several
+    return svg_timeline(simulate(shown.graph, shown.costs), title=shown.title, virtual=True)
+
+
+def _csv(several: Sequence[_Shown], args: argparse.Namespace) -> str:
+    from asyncpipe.core.notation import write_csv
+
+    [shown] = several
+    if args.forward_only:
+        raise OptionError("--format csv holds whole steps; leave --forward-only out")
+    return write_csv(shown.schedule, shown.graph.shape)
+
+
+def _json(several: Sequence[_Shown], args: argparse.Namespace) -> str:
+    return json.dumps(to_dict(several[0].graph)) + "\n"
+
+
+def _dot(several: Sequence[_Shown], args: argparse.Namespace) -> str:
+    return to_dot(several[0].graph)
+
+
+FORMATS = {"text": _text, "html": _html, "svg": _svg, "csv": _csv, "json": _json, "dot": _dot}
+FOR_SEVERAL = ("text", "html")

@@ -112,6 +112,11 @@ class TaskGraph:
         """Whether this is a whole training step."""
         return self.phase is Phase.STEP
 
+    @property
+    def releasing(self) -> tuple[TaskKind, ...]:
+        """The kinds of tasks that end a micro-batch's life at a stage: what its forward kept is dropped."""
+        return (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT) if self.training else (TaskKind.FORWARD,)
+
     def edges(self) -> Iterator[Edge]:
         """Every dependency, by dependent."""
         for task, dependencies in zip(self.tasks, self.dependencies, strict=True):
@@ -185,14 +190,14 @@ def _task_row(task: Task) -> dict[str, Any]:
 
 
 _DOT_COLOURS = {
-    "F": "#7fb3d5",
+    "F": "#7fb3e0",
     "R": "#f7dc6f",
-    "B": "#82c99b",
-    "I": "#a3d9b1",
-    "W": "#c3aed6",
-    "C": "#d5d8dc",
-    "S": "#c39bd3",
-    "U": "#e59866",
+    "B": "#82c77f",
+    "I": "#4fc3b8",
+    "W": "#c7a6e2",
+    "C": "#9aa5b1",
+    "S": "#f2b5d0",
+    "U": "#f0a58f",
 }
 _DOT_STYLES = {Reason.DATA: "solid", Reason.COPY: "solid", Reason.RECOMPUTE: "bold", Reason.ORDER: "dashed"}
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncpipe.core.events import GateOpened, StepRecord, StepSubmitted, TaskCompleted
-from asyncpipe.core.graph import critical_path
+from asyncpipe.core.graph import TaskGraph, critical_path
 from asyncpipe.core.task import Queue, Task, TaskKind
 
-__all__ = ["Report", "TaskTime", "report"]
-
-
-_LAST = (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT)
-"""What ends a micro-batch's life at a stage: what its forward kept is dropped."""
+__all__ = ["Report", "TaskTime", "peak_per_device", "report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +94,7 @@ def report(record: StepRecord) -> Report:
         tasks=tuple(sorted(times, key=lambda time: (time.start, time.task.number))),
         device_busy=device_busy,
         stage_busy=tuple(stage_busy),
-        peak_in_flight=_peaks(times, graph.shape.stages, _LAST if graph.training else (TaskKind.FORWARD,)),
+        peak_in_flight=_peaks(times, range(graph.shape.stages), graph.releasing),
         critical_path=critical_path(graph, lambda task: seconds.get(task.number, 0.0)),
         gates_opened={
             graph.gates[event.microbatch]: at - origin for at, event in record.journal if isinstance(event, GateOpened)
@@ -105,13 +102,29 @@ def report(record: StepRecord) -> Report:
     )
 
 
-def _peaks(times: list[TaskTime], stages: int, last: tuple[TaskKind, ...]) -> tuple[int, ...]:
-    """Fold +1 at a forward's start and -1 at the end of the micro-batch's ``last`` task; ends count first."""
-    changes = [(time.start, 1, time.task.stage) for time in times if time.task.kind is TaskKind.FORWARD]
-    changes += [(time.end, -1, time.task.stage) for time in times if time.task.kind in last]
-    live = [0] * stages
-    peaks = [0] * stages
-    for _, change, stage in sorted(changes):
-        live[stage] += change
-        peaks[stage] = max(peaks[stage], live[stage])
+def peak_per_device(found: Report, graph: TaskGraph) -> tuple[float, ...]:
+    """Per device, the most micro-batches that it held at one moment of the step that ``found`` reports.
+
+    Each of a device's v stages counts 1/v, so that a device with a micro-batch at every stage holds one: a measure
+    of memory that tells schedules with different numbers of virtual stages apart.
+    """
+    peaks = _peaks(found.tasks, graph.placement, graph.releasing)
+    return tuple(
+        peaks[device] / graph.placement.count(device) if device in graph.placement else 0.0
+        for device in range(graph.shape.devices)
+    )
+
+
+def _peaks(times: Sequence[TaskTime], places: Sequence[int], last: tuple[TaskKind, ...]) -> tuple[int, ...]:
+    """Fold +1 at a forward's start and -1 at the end of the micro-batch's last task there; ends count first.
+
+    ``places`` says for each stage where it counts.
+    """
+    changes = [(time.start, 1, places[time.task.stage]) for time in times if time.task.kind is TaskKind.FORWARD]
+    changes += [(time.end, -1, places[time.task.stage]) for time in times if time.task.kind in last]
+    live = [0] * (max(places) + 1)
+    peaks = list(live)
+    for _, change, place in sorted(changes):
+        live[place] += change
+        peaks[place] = max(peaks[place], live[place])
     return tuple(peaks)

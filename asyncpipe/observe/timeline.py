@@ -6,7 +6,8 @@ task is long::
     dev:0  F0 F1 F2 ·········B2─── B1─── B0───
     dev:1  ···F0 F1 F2 B2─── B1─── B0─── ······
 
-Otherwise time is cut into columns, and a column shows the task that fills most of it.
+Otherwise time is cut into columns, and a column shows the task that fills most of it. A terminal may have the
+kinds of tasks in colours.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from math import ceil, floor, gcd, log10
 from asyncpipe.core.events import StepRecord
 from asyncpipe.core.graph import TaskGraph
 from asyncpipe.core.report import Report, TaskTime, report
-from asyncpipe.core.task import Lane, Queue, Task
+from asyncpipe.core.task import Lane, Queue, Task, TaskKind
+from asyncpipe.observe.kinds import ANSI_COLOURS, NAMES
 
-__all__ = ["Row", "format_time", "labels", "lane_rows", "quantum", "summary", "text_timeline", "tick_step"]
+__all__ = ["Row", "format_time", "kinds_of", "labels", "lane_rows", "quantum", "summary", "text_timeline", "tick_step"]
 
 DEFAULT_WIDTH = 100
 """Columns for times without a quantum when no width is given."""
 SHORTEST_TASK = 10
 """A quantum counts only if the shortest task has at most this many; else an exact picture would be endless."""
+SELF_EVIDENT = {TaskKind.FORWARD, TaskKind.BACKWARD}
+"""Kinds whose letters need no explanation; a legend of nothing else is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,20 @@ class _Scale:
     columns: int
 
 
-def text_timeline(record: StepRecord, width: int | None = None, *, copies: bool = False, virtual: bool = False) -> str:
-    """The step as text: a time axis, one row a device and a line of key figures; ends with a newline.
+def text_timeline(
+    record: StepRecord,
+    width: int | None = None,
+    *,
+    copies: bool = False,
+    virtual: bool = False,
+    colour: bool = False,
+) -> str:
+    """The step as text: a time axis, one row a device, a legend and a line of key figures; ends with a newline.
 
     ``width`` is the number of columns to fit into; without it an exact timeline is as wide as its labels need
     and any other 100 columns. ``copies`` adds the copy lanes. ``virtual`` times are printed as bare numbers,
-    others as seconds. Cells read ``F0`` (kind and micro-batch), or ``F0.4`` where a device has several stages.
+    others as seconds. Cells read ``F0`` (kind and micro-batch), or ``F0.4`` where a device has several stages;
+    with ``colour`` they have a background for their kind, in ANSI escapes for a terminal of 256 colours.
     """
     result = report(record)
     rows = lane_rows(result, record.graph, copies=copies)
@@ -63,7 +75,10 @@ def text_timeline(record: StepRecord, width: int | None = None, *, copies: bool 
     scale = _scale(result, rows, label, None if width is None else max(width - margin, 10))
     lines = ["time".ljust(margin) + _axis(scale, result.seconds, virtual=virtual)]
     for name, row in zip(names, rows, strict=True):
-        lines.append(name.ljust(margin) + "".join(_cells(row, scale, label)))
+        lines.append(name.ljust(margin) + "".join(_cells(row, scale, label, colour=colour)))
+    kinds = kinds_of(rows)
+    if colour or set(kinds) - SELF_EVIDENT:
+        lines += ["", _legend(kinds, colour=colour)]
     figures = summary(result, training=record.graph.training, virtual=virtual)
     return "\n".join(line.rstrip() for line in [*lines, "", figures]) + "\n"
 
@@ -76,6 +91,12 @@ def lane_rows(result: Report, graph: TaskGraph, *, copies: bool) -> list[Row]:
         if time.seconds > 0 and time.task.lane in times:
             times[time.task.lane].append(time)
     return [Row(lane, tuple(ran)) for lane, ran in times.items() if ran or lane.queue is Queue.COMPUTE]
+
+
+def kinds_of(rows: Sequence[Row]) -> list[TaskKind]:
+    """The kinds of tasks in ``rows``, in the order in which legends name them."""
+    shown = {time.task.kind for row in rows for time in row.times}
+    return [kind for kind in TaskKind if kind in shown]
 
 
 def summary(result: Report, *, training: bool, virtual: bool) -> str:
@@ -145,10 +166,33 @@ def _scale(result: Report, rows: Sequence[Row], label: Callable[[Task], str], ro
     return _Scale(result.seconds / columns, columns)
 
 
-def _cells(row: Row, scale: _Scale, label: Callable[[Task], str]) -> Iterator[str]:
+def _cells(row: Row, scale: _Scale, label: Callable[[Task], str], *, colour: bool) -> Iterator[str]:
     for shown, columns in groupby(_columns(row.times, scale)):
         width = len(list(columns))
-        yield "·" * width if shown is None else _cell(label(shown.task), width)
+        if shown is None:
+            yield "·" * width
+        elif colour:
+            yield _coloured_cell(_cell(label(shown.task), width), shown.task.kind)
+        else:
+            yield _cell(label(shown.task), width)
+
+
+def _coloured_cell(cell: str, kind: TaskKind) -> str:
+    """``cell`` on the colour of its kind; the gap at its end stays bare, so that neighbours do not run together."""
+    drawn = cell.rstrip()
+    return _painted(drawn.replace("─", " "), kind) + " " * (len(cell) - len(drawn))
+
+
+def _painted(text: str, kind: TaskKind) -> str:
+    """Black ``text`` on the colour of ``kind``."""
+    return f"\x1b[38;5;16;48;5;{ANSI_COLOURS[kind]}m{text}\x1b[0m"
+
+
+def _legend(kinds: Sequence[TaskKind], *, colour: bool) -> str:
+    """``F forward, I input gradient``; in colour, each letter on its own."""
+    if colour:
+        return "   ".join(f"{_painted(f' {kind.value} ', kind)} {NAMES[kind]}" for kind in kinds)
+    return ", ".join(f"{kind.value} {NAMES[kind]}" for kind in kinds)
 
 
 def _columns(times: Sequence[TaskTime], scale: _Scale) -> list[TaskTime | None]:

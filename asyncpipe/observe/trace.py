@@ -180,7 +180,6 @@ def _counters(records: Sequence[StepRecord], places: _Places, origin: float) -> 
 def _in_flight_changes(record: StepRecord) -> Iterator[tuple[float, int, int, str]]:
     """(time, +1 or -1, stage, device); at one instant, ends come first. What a failed step leaves ends with it."""
     graph = record.graph
-    last = TaskKind.BACKWARD if graph.training else TaskKind.FORWARD
     held: set[tuple[int, int]] = set()
     for _, event in record.journal:
         if isinstance(event, TaskCompleted):
@@ -188,7 +187,7 @@ def _in_flight_changes(record: StepRecord) -> Iterator[tuple[float, int, int, st
             if task.kind is TaskKind.FORWARD:
                 held.add((task.microbatch, task.stage))
                 yield event.started, 1, task.stage, task.lane.device
-            if task.kind is last:
+            if task.kind in graph.releasing:
                 held.discard((task.microbatch, task.stage))
                 yield event.ended, -1, task.stage, task.lane.device
     if record.outcome is not Outcome.OK:

@@ -1,0 +1,101 @@
+"""The options of every command that lowers a schedule: its name, its shape, its order and its recomputation.
+
+``add_schedule_arguments`` puts them on a parser and ``lowered`` reads them; a command with options of its own takes
+the parts. Nothing here imports torch, so that such commands start at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from asyncpipe.core.costs import Costs
+from asyncpipe.core.graph import Phase, TaskGraph, Wiring
+from asyncpipe.core.lower import CheckpointMode, lower
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Schedule, Shape
+from asyncpipe.errors import OptionError
+
+__all__ = ["add_schedule_arguments", "counted", "headline", "lowered", "shape_of", "spelled"]
+
+
+def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add NAME, --stages, --microbatches, --virtual, --order and --checkpoint; ``lowered`` reads them."""
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        help="a schedule: one that 'asyncpipe schedule list' shows, module:Class or csv:FILE",
+    )
+    parser.add_argument("--stages", type=int, required=True, metavar="P", help="stages on all devices together")
+    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches of the step")
+    parser.add_argument(
+        "--virtual",
+        type=int,
+        metavar="V",
+        help="stages per device (default: what the schedule is made for, where it divides P, else 1)",
+    )
+    parser.add_argument(
+        "--order",
+        choices=["strict", "hint"],
+        default="strict",
+        help="strict: devices keep the schedule's order (default); hint: it only ranks what is ready",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        default="never",
+        metavar="MODE",
+        help="which micro-batches are recomputed before their backward: never (default), always or except_last",
+    )
+
+
+def lowered(args: argparse.Namespace, *, phase: Phase = Phase.STEP, wiring: Wiring | None = None) -> TaskGraph:
+    """The task graph that the arguments of ``add_schedule_arguments`` ask for.
+
+    Without a ``wiring`` each stage feeds the next one. Raises ``OptionError`` or one of its kinds for a schedule,
+    shape or mode that cannot be.
+    """
+    schedule = find_schedule(args.name, order=args.order)
+    shape = shape_of(schedule, args.stages, args.microbatches, args.virtual)
+    checkpoint = CheckpointMode.parse(args.checkpoint)
+    return lower(schedule, shape, checkpoint=checkpoint, phase=phase, wiring=wiring)
+
+
+def shape_of(schedule: Schedule, stages: int, microbatches: int, virtual: int | None) -> Shape:
+    """The shape with ``stages`` in all, of which ``virtual`` share a device; the devices follow from the two.
+
+    Without ``virtual`` it is the schedule's own where that divides the stages, else 1. Raises ``OptionError`` for
+    one that does not divide them.
+    """
+    if virtual is None:
+        virtual = schedule.virtual if schedule.virtual > 0 and stages % schedule.virtual == 0 else 1
+    if virtual < 1 or stages % virtual:
+        raise OptionError(f"--virtual must divide the number of stages, got {virtual} for {stages} stages")
+    return Shape(stages, microbatches, stages // virtual)
+
+
+def headline(graph: TaskGraph, checkpoint: str) -> str:
+    """What was lowered: ``1f1b: 2 stages on 2 devices, 3 micro-batches, checkpoint never``."""
+    shape = graph.shape
+    mode = f"checkpoint {checkpoint}" if graph.training else "forward only"
+    return (
+        f"{graph.schedule}: {counted(shape.stages, 'stage')} on {counted(shape.devices, 'device')}, "
+        f"{counted(shape.microbatches, 'micro-batch')}, {mode}"
+    )
+
+
+def spelled(costs: Costs) -> str:
+    """The costs as ``parse_costs`` takes them, with spaces: ``F=1 R=1 B=2 I=1 W=1 C=0``."""
+    found = {
+        "F": costs.forward,
+        "R": costs.recompute,
+        "B": costs.full_backward,
+        "I": costs.input_gradient,
+        "W": costs.weight_gradient,
+        "C": costs.copy,
+    }
+    return " ".join(f"{kind}={cost:g}" for kind, cost in found.items())
+
+
+def counted(count: int, noun: str) -> str:
+    """The number with its noun: ``1 stage``, ``2 micro-batches``."""
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{count} {noun if count == 1 else plural}"

@@ -1,0 +1,256 @@
+"""``asyncpipe simulate``: what a step of a schedule would take, on the scheduler that runs it, in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, Any
+
+from asyncpipe.cli.shape import add_schedule_arguments, counted, headline, lowered, spelled
+from asyncpipe.core.balance import even_balance
+from asyncpipe.core.costs import Jitter, parse_costs
+from asyncpipe.core.graph import TaskGraph, Wiring
+from asyncpipe.core.lower import CheckpointMode
+from asyncpipe.core.memory import StageMemory, peak_memory
+from asyncpipe.core.report import peak_per_device, report
+from asyncpipe.core.simulate import simulate
+from asyncpipe.core.task import Task
+from asyncpipe.errors import OptionError
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["add_parser"]
+
+DESCRIPTION = """\
+Simulate one step of a schedule and print how long it takes, how long each device stands idle and how many
+micro-batches it holds at its fullest moment.
+
+The scheduler is the one that runs real steps; time is virtual. Nothing is trained and no device is touched.
+"""
+
+EPILOG = """\
+what it prints:
+  makespan  virtual time from the start of the step to its end, in the unit of --costs (seconds with --profile)
+  bubble    the share of the makespan in which the device computes nothing
+  peak      the most micro-batches that the device holds at one moment; each of its v stages counts 1/v
+  memory    the most bytes that the device holds at one moment (with --profile; its parameters count
+            with their gradients, without an optimizer's state)
+
+examples:
+  asyncpipe simulate 1f1b --stages 4 --microbatches 8 --costs F=1,I=1,W=1,C=0
+  asyncpipe simulate interleaved --stages 8 --virtual 2 --microbatches 8 --costs F=1,B=2,C=0.1 --json
+  asyncpipe simulate 1f1b --order hint --stages 4 --microbatches 16 --jitter 0.3 --repeat 40
+  asyncpipe simulate my_package.schedules:Mine --stages 4 --microbatches 8
+  asyncpipe simulate 1f1b --stages 3 --microbatches 8 --profile model.json --balance 3,5,2 --checkpoint always
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add ``simulate`` to the command line."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="predict the time and memory of a step",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_schedule_arguments(parser)
+    _add_cost_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.set_defaults(run=_simulate)
+
+
+def _add_cost_arguments(parser: argparse.ArgumentParser) -> None:
+    costs = parser.add_mutually_exclusive_group()
+    costs.add_argument(
+        "--costs",
+        default="",
+        metavar="F=1,I=1,W=1,C=0",
+        help="virtual time of a forward, an input gradient, a weight gradient and a copy (default: as shown); "
+        "B=2 for a full backward (default: I + W), R=1 for a recomputation (default: 1)",
+    )
+    costs.add_argument("--profile", type=Path, metavar="FILE", help="take costs and sizes that 'profile' has measured")
+    parser.add_argument(
+        "--balance", metavar="3,5,2", help="layers of each stage (default: so that stages take equally long)"
+    )
+    parser.add_argument(
+        "--jitter",
+        type=float,
+        metavar="SIGMA",
+        help="multiply each cost by a random factor of mean 1 and this standard deviation",
+    )
+    parser.add_argument(
+        "--jitter-per",
+        choices=["task", "microbatch"],
+        default="task",
+        help="draw a factor for each task (default), or one for each micro-batch, as if their sizes varied",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which random factors (default: 0)")
+    parser.add_argument("--repeat", type=int, default=1, metavar="K", help="simulate K seeds, from N on; prints means")
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What a step costs, in time and, if that was measured, in bytes."""
+
+    costs: Callable[[Task], float]
+    label: str
+    wiring: Wiring | None = None
+    memory: StageMemory | None = None
+    overhead: float | None = None
+    """Seconds of a step before its first task and after its last one."""
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    model = _model(args)
+    models = _shaken(model.costs, args)
+    graph = lowered(args, wiring=model.wiring)
+    found = _summary([_run(graph, costs, model.memory) for costs in models])
+    if model.overhead is not None:
+        found["step_seconds"] = found["makespan"] + model.overhead
+    if args.json:
+        shape = graph.shape
+        asked = {
+            "schedule": graph.schedule,
+            "stages": shape.stages,
+            "devices": shape.devices,
+            "microbatches": shape.microbatches,
+            "checkpoint": args.checkpoint,
+        }
+        print(json.dumps({**found, **asked}))
+        return 0
+    jitter = "" if args.jitter is None else f", jitter {args.jitter:g} per {args.jitter_per}"
+    print(f"{headline(graph, args.checkpoint)}, {model.label}{jitter}\n")
+    print(_table(graph, found))
+    print(_last_line(found))
+    return 0
+
+
+def _model(args: argparse.Namespace) -> _Model:
+    if args.profile is None:
+        if args.balance is not None:
+            raise OptionError("--balance says how the layers of a profile are split; give --profile FILE with it")
+        costs = parse_costs(args.costs)
+        return _Model(costs, f"costs {spelled(costs)}")
+    from asyncpipe.core.profile import Profile
+
+    profile = Profile.read(args.profile)
+    checkpoint = CheckpointMode.parse(args.checkpoint)
+    if args.balance is None:
+        balance = even_balance(profile.layer_seconds(args.microbatches, checkpoint), args.stages)
+    else:
+        balance = _balance(args.balance, args.stages)
+    return _Model(
+        costs=profile.costs(balance, args.microbatches, checkpoint),
+        label=f"costs of {args.profile}, balance {','.join(map(str, balance))}",
+        wiring=profile.wiring(balance),
+        memory=profile.memory(balance, args.microbatches),
+        overhead=profile.measurement(args.microbatches).step,
+    )
+
+
+def _balance(text: str, stages: int) -> list[int]:
+    """The layers of each stage in ``3,5,2``."""
+    try:
+        balance = [int(count) for count in text.split(",")]
+    except ValueError:
+        balance = []
+    if len(balance) != stages:
+        wanted = counted(stages, "stage")
+        raise OptionError(f"--balance must be the number of layers of each of {wanted}, as 3,5,2 for 3, got {text!r}")
+    return balance
+
+
+def _shaken(costs: Callable[[Task], float], args: argparse.Namespace) -> list[Callable[[Task], float]]:
+    """The cost model of each run."""
+    if args.repeat < 1:
+        raise OptionError(f"--repeat must be a positive integer, got {args.repeat}")
+    if args.jitter is None:
+        if args.repeat > 1:
+            raise OptionError("--repeat gives the same step again and again without chance; give --jitter with it")
+        return [costs]
+    per_microbatch = args.jitter_per == "microbatch"
+    return [Jitter(costs, args.jitter, args.seed + k, per_microbatch) for k in range(args.repeat)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    makespan: float
+    bubble: list[float]
+    peak: tuple[float, ...]
+    peak_in_flight: tuple[int, ...]
+    critical_path: float
+    memory: list[int] | None
+
+
+def _run(graph: TaskGraph, costs: Callable[[Task], float], memory: StageMemory | None) -> _Run:
+    record = simulate(graph, costs)
+    found = report(record)
+    return _Run(
+        makespan=found.seconds,
+        bubble=[max(0.0, 1.0 - busy) if found.seconds else 0.0 for busy in found.device_utilization.values()],
+        peak=peak_per_device(found, graph),
+        peak_in_flight=found.peak_in_flight,
+        critical_path=found.critical_path,
+        memory=None if memory is None else peak_memory(record, memory),
+    )
+
+
+def _summary(runs: Sequence[_Run]) -> dict[str, Any]:
+    """Means of times and shares over the runs, and the highest of their peaks, ready for ``json.dumps``."""
+    bubble = [fmean(shares) for shares in zip(*(run.bubble for run in runs), strict=True)]
+    found: dict[str, Any] = {
+        "makespan": fmean(run.makespan for run in runs),
+        "bubble": bubble,
+        "peak": [max(peaks) for peaks in zip(*(run.peak for run in runs), strict=True)],
+        "peak_in_flight": [max(peaks) for peaks in zip(*(run.peak_in_flight for run in runs), strict=True)],
+        "bubble_ratio": fmean(bubble),
+        "critical_path": fmean(run.critical_path for run in runs),
+    }
+    if len(runs) > 1:
+        found["makespans"] = [run.makespan for run in runs]
+    measured = [run.memory for run in runs if run.memory is not None]
+    if measured:
+        found["memory"] = [max(peaks) for peaks in zip(*measured, strict=True)]
+    return found
+
+
+def _table(graph: TaskGraph, found: dict[str, Any]) -> str:
+    """A row a device: its stages and what was found of it."""
+    rows = [["device", "stages", "bubble", "peak", *(["memory"] if "memory" in found else [])]]
+    for device, name in enumerate(graph.devices):
+        stages = " ".join(str(stage) for stage, at in enumerate(graph.placement) if at == device)
+        row = [name, stages, f"{found['bubble'][device]:.1%}", f"{found['peak'][device]:g}"]
+        rows.append([*row, *([_size(found["memory"][device])] if "memory" in found else [])])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        left, right = zip(row[:2], widths[:2], strict=True), zip(row[2:], widths[2:], strict=True)
+        cells = [*(cell.ljust(width) for cell, width in left), *(cell.rjust(width) for cell, width in right)]
+        lines.append("  ".join(cells) + "\n")
+    return "".join(lines)
+
+
+def _last_line(found: dict[str, Any]) -> str:
+    line = f"makespan {found['makespan']:.6g}, bubble {found['bubble_ratio']:.1%}"
+    if "step_seconds" in found:
+        line += f", whole step {found['step_seconds']:.6g} s"
+    makespans = found.get("makespans")
+    if makespans is None:
+        return line
+    spread = f"{min(makespans):.6g} to {max(makespans):.6g}, deviation {pstdev(makespans):.3g}"
+    return f"{line} (means of {len(makespans)} runs; makespan {spread})"
+
+
+def _size(count: float) -> str:
+    """Bytes for people: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

@@ -1,0 +1,103 @@
+"""Predicted memory: how many bytes each device holds at its fullest moment, from a record and measured sizes.
+
+What a micro-batch holds at a stage, over the time of the step::
+
+                  F starts        F ends     R starts      R ends      B (or W) ends
+    kept             │ saved ─────────────────────────────────────────────│
+    recomputed       │ inputs ────────────────│ saved ────────────────────│
+
+It is the same fold as the peaks of ``core/report.py``, weighted with bytes, and so works for simulated steps as
+well as for those that ran.
+
+Not counted, so the prediction is a little low: what tasks need only while they run (workspace, intermediate
+gradients), values and gradients that were brought to a device and wait there for their task, the batch, its outputs
+and losses, replicas of tied parameters, and what an allocator loses to fragmentation. Counted too long, so it is a
+little high: between I and W everything that the forward kept counts, although I needs part of it for the last time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncpipe.core.events import StepRecord, TaskCompleted
+from asyncpipe.core.graph import TaskGraph
+from asyncpipe.core.task import TaskKind
+from asyncpipe.errors import OptionError
+
+__all__ = ["StageMemory", "peak_memory"]
+
+_F, _R = TaskKind.FORWARD, TaskKind.RECOMPUTE
+_B, _W = TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """How many bytes each stage needs, as measured; one number a stage in every field, kept as tuples.
+
+    Raises ``OptionError`` for fields of different lengths and for negative numbers.
+    """
+
+    saved: Sequence[int]
+    """What the forward of one micro-batch keeps for its backward, its input included where that is kept."""
+    inputs: Sequence[int]
+    """The input of one micro-batch, which is all that is kept until R where the micro-batch is recomputed."""
+    fixed: Sequence[int]
+    """Parameters, their gradients and the optimizer's state, through the whole step."""
+
+    def __post_init__(self) -> None:
+        for name in ("saved", "inputs", "fixed"):
+            row = tuple(getattr(self, name))
+            if len(row) != len(self.saved):
+                raise OptionError(f"{name} must have a number for each of {len(self.saved)} stages, got {list(row)}")
+            if any(not number >= 0 for number in row):
+                raise OptionError(f"{name} must be bytes, zero or more, got {list(row)}")
+            object.__setattr__(self, name, row)
+
+
+def peak_memory(record: StepRecord, memory: StageMemory) -> list[int]:
+    """The most bytes that each device held at one moment of the step: what is fixed, and what micro-batches keep.
+
+    Which micro-batches are recomputed is read from the graph's R tasks. A phase alone, forwards or backwards, counts
+    what is fixed and no more. Ends count before starts at the same time. Raises ``OptionError`` where ``memory`` is
+    that of another number of stages.
+    """
+    graph = record.graph
+    if len(memory.saved) != graph.shape.stages:
+        raise OptionError(f"memory is that of {len(memory.saved)} stages, the step has {graph.shape.stages}")
+    live = [0] * graph.shape.devices
+    for stage, device in enumerate(graph.placement):
+        live[device] += memory.fixed[stage]
+    peaks = list(live)
+    for _, device, change in sorted(_changes(record, memory)) if graph.training else ():
+        live[device] += change
+        peaks[device] = max(peaks[device], live[device])
+    return peaks
+
+
+def _changes(record: StepRecord, memory: StageMemory) -> list[tuple[float, int, int]]:
+    """(time, device, bytes more or less) of everything that a completed task changes.
+
+    Sorted, what becomes less comes first at the same time.
+    """
+    graph = record.graph
+    recomputed = _recomputed(graph)
+    changes: list[tuple[float, int, int]] = []
+    for _, event in record.journal:
+        if not isinstance(event, TaskCompleted):
+            continue
+        _, kind, microbatch, stage, *_ = graph.tasks[event.task]
+        saved, inputs = memory.saved[stage], memory.inputs[stage]
+        if kind is _F:
+            kept = inputs if (microbatch, stage) in recomputed else saved
+            changes.append((event.started, graph.placement[stage], kept))
+        elif kind is _R:
+            changes.append((event.started, graph.placement[stage], saved - inputs))
+        elif kind in (_B, _W):
+            changes.append((event.ended, graph.placement[stage], -saved))
+    return changes
+
+
+def _recomputed(graph: TaskGraph) -> set[tuple[int, int]]:
+    """(micro-batch, stage) of every recomputation."""
+    return {(task.microbatch, task.stage) for task in graph.tasks if task.kind is _R}
