@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from asyncpipe import Pipeline
-from asyncpipe.bench import BENCHMARKS, dropin, memory, unet, unet_memory, unet_model, unet_speed
+from asyncpipe.bench import BENCHMARKS, dropin, memory, slack, unet, unet_memory, unet_model, unet_speed
 from asyncpipe.bench.meter import ByteMeter, SavedBytes
 from asyncpipe.cli import main
 from asyncpipe.core.costs import Costs
@@ -257,3 +257,23 @@ def test_an_installation_without_examples_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(unet_model.asyncpipe, "__file__", str(tmp_path / "asyncpipe" / "__init__.py"))
     with pytest.raises(OptionError, match="takes its model from examples"):
         unet_model.make_model(1, 1, 4)
+
+
+# Slack
+
+
+def test_slack_is_worth_what_the_reference_says(monkeypatch):
+    """Simulated makespans of 1F1B and eager 1F1B in units of a forward; the real steps once, and quick."""
+    monkeypatch.setattr(slack, "ROUNDS", 1)
+    monkeypatch.setattr(slack, "UNIT", 1e-4)
+    figures = slack.run(quiet)
+    simulated = figures["simulated"]
+    for scenario, lazy, eager in (("uniform", 57, 57), ("jitter", 65.9, 59.2), ("copies", 85, 63)):
+        assert simulated[scenario]["1f1b"] == pytest.approx(lazy, rel=0.015)
+        assert simulated[scenario]["eager-1f1b"] == pytest.approx(eager, rel=0.015)
+    for scenario, row in figures["measured"].items():
+        busiest = 48 * slack.UNIT * (0.2 if scenario == "lengths" else 0.6)
+        assert all(seconds > busiest for seconds in row.values()), scenario
+    shown = slack.show(figures)
+    assert "copies as long as a forward" in shown
+    assert "1.35×" in shown
