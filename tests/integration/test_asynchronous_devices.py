@@ -18,6 +18,10 @@ import asyncpipe.build
 import asyncpipe.call
 import asyncpipe.step
 from asyncpipe import Pipeline, TaskError, pop, skippable, stash
+from asyncpipe.core.events import Dispatch, TaskCompleted
+from asyncpipe.core.schedule import HintedSchedule
+from asyncpipe.core.schedules.backward_first import BackwardFirst
+from asyncpipe.core.schedules.one_f_one_b import OneFOneB
 from asyncpipe.core.task import Lane, Queue
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.ops.stream import CudaStream
@@ -118,7 +122,31 @@ def order_of_tasks(graph, journal, streams):
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["backward-first", "1f1b as hint", "split"])
+async def test_a_rule_waits_for_completion_and_its_streams_for_events(workload, noting, schedule, checkpoint):
+    """Only what follows completed tasks is dispatched; its stream waits for their events all the same."""
+    streams, released = noting
+    released.set()
+    rule = {"backward-first": BackwardFirst(), "1f1b as hint": HintedSchedule(OneFOneB()), "split": Split()}[schedule]
+    model = workload.model()
+    async with pipeline(model, rule, checkpoint) as pipe:
+        record = (await (await pipe.step(workload.x, workload.target)).completed()).record
+    issued = order_of_tasks(record.graph, record.journal, streams)
+    at = {(type(event), event.task): k for k, (_, event) in enumerate(record.journal) if hasattr(event, "task")}
+    for edge in record.graph.edges():
+        assert at[TaskCompleted, edge.dependency] < at[Dispatch, edge.task]
+        assert issued[edge.dependency] in issued[edge.task].waited, f"{edge} is not ordered by an event"
+    assert workload.worst(model) < 1e-10
+
+
+class Split(BackwardFirst):
+    """Backward first, in halves."""
+
+    splits_backward = True
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 async def test_every_dependency_is_waited_for(workload, noting, before_task, schedule, checkpoint):
     streams, released = noting
     async with pipeline(workload.model(), schedule, checkpoint) as pipe:

@@ -51,7 +51,7 @@ def pipeline(model, **options):
     return Pipeline(model, DEVICES[: options.pop("devices", 3)], **options)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "backward-first"])
 @pytest.mark.parametrize("task_id", TASKS)
 async def test_a_fault_in_any_task(workload, before_task, no_leaks, schedule, task_id):
     model = workload.model()
