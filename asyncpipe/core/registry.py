@@ -1,7 +1,11 @@
-"""How a schedule is found: by name, by entry point, as ``module:Class``, in a CSV file, or as an object."""
+"""How a schedule is found: by name, by entry point, as ``module:Class``, in a CSV file, or as an object.
+
+A name may have options: ``eager-1f1b(cap=5)`` is ``EagerOneFOneB(cap=5)``.
+"""
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from importlib.metadata import entry_points
 
@@ -40,8 +44,10 @@ def find_schedule(schedule: str | Schedule, *, order: str = "strict") -> Schedul
     """The schedule of this name, or the instance itself; with ``order="hint"`` its order only ranks what is ready.
 
     A name is a built-in schedule's, that of an entry point of the group ``asyncpipe.schedules`` (built-in names
-    win), ``module:Class`` or ``csv:FILE``. Raises ``UnknownScheduleError`` with the known names, ``ScheduleError``
-    for a plug-in that cannot be loaded or is no ``Schedule``, ``OptionError`` for another ``order``.
+    win), ``module:Class`` or ``csv:FILE``; all but the last may have options, integers, as in ``name(cap=5)``.
+
+    Raises ``UnknownScheduleError`` with the known names, ``ScheduleError`` for a plug-in that cannot be loaded or is
+    no ``Schedule``, ``OptionError`` for another ``order``.
     """
     if order not in ("strict", "hint"):
         raise OptionError(f"order must be 'strict' or 'hint', got {order!r}")
@@ -60,17 +66,27 @@ def _named(name: object) -> Schedule:
         from asyncpipe.core.schedules.csv import read_schedule
 
         return read_schedule(name.removeprefix("csv:"))
-    if name not in BUILT_IN and ":" not in name:
-        return _made(name, _from_entry_point(name))
-    return _made(name, _imported(BUILT_IN.get(name, name)))
+    called = re.fullmatch(r"([^()]+)\((.*)\)", name)
+    options = {} if called is None else _options(name, called[2])
+    bare = name if called is None else called[1]
+    factory = _imported(BUILT_IN.get(bare, bare)) if bare in BUILT_IN or ":" in bare else _from_entry_point(bare)
+    return _made(name, factory, options)
 
 
-def _made(name: str, factory: object) -> Schedule:
+def _options(name: str, text: str) -> dict[str, int]:
+    """The options in ``cap=5, waves=2``."""
+    pairs = [re.fullmatch(r"\s*(\w+)\s*=\s*(-?\d+)\s*", item) for item in text.split(",") if item.strip()]
+    if not all(pairs):
+        raise ScheduleError(f"schedule {name!r}: options are integers by name, as in eager-1f1b(cap=5)")
+    return {pair[1]: int(pair[2]) for pair in pairs if pair is not None}
+
+
+def _made(name: str, factory: object, options: dict[str, int]) -> Schedule:
     """What ``factory``, a class, a function or a schedule, gives."""
     if isinstance(factory, Schedule):
         return factory
     try:
-        made = factory()  # type: ignore[operator]
+        made = factory(**options)  # type: ignore[operator]
     except AsyncpipeError:
         raise
     except Exception as error:

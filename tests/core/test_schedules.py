@@ -15,9 +15,10 @@ from asyncpipe.core.registry import find_schedule, known_schedules
 from asyncpipe.core.report import Report, report
 from asyncpipe.core.schedule import Action, B, F, OrderedSchedule, Schedule, Shape
 from asyncpipe.core.schedules.gpipe import GPipe
+from asyncpipe.core.schedules.one_f_one_b import EagerOneFOneB
 from asyncpipe.core.simulate import simulate
 from asyncpipe.core.task import TaskKind
-from asyncpipe.errors import ScheduleError, UnknownScheduleError
+from asyncpipe.errors import OptionError, ScheduleError, UnknownScheduleError
 
 DEVICES = range(1, 9)
 MICROBATCHES = range(1, 17)
@@ -165,6 +166,20 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_an_entry_point_must_give_a_schedule() -> None:
     with pytest.raises(ScheduleError, match=r"'no-schedule' gives \{\}, which is not a Schedule"):
         find_schedule("no-schedule")
+
+
+def test_a_name_may_have_options() -> None:
+    assert find_schedule("eager-1f1b(cap=5)") == EagerOneFOneB(cap=5)
+    assert find_schedule("asyncpipe.core.schedules.one_f_one_b:EagerOneFOneB( cap = 5 )") == EagerOneFOneB(cap=5)
+    assert find_schedule("eager-1f1b()") == EagerOneFOneB()
+    with pytest.raises(ScheduleError, match=r"options are integers by name, as in eager-1f1b\(cap=5\)"):
+        find_schedule("eager-1f1b(5)")
+    with pytest.raises(ScheduleError, match=r"'1f1b\(cap=5\)' cannot be made: TypeError"):
+        find_schedule("1f1b(cap=5)")
+    with pytest.raises(OptionError, match="cap must be a positive integer, got -5"):
+        find_schedule("eager-1f1b(cap=-5)")
+    with pytest.raises(UnknownScheduleError, match="unknown schedule 'nothing'"):
+        find_schedule("nothing(cap=5)")
 
 
 def test_neither_name_nor_schedule() -> None:

@@ -16,7 +16,7 @@ DEVICES = [["cuda:0"], ["cuda:0", "cuda:0"], ["cpu:0", "cuda:0"], ["cuda:0", "cp
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "backward-first"])
 @pytest.mark.parametrize("devices", DEVICES, ids="-".join)
 async def test_gradients(workload, devices, schedule, checkpoint):
     model = workload.model()

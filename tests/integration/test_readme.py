@@ -42,9 +42,11 @@ def test_no_block_is_left_out():
     counts = {page: len(blocks(page, "python")) for page in PAGES}
     assert counts["README.md"] == 4
     assert counts["recipes.md"] == 7
+    assert counts["schedules.md"] == 2
+    assert sum(len(blocks(page, "console")) for page in PAGES) == 3
 
 
-@pytest.mark.parametrize("block", blocks("README.md", "console"))
+@pytest.mark.parametrize("block", [block for page in PAGES for block in blocks(page, "console")])
 def test_console_blocks_show_what_is_printed(block):
     command, _, shown = block.partition("\n")
     assert command.startswith("$ asyncpipe ")

@@ -22,9 +22,10 @@ __all__ = ["DualPipeV"]
 
 
 class DualPipeV(VShaped):
-    """Pairs of F and B as ``Overlap``, B whole where nothing waits for its first half, I and W at the ends.
+    """Each device runs a forward of one leg of the V beside a backward of the other (DeepSeek-V3, arXiv 2412.19437).
 
-    Needs m >= 2p, as many micro-batches as stages: with fewer, the pipe is never full enough to pair.
+    Pairs of F and B are ``Overlap`` entries; B is whole where nothing waits for its first half, I and W are at the
+    ends. Needs m >= 2p, as many micro-batches as stages: with fewer, the pipe is never full enough to pair.
 
     At t_F = t_I = t_W the bubble is p-1 stage times, that of ``zbv``. DeepSeek's closed form, (p-1)(F&B + B - 3W) with
     p devices, gives 2(p-1): a fused pair hands on both results at its end. Here a pair runs one after the other and
