@@ -1,4 +1,4 @@
-"""What the scheduler itself costs: empty tasks through the whole path, and lowering large schedules."""
+"""What the scheduler itself costs: empty tasks through the whole path, and lowering and simulating large schedules."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from asyncpipe.bench import Figures, Progress
 from asyncpipe.core.lower import CheckpointMode, lower
 from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.schedule import Shape
+from asyncpipe.core.simulate import simulate
 from asyncpipe.core.task import Task
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.executor import ThreadExecutor, Work
@@ -28,7 +29,7 @@ SCHEDULE = "1f1b"
 
 
 def run(progress: Progress) -> Figures:
-    """µs per task (median step over its tasks) by number of devices, and seconds to lower by number of tasks."""
+    """µs per task by number of devices (median step), and seconds to lower and simulate by number of tasks."""
     tasks = []
     for devices in DEVICES:
         progress(f"{STEPS} steps of empty tasks on {devices} devices")
@@ -36,8 +37,8 @@ def run(progress: Progress) -> Figures:
             tasks.append(runner.run(_empty_steps(devices)))
     graphs = []
     for microbatches in GRAPH_MICROBATCHES:
-        progress(f"lowering {GRAPH_STAGES} stages × {microbatches} micro-batches")
-        graphs.append(_lowering(microbatches))
+        progress(f"lowering and simulating {GRAPH_STAGES} stages × {microbatches} micro-batches")
+        graphs.append(_large_graph(microbatches))
     return {
         "us_per_task": next(row["us_per_task"] for row in tasks if row["devices"] == MAIN_DEVICES),
         "graph_seconds": graphs[-1]["seconds"],
@@ -55,10 +56,11 @@ def show(figures: Figures) -> str:
         "devices    tasks   µs per task",
         *(f"{row['devices']:7}  {row['tasks']:7}  {row['us_per_task']:12.2f}" for row in figures["devices"]),
         "",
-        f"lowering {GRAPH_STAGES} stages",
-        "micro-batches    tasks   seconds   µs per task",
+        f"{GRAPH_STAGES} stages",
+        "micro-batches    tasks  lowered in  µs per task  simulated in  µs per task",
         *(
-            f"{row['microbatches']:13}  {row['tasks']:7}  {row['seconds']:8.3f}  {row['us_per_task']:12.2f}"
+            f"{row['microbatches']:13}  {row['tasks']:7}  {row['seconds']:8.3f} s  {row['us_per_task']:11.2f}"
+            f"  {row['simulate_seconds']:10.3f} s  {row['simulate_us_per_task']:11.2f}"
             for row in figures["graphs"]
         ),
     ]
@@ -91,10 +93,19 @@ def _nothing() -> None:
     return None
 
 
-def _lowering(microbatches: int) -> Figures:
+def _large_graph(microbatches: int) -> Figures:
     shape = Shape(GRAPH_STAGES, microbatches, GRAPH_STAGES)
     start = time.perf_counter()
     graph = lower(find_schedule(SCHEDULE), shape, checkpoint=CheckpointMode.EXCEPT_LAST)
-    seconds = time.perf_counter() - start
-    tasks = len(graph.tasks)
-    return {"microbatches": microbatches, "tasks": tasks, "seconds": seconds, "us_per_task": seconds / tasks * 1e6}
+    lowered = time.perf_counter()
+    simulate(graph)
+    simulated = time.perf_counter() - lowered
+    tasks, seconds = len(graph.tasks), lowered - start
+    return {
+        "microbatches": microbatches,
+        "tasks": tasks,
+        "seconds": seconds,
+        "us_per_task": seconds / tasks * 1e6,
+        "simulate_seconds": simulated,
+        "simulate_us_per_task": simulated / tasks * 1e6,
+    }

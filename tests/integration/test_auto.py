@@ -1,0 +1,73 @@
+"""schedule="auto" and balance="auto" with a sample: the model is measured and left as it was, and then it trains."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe import Pipeline, known_schedules
+from asyncpipe.core.planner import PlanError
+from asyncpipe.core.schedules.one_f_one_b import OneFOneB
+from asyncpipe.errors import MicrobatchError, OptionError
+
+pytestmark = pytest.mark.one_loop
+
+mse = nn.functional.mse_loss
+DEVICES = ["cpu:0", "cpu:1"]
+
+
+def pipeline(workload, model, **options):
+    options = {"microbatches": 4, "loss_fn": mse, "sample": (workload.x, workload.target)} | options
+    return Pipeline(model, DEVICES, **options)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
+async def test_a_schedule_is_chosen_and_trains(workload, no_leaks, checkpoint):
+    model = workload.model()
+    state, seed = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    async with pipeline(workload, model, schedule="auto", checkpoint=checkpoint) as pipe:
+        assert torch.equal(torch.get_rng_state(), seed)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+        assert pipe.schedule.name in known_schedules()
+        await pipe.step(workload.x, workload.target)
+    assert workload.worst(model) < 1e-10
+    # A copy does not measure again.
+    assert copy.deepcopy(pipe).schedule.name == pipe.schedule.name
+
+
+async def test_a_balance_is_chosen_for_a_schedule(workload):
+    model = workload.model()
+    async with pipeline(workload, model, schedule="zb-h1") as pipe:
+        assert len(pipe.stages) == 2
+        await pipe.step(workload.x, workload.target)
+    assert workload.worst(model) < 1e-10
+
+
+async def test_a_balance_that_is_given_stays(workload):
+    async with pipeline(workload, workload.model(), schedule="auto", balance=[2, 6]) as pipe:
+        assert [len(list(stage.module.parameters())) for stage in pipe.stages] == [2, 6]
+
+
+def test_without_a_sample_parameters_are_spread(workload):
+    assert len(pipeline(workload, workload.model(), sample=None).stages) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"schedule": "auto", "sample": None}, OptionError, "give a sample=\\(x, target\\)"),
+        ({"sample": "x"}, OptionError, "sample must be a tuple \\(x, target\\), or \\(x,\\) without a target, got str"),
+        ({"schedule": OneFOneB()}, OptionError, "by name, in their strict order"),
+        ({"schedule": "auto", "order": "hint"}, OptionError, "by name, in their strict order"),
+        ({"schedule": "auto", "stages": 2}, OptionError, "leave out order and stages"),
+        ({"schedule": "auto", "microbatches": 64}, MicrobatchError, "64"),
+        ({"schedule": "dualpipev", "microbatches": 3}, PlanError, "no schedule serves"),
+    ],
+)
+def test_what_cannot_be_chosen(workload, options, error, told):
+    with pytest.raises(error, match=told):
+        pipeline(workload, workload.model(), **options)
