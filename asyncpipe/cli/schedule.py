@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncpipe.cli.shape import counted, headline, shape_of, spelled
+from asyncpipe.cli.shape import add_costs_argument, add_step_arguments, counted, headline, shape_of, spelled
 from asyncpipe.core.costs import Costs, parse_costs
 from asyncpipe.core.graph import Phase, TaskGraph, to_dict, to_dot
 from asyncpipe.core.lower import CheckpointMode, lower
@@ -93,36 +93,12 @@ def _add_shape_arguments(show: argparse.ArgumentParser) -> None:
     size = show.add_mutually_exclusive_group(required=True)
     size.add_argument("--stages", type=int, metavar="P", help="stages on all devices together")
     size.add_argument("--devices", type=int, metavar="D", help="devices, each with the stages that a schedule wants")
-    show.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches of the step")
-    show.add_argument(
-        "--virtual",
-        type=int,
-        metavar="V",
-        help="stages per device (default: what each schedule is made for; with --stages, where it divides P, else 1)",
-    )
-    show.add_argument(
-        "--order",
-        choices=["strict", "hint"],
-        default="strict",
-        help="strict: devices keep the schedule's order (default); hint: it only ranks what is ready",
-    )
-    show.add_argument(
-        "--checkpoint",
-        default="never",
-        metavar="MODE",
-        help="which micro-batches are recomputed before their backward: never (default), always or except_last",
-    )
+    add_step_arguments(show)
     show.add_argument("--forward-only", action="store_true", help="show a step without backward")
 
 
 def _add_picture_arguments(show: argparse.ArgumentParser) -> None:
-    show.add_argument(
-        "--costs",
-        default="",
-        metavar="F=1,I=1,W=1,C=0",
-        help="virtual time of a forward, an input gradient, a weight gradient and a copy (default: as shown), of a "
-        "full backward B (default: I + W) and of a recompute R (default: 1)",
-    )
+    add_costs_argument(show)
     show.add_argument("--format", choices=FORMATS, default="text", help="default: text")
     show.add_argument("--output", type=Path, metavar="FILE", help="write to FILE instead of the standard output")
     show.add_argument("--no-color", action="store_true", help="no colours on a terminal")

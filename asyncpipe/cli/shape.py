@@ -15,7 +15,16 @@ from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.schedule import Schedule, Shape
 from asyncpipe.errors import OptionError
 
-__all__ = ["add_schedule_arguments", "counted", "headline", "lowered", "shape_of", "spelled"]
+__all__ = [
+    "add_costs_argument",
+    "add_schedule_arguments",
+    "add_step_arguments",
+    "counted",
+    "headline",
+    "lowered",
+    "shape_of",
+    "spelled",
+]
 
 
 def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,12 +35,17 @@ def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
         help="a schedule: one that 'asyncpipe schedule list' shows, module:Class or csv:FILE",
     )
     parser.add_argument("--stages", type=int, required=True, metavar="P", help="stages on all devices together")
+    add_step_arguments(parser)
+
+
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --microbatches, --virtual, --order and --checkpoint: what a step is like, whatever the schedules."""
     parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches of the step")
     parser.add_argument(
         "--virtual",
         type=int,
         metavar="V",
-        help="stages per device (default: what the schedule is made for, where it divides P, else 1)",
+        help="stages per device (default: what the schedule is made for, where that divides the stages, else 1)",
     )
     parser.add_argument(
         "--order",
@@ -44,6 +58,17 @@ def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
         default="never",
         metavar="MODE",
         help="which micro-batches are recomputed before their backward: never (default), always or except_last",
+    )
+
+
+def add_costs_argument(parser: argparse._ActionsContainer) -> None:
+    """Add --costs, which ``parse_costs`` reads."""
+    parser.add_argument(
+        "--costs",
+        default="",
+        metavar="F=1,I=1,W=1,C=0",
+        help="virtual time of a forward, an input gradient, a weight gradient and a copy (default: as shown), of a "
+        "full backward B (default: I + W) and of a recomputation R (default: 1)",
     )
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
-from asyncpipe.cli.shape import add_schedule_arguments, counted, headline, lowered, spelled
+from asyncpipe.cli.shape import add_costs_argument, add_schedule_arguments, counted, headline, lowered, spelled
 from asyncpipe.core.balance import even_balance
 from asyncpipe.core.costs import Jitter, parse_costs
 from asyncpipe.core.graph import TaskGraph, Wiring
 from asyncpipe.core.lower import CheckpointMode
-from asyncpipe.core.memory import StageMemory, peak_memory
+from asyncpipe.core.memory import StageMemory, format_bytes, peak_memory
 from asyncpipe.core.report import peak_per_device, report
 from asyncpipe.core.simulate import simulate
 from asyncpipe.core.task import Task
@@ -67,13 +67,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def _add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     costs = parser.add_mutually_exclusive_group()
-    costs.add_argument(
-        "--costs",
-        default="",
-        metavar="F=1,I=1,W=1,C=0",
-        help="virtual time of a forward, an input gradient, a weight gradient and a copy (default: as shown); "
-        "B=2 for a full backward (default: I + W), R=1 for a recomputation (default: 1)",
-    )
+    add_costs_argument(costs)
     costs.add_argument("--profile", type=Path, metavar="FILE", help="take costs and sizes that 'profile' has measured")
     parser.add_argument(
         "--balance", metavar="3,5,2", help="layers of each stage (default: so that stages take equally long)"
@@ -226,7 +220,7 @@ def _table(graph: TaskGraph, found: dict[str, Any]) -> str:
     for device, name in enumerate(graph.devices):
         stages = " ".join(str(stage) for stage, at in enumerate(graph.placement) if at == device)
         row = [name, stages, f"{found['bubble'][device]:.1%}", f"{found['peak'][device]:g}"]
-        rows.append([*row, *([_size(found["memory"][device])] if "memory" in found else [])])
+        rows.append([*row, *([format_bytes(found["memory"][device])] if "memory" in found else [])])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -245,12 +239,3 @@ def _last_line(found: dict[str, Any]) -> str:
         return line
     spread = f"{min(makespans):.6g} to {max(makespans):.6g}, deviation {pstdev(makespans):.3g}"
     return f"{line} (means of {len(makespans)} runs; makespan {spread})"
-
-
-def _size(count: float) -> str:
-    """Bytes for people: ``1.5 GiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"

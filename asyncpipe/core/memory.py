@@ -25,7 +25,7 @@ from asyncpipe.core.graph import TaskGraph
 from asyncpipe.core.task import TaskKind
 from asyncpipe.errors import OptionError
 
-__all__ = ["StageMemory", "peak_memory"]
+__all__ = ["StageMemory", "format_bytes", "peak_memory"]
 
 _F, _R = TaskKind.FORWARD, TaskKind.RECOMPUTE
 _B, _W = TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT
@@ -101,3 +101,12 @@ def _changes(record: StepRecord, memory: StageMemory) -> list[tuple[float, int, 
 def _recomputed(graph: TaskGraph) -> set[tuple[int, int]]:
     """(micro-batch, stage) of every recomputation."""
     return {(task.microbatch, task.stage) for task in graph.tasks if task.kind is _R}
+
+
+def format_bytes(count: float) -> str:
+    """Bytes for people: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

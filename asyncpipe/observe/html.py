@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from html import escape
 
 from asyncpipe.core.events import StepRecord
+from asyncpipe.core.memory import format_bytes
 from asyncpipe.core.report import Report, peak_per_device, report
 from asyncpipe.core.task import TaskKind
 from asyncpipe.errors import OptionError
@@ -170,7 +171,7 @@ def _cells(entry: Entry, result: Report, shortest: float) -> Iterator[_Cell]:
     if entry.memory is None:
         yield _Cell("–", -1)
     else:
-        yield _Cell(_bytes(max(entry.memory)), max(entry.memory), _each(map(_bytes, entry.memory)))
+        yield _Cell(format_bytes(max(entry.memory)), max(entry.memory), _each(map(format_bytes, entry.memory)))
 
 
 def _each(texts: Iterable[str]) -> str:
@@ -179,13 +180,3 @@ def _each(texts: Iterable[str]) -> str:
     if len(set(shown)) == 1:
         return "on each device" if len(shown) > 1 else ""
     return " · ".join(shown)
-
-
-def _bytes(count: int) -> str:
-    """``1.5 GiB``"""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"
