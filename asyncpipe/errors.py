@@ -22,6 +22,8 @@ __all__ = [
     "MoveError",
     "OptionError",
     "PipelineClosedError",
+    "PlanError",
+    "ProfileError",
     "RecomputeError",
     "ScheduleError",
     "SharedParameterError",
@@ -45,6 +47,14 @@ class OptionError(AsyncpipeError, ValueError):
 
 class BalanceError(OptionError):
     """The balance does not describe a split of the model."""
+
+
+class PlanError(OptionError):
+    """No plan serves these devices, or none fits into the memory; the message says the smallest that was found."""
+
+
+class ProfileError(AsyncpipeError, ValueError):
+    """A profile cannot be read, or does not know what it is asked for; the message says what it knows."""
 
 
 class MicrobatchError(OptionError):

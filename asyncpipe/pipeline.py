@@ -14,14 +14,16 @@ from torch import nn
 from asyncpipe.build import BuildOptions, MakeOptimizer, build, check_choice, check_positive
 from asyncpipe.call import PreparedCall
 from asyncpipe.core.events import Observer
+from asyncpipe.core.planner import Plan
 from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.schedule import Schedule
-from asyncpipe.errors import PipelineClosedError
+from asyncpipe.errors import OptionError, PipelineClosedError
 from asyncpipe.face import ModelFace
 from asyncpipe.ops.device import resolve_devices
 from asyncpipe.ops.microbatch import Arguments
 from asyncpipe.ops.stage import Stage, StagedModel
 from asyncpipe.ops.threads import IntraOpThreads
+from asyncpipe.profiling import Sample, choose
 from asyncpipe.result import StepResult
 from asyncpipe.runtime.driver import Driver, Execution
 from asyncpipe.runtime.executor import Executor, ThreadExecutor
@@ -41,9 +43,11 @@ class Pipeline(ModelFace):
     devices in place and stays the owner of its parameters. A parameter may be tied over stages and devices.
     ``devices``: logical devices, e.g. ``["cuda:0", "cuda:1"]`` or ``["cpu:0", "cpu:1"]``; one may be listed twice.
     ``microbatches``: into how many micro-batches a mini-batch is cut; a smaller batch makes fewer.
-    ``balance``: layers per stage, or ``"auto"`` (parameters spread evenly).
+    ``balance``: layers per stage, or ``"auto"`` (the fastest by prediction with a ``sample``, else parameters spread
+    evenly).
     ``stages``: how many stages; by default one entry of ``balance`` each, or what the schedule puts on a device.
-    ``schedule``: a name (see ``known_schedules``), ``module:Class``, ``csv:FILE`` or a ``Schedule``.
+    ``schedule``: a name (see ``known_schedules``), ``module:Class``, ``csv:FILE`` or a ``Schedule``; or ``"auto"``, the
+    fastest by prediction, which takes a ``sample``.
     ``order``: with ``"hint"``, the schedule's order only ranks what is ready.
     ``checkpoint``: which micro-batches are recomputed: ``"always"``, ``"except_last"``, ``"never"``.
     ``loss_fn``: maps (output, target) of a micro-batch to a scalar, or to (mean, count): a mean over that many of
@@ -60,6 +64,8 @@ class Pipeline(ModelFace):
     ``in_flight``: tasks a lane may hold that are handed to its device and not completed.
     ``observers``: see every completed step's record, on the driver's loop.
     ``executors``: makes a device's executor from its name, in place of a thread (see ``asyncpipe.testing``).
+    ``sample``: what a step will be given, ``(x, target)`` or ``(x,)``, of the size that it will have; copies of the
+    model are measured with it, which blocks for some steps.
 
     Everything wrong with these raises here, before anything runs or moves.
     """
@@ -85,11 +91,16 @@ class Pipeline(ModelFace):
         in_flight: int = 16,
         observers: Sequence[Observer] = (),
         executors: Callable[[str], Executor] | None = None,
+        sample: tuple[Any, ...] | None = None,
     ) -> None:
-        self._options = {name: value for name, value in locals().items() if name not in ("self", "observers")}
+        self._options = {name: value for name, value in locals().items() if name not in ("self", "observers", "sample")}
         check_choice("loop", loop, ("running", "own"))
         check_positive("intra_op_threads", intra_op_threads)
         self.devices = resolve_devices(devices)
+        if schedule == "auto" or (balance == "auto" and sample is not None):
+            plan = self._choose(sample)
+            self._options |= {"schedule": plan.schedule, "balance": list(plan.balance)}
+            schedule, balance = plan.schedule, list(plan.balance)
         self._machinery = build(
             model,
             self.devices,
@@ -117,6 +128,33 @@ class Pipeline(ModelFace):
         self._own_loop = loop == "own"
         self._turn = asyncio.Lock()
         self._blocking = threading.Lock()
+
+    def _choose(self, sample: tuple[Any, ...] | None) -> Plan:
+        """The plan that ``"auto"`` stands for."""
+        options = self._options
+        if sample is None:
+            raise OptionError("schedule='auto' measures the model; give a sample=(x, target) of what steps will get")
+        if not isinstance(sample, tuple) or len(sample) not in (1, 2):
+            raise OptionError(
+                f"sample must be a tuple (x, target), or (x,) without a target, got {type(sample).__name__}"
+            )
+        schedule = options["schedule"]
+        if not isinstance(schedule, str) or options["order"] != "strict" or options["stages"] is not None:
+            raise OptionError(
+                "'auto' with a sample chooses among schedules by name, in their strict order, with as many stages as "
+                "it likes; leave out order and stages, or give the balance as a list and leave out the sample"
+            )
+        loss = {name: options[name] for name in ("loss_fn", "loss_reduction", "batch_dim")}
+        return choose(
+            options["model"],
+            options["devices"],
+            Sample(*sample, **loss),
+            options["microbatches"],
+            schedules=None if schedule == "auto" else [schedule],
+            balance=options["balance"],
+            checkpoints=[options["checkpoint"]],
+            intra_op_threads=options["intra_op_threads"],
+        )
 
     # Steps
 

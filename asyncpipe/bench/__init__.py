@@ -49,6 +49,8 @@ BENCHMARKS = {
         Benchmark("pipeline", "a compute-bound model on 2 CPU devices, against its bound and against one device"),
         Benchmark("dropin", "loss(pipe(x)).backward() on 2 CPU devices, against a backward by autograd's engine alone"),
         Benchmark("memory", "bytes that wait for a backward, recomputed against not, over the micro-batches"),
+        Benchmark("plan", "predicted steps of ten pipelines on 2 CPU devices, against measured ones"),
+        Benchmark("slack", "schedules under jitter and slow copies, simulated and on emulated devices"),
         Benchmark("unet", "U-Nets on one device: speed, and the largest one in a given memory", ("device", "size")),
     )
 }

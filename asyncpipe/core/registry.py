@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from asyncpipe.core.schedule import HintedSchedule, OrderedSchedule, Schedule
 from asyncpipe.errors import AsyncpipeError, OptionError, ScheduleError, UnknownScheduleError
 
-__all__ = ["find_schedule", "known_schedules"]
+__all__ = ["could_be_schedule", "find_schedule", "known_schedules"]
 
 ENTRY_POINT_GROUP = "asyncpipe.schedules"
 
@@ -38,6 +38,12 @@ BUILT_IN = {
 def known_schedules() -> list[str]:
     """Names that ``find_schedule`` understands: the built-in ones and those of installed plug-ins."""
     return sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def could_be_schedule(name: str) -> bool:
+    """Whether ``name`` is known, or names a module or a file: all that can be said without importing or reading it."""
+    bare = re.sub(r"\(.*\)$", "", name)
+    return bare in known_schedules() or re.fullmatch(r"csv:.+|[A-Za-z_][\w.]*:[A-Za-z_]\w*", bare) is not None
 
 
 def find_schedule(schedule: str | Schedule, *, order: str = "strict") -> Schedule:

@@ -34,15 +34,19 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import ErrorDetails
 
 from asyncpipe.core.lower import CheckpointMode
-from asyncpipe.core.registry import known_schedules
+from asyncpipe.core.registry import could_be_schedule, known_schedules
 from asyncpipe.errors import JobFileError
 
-__all__ = ["Entry", "Job", "Observe", "PipelineTable", "Training", "job_file_error", "load_job"]
+__all__ = ["AUTO", "Entry", "Job", "Observe", "PipelineTable", "Training", "job_file_error", "load_job"]
+
+
+AUTO = "auto"
+"""The schedule that is chosen by measuring, when the job starts."""
 
 
 def _checked_schedule(value: object) -> object:
-    if value not in known_schedules():
-        raise ValueError(f"must be one of {_listed(known_schedules())}")
+    if value != AUTO and not (isinstance(value, str) and could_be_schedule(value)):
+        raise ValueError(f'must be one of {_listed(known_schedules())}, or "auto", "module:Class" or "csv:FILE"')
     return value
 
 
@@ -109,6 +113,8 @@ class PipelineTable(_Table):
     devices: Devices
     microbatches: Count = 8
     schedule: Annotated[str, BeforeValidator(_checked_schedule)] = "1f1b"
+    order: Literal["strict", "hint"] = Field(default="strict", description='must be "strict" or "hint"')
+    """With "hint" an ordered schedule's order only ranks what is ready."""
     checkpoint: Annotated[CheckpointMode, BeforeValidator(_checked_checkpoint)] = CheckpointMode.EXCEPT_LAST
     balance: Balance = "auto"
     stages: Count | None = Field(default=None, description=_COUNT)

@@ -17,14 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.core.events import StepRecord
+from asyncpipe.core.registry import find_schedule
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.observe.svg import svg_timeline
 from asyncpipe.observe.trace import write_trace
 from asyncpipe.pipeline import Pipeline
 from asyncpipe.runtime.waiting import outlast
+from asyncpipe.service.planning import choose_for, with_plan
 from asyncpipe.service.progress import Meter, NullProgress, ProgressSink, RunStarted, TrainingSummary
-from asyncpipe.service.settings import Job, Observe, Training, job_file_error
+from asyncpipe.service.settings import AUTO, Job, Observe, Training, job_file_error
 from asyncpipe.service.workload import Batch, Workload
 
 __all__ = ["TrainingRun", "learning_rate"]
@@ -71,17 +73,19 @@ class TrainingRun:
         _make_folders(self._job)
         workload = await _in_thread(self._build)
         evaluation = sample = None
-        try:
-            async with self._pipeline(workload) as pipe:
-                self._progress.started(self._description(pipe))
-                await self._train(pipe, workload)
-                pipe.eval()
-                # What follows is no training: it would bend the operator's view of bubbles and durations.
-                pipe.observers.clear()
-                evaluation = await self._evaluate(pipe, workload)
-                sample = await self._sample(pipe, workload)
-        finally:
-            written = self._recorder.write(self._job)
+        written = Observe()
+        if await self._choose_schedule(workload):
+            try:
+                async with self._pipeline(workload) as pipe:
+                    self._progress.started(self._description(pipe))
+                    await self._train(pipe, workload)
+                    pipe.eval()
+                    # What follows is no training: it would bend the operator's view of bubbles and durations.
+                    pipe.observers.clear()
+                    evaluation = await self._evaluate(pipe, workload)
+                    sample = await self._sample(pipe, workload)
+            finally:
+                written = self._recorder.write(self._job)
         meter = self._meter
         return TrainingSummary(
             name=self._job.name,
@@ -101,6 +105,24 @@ class TrainingRun:
         torch.manual_seed(self._job.training.seed)
         return self._make_workload()
 
+    async def _choose_schedule(self, workload: Workload) -> bool:
+        """Measure and plan, if the job leaves the schedule to that; false if the run was stopped meanwhile."""
+        if self._job.pipeline.schedule != AUTO:
+            return True
+
+        def heed_stop(_: str) -> None:
+            if self._stopping:
+                raise _Stopped
+
+        self._progress.entered("measuring, to choose a schedule")
+        try:
+            plan = await _in_thread(lambda: choose_for(self._job, workload, progress=heed_stop))
+        except _Stopped:
+            return False
+        self._job = with_plan(self._job, plan)
+        self._progress.entered(f"chosen: {plan}; predicted {plan.seconds * 1e3:.0f} ms a step")
+        return True
+
     def _pipeline(self, workload: Workload) -> Pipeline:
         table = self._job.pipeline
         collectors = [] if self._collector is None else [self._collector]
@@ -111,7 +133,7 @@ class TrainingRun:
                 microbatches=table.microbatches,
                 balance=table.balance,
                 stages=table.stages,
-                schedule=table.schedule,
+                schedule=find_schedule(table.schedule, order=table.order),
                 checkpoint=table.checkpoint,
                 loss_fn=workload.loss_fn,
                 observers=[self._recorder, *collectors],
@@ -200,7 +222,7 @@ class TrainingRun:
 
 
 class _Stopped(Exception):
-    """Ends a sampler, which nobody else can ask to."""
+    """Ends a sampler or a measurement, which nobody else can ask to."""
 
 
 def learning_rate(step: int, training: Training) -> float:

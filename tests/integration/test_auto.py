@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from asyncpipe import Pipeline, known_schedules
-from asyncpipe.core.planner import PlanError
 from asyncpipe.core.schedules.one_f_one_b import OneFOneB
-from asyncpipe.errors import MicrobatchError, OptionError
+from asyncpipe.errors import MicrobatchError, OptionError, PlanError
 
 pytestmark = pytest.mark.one_loop
 
