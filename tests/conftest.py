@@ -8,7 +8,6 @@ import gc
 import inspect
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
@@ -54,7 +53,10 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
     Ask for it before any fixture that holds tensors, so that those are torn down first.
     """
-    threads, coroutines, tensors = set(threading.enumerate()), _References(_pending()), _References(_tensors())
+    threads = set(threading.enumerate())
+    # What is there stays: the collector need not go through torch and thousands of tests again, here or in the test.
+    gc.collect()
+    gc.freeze()
     left_by_test: list[str] = []
     if inspect.iscoroutinefunction(test := getattr(request.node, "obj", None)):
         request.node.obj = _watched(test, left_by_test)
@@ -62,9 +64,10 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not left_by_test, f"coroutines are left pending: {left_by_test}"
     left = [thread for thread in threading.enumerate() if thread not in threads and not _ends(thread)]
     assert not left, f"threads are left: {left}"
-    pending = coroutines.others(_pending())
+    gc.collect()
+    pending = [value for value in gc.get_objects() if issubclass(type(value), asyncio.Task) and not value.done()]
     assert not pending, f"coroutines are left pending: {pending}"
-    shapes = [tuple(tensor.shape) for tensor in tensors.others(_tensors())]
+    shapes = [tuple(tensor.shape) for tensor in _tensors()]
     assert not shapes, f"tensors of these shapes are left: {shapes}"
 
 
@@ -82,17 +85,6 @@ def _watched(test: Callable[..., Coroutine[Any, Any, None]], left: list[str]) ->
     return run
 
 
-class _References:
-    """Weak references by identity; ``==`` of a tensor is a tensor, so no ``WeakSet``."""
-
-    def __init__(self, values: list[Any]) -> None:
-        self._references = {id(value): weakref.ref(value) for value in values}
-
-    def others(self, values: list[Any]) -> list[Any]:
-        """Those of ``values`` that were not there before."""
-        return [value for value in values if (ref := self._references.get(id(value))) is None or ref() is not value]
-
-
 def _ends(thread: threading.Thread) -> bool:
     """Whether ``thread`` ends in good time. Threads that Python did not start (the autograd engine's) stay."""
     if isinstance(thread, threading._DummyThread):
@@ -101,13 +93,7 @@ def _ends(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
-def _pending() -> list[Any]:
-    return [value for value in gc.get_objects() if issubclass(type(value), asyncio.Task) and not value.done()]
-
-
 def _tensors() -> list[Any]:
+    """All that the collector knows, but those that were there before it was told to freeze."""
     torch = sys.modules.get("torch")
-    if torch is None:
-        return []
-    gc.collect()
-    return [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    return [] if torch is None else [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]

@@ -63,7 +63,7 @@ CONSTRUCTOR = [
     ({"microbatches": -3}, e.MicrobatchError, "positive integer, got -3"),
     ({"microbatches": 2.0}, e.MicrobatchError, "positive integer, got 2.0"),
     ({"microbatches": True}, e.MicrobatchError, "positive integer, got True"),
-    ({"schedule": "1f2b"}, e.UnknownScheduleError, "known schedules: 1f1b, gpipe, interleaved"),
+    ({"schedule": "1f2b"}, e.UnknownScheduleError, "known schedules: 1f1b, backward-first, "),
     ({"schedule": 3}, e.ScheduleError, "a name or a Schedule instance"),
     ({"checkpoint": "sometimes"}, e.OptionError, "'always', 'except_last', 'never'"),
     ({"loss_reduction": "max"}, e.OptionError, "'mean', 'sum'"),
