@@ -7,8 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 
 from asyncpipe.errors import AsyncpipeError
+from asyncpipe.service.paths import importable
 
 __all__ = ["main"]
 
@@ -23,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        status: int = args.run(args)
+        # A schedule's module:Class may be in the working directory, as with ``python -m asyncpipe``.
+        with importable(Path.cwd()):
+            status: int = args.run(args)
         sys.stdout.flush()
     except AsyncpipeError as error:
         print(f"asyncpipe: error: {error}", file=sys.stderr)

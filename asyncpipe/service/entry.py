@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from asyncpipe.errors import JobFileError, OptionError
+from asyncpipe.service.paths import importable
 from asyncpipe.service.settings import Job, job_file_error
 from asyncpipe.service.workload import Workload
 
@@ -50,7 +48,7 @@ def _make(job: Job, function: Callable[..., object]) -> Workload:
 
 def _import(job: Job, name: str) -> ModuleType:
     try:
-        with _importable(job.path.resolve().parent):
+        with importable(job.path.resolve().parent):
             return import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
@@ -64,18 +62,6 @@ def _import(job: Job, name: str) -> ModuleType:
 def _import_failed(job: Job, name: str, error: Exception) -> JobFileError:
     story = f"module {name!r} could not be imported: {type(error).__name__}: {error}"
     return job_file_error(job.path, f"job.entry: {story}")
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Modules in ``folder`` win over all others meanwhile."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        # The module may have changed sys.path itself, so only this one entry goes, if it is still there.
-        if str(folder) in sys.path:
-            sys.path.remove(str(folder))
 
 
 def _wrong_parameters(function: Callable[..., object], given: dict[str, Any]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from asyncpipe.observe.svg import svg_timeline
 from asyncpipe.observe.trace import write_trace
 from asyncpipe.pipeline import Pipeline
 from asyncpipe.runtime.waiting import outlast
+from asyncpipe.service.paths import importable
 from asyncpipe.service.planning import choose_for, with_plan
 from asyncpipe.service.progress import Meter, NullProgress, ProgressSink, RunStarted, TrainingSummary
 from asyncpipe.service.settings import AUTO, Job, Observe, Training, job_file_error
@@ -127,13 +128,15 @@ class TrainingRun:
         table = self._job.pipeline
         collectors = [] if self._collector is None else [self._collector]
         try:
+            with importable(self._job.path.resolve().parent):
+                schedule = find_schedule(table.schedule, order=table.order)
             return Pipeline(
                 workload.model,
                 table.devices,
                 microbatches=table.microbatches,
                 balance=table.balance,
                 stages=table.stages,
-                schedule=find_schedule(table.schedule, order=table.order),
+                schedule=schedule,
                 checkpoint=table.checkpoint,
                 loss_fn=workload.loss_fn,
                 observers=[self._recorder, *collectors],

@@ -12,7 +12,7 @@ from asyncpipe.core.costs import Costs
 from asyncpipe.core.events import Outcome, StepRecord, TaskCompleted
 from asyncpipe.core.graph import Phase
 from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.memory import StageMemory, peak_memory
+from asyncpipe.core.memory import StageMemory, format_bytes, peak_memory
 from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.report import peak_per_device, report
 from asyncpipe.core.schedule import B, F, I, OrderedSchedule, Shape, W, zigzag_placement
@@ -201,3 +201,11 @@ def test_one_stages_memory_is_what_it_holds(record: StepRecord, chosen: int) -> 
     saved = [7 if stage == chosen else 0 for stage in range(stages)]
     found = peak_memory(record, StageMemory(saved, [0] * stages, [0] * stages))
     assert found[record.graph.placement[chosen]] == 7 * report(record).peak_in_flight[chosen]
+
+
+def test_bytes_for_people() -> None:
+    from asyncpipe.cli.plan import _bytes
+
+    assert [format_bytes(count) for count in (12, 1536, 2**33, 2**50)] == ["12 B", "1.5 KiB", "8 GiB", "1024 TiB"]
+    # And back: what --memory-limit takes.
+    assert [_bytes(text) for text in ("8GiB", "8G", "500MB", "1.5 kib", "12")] == [2**33, 2**33, 5 * 10**8, 1536, 12]

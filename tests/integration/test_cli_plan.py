@@ -204,14 +204,6 @@ def test_ctrl_c_ends_a_measurement(job, monkeypatch):
     assert main(["profile", str(job)]) == 130
 
 
-def test_sizes_are_read_as_they_are_written():
-    from asyncpipe.cli.plan import _bytes
-    from asyncpipe.core.memory import format_bytes
-
-    assert [_bytes(text) for text in ("8GiB", "8G", "500MB", "1.5 kib", "12")] == [2**33, 2**33, 5 * 10**8, 1536, 12]
-    assert [format_bytes(count) for count in (12, 1536, 2**33)] == ["12 B", "1.5 KiB", "8 GiB"]
-
-
 # schedule = "auto"
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncpipe.cli import main
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_schedule"
 Run = Callable[..., str]
 
@@ -64,6 +66,17 @@ def test_it_is_listed_and_shown(run: Run) -> None:
     assert "W0" in shown
 
 
+def test_it_needs_no_entry_point_in_its_own_folder(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(EXAMPLE)
+    before = list(sys.path)
+    assert main(["schedule", "show", "varuna_schedule:Varuna", "--stages", "2", "--microbatches", "2"]) == 0
+    assert "varuna: 2 stages" in capsys.readouterr().out
+    assert sys.path == before
+    sys.modules.pop("varuna_schedule")
+
+
 def test_it_is_simulated_within_its_cap(run: Run) -> None:
     options = "varuna --stages 4 --microbatches 8 --costs F=1,I=1,W=1,C=0 --json"
     figures = json.loads(run("-m", "asyncpipe", "simulate", *options.split()))
@@ -75,3 +88,63 @@ def test_it_trains(run: Run) -> None:
     errors = [float(line) for line in run("-c", TRAIN).splitlines()]
     assert len(errors) == 2
     assert max(errors) < 1e-10
+
+
+MODULE = """
+import torch
+from torch import nn
+from asyncpipe import RuledSchedule, TaskKind
+from asyncpipe.service.workload import Workload
+
+def build():
+    def batches(batch_size, generator):
+        while True:
+            x = torch.randn(batch_size, 4, generator=generator)
+            yield x, x
+    return Workload(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.functional.mse_loss, batches)
+
+class Mine(RuledSchedule):
+    name = "mine, next to the job"
+    def priority(self, action, shape):
+        return action.kind is TaskKind.FORWARD
+
+class Broken(Mine):
+    name = "broken"
+    def priority(self, action, shape):
+        raise KeyError("oh")
+"""
+
+JOB = """
+name = "next"
+[job]
+entry = "next_to_it:build"
+[pipeline]
+devices = ["cpu:0", "cpu:1"]
+schedule = "next_to_it:SCHEDULE"
+microbatches = 2
+[training]
+steps = 2
+batch_size = 4
+learning_rate = 1e-2
+"""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "status", "told"),
+    [
+        ("Mine", 0, "step"),
+        ("Broken", 2, "pipeline: schedule 'broken': priority of F(0,0) raised KeyError: 'oh'"),
+        ("Missing", 2, "pipeline: schedule 'next_to_it:Missing' cannot be imported: AttributeError"),
+    ],
+)
+def test_a_job_file_takes_a_schedule_from_next_to_it(
+    schedule: str, status: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "next_to_it.py").write_text(MODULE, encoding="utf-8")
+    job = tmp_path / "job.toml"
+    job.write_text(JOB.replace("SCHEDULE", schedule), encoding="utf-8")
+    try:
+        assert main(["train", str(job)]) == status
+    finally:
+        sys.modules.pop("next_to_it", None)
+    assert told in "".join(capsys.readouterr())
