@@ -98,8 +98,7 @@ def plan(
     ``devices`` is how many there are. ``schedules`` are names, or schedules by name, by default all that are known;
     those that cannot serve a shape are left out of it. ``microbatches`` must have been measured; by default all that
     were. ``balances`` gives balances to try in place of the even ones and their neighbours. ``memory_limit`` is in
-    bytes and holds for each device; ``parameter_scale`` is explained at ``Profile.memory``. ``progress`` is told what
-    is tried.
+    bytes, for each device; ``parameter_scale`` is that of ``Profile.memory``. ``progress`` is told what is tried.
 
     Raises ``PlanError`` if no schedule serves, or if nothing fits; ``ProfileError`` for numbers of micro-batches that
     were not measured, ``UnknownScheduleError`` for names.

@@ -42,7 +42,7 @@ def test_no_block_is_left_out():
     counts = {page: len(blocks(page, "python")) for page in PAGES}
     assert counts["README.md"] == 4
     assert counts["recipes.md"] == 7
-    assert counts["schedules.md"] == 2
+    assert counts["schedules.md"] == 3
     assert sum(len(blocks(page, "console")) for page in PAGES) == 3
 
 
