@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asyncpipe.core.costs import Costs as Costs
+    from asyncpipe.core.costs import Jitter as Jitter
+    from asyncpipe.core.costs import StageCosts as StageCosts
     from asyncpipe.core.events import Observer as Observer
     from asyncpipe.core.events import StepRecord as StepRecord
     from asyncpipe.core.lower import CheckpointMode as CheckpointMode
@@ -68,7 +70,7 @@ _HOMES = {
         *("loop_placement", "zigzag_placement"),
     ),
     "core.task": ("TaskKind",),
-    "core.costs": ("Costs",),
+    "core.costs": ("Costs", "Jitter", "StageCosts"),
     "core.simulate": ("simulate",),
     "errors": ("AsyncpipeError", "TaskError"),
     "ops.batchnorm": ("convert_deferred_batch_norm",),
