@@ -109,6 +109,41 @@ def test_every_schedule_is_tried_on_several_devices():
     assert tried == set(known_schedules())
 
 
+def linears() -> nn.Sequential:
+    """Six layers, of which the first and the last share their weight."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))).double()
+    model[5].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("name", known_schedules())
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_calls_ties_and_updates_under_every_schedule(name, checkpoint):
+    """Copies of tied parameters, sums and updates find their place, and forwards alone have an order."""
+    x, bare, model = torch.randn(8, 4).double(), linears(), linears()
+    theirs = torch.optim.SGD(bare.parameters(), lr=0.1)
+    with pipeline(
+        model,
+        schedule=name,
+        checkpoint=checkpoint,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    ).sync() as pipe:
+        for _ in range(3):
+            pipe.step(x, x)
+            theirs.zero_grad()
+            mse(bare(x), x).backward()
+            theirs.step()
+        for ours, wanted in zip(model.parameters(), bare.parameters(), strict=True):
+            assert (ours - wanted).abs().max() < 1e-10
+        mse(pipe(x), x).backward()
+        theirs.zero_grad()
+        mse(bare(x), x).backward()
+        for ours, wanted in zip(model.parameters(), bare.parameters(), strict=True):
+            assert (ours.grad - wanted.grad).abs().max() < 1e-10
+        assert (pipe.eval().step(x).outputs - bare(x)).abs().max() < 1e-10
+
+
 # Changing the schedule between two steps
 
 
