@@ -285,22 +285,19 @@ class SchedulerState:
         """Dispatch what the lane has ready and room for. Returns other lanes that have more to do by that."""
         others: list[LaneState] = []
         while lane.ready and lane.in_flight < self._cap:
-            number, rank, owner = lane.ready[0]
+            _, rank, owner = lane.ready[0]
             if owner.admission is not None and lane.lane.queue is Queue.COMPUTE:
                 self._unsettled[id(lane)] = lane
                 break
             heappop(lane.ready)
             task = rank if owner.graph.rule is None else owner.graph.rule.by_rank[rank]
-            others += self._dispatch(owner, task, lane)
-            command = Dispatch(number, task)
-            owner.journal.append((now, command))
-            commands.append(command)
+            others += self._dispatch(owner, task, lane, commands, now)
         return others
 
     def _choose(self, lane: LaneState, commands: list[Command], now: float) -> None:
         """Dispatch the tasks of ruled steps that come first among those that the lane has ready and may run."""
         while lane.ready and lane.in_flight < self._cap:
-            number, rank, owner = lane.ready[0]
+            _, rank, owner = lane.ready[0]
             rule = owner.graph.rule
             if rule is None:
                 commands += self._decide(owner, [lane], now)
@@ -318,10 +315,7 @@ class SchedulerState:
                 continue
             for other in freed:
                 self._make_ready(owner, other)
-            self._dispatch(owner, task, lane)
-            command = Dispatch(number, task)
-            owner.journal.append((now, command))
-            commands.append(command)
+            self._dispatch(owner, task, lane, commands, now)
 
     @staticmethod
     def _enter(step: StepState, task: int) -> list[int] | None:
@@ -329,8 +323,13 @@ class SchedulerState:
         assert step.admission is not None
         return step.admission.enter(task) if _is_admitted(step, task) else []
 
-    def _dispatch(self, step: StepState, task: int, lane: LaneState) -> list[LaneState]:
+    def _dispatch(
+        self, step: StepState, task: int, lane: LaneState, commands: list[Command], now: float
+    ) -> list[LaneState]:
         """Hand ``task`` over: its dependents on the same device queue up behind it. Returns other lanes of theirs."""
+        command = Dispatch(step.number, task)
+        step.journal.append((now, command))
+        commands.append(command)
         step.states[task] = _DISPATCHED
         step.held += 1
         lane.in_flight += 1

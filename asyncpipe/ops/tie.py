@@ -60,11 +60,6 @@ class Replica:
         """Take over the owner's values, on the replica's device."""
         self.tensor.data = values
 
-    @property
-    def takes_gradient(self) -> bool:
-        """Whether its gradient is the owner's business."""
-        return isinstance(self.owner, nn.Parameter) and self.owner.requires_grad
-
 
 class Ties:
     """The replicas by (owner, user), and the shadow modules that hold them."""

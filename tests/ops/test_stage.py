@@ -272,7 +272,7 @@ def test_a_shared_buffer_is_replicated() -> None:
     whole = nn.Sequential(Scaled(scale), Scaled(scale))
     stages, ties = place(stage_sequence(whole, [1, 1], 2), [0, 1], [Device("cpu", CPU), Device("meta", META)])
     (replica,) = ties.between(0, 1)
-    assert not replica.takes_gradient
+    assert not replica.tensor.requires_grad
     assert layers_of(stages[1])[0].scale.device == META
     assert whole[1].scale is whole[0].scale is scale
 
