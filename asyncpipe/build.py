@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from asyncpipe.ops.binder import Equipment
 from asyncpipe.ops.copy import make_copiers
 from asyncpipe.ops.device import Device
 from asyncpipe.ops.gradients import GradientGuard
+from asyncpipe.ops.instruments import Instruments
 from asyncpipe.ops.microbatch import check_microbatches
 from asyncpipe.ops.sequential import as_sequential, stage_sequence
 from asyncpipe.ops.stage import Stage, StagedModel
@@ -46,6 +47,7 @@ class BuildOptions:
     batch_dim: int
     optimizer: MakeOptimizer | None
     deferred_batch_norm: bool
+    instruments: Instruments = field(default_factory=Instruments)
 
 
 def build(model: object, devices: Sequence[Device], options: BuildOptions) -> Machinery:
@@ -66,7 +68,9 @@ def build(model: object, devices: Sequence[Device], options: BuildOptions) -> Ma
     streams = make_streams(devices)
     return Machinery(
         module=staged.module,
-        equipment=Equipment(stages, ties, streams, make_copiers(streams), GradientGuard(), optimizers),
+        equipment=Equipment(
+            stages, ties, streams, make_copiers(streams), GradientGuard(), optimizers, options.instruments
+        ),
         takes=staged.takes,
         microbatches=options.microbatches,
         batch_dim=options.batch_dim,

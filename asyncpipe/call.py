@@ -81,7 +81,8 @@ class PreparedCall:
         self.graph = machinery.graphs(len(pieces), Phase.FORWARD, self._plan.checkpoint, False)
         self._tensors = StepTensors.of(takes)
         self._fence = Fence(machinery.equipment.streams.values())
-        self.bind = Binder(self.graph, self._plan, self._tensors, machinery.equipment, context).bind
+        binder = Binder(self.graph, self._plan, self._tensors, machinery.equipment, context)
+        self.bind, self.notes = binder.bind, binder.notes
 
     def begin(self) -> None:
         """Order the lanes behind what the caller has queued."""
@@ -223,7 +224,8 @@ class _Running:
         self._fence.begin()
         try:
             self._guard.begin(call.parameters)
-            run = means.driver.run(means.graph, call.backward_binder(means.graph).bind, self._gates)
+            binder = call.backward_binder(means.graph)
+            run = means.driver.run(means.graph, binder.bind, binder.notes, gates=self._gates)
             self._done: Call[Execution] = self._portal.submit(run)
         except BaseException as error:
             self._guard.roll_back()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,13 +14,15 @@ from torch import nn
 
 from asyncpipe.build import BuildOptions, MakeOptimizer, build, check_choice, check_positive
 from asyncpipe.call import PreparedCall
-from asyncpipe.core.events import Observer
+from asyncpipe.core.events import DeviceMemory, Observer
 from asyncpipe.core.planner import Plan
 from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.schedule import Schedule
 from asyncpipe.errors import OptionError, PipelineClosedError
 from asyncpipe.face import ModelFace
 from asyncpipe.ops.device import resolve_devices
+from asyncpipe.ops.instruments import Instruments
+from asyncpipe.ops.memory import device_memory
 from asyncpipe.ops.microbatch import Arguments
 from asyncpipe.ops.stage import Stage, StagedModel
 from asyncpipe.ops.threads import IntraOpThreads
@@ -62,8 +65,10 @@ class Pipeline(ModelFace):
     caller that blocks its loop cannot delay.
     ``intra_op_threads``: torch's intra-op threads on each CPU device's thread.
     ``in_flight``: tasks a lane may hold that are handed to its device and not completed.
-    ``observers``: see every completed step's record, on the driver's loop.
+    ``observers``: see every completed step's record, on the driver's loop; none of them can fail or hold up a step.
     ``executors``: makes a device's executor from its name, in place of a thread (see ``asyncpipe.testing``).
+    ``nvtx``: tasks are NVTX ranges, for Nsight Systems; ``torch.profiler`` sees their names anyway.
+    ``sample_memory``: read the device's memory after each task, for traces.
     ``sample``: what a step will be given, ``(x, target)`` or ``(x,)``, of the size that it will have; copies of the
     model are measured with it, which blocks for some steps.
 
@@ -91,6 +96,8 @@ class Pipeline(ModelFace):
         in_flight: int = 16,
         observers: Sequence[Observer] = (),
         executors: Callable[[str], Executor] | None = None,
+        nvtx: bool = False,
+        sample_memory: bool = False,
         sample: tuple[Any, ...] | None = None,
     ) -> None:
         self._options = {name: value for name, value in locals().items() if name not in ("self", "observers", "sample")}
@@ -115,6 +122,7 @@ class Pipeline(ModelFace):
                 batch_dim=batch_dim,
                 optimizer=optimizer,
                 deferred_batch_norm=deferred_batch_norm,
+                instruments=Instruments(nvtx, sample_memory),
             ),
         )
         self.module = self._machinery.module
@@ -123,6 +131,7 @@ class Pipeline(ModelFace):
             {device.name: (executors or self._thread_executor)(device.name) for device in self.devices},
             in_flight=in_flight,
             observers=observers,
+            survey=partial(_survey, {device.physical for device in self.devices}),
         )
         self._life = Life(self._driver, self._intra_op.settle)
         self._own_loop = loop == "own"
@@ -185,7 +194,7 @@ class Pipeline(ModelFace):
             prepared = PreparedStep(self._machinery, x, target, StepOptions(return_outputs, update, scaler))
             try:
                 prepared.begin()
-                execution = await self._life.run(self._driver.run(prepared.graph, prepared.bind))
+                execution = await self._life.run(self._driver.run(prepared.graph, prepared.bind, prepared.notes))
                 return prepared.finish(execution, self._life.portal)
             except BaseException:
                 prepared.abandon()
@@ -200,7 +209,7 @@ class Pipeline(ModelFace):
             prepared = PreparedStep(self._machinery, x, target, options)
             try:
                 prepared.begin()
-                execution: Execution = portal.call(self._driver.run(prepared.graph, prepared.bind))
+                execution: Execution = portal.call(self._driver.run(prepared.graph, prepared.bind, prepared.notes))
                 return prepared.finish(execution, portal)
             except BaseException:
                 prepared.abandon()
@@ -230,7 +239,7 @@ class Pipeline(ModelFace):
             prepared = PreparedCall(self._machinery, Arguments(args, kwargs))
             try:
                 prepared.begin()
-                portal.call(self._driver.run(prepared.graph, prepared.bind))
+                portal.call(self._driver.run(prepared.graph, prepared.bind, prepared.notes))
                 return prepared.finish(self, self._driver, portal)
             except BaseException:
                 prepared.abandon()
@@ -311,6 +320,11 @@ class Pipeline(ModelFace):
     def observers(self) -> list[Observer]:
         """The observers; append to it at any time."""
         return self._driver.observers
+
+
+def _survey(devices: Iterable[torch.device]) -> dict[str, DeviceMemory]:
+    """The memory of every physical device, by name."""
+    return {str(device): device_memory(device) for device in devices}
 
 
 class SyncPipeline:

@@ -319,7 +319,7 @@ class _Bench:
         prepared = PreparedStep(machinery, self._sample.x, self._sample.target, StepOptions(return_outputs=False))
         try:
             prepared.begin()
-            execution = portal.call(self._driver.run(prepared.graph, prepared.bind))
+            execution = portal.call(self._driver.run(prepared.graph, prepared.bind, prepared.notes))
             result = prepared.finish(execution, portal).wait()
         except BaseException:
             prepared.abandon()

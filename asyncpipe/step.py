@@ -91,7 +91,8 @@ class PreparedStep:
         self._fence = Fence(machinery.equipment.streams.values())
         self._tensors = StepTensors.of([machinery.takes(Arguments.wrap(piece)) for piece in pieces.pieces], targets)
         self._guards = False
-        self.bind = Binder(self.graph, self._plan, self._tensors, machinery.equipment, context).bind
+        binder = Binder(self.graph, self._plan, self._tensors, machinery.equipment, context)
+        self.bind, self.notes = binder.bind, binder.notes
 
     def _planned(self, pieces: Cut, target: Any, options: StepOptions) -> StepPlan:
         machinery = self._machinery

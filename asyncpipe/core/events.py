@@ -7,15 +7,16 @@ seconds of whichever clock the shell uses (``time.perf_counter`` when running, v
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from asyncpipe.core.graph import TaskGraph
 
 __all__ = [
     "Abort",
     "Command",
+    "DeviceMemory",
     "Dispatch",
     "Event",
     "GateOpened",
@@ -25,6 +26,7 @@ __all__ = [
     "StepCancelled",
     "StepCompleted",
     "StepFinished",
+    "StepNotes",
     "StepRecord",
     "StepSubmitted",
     "TaskCompleted",
@@ -59,6 +61,8 @@ class TaskIssued:
 
     step: int
     task: int
+    seconds: float = field(default=0.0, compare=False)
+    """How long the host was at it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,32 @@ Command = Dispatch | Abort | StepFinished | StepCompleted
 Journal = Sequence[tuple[float, Event | Command]]
 
 
+class DeviceMemory(NamedTuple):
+    """Bytes of a physical device (of this process, for the CPU)."""
+
+    allocated: int
+    peak: int
+    """The most that was ever allocated."""
+    limit: int
+    """What there is to allocate."""
+
+
+@dataclass(slots=True, eq=False)
+class StepNotes:
+    """What was measured during a step beside its journal. Tasks add to it on their threads; it is read afterwards."""
+
+    copied: dict[int, int] = field(default_factory=dict)
+    """Bytes that each copy task brought, by the task's number."""
+    memory: dict[str, DeviceMemory] = field(default_factory=dict)
+    """Of each physical device that the step used, at its end."""
+    samples: list[tuple[float, str, int]] = field(default_factory=list)
+    """(time, device, bytes allocated on it) after each task, where the pipeline was asked to sample memory."""
+    wakeups: list[tuple[float, float]] = field(default_factory=list)
+    """(seconds that the loop was late, seconds that the scheduler took), of every wake-up since the last record."""
+    troubles: list[str] = field(default_factory=list)
+    """What went wrong with observers since the last record: ``raised``, ``slow`` or ``dropped``, once each time."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRecord:
     """The whole journal of one step and the graph that it ran; metrics, traces and reports are folds over it."""
@@ -154,6 +184,7 @@ class StepRecord:
     graph: TaskGraph
     journal: Journal
     outcome: Outcome
+    notes: StepNotes = field(default_factory=StepNotes)
 
 
 class Observer(Protocol):

@@ -15,12 +15,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from asyncpipe.core.events import StepNotes
 from asyncpipe.core.graph import TaskGraph
 from asyncpipe.core.task import WHOLE_STEP, Lane, Task, TaskKind
 from asyncpipe.ops.compute import StageCompute
 from asyncpipe.ops.context import CallerContext
 from asyncpipe.ops.copy import Copier
 from asyncpipe.ops.gradients import GradientGuard
+from asyncpipe.ops.instruments import Instruments
 from asyncpipe.ops.stage import Stage
 from asyncpipe.ops.stream import CudaStream, LaneStream, Timing
 from asyncpipe.ops.tensors import StepPlan, StepTensors
@@ -40,6 +42,7 @@ class Equipment:
     guard: GradientGuard
     optimizers: Mapping[int, torch.optim.Optimizer]
     """One for each stage that is updated inside the step."""
+    instruments: Instruments
 
 
 class Binder:
@@ -48,6 +51,8 @@ class Binder:
     def __init__(
         self, graph: TaskGraph, plan: StepPlan, tensors: StepTensors, equipment: Equipment, context: CallerContext
     ) -> None:
+        self.notes = StepNotes()
+        """What the tasks measure besides their times."""
         self._graph = graph
         self._plan = plan
         self._tensors = tensors
@@ -58,7 +63,14 @@ class Binder:
 
     def bind(self, task: Task) -> Callable[[], Timing | None]:
         """The computation of ``task``, for its executor."""
-        return partial(self._copy if task.kind is TaskKind.COPY else self._compute, task)
+        return partial(self._run, task)
+
+    def _run(self, task: Task) -> Timing | None:
+        instruments = self._equipment.instruments
+        with instruments.named(task.id):
+            timing = self._copy(task) if task.kind is TaskKind.COPY else self._compute(task)
+        instruments.sample(self._equipment.streams[task.lane].device, self.notes)
+        return timing
 
     def _compute(self, task: Task) -> Timing | None:
         stream = self._equipment.streams[task.lane]
@@ -94,6 +106,7 @@ class Binder:
         lane = self._equipment.streams[task.lane]
         copier = self._equipment.copiers[task.lane]
         tensors, put = self._tied(task, task.source) if task.microbatch == WHOLE_STEP else self._sent(task, task.source)
+        self.notes.copied[task.number] = sum(tensor.nbytes for tensor in tensors if tensor is not None)
         side = copier.side(tensors)
         # A copy out of CUDA memory to the CPU is over when its side stream is; every other one when its lane is.
         stream = side if side is not None and not isinstance(lane, CudaStream) else lane

@@ -7,14 +7,15 @@ loop only if it is not awake already, so that one wake-up serves many events whe
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from asyncpipe.core.events import (
     Command,
+    DeviceMemory,
     Dispatch,
     Event,
     GateOpened,
@@ -23,6 +24,7 @@ from asyncpipe.core.events import (
     StepCancelled,
     StepCompleted,
     StepFinished,
+    StepNotes,
     StepRecord,
     StepSubmitted,
 )
@@ -31,11 +33,10 @@ from asyncpipe.core.scheduler import SchedulerState
 from asyncpipe.core.task import Task
 from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.runtime.executor import Assignment, Executor, Work
+from asyncpipe.runtime.observing import Observers
 from asyncpipe.runtime.waiting import outlast
 
 __all__ = ["Driver", "Execution", "Gates"]
-
-_logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -46,7 +47,9 @@ Bind = Callable[[Task], Work]
 class Execution:
     """One step under way."""
 
-    def __init__(self, number: int, graph: TaskGraph, bind: Bind, executors: Mapping[str, Executor]) -> None:
+    def __init__(
+        self, number: int, graph: TaskGraph, bind: Bind, notes: StepNotes, executors: Mapping[str, Executor]
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.number = number
         self.aborted = False
@@ -54,6 +57,7 @@ class Execution:
         self.graph = graph
         self.closed_gates = len(graph.gates)
         self.bind = bind
+        self.notes = notes
         self.executors = [executors[lane.device] for lane in graph.lanes]
         self.issued: asyncio.Future[StepFinished] = loop.create_future()
         self.done: asyncio.Future[tuple[StepCompleted, StepRecord]] = loop.create_future()
@@ -119,19 +123,32 @@ class Driver:
         *,
         in_flight: int = 16,
         observers: Iterable[Observer] = (),
+        survey: Callable[[], dict[str, DeviceMemory]] = dict,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``executors`` by device name; ``in_flight`` as in ``SchedulerState``; ``clock`` in seconds."""
-        self.observers = list(observers)
+        """``executors`` by device name; ``in_flight`` as in ``SchedulerState``; ``clock`` in seconds.
+
+        ``survey`` reads the memory of the physical devices; it is called on the loop, once a step that is observed.
+        """
+        self._observers = Observers(observers)
+        self._survey = survey
         self._executors = dict(executors)
         self._state = SchedulerState(in_flight=in_flight)
         self._clock = clock
         self._inbox: deque[Event] = deque()
         self._awake = False
+        self._woken = 0.0
+        """When the loop was last asked to run ``_drain_inbox``."""
+        self._wakeups: list[tuple[float, float]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._executions: dict[int, Execution] = {}
         self._steps = 0
         self._closed = False
+
+    @property
+    def observers(self) -> list[Observer]:
+        """Who is shown completed steps; the list may be changed at any time."""
+        return self._observers.shown
 
     def open(self) -> None:
         """Start the executors and bind the driver to the running loop."""
@@ -139,15 +156,19 @@ class Driver:
         for executor in self._executors.values():
             executor.start(self._post)
 
-    async def run(self, graph: TaskGraph, bind: Bind, gates: Gates | None = None) -> Execution:
+    async def run(
+        self, graph: TaskGraph, bind: Bind, notes: StepNotes | None = None, *, gates: Gates | None = None
+    ) -> Execution:
         """Run one step of ``graph`` and return when its last task is issued; ``gates`` opens those of its gates.
+
+        ``notes`` is where the tasks that ``bind`` gives leave what they measure; it becomes a part of the record.
 
         Raises ``TaskError`` for the first task that fails. Cancellation takes effect between two tasks. In
         both cases running tasks have ended and queued ones are dropped when this raises.
         """
         if self._closed or self._loop is None:
             raise PipelineClosedError("the driver is not open")
-        execution = Execution(self._steps, graph, bind, self._executors)
+        execution = Execution(self._steps, graph, bind, notes or StepNotes(), self._executors)
         self._steps += 1
         self._executions[execution.number] = execution
         self._handle(StepSubmitted(execution.number, graph))
@@ -183,11 +204,13 @@ class Driver:
         self._closed = True
         for executor in self._executors.values():
             executor.close()
+        self._observers.close()
 
     def join(self) -> None:
-        """Wait for the executors' threads, after ``close``."""
+        """Wait for the executors' and observers' threads, after ``close``."""
         for executor in self._executors.values():
             executor.join()
+        self._observers.join()
 
     async def _cancel(self, execution: Execution) -> None:
         """Abort and wait until no thread touches the step any more, however often we are cancelled meanwhile."""
@@ -200,6 +223,7 @@ class Driver:
         self._inbox.append(event)
         if wake and not self._awake:
             self._awake = True
+            self._woken = self._clock()
             assert self._loop is not None
             try:
                 self._loop.call_soon_threadsafe(self._drain_inbox)
@@ -212,6 +236,7 @@ class Driver:
         self._awake = False
         commands: list[Command] = []
         now = self._clock()
+        late = now - self._woken
         try:
             while self._inbox:
                 commands += self._state.handle(self._inbox.popleft(), now)
@@ -219,6 +244,7 @@ class Driver:
         except BaseException as error:
             self._give_up(error)
             raise
+        self._wakeups.append((late, self._clock() - now))
 
     def _handle(self, event: Event) -> None:
         now = self._clock()
@@ -246,15 +272,18 @@ class Driver:
             executor.submit(assignments)
 
     def _complete(self, execution: Execution, end: StepCompleted) -> None:
-        record = self._state.take_record(execution.number)
+        record = replace(self._state.take_record(execution.number), notes=self._noted(execution.notes))
         del self._executions[execution.number]
         _resolve(execution.done, (end, record))
-        for observer in tuple(self.observers):
-            try:
-                observer.step_completed(record)
-            except Exception:
-                _logger.exception("observer %r failed and is removed", observer)
-                self.observers.remove(observer)
+        self._observers.show(record)
+
+    def _noted(self, notes: StepNotes) -> StepNotes:
+        """``notes`` with what the driver itself has seen since the last step that ended."""
+        notes.wakeups, self._wakeups = self._wakeups, []
+        notes.troubles = self._observers.take_troubles()
+        if self._observers.shown:
+            notes.memory = self._survey()
+        return notes
 
     def _give_up(self, error: BaseException) -> None:
         """The scheduler broke (a bug): nobody may wait for ever."""

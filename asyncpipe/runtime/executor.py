@@ -148,7 +148,7 @@ def _run(assignment: Assignment, report: Report, watcher: _CompletionWatcher, *,
     if completion is None:
         report(TaskCompleted(step.number, task, started, time.perf_counter()), wake=wake)
     else:
-        report(TaskIssued(step.number, task), wake=wake)
+        report(TaskIssued(step.number, task, time.perf_counter() - started), wake=wake)
         watcher.watch(step.number, task, completion)
 
 

@@ -1,0 +1,295 @@
+"""Observers: none of them can fail or hold up a step, and what goes wrong is told."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from asyncpipe.core.events import Outcome, StepRecord
+from asyncpipe.core.lower import lower
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Shape
+from asyncpipe.runtime import observing
+from asyncpipe.runtime.driver import Driver
+from asyncpipe.runtime.executor import ThreadExecutor
+from asyncpipe.runtime.observing import Observers
+
+GRAPH = lower(find_schedule("gpipe"), Shape(1, 1, 1))
+
+
+def record(step: int = 0) -> StepRecord:
+    return StepRecord(step, GRAPH, [], Outcome.OK)
+
+
+class Keeper:
+    """Keeps the steps that it is shown, and does more if told to."""
+
+    def __init__(self, also: Callable[[StepRecord], None] = lambda record: None) -> None:
+        self.steps: list[int] = []
+        self.threads: list[str] = []
+        self._also = also
+
+    def step_completed(self, record: StepRecord) -> None:
+        self.steps.append(record.step)
+        self.threads.append(threading.current_thread().name)
+        self._also(record)
+
+
+def fail(record: StepRecord) -> None:
+    raise LookupError("broken")
+
+
+class Clock:
+    """Replaces the module's clock: whoever holds it may let time pass."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(observing, "time", made)
+    return made
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Observers]]:
+    made: list[Observers] = []
+
+    def make(*observers: Keeper) -> Observers:
+        made.append(Observers(observers))
+        return made[-1]
+
+    yield make
+    for observers in made:
+        observers.close()
+        observers.join()
+
+
+def slow_once(clock: Clock) -> Keeper:
+    def block(record: StepRecord) -> None:
+        if record.step == 0:
+            clock.now += 1.0
+
+    return Keeper(block)
+
+
+def test_one_that_raises_is_logged_and_removed_and_the_others_go_on(
+    opened: Callable[..., Observers], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, broken, last = Keeper(), Keeper(fail), Keeper()
+    observers = opened(first, broken, last)
+    observers.show(record(0))
+    observers.show(record(1))
+    assert (first.steps, broken.steps, last.steps) == ([0, 1], [0], [0, 1])
+    assert observers.shown == [first, last]
+    assert observers.take_troubles() == ["raised"]
+    assert observers.take_troubles() == []
+    (line,) = caplog.records
+    assert "failed and is removed" in line.getMessage()
+    assert line.exc_info is not None
+
+
+def test_one_that_is_slow_once_gets_a_thread(
+    opened: Callable[..., Observers], clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow, quick = slow_once(clock), Keeper()
+    observers = opened(slow, quick)
+    for step in range(3):
+        observers.show(record(step))
+    observers.close()
+    observers.join()
+    assert slow.steps == quick.steps == [0, 1, 2]
+    here = threading.current_thread().name
+    assert slow.threads == [here, "asyncpipe observer", "asyncpipe observer"]
+    assert set(quick.threads) == {here}
+    assert observers.take_troubles() == ["slow"]
+    assert ["held up the loop for 1 s" in line.getMessage() for line in caplog.records] == [True]
+
+
+def test_a_quick_one_stays(opened: Callable[..., Observers], clock: Clock) -> None:
+    def nearly(record: StepRecord) -> None:
+        clock.now += observing.SLOW * 0.99
+
+    keeper = Keeper(nearly)
+    observers = opened(keeper)
+    observers.show(record(0))
+    observers.show(record(1))
+    assert keeper.threads == [threading.current_thread().name] * 2
+    assert observers.take_troubles() == []
+
+
+def test_what_a_blocked_one_cannot_take_is_dropped_and_counted(
+    opened: Callable[..., Observers], clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, free = threading.Event(), threading.Event()
+
+    def block(record: StepRecord) -> None:
+        if record.step == 0:
+            clock.now += 1.0
+        else:
+            begun.set()
+            free.wait(30)
+
+    keeper = Keeper(block)
+    observers = opened(keeper)
+    observers.show(record(0))
+    observers.show(record(1))
+    assert begun.wait(30)
+    for step in range(2, 2 + observing.MOST_WAITING + 3):
+        observers.show(record(step))
+    assert observers.take_troubles() == ["slow", *["dropped"] * 3]
+    free.set()
+    observers.close()
+    observers.join()
+    assert keeper.steps == list(range(2 + observing.MOST_WAITING))
+    assert sum("too slow for its steps" in line.getMessage() for line in caplog.records) == 1
+
+
+def test_one_that_raises_in_its_thread_is_removed(
+    opened: Callable[..., Observers], clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    def block(record: StepRecord) -> None:
+        clock.now += 1.0
+        if record.step:
+            raise LookupError
+
+    keeper = Keeper(block)
+    observers = opened(keeper)
+    observers.show(record(0))
+    observers.show(record(1))
+    observers.close()
+    observers.join()
+    assert observers.shown == []
+    assert observers.take_troubles() == ["slow", "raised"]
+    assert caplog.records[-1].exc_info is not None
+
+
+def test_one_that_is_taken_from_the_list_loses_its_thread(opened: Callable[..., Observers], clock: Clock) -> None:
+    keeper = slow_once(clock)
+    observers = opened(keeper)
+    observers.show(record(0))
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "asyncpipe observer"]
+    observers.shown.clear()
+    observers.show(record(1))
+    thread.join(30)
+    assert not thread.is_alive()
+    assert keeper.steps == [0]
+
+
+def test_its_thread_keeps_no_record(opened: Callable[..., Observers], clock: Clock) -> None:
+    shown = threading.Event()
+
+    def block(record: StepRecord) -> None:
+        clock.now += 1.0
+        if record.step == 2:
+            shown.set()
+
+    observers = opened(Keeper(block))
+    kept = Kept(1)
+    watch = weakref.ref(kept)
+    observers.show(record(0))
+    observers.show(StepRecord(1, GRAPH, kept, Outcome.OK))
+    del kept
+    observers.show(record(2))
+    assert shown.wait(30)
+    gc.collect()
+    assert watch() is None
+
+
+class Kept(list):  # type: ignore[type-arg]
+    """A list that can be referred to weakly."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__([(0.0, step)])
+
+
+def test_closing_does_not_wait_for_ever(
+    opened: Callable[..., Observers], clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(observing, "PATIENCE", 0.01)
+    begun, free = threading.Event(), threading.Event()
+
+    def block(record: StepRecord) -> None:
+        if record.step == 0:
+            clock.now += 1.0
+        else:
+            begun.set()
+            free.wait(30)
+
+    observers = opened(Keeper(block))
+    observers.show(record(0))
+    observers.show(record(1))
+    assert begun.wait(30)
+    observers.close()
+    observers.join()
+    assert "its thread is left behind" in caplog.records[-1].getMessage()
+    free.set()
+
+
+async def test_the_driver_tells_of_troubles_in_the_next_record(caplog: pytest.LogCaptureFixture) -> None:
+    keeper: list[StepRecord] = []
+
+    class Last:
+        def step_completed(self, record: StepRecord) -> None:
+            keeper.append(record)
+
+    caplog.set_level(logging.CRITICAL)
+    driver = Driver({"dev:0": ThreadExecutor("dev:0")}, observers=[Keeper(fail), Last()])
+    driver.open()
+    for _ in range(3):
+        execution = await driver.run(GRAPH, lambda task: lambda: None)
+        await execution.completed()
+    driver.close()
+    driver.join()
+    assert [found.notes.troubles for found in keeper] == [[], ["raised"], []]
+
+
+async def test_the_driver_notes_how_late_the_loop_was_and_how_long_it_took() -> None:
+    times = iter(range(1000))
+    records: list[StepRecord] = []
+
+    class Last:
+        def step_completed(self, record: StepRecord) -> None:
+            records.append(record)
+
+    driver = Driver({"dev:0": ThreadExecutor("dev:0")}, observers=[Last()], clock=lambda: float(next(times)))
+    driver.open()
+    for _ in range(2):
+        execution = await driver.run(GRAPH, lambda task: lambda: None)
+        await execution.completed()
+    driver.close()
+    driver.join()
+    # Every reading of this clock is a second later: woken, run, done. A wake-up counts for the record that follows it.
+    assert len(records) == 2
+    assert records[1].notes.wakeups
+    assert all(late >= 1 and took == 1 for late, took in records[1].notes.wakeups)
+    assert records[0].notes.wakeups is not records[1].notes.wakeups
+
+
+async def test_the_driver_surveys_memory_only_for_observers() -> None:
+    surveys = 0
+
+    def survey() -> dict[str, object]:
+        nonlocal surveys
+        surveys += 1
+        return {}
+
+    driver = Driver({"dev:0": ThreadExecutor("dev:0")}, survey=survey)  # type: ignore[arg-type]
+    driver.open()
+    for observers in ([], [Keeper()]):
+        driver.observers[:] = observers
+        execution = await driver.run(GRAPH, lambda task: lambda: None)
+        await execution.completed()
+    driver.close()
+    driver.join()
+    assert surveys == 1
