@@ -186,31 +186,32 @@ def test_one_that_is_taken_from_the_list_loses_its_thread(opened: Callable[..., 
     assert keeper.steps == [0]
 
 
-def test_its_thread_keeps_no_record(opened: Callable[..., Observers], clock: Clock) -> None:
-    shown = threading.Event()
-
-    def block(record: StepRecord) -> None:
-        clock.now += 1.0
-        if record.step == 2:
-            shown.set()
-
-    observers = opened(Keeper(block))
-    kept = Kept(1)
+def test_its_thread_keeps_no_record_while_it_waits(opened: Callable[..., Observers]) -> None:
+    kept = Kept()
     watch = weakref.ref(kept)
-    observers.show(record(0))
-    observers.show(StepRecord(1, GRAPH, kept, Outcome.OK))
+
+    class Queue:
+        """Gives a record, and then looks whether it is still there."""
+
+        def __init__(self, records: list[StepRecord]) -> None:
+            self._records = records
+
+        def get(self) -> StepRecord | None:
+            if self._records:
+                return self._records.pop()
+            gc.collect()
+            assert watch() is None
+            return None
+
+    queue = Queue([StepRecord(1, GRAPH, kept, Outcome.OK)])
     del kept
-    observers.show(record(2))
-    assert shown.wait(30)
-    gc.collect()
-    assert watch() is None
+    keeper = Keeper()
+    observing._serve(queue, keeper, opened())  # type: ignore[arg-type]
+    assert keeper.steps == [1]
 
 
 class Kept(list):  # type: ignore[type-arg]
     """A list that can be referred to weakly."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__([(0.0, step)])
 
 
 def test_closing_does_not_wait_for_ever(
@@ -234,6 +235,29 @@ def test_closing_does_not_wait_for_ever(
     observers.join()
     assert "its thread is left behind" in caplog.records[-1].getMessage()
     free.set()
+
+
+async def test_closing_the_driver_shows_what_waits(clock: Clock) -> None:
+    begun, free = threading.Event(), threading.Event()
+
+    def wait(record: StepRecord) -> None:
+        if record.step == 0:
+            clock.now += 1.0
+        elif record.step == 1:
+            begun.set()
+            free.wait(30)
+
+    slow = Keeper(wait)
+    driver = Driver({"dev:0": ThreadExecutor("dev:0")}, observers=[slow])
+    driver.open()
+    for _ in range(4):
+        execution = await driver.run(GRAPH, lambda task: lambda: None)
+        await execution.completed()
+    assert begun.wait(30)
+    driver.close()
+    threading.Timer(0.05, free.set).start()
+    driver.join()
+    assert slow.steps == [0, 1, 2, 3]
 
 
 async def test_the_driver_tells_of_troubles_in_the_next_record(caplog: pytest.LogCaptureFixture) -> None:
