@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint node dashboards bench clean
 
 train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml
@@ -16,6 +16,16 @@ lint: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# What some tests need of npm: Grafana's types, and a driver for a browser. Without it they are skipped.
+node: tests/node/node_modules/.installed
+
+tests/node/node_modules/.installed: tests/node/package.json
+	cd tests/node && npm install --no-package-lock --no-audit --no-fund --loglevel=error
+	touch $@
+
+dashboards: .venv/installed
+	$(BIN)/python -m dashboards.build
+
 bench: .venv/installed
 	$(BIN)/asyncpipe bench overhead
 	$(BIN)/asyncpipe bench pipeline
@@ -26,4 +36,4 @@ bench: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis runs
+	rm -rf .venv build dist *.egg-info tests/node/node_modules .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis runs

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from asyncpipe.cli.shape import add_costs_argument, add_schedule_arguments, counted, headline, lowered, spelled
 from asyncpipe.core.balance import even_balance
 from asyncpipe.core.costs import Jitter, parse_costs
+from asyncpipe.core.events import StepRecord
 from asyncpipe.core.graph import TaskGraph, Wiring
 from asyncpipe.core.lower import CheckpointMode
 from asyncpipe.core.memory import StageMemory, format_bytes, peak_memory
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["add_parser"]
+
+TRACE_UNIT = 1e-3
+"""Seconds that a unit of --costs stands for in a trace: a picture of milliseconds is what real steps look like."""
 
 DESCRIPTION = """\
 Simulate one step of a schedule and print how long it takes, how long each device stands idle and how many
@@ -41,10 +45,16 @@ what it prints:
   memory    the most bytes that the device holds at one moment (with --profile; its parameters count
             with their gradients, without an optimizer's state)
 
+what --trace writes:
+  the step in Chrome's trace format, in the form that traces of real steps have; open it in
+  https://ui.perfetto.dev. A unit of --costs is shown as 1 ms; with --profile times are seconds, as they are, and
+  the memory that each device is predicted to hold is a counter. With --repeat it is the step of the first seed.
+
 examples:
   asyncpipe simulate 1f1b --stages 4 --microbatches 8 --costs F=1,I=1,W=1,C=0
   asyncpipe simulate interleaved --stages 8 --virtual 2 --microbatches 8 --costs F=1,B=2,C=0.1 --json
   asyncpipe simulate 1f1b --order hint --stages 4 --microbatches 16 --jitter 0.3 --repeat 40
+  asyncpipe simulate zb-h1 --stages 4 --microbatches 8 --trace step.json
   asyncpipe simulate my_package.schedules:Mine --stages 4 --microbatches 8
   asyncpipe simulate 1f1b --stages 3 --microbatches 8 --profile model.json --balance 3,5,2 --checkpoint always
 """
@@ -62,6 +72,9 @@ def add_parser(subparsers: Subparsers) -> None:
     add_schedule_arguments(parser)
     _add_cost_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a trace of the step, for Perfetto; 1 unit of --costs is 1 ms"
+    )
     parser.set_defaults(run=_simulate)
 
 
@@ -98,6 +111,8 @@ class _Model:
     memory: StageMemory | None = None
     overhead: float | None = None
     """Seconds of a step before its first task and after its last one."""
+    unit: float = 1.0
+    """Seconds that a unit of the costs stands for in a trace."""
 
 
 def _simulate(args: argparse.Namespace) -> int:
@@ -107,6 +122,9 @@ def _simulate(args: argparse.Namespace) -> int:
     found = _summary([_run(graph, costs, model.memory) for costs in models])
     if model.overhead is not None:
         found["step_seconds"] = found["makespan"] + model.overhead
+    if args.trace is not None:
+        _write_trace(simulate(graph, models[0]), model, args.trace)
+        found["trace"] = str(args.trace)
     if args.json:
         shape = graph.shape
         asked = {
@@ -122,7 +140,18 @@ def _simulate(args: argparse.Namespace) -> int:
     print(f"{headline(graph, args.checkpoint)}, {model.label}{jitter}\n")
     print(_table(graph, found))
     print(_last_line(found))
+    if args.trace is not None:
+        print(f"trace: {args.trace} (open it in https://ui.perfetto.dev)")
     return 0
+
+
+def _write_trace(record: StepRecord, model: _Model, path: Path) -> None:
+    from asyncpipe.observe.trace import write_trace
+
+    try:
+        write_trace([record], path, memory=model.memory, unit=model.unit)
+    except OSError as error:
+        raise OptionError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _model(args: argparse.Namespace) -> _Model:
@@ -130,7 +159,7 @@ def _model(args: argparse.Namespace) -> _Model:
         if args.balance is not None:
             raise OptionError("--balance says how the layers of a profile are split; give --profile FILE with it")
         costs = parse_costs(args.costs)
-        return _Model(costs, f"costs {spelled(costs)}")
+        return _Model(costs, f"costs {spelled(costs)}", unit=TRACE_UNIT)
     from asyncpipe.core.profile import Profile
 
     profile = Profile.read(args.profile)

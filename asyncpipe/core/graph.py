@@ -79,7 +79,7 @@ class Rule:
     """Compute tasks that a device holds."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TaskGraph:
     """What ``lower`` makes of a schedule: immutable, and shared by every step of its shape.
 

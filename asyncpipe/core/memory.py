@@ -1,4 +1,4 @@
-"""Predicted memory: how many bytes each device holds at its fullest moment, from a record and measured sizes.
+"""Predicted memory: how many bytes each device holds, over time and at most, from a record and measured sizes.
 
 What a micro-batch holds at a stage, over the time of the step::
 
@@ -20,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncpipe.core.events import StepRecord, TaskCompleted
+from asyncpipe.core.events import StepRecord, StepSubmitted, TaskCompleted
 from asyncpipe.core.graph import TaskGraph
 from asyncpipe.core.task import TaskKind
 from asyncpipe.errors import OptionError
 
-__all__ = ["StageMemory", "format_bytes", "peak_memory"]
+__all__ = ["StageMemory", "format_bytes", "memory_over_time", "peak_memory"]
 
 _F, _R = TaskKind.FORWARD, TaskKind.RECOMPUTE
 _B, _W = TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT
@@ -58,9 +58,20 @@ class StageMemory:
 def peak_memory(record: StepRecord, memory: StageMemory) -> list[int]:
     """The most bytes that each device held at one moment of the step: what is fixed, and what micro-batches keep.
 
-    Which micro-batches are recomputed is read from the graph's R tasks. A phase alone, forwards or backwards, counts
-    what is fixed and no more. Ends count before starts at the same time. Raises ``OptionError`` where ``memory`` is
-    that of another number of stages.
+    It is the highest of ``memory_over_time``, which says what counts and what is raised.
+    """
+    peaks = [0] * record.graph.shape.devices
+    for _, device, held in memory_over_time(record, memory):
+        peaks[device] = max(peaks[device], held)
+    return peaks
+
+
+def memory_over_time(record: StepRecord, memory: StageMemory) -> list[tuple[float, int, int]]:
+    """(time, device, bytes that it holds from then on) by time: at the step's submission, and whenever it changes.
+
+    Times are those of the journal, devices are positions in the graph's. Which micro-batches are recomputed is read
+    from the graph's R tasks. A phase alone, forwards or backwards, counts what is fixed and no more. Ends count before
+    starts at the same time. Raises ``OptionError`` where ``memory`` is that of another number of stages.
     """
     graph = record.graph
     if len(memory.saved) != graph.shape.stages:
@@ -68,11 +79,12 @@ def peak_memory(record: StepRecord, memory: StageMemory) -> list[int]:
     live = [0] * graph.shape.devices
     for stage, device in enumerate(graph.placement):
         live[device] += memory.fixed[stage]
-    peaks = list(live)
-    for _, device, change in sorted(_changes(record, memory)) if graph.training else ():
+    begin = next((at for at, event in record.journal if isinstance(event, StepSubmitted)), 0.0)
+    found = [(begin, device, held) for device, held in enumerate(live)]
+    for at, device, change in sorted(_changes(record, memory)) if graph.training else ():
         live[device] += change
-        peaks[device] = max(peaks[device], live[device])
-    return peaks
+        found.append((at, device, live[device]))
+    return found
 
 
 def _changes(record: StepRecord, memory: StageMemory) -> list[tuple[float, int, int]]:

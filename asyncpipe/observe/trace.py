@@ -1,20 +1,35 @@
-"""Chrome traces of steps, for https://ui.perfetto.dev: a fold over their journals.
+"""Chrome traces of steps, for https://ui.perfetto.dev: a fold over their journals, real or simulated.
 
-A process stands for a device and a thread for one of its lanes; each task is a slice, and arrows lead from
-what a copy reads over the copy to what reads it. Steps lie one after the other on the clock of their
-journals, from 0 at the first submission. Times in a trace are microseconds.
+::
+
+    steps       step          │ step 6 ─────────────────────────────│ step 7 ───
+    cpu:0       compute       │ F(0,0) │ F(1,0) │         │ B(0,0) │    a process for each device, a thread for each
+                grad-in                          │ C(0,1>0) ↗             of its lanes, and counters
+                stage 0 …     ▁▁▁▁▁▁▁▁▁▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▁▁
+    cpu:1       compute                │ F(0,1) │ B(0,1) ↗              arrows: what a copy reads → copy → who reads it
+    cpu memory  memory …      ▁▁▂▂▂▂▂▂▃▃▃▃▃▃▃▃▄▄▄▄▄▃▃▃▃▃▂▂▂▂            what the process holds of a physical device
+
+Steps lie one after the other on the clock of their journals, from 0. Times in a trace are microseconds, to the
+nanosecond. On a CUDA device nothing more is asked of it: the journal's starts and ends are those of events recorded
+on the lane's stream, read once the device was done and moved to the host's clock (``ops/stream.py``).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from asyncpipe.core.events import Outcome, StepRecord, StepSubmitted, TaskCompleted, TaskFailed
-from asyncpipe.core.task import Lane, Task, TaskKind
+from asyncpipe.core.events import Outcome, StepCompleted, StepRecord, TaskCompleted, TaskFailed
+from asyncpipe.core.graph import Phase
+from asyncpipe.core.memory import StageMemory
+from asyncpipe.core.report import report
+from asyncpipe.core.task import Task, TaskKind
+from asyncpipe.observe.trace_counters import in_flight, measured_memory, predicted_memory, sampled_devices
+from asyncpipe.observe.trace_places import Clock, Places, Row
 
 __all__ = ["to_chrome", "write_trace"]
 
@@ -28,78 +43,119 @@ COLOURS = {
     TaskKind.UPDATE: "generic_work",
     TaskKind.SUM: "rail_animation",
 }
-"""Chrome has a list of reserved colour names and takes no others; Perfetto colours by name by itself."""
+"""Chrome has a list of reserved colour names and takes no others; Perfetto colours by name, digits left out."""
+STEP_COLOURS = {Outcome.OK: "white", Outcome.FAILED: "terrible", Outcome.CANCELLED: "bad"}
 INSIDE = 1e-3
 """An arrow belongs to the slice around its time, so it leaves a nanosecond before the slice ends."""
 
-Row = dict[str, Any]
+
+def write_trace(
+    records: Iterable[StepRecord],
+    path: str | PathLike[str],
+    *,
+    memory: StageMemory | None = None,
+    unit: float = 1.0,
+) -> None:
+    """Write ``to_chrome(records, …)`` to ``path`` as JSON. Raises ``OSError`` where that cannot be written."""
+    trace = to_chrome(records, memory=memory, unit=unit)
+    Path(path).write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
 
 
-def write_trace(records: Iterable[StepRecord], path: str | PathLike[str]) -> None:
-    """Write ``to_chrome(records)`` to ``path`` as JSON."""
-    Path(path).write_text(json.dumps(to_chrome(records), separators=(",", ":")), encoding="utf-8")
+def to_chrome(records: Iterable[StepRecord], *, memory: StageMemory | None = None, unit: float = 1.0) -> dict[str, Any]:
+    """The steps as a trace object, ready for ``json.dump``; events are in the order of their times.
 
-
-def to_chrome(records: Iterable[StepRecord]) -> dict[str, Any]:
-    """The steps as a trace object, ready for ``json.dump``; events are in the order of their times."""
+    ``memory``: sizes of the stages, to predict what each device holds; for simulated steps, which have measured none.
+    ``unit``: the seconds that a unit of the journals' time stands for. Raises ``OptionError`` where ``memory`` is that
+    of another number of stages.
+    """
     kept = list(records)
-    origin = min((_submitted(record) for record in kept), default=0.0)
-    places = _Places(kept)
-    events: list[Row] = []
-    for number, record in enumerate(kept):
-        slices = _slices(record, places, origin)
+    clock = Clock(kept, unit)
+    steps = [_step(record, clock) for record in kept]
+    rows = _rows(steps)
+    places = Places(kept, max(rows, default=-1) + 1, sampled_devices(kept))
+    events = [{**step, **places.step(row)} for step, row in zip(steps, rows, strict=True)]
+    names = count(1)
+    for record in kept:
+        slices = _slices(record, places, clock)
         events += slices.values()
-        events += _flows(record, slices, f"{number}.")
-        events += _failures(record, places, origin)
-    events += _counters(kept, places, origin)
+        events += _flows(record, slices, names)
+        events += _failures(record, places, clock)
+    events += in_flight(kept, places, clock)
+    events += measured_memory(kept, places, clock)
+    if memory is not None:
+        events += predicted_memory(kept, memory, places, clock)
     events.sort(key=lambda event: float(event["ts"]))
     return {"traceEvents": [*places.metadata(), *events], "displayTimeUnit": "ms"}
 
 
-class _Places:
-    """Process and thread numbers, both from 1, since viewers give 0 a meaning of its own.
-
-    Threads are numbered through all devices: some viewers take a thread's number to be unique.
-    """
-
-    def __init__(self, records: Sequence[StepRecord]) -> None:
-        lanes = dict.fromkeys(lane for record in records for lane in record.graph.lanes)
-        self._devices = {d: number for number, d in enumerate(dict.fromkeys(lane.device for lane in lanes), 1)}
-        self._lanes = {lane: number for number, lane in enumerate(lanes, 1)}
-
-    def device(self, device: str) -> dict[str, int]:
-        return {"pid": self._devices[device]}
-
-    def lane(self, lane: Lane) -> dict[str, int]:
-        return {"pid": self._devices[lane.device], "tid": self._lanes[lane]}
-
-    def metadata(self) -> Iterator[Row]:
-        """Names of devices and lanes, and the order to show them in."""
-        for device, number in self._devices.items():
-            process = {"ph": "M", "pid": number}
-            yield {**process, "name": "process_name", "args": {"name": device}}
-            yield {**process, "name": "process_sort_index", "args": {"sort_index": number}}
-        for lane, number in self._lanes.items():
-            thread = {"ph": "M", **self.lane(lane)}
-            yield {**thread, "name": "thread_name", "args": {"name": lane.queue.value}}
-            yield {**thread, "name": "thread_sort_index", "args": {"sort_index": number}}
+# Steps
 
 
-def _submitted(record: StepRecord) -> float:
-    return next((at for at, event in record.journal if isinstance(event, StepSubmitted)), 0.0)
+def _step(record: StepRecord, clock: Clock) -> Row:
+    """The slice of a whole step, from its submission until its last device was done; the place is still missing."""
+    ended = [event.ended for _, event in record.journal if isinstance(event, TaskCompleted)]
+    begin = clock.at(record.journal[0][0]) if record.journal else 0.0
+    end = clock.at(max([record.journal[-1][0], *ended])) if record.journal else begin
+    return {
+        "ph": "X",
+        "name": _step_name(record),
+        "cat": "step",
+        "cname": STEP_COLOURS[record.outcome],
+        "ts": begin,
+        "dur": round(max(end - begin, 0.0), 3),
+        "args": _step_arguments(record),
+    }
 
 
-def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
+def _step_name(record: StepRecord) -> str:
+    phase = "" if record.graph.phase is Phase.STEP else f" {record.graph.phase.value}"
+    outcome = "" if record.outcome is Outcome.OK else f" {record.outcome.value}"
+    return f"step {record.step}{phase}{outcome}"
 
 
-def _slices(record: StepRecord, places: _Places, origin: float) -> dict[int, Row]:
+def _step_arguments(record: StepRecord) -> Row:
+    graph = record.graph
+    arguments: Row = {
+        "step": record.step,
+        "outcome": record.outcome.value,
+        "phase": graph.phase.value,
+        "schedule": graph.schedule,
+        "stages": graph.shape.stages,
+        "microbatches": graph.shape.microbatches,
+        "devices": graph.shape.devices,
+        "tasks": len(graph.tasks),
+    }
+    if record.outcome is Outcome.OK:
+        arguments["bubble_ratio"] = round(report(record).bubble_ratio, 4)
+    for _, event in record.journal:
+        if isinstance(event, StepCompleted) and event.error is not None:
+            failed = "" if event.failed_task is None else f"{graph.tasks[event.failed_task].id}: "
+            arguments["error"] = f"{failed}{type(event.error).__name__}"
+    return arguments
+
+
+def _rows(steps: Sequence[Row]) -> list[int]:
+    """Of each step the first row that is free for it: steps overlap where devices run ahead or jobs share them."""
+    ends: list[float] = []
+    rows = [0] * len(steps)
+    for number in sorted(range(len(steps)), key=lambda number: float(steps[number]["ts"])):
+        begin, end = steps[number]["ts"], steps[number]["ts"] + steps[number]["dur"]
+        row = next((row for row, free in enumerate(ends) if free <= begin), len(ends))
+        ends[row : row + 1] = [end]
+        rows[number] = row
+    return rows
+
+
+# Tasks
+
+
+def _slices(record: StepRecord, places: Places, clock: Clock) -> dict[int, Row]:
     """The slice of every completed task, by the task's number."""
     slices = {}
     for _, event in record.journal:
         if isinstance(event, TaskCompleted):
             task = record.graph.tasks[event.task]
-            start = _microseconds(event.started - origin)
+            start, end = clock.at(event.started), clock.at(event.ended)
             slices[event.task] = {
                 "ph": "X",
                 "name": task.id,
@@ -107,7 +163,7 @@ def _slices(record: StepRecord, places: _Places, origin: float) -> dict[int, Row
                 "cname": COLOURS[task.kind],
                 **places.lane(task.lane),
                 "ts": start,
-                "dur": max(_microseconds(event.ended - origin) - start, 0.0),
+                "dur": round(max(end - start, 0.0), 3),
                 "args": _arguments(record, task),
             }
     return slices
@@ -120,32 +176,14 @@ def _arguments(record: StepRecord, task: Task) -> Row:
         "stage": task.stage,
         "kind": task.kind.value,
     }
-    return arguments if task.source is None else {**arguments, "src": task.source, "dst": task.stage}
+    if task.source is not None:
+        arguments |= {"src": task.source, "dst": task.stage}
+        if task.number in record.notes.copied:
+            arguments["bytes"] = record.notes.copied[task.number]
+    return arguments
 
 
-def _flows(record: StepRecord, slices: dict[int, Row], prefix: str) -> Iterator[Row]:
-    """An arrow producer → copy → consumer for every copy whose two ends ran."""
-    dependencies = record.graph.dependencies
-    for consumer in slices:
-        for copy in dependencies[consumer]:
-            if record.graph.tasks[copy].kind is not TaskKind.COPY or not slices.keys() >= {*dependencies[copy], copy}:
-                continue
-            ends = [*dependencies[copy], copy, consumer]
-            for phase, place in zip("stf", (slices[end] for end in ends), strict=True):
-                leaves = max(place["ts"], place["ts"] + place["dur"] - INSIDE)
-                yield {
-                    "ph": phase,
-                    "id": f"{prefix}{copy}.{consumer}",
-                    "name": "copy",
-                    "cat": "copy",
-                    "pid": place["pid"],
-                    "tid": place["tid"],
-                    "ts": leaves if phase == "s" else place["ts"],
-                    **({"bp": "e"} if phase == "f" else {}),
-                }
-
-
-def _failures(record: StepRecord, places: _Places, origin: float) -> Iterator[Row]:
+def _failures(record: StepRecord, places: Places, clock: Clock) -> Iterator[Row]:
     """A mark on the lane where a task failed; it has no slice, since nobody knows how long it ran."""
     for at, event in record.journal:
         if isinstance(event, TaskFailed):
@@ -155,42 +193,47 @@ def _failures(record: StepRecord, places: _Places, origin: float) -> Iterator[Ro
                 "s": "t",
                 "name": f"{task.id} failed: {type(event.error).__name__}",
                 **places.lane(task.lane),
-                "ts": _microseconds(at - origin),
+                "ts": clock.at(at),
                 "args": _arguments(record, task),
             }
 
 
-def _counters(records: Sequence[StepRecord], places: _Places, origin: float) -> Iterator[Row]:
-    """Per stage, how many micro-batches are between the start of their forward and the end of their backward."""
-    changes: list[tuple[float, int, int, str]] = []
-    for record in records:
-        changes += _in_flight_changes(record)
-    live: dict[tuple[int, str], int] = {}
-    for at, change, stage, device in sorted(changes):
-        live[stage, device] = live.get((stage, device), 0) + change
+# Arrows
+
+
+def _flows(record: StepRecord, slices: dict[int, Row], names: Iterator[int]) -> Iterator[Row]:
+    """An arrow producer → copy → consumer for every copy that ran and everyone who read what it brought.
+
+    Of several producers (of the gradients that a tied weight sums) it is the last one. A slice that takes no time is
+    left out, since nobody could see an end of an arrow there: free copies of a simulation get producer → consumer.
+    """
+    tasks, dependencies = record.graph.tasks, record.graph.dependencies
+    visible = {number for number, place in slices.items() if place["dur"] > 0}
+    for consumer in slices:
+        for copy in dependencies[consumer]:
+            if tasks[copy].kind is not TaskKind.COPY or copy not in slices:
+                continue
+            read = [number for number in dependencies[copy] if number in slices]
+            last = [max(read, key=lambda number: float(slices[number]["ts"] + slices[number]["dur"]))] if read else []
+            ends = [slices[number] for number in (*last, copy, consumer) if number in visible]
+            if len(ends) > 1:
+                yield from _arrow(ends, next(names))
+
+
+def _arrow(places: Sequence[Row], name: int) -> Iterator[Row]:
+    """An arrow from the end of the first slice, over those between, to the start of the last.
+
+    ``name`` is a number of its own for each: Perfetto takes no words there.
+    """
+    for phase, place in zip("s" + "t" * (len(places) - 2) + "f", places, strict=True):
+        leaves = round(max(place["ts"], place["ts"] + place["dur"] - INSIDE), 3)
         yield {
-            "ph": "C",
-            "name": f"in flight, stage {stage}",
-            **places.device(device),
-            "ts": _microseconds(at - origin),
-            "args": {"micro-batches": live[stage, device]},
+            "ph": phase,
+            "id": name,
+            "name": "copy",
+            "cat": "copy",
+            "pid": place["pid"],
+            "tid": place["tid"],
+            "ts": leaves if phase == "s" else place["ts"],
+            **({"bp": "e"} if phase == "f" else {}),
         }
-
-
-def _in_flight_changes(record: StepRecord) -> Iterator[tuple[float, int, int, str]]:
-    """(time, +1 or -1, stage, device); at one instant, ends come first. What a failed step leaves ends with it."""
-    graph = record.graph
-    held: set[tuple[int, int]] = set()
-    for _, event in record.journal:
-        if isinstance(event, TaskCompleted):
-            task = graph.tasks[event.task]
-            if task.kind is TaskKind.FORWARD:
-                held.add((task.microbatch, task.stage))
-                yield event.started, 1, task.stage, task.lane.device
-            if task.kind in graph.releasing:
-                held.discard((task.microbatch, task.stage))
-                yield event.ended, -1, task.stage, task.lane.device
-    if record.outcome is not Outcome.OK:
-        end = record.journal[-1][0]
-        for _, stage in held:
-            yield end, -1, stage, graph.devices[graph.placement[stage]]

@@ -150,6 +150,61 @@ def test_micro_batches_may_vary_as_a_whole(capsys: Output) -> None:
     assert found(capsys, f"{by_task} --costs F=1,B=2") != found(capsys, f"{by_task} --costs F=2,B=1")
 
 
+# Traces
+
+
+def events(path: Path, phase: str) -> list[dict[str, Any]]:
+    trace = json.loads(path.read_text(encoding="utf-8"))
+    return [event for event in trace["traceEvents"] if event["ph"] == phase]
+
+
+def test_a_trace_shows_a_unit_as_a_millisecond(capsys: Output, tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    line = f"1f1b --stages 2 --microbatches 3 --costs F=1,B=2.5,C=0.25 --trace {path}"
+    assert run(capsys, line).endswith(f"\ntrace: {path} (open it in https://ui.perfetto.dev)\n")
+    times = {event["name"]: (event["ts"], event["dur"]) for event in events(path, "X")}
+    assert times["F(0,0)"] == (0, 1000)
+    assert times["C(0,0>1)"] == (1000, 250)
+    assert times["B(0,1)"] == (2250, 2500)
+    step = found(capsys, line)
+    assert step["trace"] == str(path)
+    assert times["step 0"] == (0, step["makespan"] * 1000)
+    assert not [event for event in events(path, "C") if "memory" in event["name"]]
+
+
+def test_a_trace_of_several_seeds_is_that_of_the_first(capsys: Output, tmp_path: Path) -> None:
+    line = "gpipe --stages 2 --microbatches 2 --jitter 0.3 --seed 4"
+    run(capsys, f"{line} --repeat 3 --trace {tmp_path / 'several.json'}")
+    run(capsys, f"{line} --trace {tmp_path / 'one.json'}")
+    run(capsys, f"{line.replace('4', '5')} --trace {tmp_path / 'other.json'}")
+    one, several, other = ((tmp_path / f"{name}.json").read_bytes() for name in ("one", "several", "other"))
+    assert one == several
+    assert one != other
+
+
+def test_a_trace_with_a_profile_is_in_seconds_and_shows_memory(capsys: Output, profile: Path, tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    line = f"gpipe --stages 2 --microbatches 4 --profile {profile} --balance 1,2 --trace {path}"
+    step = found(capsys, line)
+    (whole,) = [event for event in events(path, "X") if event["name"] == "step 0"]
+    assert whole["dur"] == step["makespan"] * 1e6
+    held: dict[int, list[int]] = {}
+    for event in events(path, "C"):
+        if event["name"] == "predicted memory":
+            held.setdefault(event["pid"], []).append(event["args"]["bytes"])
+    assert [max(of_device) for _, of_device in sorted(held.items())] == step["memory"]
+    assert [of_device[0] for _, of_device in sorted(held.items())] == [2 * 4096 + 3072, 4 * 4096]
+    assert [of_device[-1] for _, of_device in sorted(held.items())] == [2 * 4096, 4 * 4096]
+
+
+def test_a_trace_that_cannot_be_written_is_told_before_anything_is_printed(capsys: Output, tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "step.json"
+    assert main(["simulate", *f"gpipe --stages 2 --microbatches 1 --trace {path}".split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"asyncpipe: error: cannot write {path}: No such file or directory\n"
+
+
 # Profiles
 
 
@@ -294,15 +349,18 @@ def test_help_explains_options_and_gives_examples(capsys: Output) -> None:
         assert word in text
     for option in ("--stages", "--microbatches", "--virtual", "--order", "--checkpoint", "--costs", "--profile"):
         assert option in text
-    for option in ("--balance", "--jitter", "--jitter-per", "--seed", "--repeat", "--json"):
+    for option in ("--balance", "--jitter", "--jitter-per", "--seed", "--repeat", "--json", "--trace"):
         assert option in text
 
 
-def test_the_examples_of_the_help_are_commands(capsys: Output, profile: Path) -> None:
+def test_the_examples_of_the_help_are_commands(
+    capsys: Output, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         main(["simulate", "--help"])
     lines = [line.strip() for line in capsys.readouterr().out.partition("examples:\n")[2].splitlines()]
-    assert len(lines) == 5
+    assert len(lines) == 6
     for line in lines:
         program, *arguments = line.replace("my_package.schedules", __name__).replace("model.json", str(profile)).split()
         assert program == "asyncpipe"

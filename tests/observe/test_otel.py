@@ -1,0 +1,330 @@
+"""OpenTelemetry: one span a step, made of the record and holding none of it."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+import weakref
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from asyncpipe.core.costs import Costs
+from asyncpipe.core.events import (
+    GateOpened,
+    Journal,
+    Outcome,
+    StepCancelled,
+    StepCompleted,
+    StepRecord,
+    StepSubmitted,
+    TaskCompleted,
+    TaskFailed,
+)
+from asyncpipe.core.graph import Phase, TaskGraph
+from asyncpipe.core.lower import lower
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.report import report
+from asyncpipe.core.schedule import Shape
+from asyncpipe.core.simulate import simulate
+from asyncpipe.core.task import TaskKind
+from asyncpipe.errors import OptionError
+from asyncpipe.observe.otel import StepSpans
+
+pytest.importorskip("opentelemetry.sdk", reason="needs opentelemetry-sdk: pip install opentelemetry-sdk")
+
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace import StatusCode
+
+MILLISECOND = 1_000_000
+
+
+class Spans:
+    """A provider whose finished spans can be looked at."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.tracer = provider.get_tracer("test")
+
+    def all(self) -> tuple[ReadableSpan, ...]:
+        return self._exporter.get_finished_spans()
+
+    def only(self) -> ReadableSpan:
+        (span,) = self.all()
+        return span
+
+
+@pytest.fixture
+def spans() -> Spans:
+    return Spans()
+
+
+def graph_of(phase: Phase = Phase.STEP) -> TaskGraph:
+    return lower(find_schedule("1f1b"), Shape(3, 4, 3), phase=phase)
+
+
+def at_present(record: StepRecord, step: int = 5, ago: float = 100.0) -> StepRecord:
+    """The simulated step, moved to some seconds ago on the clock of real steps."""
+    offset = time.perf_counter() - ago
+    journal: list[tuple[float, Any]] = []
+    for at, event in record.journal:
+        if isinstance(event, TaskCompleted):
+            event = TaskCompleted(step, event.task, event.started + offset, event.ended + offset)
+        journal.append((at + offset, event))
+    return StepRecord(step, record.graph, journal, record.outcome)
+
+
+def failed(graph: TaskGraph, error: BaseException) -> StepRecord:
+    number = graph.find(TaskKind.FORWARD, 0, 0).number
+    begin = time.perf_counter()
+    journal: Journal = [
+        (begin, StepSubmitted(3, graph)),
+        (begin + 0.25, TaskFailed(3, number, error)),
+        (begin + 0.5, StepCompleted(3, Outcome.FAILED, number, error)),
+    ]
+    return StepRecord(3, graph, journal, Outcome.FAILED)
+
+
+def test_a_step_is_a_span_that_tells_what_ran(spans: Spans) -> None:
+    record = at_present(simulate(graph_of(), Costs(copy=0.5)))
+    StepSpans("toy", spans.tracer).step_completed(record)
+    span = spans.only()
+    found = report(record)
+    assert span.name == "asyncpipe.step"
+    assert dict(span.attributes or {}) == {
+        "asyncpipe.job": "toy",
+        "asyncpipe.step": 5,
+        "asyncpipe.phase": "step",
+        "asyncpipe.schedule": "1f1b",
+        "asyncpipe.stages": 3,
+        "asyncpipe.microbatches": 4,
+        "asyncpipe.devices": ("dev:0", "dev:1", "dev:2"),
+        "asyncpipe.tasks": len(record.graph.tasks),
+        "asyncpipe.tasks_completed": len(record.graph.tasks),
+        "asyncpipe.outcome": "ok",
+        "asyncpipe.bubble_ratio": pytest.approx(found.bubble_ratio),
+        "asyncpipe.busiest_device": "dev:0",
+        "asyncpipe.busiest_utilization": pytest.approx(found.device_utilization["dev:0"]),
+    }
+    assert span.status.status_code is StatusCode.UNSET
+    assert span.events == ()
+
+
+def test_the_busiest_device_is_the_one_that_computes_most(spans: Spans) -> None:
+    record = simulate(graph_of(), lambda task: 9.0 if task.kind is TaskKind.COPY else 1.0 + (task.stage == 1))
+    StepSpans("toy", spans.tracer).step_completed(at_present(record))
+    attributes = spans.only().attributes or {}
+    assert attributes["asyncpipe.busiest_device"] == "dev:1"
+    assert attributes["asyncpipe.bubble_ratio"] == pytest.approx(report(record).bubble_ratio)
+
+
+def test_times_are_those_of_the_journal_on_the_walls_clock(spans: Spans) -> None:
+    record = at_present(simulate(graph_of()), ago=100.0)
+    before = time.time_ns()
+    StepSpans("toy", spans.tracer).step_completed(record)
+    after = time.time_ns()
+    span = spans.only()
+    assert span.start_time is not None
+    assert span.end_time is not None
+    # ``at_present`` read the clock a moment earlier than ``before`` was taken.
+    assert before - 100_000 * MILLISECOND - 5_000 * MILLISECOND < span.start_time <= after - 100_000 * MILLISECOND
+    assert span.end_time - span.start_time == pytest.approx(report(record).seconds * 1e9, abs=2)
+
+
+def test_a_device_that_was_done_after_the_last_event_counts(spans: Spans) -> None:
+    """Its clock may be a little ahead of the loop's."""
+    record = simulate(graph_of())
+    *rest, (at, end) = record.journal
+    StepSpans("toy", spans.tracer).step_completed(
+        at_present(StepRecord(0, record.graph, [*rest, (at - 1.0, end)], Outcome.OK))
+    )
+    span = spans.only()
+    assert (span.end_time or 0) - (span.start_time or 0) == pytest.approx(report(record).seconds * 1e9, abs=2)
+
+
+def test_a_failed_step_has_the_error_and_its_task(spans: Spans) -> None:
+    StepSpans("toy", spans.tracer).step_completed(failed(graph_of(), ValueError("no such layer")))
+    span = spans.only()
+    attributes = span.attributes or {}
+    assert span.status.status_code is StatusCode.ERROR
+    assert span.status.description == "ValueError: no such layer"
+    assert attributes["asyncpipe.outcome"] == "failed"
+    assert attributes["asyncpipe.failed_task"] == "F(0,0)"
+    assert attributes["error.type"] == "ValueError"
+    assert attributes["asyncpipe.tasks_completed"] == 0
+    assert "asyncpipe.bubble_ratio" not in attributes
+    (event,) = span.events
+    assert event.name == "exception"
+    assert dict(event.attributes or {}) == {"exception.type": "ValueError", "exception.message": "no such layer"}
+    assert event.timestamp == span.end_time
+
+
+def test_an_error_of_a_module_is_named_with_it(spans: Spans) -> None:
+    StepSpans("toy", spans.tracer).step_completed(failed(graph_of(), OptionError("odd")))
+    span = spans.only()
+    assert (span.attributes or {})["error.type"] == "asyncpipe.errors.OptionError"
+    assert span.status.description == "OptionError: odd"
+
+
+def test_a_cancelled_step_is_no_error(spans: Spans) -> None:
+    graph, now = graph_of(), time.perf_counter()
+    journal: Journal = [
+        (now, StepSubmitted(1, graph)),
+        (now, StepCancelled(1)),
+        (now, StepCompleted(1, Outcome.CANCELLED)),
+    ]
+    StepSpans("toy", spans.tracer).step_completed(StepRecord(1, graph, journal, Outcome.CANCELLED))
+    span = spans.only()
+    assert (span.attributes or {})["asyncpipe.outcome"] == "cancelled"
+    assert span.status.status_code is StatusCode.UNSET
+
+
+def test_forwards_and_backwards_of_a_drop_in_step_are_two_spans(spans: Spans) -> None:
+    observer = StepSpans("toy", spans.tracer)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        record = simulate(graph_of(phase))
+        assert phase is Phase.FORWARD or any(isinstance(event, GateOpened) for _, event in record.journal)
+        observer.step_completed(at_present(record))
+    assert [(span.attributes or {})["asyncpipe.phase"] for span in spans.all()] == ["forward", "backward"]
+
+
+def test_steps_that_take_no_time_and_journals_without_events_are_no_trouble(spans: Spans) -> None:
+    observer = StepSpans("toy", spans.tracer)
+    observer.step_completed(StepRecord(0, graph_of(), [], Outcome.OK))
+    assert spans.all() == ()
+    observer.step_completed(simulate(graph_of(), lambda task: 0.0))
+    assert (spans.only().attributes or {})["asyncpipe.bubble_ratio"] == 0.0
+
+
+# The host
+
+
+def test_each_step_is_a_trace_of_its_own_linked_to_the_hosts_span(spans: Spans) -> None:
+    with spans.tracer.start_as_current_span("the host's job") as job:
+        observer = StepSpans("toy", spans.tracer)
+        for step in range(3):
+            observer.step_completed(at_present(simulate(graph_of()), step))
+    steps = [span for span in spans.all() if span.name == "asyncpipe.step"]
+    contexts = [span.get_span_context() for span in steps]
+    assert len({context.trace_id for context in contexts if context} | {job.get_span_context().trace_id}) == 4
+    assert all(span.parent is None for span in steps)
+    assert all([link.context for link in span.links] == [job.get_span_context()] for span in steps)
+    assert [(span.attributes or {})["asyncpipe.step"] for span in steps] == [0, 1, 2]
+
+
+def test_without_a_span_of_the_host_there_is_no_link(spans: Spans) -> None:
+    StepSpans("toy", spans.tracer).step_completed(at_present(simulate(graph_of())))
+    assert list(spans.only().links) == []
+
+
+def test_by_default_spans_are_the_global_providers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Tracer(trace.NoOpTracer):
+        def start_span(self, name: str, *args: Any, **kwargs: Any) -> trace.Span:
+            asked.append(name)
+            return super().start_span(name, *args, **kwargs)
+
+    monkeypatch.setattr(trace, "get_tracer", lambda name: Tracer())
+    StepSpans("toy").step_completed(at_present(simulate(graph_of())))
+    assert asked == ["asyncpipe.step"]
+
+
+def test_a_step_that_is_not_sampled_is_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fold(*_: object) -> float:
+        raise AssertionError("folded for nobody")
+
+    monkeypatch.setattr("asyncpipe.observe.otel._describe", fold)
+    StepSpans("toy", TracerProvider(sampler=ALWAYS_OFF).get_tracer("x")).step_completed(simulate(graph_of()))
+
+
+# What is left behind
+
+
+class Big:
+    """Stands for a tensor in the frame of a task that failed."""
+
+
+def raised() -> tuple[BaseException, weakref.ref[Big]]:
+    held = Big()
+    try:
+        raise RuntimeError("out of memory")
+    except RuntimeError as error:
+        return error, weakref.ref(held)
+
+
+class Watched(list[Any]):
+    """A journal that can be watched: whoever keeps a record keeps its journal."""
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.FAILED])
+def test_neither_records_nor_what_errors_hold_stay_alive(spans: Spans, outcome: Outcome) -> None:
+    observer = StepSpans("toy", spans.tracer)
+    error, held = raised()
+    record = failed(graph_of(), error) if outcome is Outcome.FAILED else at_present(simulate(graph_of()))
+    journal = Watched([*record.journal, (record.journal[-1][0], TaskFailed(0, 0, error))])
+    kept = weakref.ref(journal)
+    record = StepRecord(0, record.graph, journal, outcome)
+    observer.step_completed(record)
+    assert held() is not None
+    del error, record, journal
+    gc.collect()
+    assert (kept(), held()) == (None, None)
+    assert (spans.only().status.status_code is StatusCode.ERROR) == (outcome is Outcome.FAILED)
+
+
+# Missing
+
+
+def test_without_opentelemetry_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(OptionError, match=r"pip install 'asyncpipe\[otel\]'"):
+        StepSpans("toy")
+
+
+def test_importing_it_needs_neither_opentelemetry_nor_torch() -> None:
+    code = (
+        "import sys\n"
+        "import asyncpipe.observe.otel\n"
+        "assert not {'opentelemetry', 'torch', 'prometheus_client'} & sys.modules.keys()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# In a pipeline
+
+
+def test_a_pipeline_makes_spans(spans: Spans) -> None:
+    import torch
+    from torch import nn
+
+    import asyncpipe
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    observer = StepSpans("toy", spans.tracer)
+    with asyncpipe.Pipeline(
+        model, ["cpu:0", "cpu:1"], microbatches=2, loss_fn=nn.functional.mse_loss, observers=[observer]
+    ).sync() as pipe:
+        before = time.time_ns()
+        for _ in range(2):
+            pipe.step(torch.randn(4, 4), torch.randn(4, 2))
+        after = time.time_ns()
+        with pytest.raises(asyncpipe.TaskError):
+            pipe.step(torch.randn(4, 5), torch.randn(4, 2))
+    first, second, third = spans.all()
+    times = [before, first.start_time, first.end_time, second.start_time, second.end_time, after]
+    # The two clocks are read one after the other for every span.
+    assert all(earlier <= later + MILLISECOND for earlier, later in pairwise(times) if earlier and later)
+    assert (second.attributes or {})["asyncpipe.devices"] == ("cpu:0", "cpu:1")
+    assert third.status.status_code is StatusCode.ERROR
+    assert (third.attributes or {})["asyncpipe.failed_task"] == "F(0,0)"
