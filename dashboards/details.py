@@ -1,0 +1,173 @@
+"""The lower half of the dashboard *Pipeline*: tasks, steps and devices, one function for each section."""
+
+from __future__ import annotations
+
+from dashboards.board import Band
+from dashboards.panels import Face, Query, heat, lines
+from dashboards.queries import mean, quantile, rate, series, total
+from dashboards.sdk import Panel
+
+__all__ = ["devices", "steps", "tasks"]
+
+KINDS = (
+    "F forward, R recompute, B backward, I and W its halves for inputs and for weights, C copy, S sum of tied "
+    "gradients, U update."
+)
+CHOSEN = 'kind=~"$kind"'
+COMPUTE = 'kind!~"C|S|U"'
+ACROSS = 3
+
+
+def tasks() -> tuple[Band, ...]:
+    """How long tasks of each kind take, where recomputation goes, and what stages hold."""
+    spread = Face(
+        title="Task duration, $kind",
+        about=f"How many tasks took how long, over all stages: {KINDS} Two bands are two kinds of stages, or a device "
+        "that slows down now and then. A bucket ends at twice the duration of the one below.",
+        unit="s",
+        low=None,
+    )
+    even = Face(
+        title="Task duration",
+        about=f"Mean duration by stage and kind (exact, unlike quantiles): {KINDS} Equal stages have equal lines.",
+        unit="s",
+        runbook=("Unbalanced stages",),
+    )
+    late = Face(
+        title="Task duration, median and 95th percentile",
+        about="By stage and kind, as far as buckets tell (each ends at twice the one below). The 95th percentile far "
+        "above the median: tasks of different length, or a device that others use.",
+        unit="s",
+    )
+    by = "job, stage, kind"
+    buckets = total("le", f"increase({series('task_duration_seconds_bucket', CHOSEN)}[$__rate_interval])")
+    name = "{{kind}} stage {{stage}}"
+    quantiles = [
+        Query(quantile(at, "task_duration_seconds", by, CHOSEN), f"{called} {name}")
+        for at, called in ((0.5, "median"), (0.95, "95 %"))
+    ]
+    means = Query(mean("task_duration_seconds", by, CHOSEN), name)
+    return (
+        Band(8, ((heat(spread, Query(buckets, "{{le}}"), "kind", ACROSS), 24),)),
+        Band(9, ((lines(even, means, beside=True), 12), (lines(late, *quantiles, beside=True), 12))),
+        Band(8, _held()),
+    )
+
+
+def _held() -> tuple[tuple[Panel, int], ...]:
+    recompute = Face(
+        title="Recompute share",
+        about="Part of the computing time that repeats forwards, to save memory. It is busy, and spent twice.",
+        unit="percentunit",
+        high=1,
+        runbook=("Bubble",),
+    )
+    spent = total("job", rate("task_duration_seconds_sum", COMPUTE))
+    again = total("job", rate("task_duration_seconds_sum", 'kind="R"'))
+    # A job without recomputation has no such series, and its share is 0.
+    part = Query(f"({again} or 0 * {spent})\n  / ({spent} > 0)", "{{job}}")
+    inflight = Face(
+        title="In-flight micro-batches",
+        about="Most micro-batches that a stage held between forward and backward in the last step: activations in "
+        "memory. GPipe holds all of them, 1F1B as many as stages follow.",
+        unit="none",
+        decimals=0,
+        runbook=("AsyncpipeMemoryNearLimit",),
+    )
+    ready = Face(
+        title="Ready tasks",
+        about="How many tasks waited for their device with everything there, on average over the last step. Many: the "
+        "device is the bottleneck. None: it waits for others.",
+        unit="none",
+        runbook=("Waiting for the scheduler",),
+    )
+    held = Query(f"max by (job, stage) ({series('inflight_microbatches')})", "stage {{stage}}")
+    waiting = Query(f"max by (job, device) ({series('ready_tasks')})", "{{device}}")
+    return (lines(recompute, part), 8), (lines(inflight, held, held=True), 8), (lines(ready, waiting, held=True), 8)
+
+
+def steps() -> tuple[Band, ...]:
+    """How long steps take, and what goes through."""
+    time = Face(
+        title="Step time",
+        about="From a step's submission to the end of its last task. The last line has the optimizer and the loading "
+        "of data in it: far above the mean, time is lost outside of the pipeline.",
+        unit="s",
+        runbook=("AsyncpipeStalled",),
+    )
+    quantiles = [
+        Query(quantile(at, "step_duration_seconds", "job"), f"{called} {{{{job}}}}")
+        for at, called in ((0.5, "median"), (0.95, "95 %"), (0.99, "99 %"))
+    ]
+    counted = total("job", rate("training_seconds_total")), total("job", rate("step_duration_seconds_count"))
+    whole = Query(f"{counted[0]}\n  / ({counted[1]} > 0)", "with optimizer and data {{job}}")
+    samples = Face(title="Samples per second", about="Training samples consumed per second.", unit="si:samples/s")
+    tokens = Face(title="Token throughput", about="Training tokens consumed per second.", unit="si:tok/s")
+    return (
+        Band(
+            8,
+            (
+                (lines(time, Query(mean("step_duration_seconds", "job"), "mean {{job}}"), *quantiles, whole), 12),
+                (lines(samples, Query(total("job", rate("samples_total")), "{{job}}")), 6),
+                (lines(tokens, Query(total("job", rate("tokens_total")), "{{job}}")), 6),
+            ),
+        ),
+    )
+
+
+def devices() -> tuple[Band, ...]:
+    """Copies, memory, and the threads that drive the devices."""
+    way = "job, src, dst"
+    bytes_copied = Face(
+        title="Copies",
+        about="Bytes per second from one device to another. Between CPU devices tensors are handed over, and count all "
+        "the same. Neighbouring stages should have even lines.",
+        unit="binBps",
+        runbook=("Waiting for a copy",),
+    )
+    busy = Face(
+        title="Copy time",
+        about="Seconds that copies between two devices took, per second. Near 1 the path is full, and the next device "
+        "waits.",
+        unit="percentunit",
+        runbook=("Waiting for a copy",),
+    )
+    name = "{{src}} → {{dst}}"
+    return (
+        Band(
+            8,
+            (
+                (lines(bytes_copied, Query(total(way, rate("copy_bytes_total")), name), beside=True), 12),
+                (lines(busy, Query(total(way, rate("copy_seconds_total")), name), beside=True), 12),
+            ),
+        ),
+        Band(8, ((_memory(), 12), (_executors(), 12))),
+    )
+
+
+def _memory() -> Panel:
+    face = Face(
+        title="Memory",
+        about="Of physical devices, as the process sees them after each step: in use, the most ever used, and what "
+        "there is. Jobs of one process share them.",
+        unit="bytes",
+        runbook=("AsyncpipeMemoryNearLimit",),
+        names=(("/^limit/", (("custom.lineStyle", {"fill": "dash", "dash": [8, 6]}), ("custom.fillOpacity", 0))),),
+    )
+    queries = [
+        Query(f"max by (device) ({series(f'memory_{metric}_bytes')})", f"{called} {{{{device}}}}")
+        for metric, called in (("allocated", "in use"), ("peak", "peak"), ("limit", "limit"))
+    ]
+    return lines(face, *queries, beside=True)
+
+
+def _executors() -> Panel:
+    face = Face(
+        title="Executor busy",
+        about="Share of its time that each device's host thread spends on tasks: running them on a CPU, queueing them "
+        "on CUDA. On CUDA near 1, the host holds the device back. On CPUs their sum cannot exceed the free cores.",
+        unit="percentunit",
+        runbook=("Waiting for the scheduler",),
+    )
+    query = Query(total("job, device", rate("executor_busy_seconds_total")), "{{device}}")
+    return lines(face, query, beside=True)

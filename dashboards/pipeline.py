@@ -1,0 +1,173 @@
+"""The dashboard *Pipeline*: which stage holds the pipeline back, and why.
+
+It is read from the top: six numbers, then who computes and what the others wait for. What tasks, steps and devices do
+in detail comes below (``details.py``).
+"""
+
+from __future__ import annotations
+
+from dashboards.board import Band, Section, board, chosen
+from dashboards.details import devices, steps, tasks
+from dashboards.panels import Face, Query, bars, columns, lines, named, number, states
+from dashboards.queries import mean, rate, series, total
+from dashboards.sdk import Dashboard, Panel
+from dashboards.states import BUSY, STATES, WAITING, dominating, dominating_code, in_steps, share
+
+__all__ = ["UID", "pipeline"]
+
+UID = "asyncpipe-pipeline"
+ABOUT = "Which stage holds the pipeline back, and why: waiting for data, for a copy, for the scheduler, or unbalanced."
+REASONS = ("Waiting for data", "Waiting for a copy", "Waiting for the scheduler", "Drain")
+OF_JOB = " ${__field.labels.job}"
+IDEAL = f"max by (job) ({series('ideal_bubble_ratio')})"
+
+
+def pipeline() -> Dashboard:
+    """The dashboard, ready to be written."""
+    kind = chosen("kind", "Kind of task", 'label_values(asyncpipe_task_duration_seconds_count{job=~"$job"}, kind)')
+    sections = (
+        Section("", (_numbers(),)),
+        Section("Which stage, and why", _why()),
+        Section("Tasks", tasks()),
+        Section("Steps", steps()),
+        Section("Devices", devices()),
+    )
+    return board(UID, "asyncpipe: Pipeline", ABOUT, sections, (kind,))
+
+
+def _numbers() -> Band:
+    step = Face(title="Mean step time", about="Mean time of the steps that ended lately.", unit="s")
+    tokens = Face(title="Tokens per second", about="Training tokens consumed per second.", unit="si:tok/s")
+    loss = Face(title="Loss", about="Loss of the last step.", unit="none", low=None, decimals=3)
+    return Band(
+        4,
+        (
+            (number(step, Query(mean("step_duration_seconds", "job"), "{{job}}")), 4),
+            (number(tokens, Query(total("job", rate("tokens_total")), "{{job}}")), 3),
+            (_bubble_and_ideal(), 5),
+            (_most_idle_time(), 6),
+            (_imbalance(), 3),
+            (number(loss, Query(f"max by (job) ({series('loss')})", "{{job}}")), 3),
+        ),
+    )
+
+
+def _bubble_and_ideal() -> Panel:
+    face = Face(
+        title="Bubble and its ideal",
+        about="Idle share of the devices' time in steps, and what the schedule would have with equal stages.",
+        unit="percentunit",
+        high=1,
+        decimals=0,
+        runbook=("Bubble",),
+    )
+    return number(face, Query(_bubble(), "measured {{job}}"), Query(IDEAL, "ideal {{job}}"), named=True)
+
+
+def _most_idle_time() -> Panel:
+    face = Face(
+        title="Most idle time",
+        about="The reason for which devices wait most, and its share of their time in steps.",
+        unit="percentunit",
+        high=1,
+        decimals=0,
+        runbook=REASONS,
+        names=named(*WAITING, suffix=OF_JOB),
+    )
+    return number(face, Query(dominating("job"), "{{reason}}"), instant=True, named=True)
+
+
+def _imbalance() -> Panel:
+    face = Face(
+        title="Imbalance",
+        about="Busy time of the busiest device against the mean: 1 is even. No schedule makes up for the rest.",
+        unit="suffix: ×",
+        low=1,
+        decimals=2,
+        steps=((None, "green"), (1.2, "#E69F00"), (1.5, "red")),
+        runbook=("Unbalanced stages",),
+    )
+    busy = total("job, device", rate("stage_busy_seconds_total"))
+    return number(face, Query(f"max by (job) ({busy})\n  / (avg by (job) ({busy}) > 0)", "{{job}}"))
+
+
+def _why() -> tuple[Band, ...]:
+    busy_share = f"{total('job, stage, device', rate('stage_busy_seconds_total'))}\n  / on (job, device) group_left () "
+    utilization = Query(busy_share + in_steps("job, device"), "stage {{stage}}, {{device}}")
+    use = Face(
+        title="Stage utilization",
+        about="Share of its device's time in steps that each stage computes. The longest bar is the stage that the "
+        "others wait for. Stages of one device add up.",
+        unit="percentunit",
+        high=1,
+        decimals=0,
+        runbook=("Unbalanced stages",),
+    )
+    over_time = Face(
+        title="Stage utilization over time",
+        about="The same over time: one line that rises while the others fall is a stage that became slow.",
+        unit="percentunit",
+        high=1,
+        runbook=("AsyncpipeUnbalancedStages", "AsyncpipeStarvedStage"),
+    )
+    timeline = Face(
+        title="State timeline",
+        about="What each device spends most of its time in. A device that waits for data waits for one that is busy.",
+        unit="none",
+        runbook=REASONS,
+    )
+    return (
+        Band(9, ((bars(use, utilization, colour=BUSY.colour), 8), (_time_by_reason(), 16))),
+        Band(8, ((states(timeline, Query(dominating_code(), "{{device}} {{job}}")), 24),)),
+        Band(8, ((lines(over_time, utilization), 8), (_reasons_over_time(), 8), (_against_ideal(), 8))),
+    )
+
+
+def _time_by_reason() -> Panel:
+    face = Face(
+        title="Idle time by reason",
+        about="Where every second of each device goes: busy, idle in steps by reason, and between steps (optimizer, "
+        "data, or nothing to do). Of several jobs each has bars of its own; choose one to tell them apart.",
+        unit="percentunit",
+        high=1,
+        decimals=0,
+        runbook=REASONS,
+    )
+    return columns(face, "device", *((state.colour, Query(share(state), state.name)) for state in STATES))
+
+
+def _reasons_over_time() -> Panel:
+    face = Face(
+        title="Idle time by reason over time",
+        about="Idle shares of the time in steps, over the chosen devices; their sum is the bubble. Every schedule has "
+        "some waiting for data and some drain: compare with the ideal beside.",
+        unit="percentunit",
+        high=1,
+        runbook=REASONS,
+        names=named(*WAITING, suffix=OF_JOB),
+    )
+    waiting = total("job, reason", rate("stage_idle_seconds_total"))
+    expression = f"{waiting}\n  / on (job) group_left () {in_steps('job')}"
+    return lines(face, Query(expression, "{{reason}}"), stacked=True)
+
+
+def _against_ideal() -> Panel:
+    face = Face(
+        title="Bubble against the ideal",
+        about="Idle share of all devices' time in steps. Ideal is the same schedule with equal stages and copies that "
+        "cost nothing. A gap has a reason, beside; without a gap it is the schedule itself.",
+        unit="percentunit",
+        high=1,
+        runbook=("Bubble",),
+        names=(("/^ideal/", (("custom.lineStyle", {"fill": "dash", "dash": [8, 6]}),)),),
+    )
+    return lines(
+        face,
+        Query(_bubble(), "measured {{job}}"),
+        Query(f"max by (job) ({series('bubble_ratio')})", "last step {{job}}"),
+        Query(IDEAL, "ideal {{job}}"),
+    )
+
+
+def _bubble() -> str:
+    return f"1 - {total('job', rate('stage_busy_seconds_total'))}\n  / {in_steps('job')}"

@@ -1,0 +1,107 @@
+"""PromQL in small pieces, so that every query filters by the dashboards' variables and takes its rates alike.
+
+Metrics are named as they are served, without the prefix ``asyncpipe_``. A name that asyncpipe does not serve is an
+error here, when the dashboards are built, and not an empty panel later.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from asyncpipe.errors import OptionError
+from asyncpipe.observe.totals import COUNTERS, GAUGES, HISTOGRAMS
+
+__all__ = ["SERVED", "Expression", "mean", "quantile", "quantile_of_all", "rate", "series", "substituted", "total"]
+
+HISTOGRAM_LABELS = {"bucket": ("le",), "sum": (), "count": ()}
+SERVED: dict[str, tuple[str, ...]] = {
+    **{f"{name}_total": labels for name, (_, labels) in COUNTERS.items()},
+    **{name: labels for name, (_, labels) in GAUGES.items()},
+    **{
+        f"{name}_{suffix}": (*labels, *further)
+        for name, (_, labels, _) in HISTOGRAMS.items()
+        for suffix, further in HISTOGRAM_LABELS.items()
+    },
+    "build_info": ("version",),
+}
+"""Every series that asyncpipe serves, without its prefix, and its labels besides the job."""
+PHYSICAL = "memory_"
+"""Begins the names of metrics whose device is a physical one: the variable has logical ones."""
+
+
+class Expression(NamedTuple):
+    """One query of one panel, its variables not yet replaced."""
+
+    dashboard: str
+    panel: str
+    ref: str
+    expr: str
+
+
+def series(metric: str, *matchers: str) -> str:
+    """The selector of ``metric`` for the jobs that are chosen, and for the devices where it has them.
+
+    ``matchers`` are further conditions, such as ``'reason="copy"'``. Raises ``OptionError`` for a metric or a label
+    that is not served.
+    """
+    labels = SERVED.get(metric)
+    if labels is None:
+        raise OptionError(f"asyncpipe serves no metric asyncpipe_{metric}; there are {', '.join(sorted(SERVED))}")
+    for matcher in matchers:
+        label = re.split(r"[=!]", matcher, maxsplit=1)[0]
+        if label not in labels:
+            raise OptionError(f"asyncpipe_{metric} has no label {label}; it has job, {', '.join(labels)}")
+    chosen = ['job=~"$job"']
+    if "device" in labels and not metric.startswith(PHYSICAL):
+        chosen.append('device=~"$device"')
+    return f"asyncpipe_{metric}{{{', '.join((*chosen, *matchers))}}}"
+
+
+def rate(metric: str, *matchers: str) -> str:
+    """What a counter gains in a second."""
+    return f"rate({series(metric, *matchers)}[$__rate_interval])"
+
+
+def total(by: str, expression: str) -> str:
+    """The sums of ``expression`` by the labels in ``by`` (``"job, stage"``)."""
+    return f"sum by ({by}) ({expression})"
+
+
+def mean(histogram: str, by: str, *matchers: str) -> str:
+    """The mean of what a histogram counted, by the labels in ``by``: exact, whatever its buckets; none of nothing."""
+    counted = total(by, rate(f"{histogram}_count", *matchers))
+    return f"{total(by, rate(f'{histogram}_sum', *matchers))}\n  / ({counted} > 0)"
+
+
+def quantile(share: float, histogram: str, by: str, *matchers: str) -> str:
+    """The value that ``share`` of what a histogram counted does not exceed, by the labels in ``by``."""
+    return f"histogram_quantile({share}, {total(f'{by}, le', rate(f'{histogram}_bucket', *matchers))})"
+
+
+def quantile_of_all(share: float, histogram: str, by: str, *matchers: str) -> str:
+    """The same of everything since the job began: of what happens too rarely to be in every interval."""
+    return f"histogram_quantile({share}, {total(f'{by}, le', series(f'{histogram}_bucket', *matchers))})"
+
+
+def substituted(expression: str, rate_interval: str = "1m", **variables: str) -> str:
+    """``expression`` as Prometheus gets it: with Grafana's intervals filled in and variables replaced.
+
+    A variable becomes what ``variables`` has under its name, or ``.*`` as if all were chosen. ``range`` and
+    ``interval`` among them stand for ``$__range`` and ``$__interval``. Raises ``OptionError`` for an unknown macro.
+    """
+    macros = {
+        "__rate_interval": rate_interval,
+        "__range": variables.pop("range", "30m"),
+        "__interval": variables.pop("interval", "15s"),
+    }
+
+    def value(found: re.Match[str]) -> str:
+        name = found["bare"] or found["braced"]
+        if name.startswith("__"):
+            if name not in macros:
+                raise OptionError(f"${name} in {expression!r} is none of the macros {', '.join(macros)}")
+            return macros[name]
+        return variables.get(name, ".*")
+
+    return re.sub(r"\$(?:(?P<bare>\w+)|\{(?P<braced>\w+)(?::\w+)?\})", value, expression)

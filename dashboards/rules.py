@@ -1,0 +1,349 @@
+"""Recording rules and alerts as data, and the file that Prometheus reads.
+
+Recording rules are named ``level:metric:operation``; the level names the labels besides the job::
+
+    counters ──▶ device:asyncpipe_step_seconds:rate ──▶ stage:…:ratio ──▶ device:…:ratio ──▶ job:…:ratio
+                 (step seconds a second)                (shares of the step time)              │
+                                                                    alerts: value > threshold ◀┘
+
+All rules are in one group, in this order, so that each sees what those before it have just computed. An alert
+is a value and a threshold rather than one expression, since the value has data also when nothing is wrong: a test
+can ask for it, and a panel can show how far away the alert is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+__all__ = ["ALERTS", "RECORDINGS", "WINDOW", "Alert", "Recording", "expressions", "rules_yaml"]
+
+WINDOW = "5m"
+"""What rates are taken over: several scrapes at any usual interval, and a step also of jobs with steps of minutes."""
+RUNBOOK = "dashboards/RUNBOOK.md"
+HEADER = "# Made by `python -m dashboards.build` from dashboards/rules.py; edit that.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A recording rule. ``[WINDOW]`` in its expression stands for the range of its rates."""
+
+    name: str
+    template: str
+
+    def expression(self, window: str = WINDOW) -> str:
+        """The expression with its rates over ``window``."""
+        return _over(self.template, window)
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """An alert: it fires when ``value`` has compared so with ``threshold`` for ``hold`` seconds."""
+
+    name: str
+    value: str
+    """Has data also when nothing is wrong. ``[WINDOW]`` stands for the range of its rates."""
+    comparison: str
+    threshold: float
+    hold: int
+    severity: str
+    summary: str
+    description: str
+    runbook: str
+    """The heading of its entry in the runbook."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Further labels, for alerts that several rules may fire."""
+
+    def value_expression(self, window: str = WINDOW) -> str:
+        """What is compared, with its rates over ``window``."""
+        return _over(self.value, window)
+
+    def expression(self, window: str = WINDOW) -> str:
+        """The whole condition."""
+        value = self.value_expression(window)
+        whole = f"(\n{_indented(value)}\n)" if "\n" in value else f"({value})" if " " in value else value
+        return f"{whole} {self.comparison} {self.threshold:g}"
+
+    @property
+    def anchor(self) -> str:
+        """Where the runbook has its entry."""
+        return f"{RUNBOOK}#{self.runbook.lower().replace(' ', '-')}"
+
+
+def rules_yaml(window: str = WINDOW, hold: float = 1.0) -> str:
+    """The rules file for Prometheus, the same for the same arguments.
+
+    ``window`` is the range of all rates; ``hold`` multiplies how long conditions must hold, so that a test need not
+    wait for minutes.
+    """
+    rules: list[dict[str, Any]] = [
+        {"record": recording.name, "expr": recording.expression(window)} for recording in RECORDINGS
+    ]
+    rules += [_alert_rule(alert, window, hold) for alert in ALERTS]
+    text = yaml.dump(
+        {"groups": [{"name": "asyncpipe", "rules": rules}]},
+        Dumper=_Dumper,
+        sort_keys=False,
+        width=120,
+        allow_unicode=True,
+    )
+    return HEADER + text
+
+
+def expressions(window: str = WINDOW) -> dict[str, str]:
+    """By a name for each, every expression that has data while a job trains: recording rules and alerts' values."""
+    found = {recording.name: recording.expression(window) for recording in RECORDINGS}
+    for alert in ALERTS:
+        found[" ".join((alert.name, *alert.labels.values()))] = alert.value_expression(window)
+    return found
+
+
+def _alert_rule(alert: Alert, window: str, hold: float) -> dict[str, Any]:
+    milliseconds = round(alert.hold * hold * 1000)
+    rule: dict[str, Any] = {"alert": alert.name, "expr": alert.expression(window)}
+    if milliseconds:
+        rule["for"] = _duration(milliseconds)
+    rule["labels"] = {"severity": alert.severity, **alert.labels}
+    rule["annotations"] = {"summary": alert.summary, "description": alert.description, "runbook": alert.anchor}
+    return rule
+
+
+def _duration(milliseconds: int) -> str:
+    for unit, size in (("m", 60_000), ("s", 1000)):
+        if milliseconds % size == 0:
+            return f"{milliseconds // size}{unit}"
+    return f"{milliseconds}ms"
+
+
+def _over(template: str, window: str) -> str:
+    return template.replace("[WINDOW]", f"[{window}]")
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as they are, and lists indented under their keys."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+RECORDINGS = (
+    # Seconds of steps a second: 1 where steps follow one another without a pause.
+    Recording(
+        "device:asyncpipe_step_seconds:rate",
+        """\
+sum by (job, device) (rate(asyncpipe_stage_busy_seconds_total[WINDOW]))
++ sum by (job, device) (rate(asyncpipe_stage_idle_seconds_total[WINDOW]))""",
+    ),
+    # Shares of the step time. Without a step in the window there is no share, rather than 0 / 0.
+    Recording(
+        "stage:asyncpipe_busy:ratio",
+        """\
+sum by (job, stage, device) (rate(asyncpipe_stage_busy_seconds_total[WINDOW]))
+/ on (job, device) group_left () (device:asyncpipe_step_seconds:rate > 0)""",
+    ),
+    Recording(
+        "stage:asyncpipe_idle:ratio",
+        """\
+sum by (job, stage, device, reason) (rate(asyncpipe_stage_idle_seconds_total[WINDOW]))
+/ on (job, device) group_left () (device:asyncpipe_step_seconds:rate > 0)""",
+    ),
+    Recording("device:asyncpipe_busy:ratio", "sum by (job, device) (stage:asyncpipe_busy:ratio)"),
+    Recording("device:asyncpipe_idle:ratio", "sum by (job, device, reason) (stage:asyncpipe_idle:ratio)"),
+    Recording("job:asyncpipe_bubble:ratio", "1 - avg by (job) (device:asyncpipe_busy:ratio)"),
+    Recording(
+        "job:asyncpipe_bubble_above_ideal:ratio",
+        "job:asyncpipe_bubble:ratio - on (job) max by (job) (asyncpipe_ideal_bubble_ratio)",
+    ),
+    Recording(
+        "job:asyncpipe_imbalance:ratio",
+        "max by (job) (device:asyncpipe_busy:ratio) / avg by (job) (device:asyncpipe_busy:ratio)",
+    ),
+    # How long a device waits for data beyond what has a cause of its own: the schedule's bubble, a busier device, and
+    # copies and dispatch anywhere in the pipeline, since those who wait for them make others wait for data.
+    Recording(
+        "device:asyncpipe_starved:ratio",
+        """\
+device:asyncpipe_idle:ratio{reason="dependency"}
+  - on (job) group_left () max by (job) (asyncpipe_ideal_bubble_ratio)
+  - on (job) group_left () sum by (job) (avg by (job, reason) (device:asyncpipe_idle:ratio{reason=~"copy|dispatch"}))
+  - on (job, device) group_left () (
+    max by (job) (device:asyncpipe_busy:ratio) - on (job) group_right () device:asyncpipe_busy:ratio
+  )
+or device:asyncpipe_idle:ratio{reason="copy"}""",
+    ),
+    Recording("job:asyncpipe_dispatch:ratio", 'avg by (job) (device:asyncpipe_idle:ratio{reason="dispatch"})'),
+    Recording(
+        "job:asyncpipe_recompute:ratio",
+        """\
+sum by (job) (rate(asyncpipe_task_duration_seconds_sum{kind="R"}[WINDOW]))
+/ (sum by (job) (rate(asyncpipe_task_duration_seconds_sum{kind!~"C|S|U"}[WINDOW])) > 0)""",
+    ),
+    Recording(
+        "job:asyncpipe_step_duration_seconds:mean",
+        """\
+sum by (job) (rate(asyncpipe_step_duration_seconds_sum[WINDOW]))
+/ (sum by (job) (rate(asyncpipe_step_duration_seconds_count[WINDOW])) > 0)""",
+    ),
+    Recording("job:asyncpipe_samples:rate", "sum by (job) (rate(asyncpipe_samples_total[WINDOW]))"),
+    Recording("job:asyncpipe_tokens:rate", "sum by (job) (rate(asyncpipe_tokens_total[WINDOW]))"),
+    Recording(
+        "job:asyncpipe_scheduler_loop_lag_seconds:p99",
+        "histogram_quantile(0.99, sum by (job, le) (rate(asyncpipe_scheduler_loop_lag_seconds_bucket[WINDOW])))",
+    ),
+    # A device is shared by the jobs of a process, not by processes. On a GPU the fullest moment lies inside of a step;
+    # the host's memory has peaks of other making, such as loading data, which are no reason to worry later.
+    Recording(
+        "device:asyncpipe_memory:ratio",
+        """\
+max by (instance, device) (
+  asyncpipe_memory_peak_bytes{device!="cpu"} or asyncpipe_memory_allocated_bytes{device="cpu"}
+)
+/ max by (instance, device) (asyncpipe_memory_limit_bytes)""",
+    ),
+)
+
+_STALLED = """\
+(time() - max by (job) (asyncpipe_last_step_timestamp_seconds))
+/ on (job) clamp_min(
+  10 * sum by (job) (asyncpipe_step_duration_seconds_sum)
+    / (sum by (job) (asyncpipe_step_duration_seconds_count) > 0)
+  or on (job) 0 * max by (job) (asyncpipe_last_step_timestamp_seconds),
+  60
+)
+or on (job) 2 + 0 * max by (job) (asyncpipe_observer_failures_total offset 15m)"""
+"""How many times over the time is up. The mean is over all steps, since a job that stalls has none in the window.
+A job that has been there for a while without any step counts as well."""
+
+_WAITS = (
+    'stage {{ with printf "topk(1, stage:asyncpipe_idle:ratio{job=%q,device=%q,reason=%q})" '
+    '$labels.job $labels.device $labels.reason | query }}{{ . | first | label "stage" }}{{ end }}'
+)
+"""Names the stage that waits most; as a label it could change from one evaluation to the next."""
+
+ALERTS = (
+    Alert(
+        name="AsyncpipeStalled",
+        value=_STALLED,
+        comparison=">",
+        threshold=1,
+        hold=60,
+        severity="critical",
+        summary="{{ $labels.job }} ends no steps",
+        description="{{ $labels.job }} has ended no step for much longer than its steps take.",
+        runbook="AsyncpipeStalled",
+    ),
+    Alert(
+        name="AsyncpipeStarvedStage",
+        value="device:asyncpipe_starved:ratio",
+        comparison=">",
+        threshold=0.2,
+        hold=300,
+        severity="warning",
+        summary="{{ $labels.device }} of {{ $labels.job }} waits ({{ $labels.reason }})",
+        description=(
+            "{{ $labels.device }} waits ({{ $labels.reason }}) for {{ $value | humanizePercentage }} of the step that "
+            f"neither the schedule nor unequal stages explain, mostly at {_WAITS}."
+        ),
+        runbook="AsyncpipeStarvedStage",
+    ),
+    Alert(
+        name="AsyncpipeUnbalancedStages",
+        value="job:asyncpipe_imbalance:ratio",
+        comparison=">",
+        threshold=1.5,
+        hold=300,
+        severity="warning",
+        summary="the stages of {{ $labels.job }} are unequal",
+        description=(
+            'The busiest device, {{ with printf "topk(1, device:asyncpipe_busy:ratio{job=%q})" $labels.job | query }}'
+            '{{ . | first | label "device" }}{{ end }}, computes {{ $value | humanize }} times as long as the mean.'
+        ),
+        runbook="AsyncpipeUnbalancedStages",
+    ),
+    Alert(
+        name="AsyncpipeLoopLag",
+        value="job:asyncpipe_scheduler_loop_lag_seconds:p99",
+        comparison=">",
+        threshold=0.1,
+        hold=120,
+        severity="warning",
+        summary="the event loop of {{ $labels.job }} is blocked",
+        description="One in a hundred of the scheduler's wake-ups is {{ $value | humanizeDuration }} late or more.",
+        runbook="AsyncpipeLoopLag",
+        labels={"signal": "lag"},
+    ),
+    Alert(
+        name="AsyncpipeLoopLag",
+        value="job:asyncpipe_dispatch:ratio",
+        comparison=">",
+        threshold=0.25,
+        hold=120,
+        severity="warning",
+        summary="devices of {{ $labels.job }} wait for the scheduler",
+        description=(
+            "Devices wait for {{ $value | humanizePercentage }} of the step to be handed tasks that have all they need."
+        ),
+        runbook="AsyncpipeLoopLag",
+        labels={"signal": "dispatch"},
+    ),
+    Alert(
+        name="AsyncpipeTaskFailures",
+        value="""\
+sum by (job) (
+  rate(asyncpipe_tasks_total{outcome="failed"}[WINDOW]) or rate(asyncpipe_steps_total{outcome="failed"}[WINDOW])
+)""",
+        comparison=">",
+        threshold=0,
+        hold=0,
+        severity="critical",
+        summary="tasks of {{ $labels.job }} fail",
+        description="Tasks or steps of {{ $labels.job }} fail; the log names task, stage and device.",
+        runbook="AsyncpipeTaskFailures",
+    ),
+    Alert(
+        name="AsyncpipeMemoryNearLimit",
+        value="device:asyncpipe_memory:ratio",
+        comparison=">",
+        threshold=0.9,
+        hold=60,
+        severity="warning",
+        summary="{{ $labels.device }} is nearly full",
+        description="{{ $labels.device }} has had {{ $value | humanizePercentage }} of its memory in use.",
+        runbook="AsyncpipeMemoryNearLimit",
+    ),
+    Alert(
+        name="AsyncpipeSnapshotTooOld",
+        value="time() - max by (job) (asyncpipe_last_snapshot_timestamp_seconds)",
+        comparison=">",
+        threshold=3600,
+        hold=60,
+        severity="warning",
+        summary="{{ $labels.job }} has no recent snapshot",
+        description="The last snapshot of {{ $labels.job }} was taken {{ $value | humanizeDuration }} ago.",
+        runbook="AsyncpipeSnapshotTooOld",
+    ),
+    Alert(
+        name="AsyncpipeObserverFailing",
+        value="sum by (job, reason) (rate(asyncpipe_observer_failures_total[WINDOW]))",
+        comparison=">",
+        threshold=0,
+        hold=0,
+        severity="warning",
+        summary="what watches {{ $labels.job }} fails ({{ $labels.reason }})",
+        description="Training goes on, but an observer of {{ $labels.job }} fails: {{ $labels.reason }}.",
+        runbook="AsyncpipeObserverFailing",
+    ),
+)

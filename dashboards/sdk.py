@@ -1,0 +1,58 @@
+"""The parts of grafana-foundation-sdk that are used here, by short names; every other module takes them from this one.
+
+The SDK calls its classic dashboards deprecated as soon as they are imported, in favour of a form that only recent
+Grafanas read. The classic one is what all of them provision from a file, so it is meant, and the warning is left out.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message="Prefer using dashboardv2", category=DeprecationWarning)
+    from grafana_foundation_sdk.builders import (
+        barchart,
+        bargauge,
+        common,
+        heatmap,
+        prometheus,
+        stat,
+        statetimeline,
+        timeseries,
+    )
+    from grafana_foundation_sdk.builders import dashboard as build
+    from grafana_foundation_sdk.builders import table as tables
+    from grafana_foundation_sdk.builders import text as texts
+    from grafana_foundation_sdk.cog.builder import Builder
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.variants import Dataquery
+    from grafana_foundation_sdk.models import common as kinds
+    from grafana_foundation_sdk.models import dashboard as model
+    from grafana_foundation_sdk.models import heatmap as heat
+    from grafana_foundation_sdk.models import prometheus as promql
+    from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
+    from grafana_foundation_sdk.models.text import TextMode
+
+__all__ = [
+    "Builder",
+    "Dashboard",
+    "Dataquery",
+    "JSONEncoder",
+    "Panel",
+    "TextMode",
+    "barchart",
+    "bargauge",
+    "build",
+    "common",
+    "heat",
+    "heatmap",
+    "kinds",
+    "model",
+    "prometheus",
+    "promql",
+    "stat",
+    "statetimeline",
+    "tables",
+    "texts",
+    "timeseries",
+]

@@ -1,0 +1,56 @@
+"""The metrics that asyncpipe promises to serve, and a walk through PromQL to see what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["CONTRACT", "HISTOGRAMS", "nodes"]
+
+HISTOGRAMS = {
+    "step_duration_seconds": (),
+    "task_duration_seconds": ("stage", "kind"),
+    "task_queue_seconds": ("device",),
+    "scheduler_loop_lag_seconds": (),
+    "scheduler_dispatch_seconds": (),
+    "snapshot_duration_seconds": (),
+}
+CONTRACT = {
+    "steps_total": ("outcome",),
+    "tasks_total": ("kind", "outcome"),
+    "stage_busy_seconds_total": ("stage", "device"),
+    "stage_idle_seconds_total": ("stage", "device", "reason"),
+    "executor_busy_seconds_total": ("device",),
+    "copy_bytes_total": ("src", "dst"),
+    "copy_seconds_total": ("src", "dst"),
+    "samples_total": (),
+    "tokens_total": (),
+    "training_seconds_total": (),
+    "observer_failures_total": ("reason",),
+    "snapshots_total": ("outcome",),
+    "ready_tasks": ("device",),
+    "inflight_microbatches": ("stage",),
+    "bubble_ratio": (),
+    "ideal_bubble_ratio": (),
+    "loss": (),
+    "memory_allocated_bytes": ("device",),
+    "memory_peak_bytes": ("device",),
+    "memory_limit_bytes": ("device",),
+    "last_step_timestamp_seconds": (),
+    "last_snapshot_timestamp_seconds": (),
+    "build_info": ("version",),
+    **{f"{name}_bucket": (*labels, "le") for name, labels in HISTOGRAMS.items()},
+    **{f"{name}_{part}": labels for name, labels in HISTOGRAMS.items() for part in ("sum", "count")},
+}
+"""What dashboards, rules and people's own queries count on: a name that goes, or loses a label, breaks them."""
+
+
+def nodes(expression: Any) -> Iterator[Any]:
+    """Every part of a parsed expression."""
+    yield expression
+    for name in ("expr", "param", "lhs", "rhs", "vector_selector"):
+        part = getattr(expression, name, None)
+        if part is not None:
+            yield from nodes(part)
+    for part in getattr(expression, "args", ()):
+        yield from nodes(part)

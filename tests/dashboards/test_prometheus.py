@@ -1,0 +1,151 @@
+"""A real Prometheus scrapes a real training run: every expression of every panel and every rule has data.
+
+A metric that was renamed, a label that is not there, a rate of something that begins with its first failure: all
+leave a panel empty or an alert silent, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+from prometheus import Prometheus, poll, running
+
+from dashboards import rules
+from dashboards.build import expressions, substituted
+
+CHARLM = Path(__file__).parents[2] / "examples" / "charlm"
+WINDOW = "5s"
+PATIENCE = 25.0
+"""Seconds in which everything must have data: a window, a snapshot, and what a busy machine takes."""
+
+JOB = """\
+name = "charlm"
+
+[job]
+entry = "charlm:build"
+[job.parameters]
+width = 8
+blocks = 4
+heads = 2
+context = 16
+max_bytes = 20000
+
+[pipeline]
+devices = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+microbatches = 4
+
+[training]
+steps = 1000000
+batch_size = 8
+learning_rate = 1e-2
+
+[observe]
+metrics_port = 0
+
+[snapshots]
+folder = "snapshots"
+every = 20
+"""
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory, prometheus_program: str) -> Iterator[str]:
+    """The address of a training run of the example that serves metrics."""
+    folder: Path = tmp_path_factory.mktemp("run")
+    shutil.copy(CHARLM / "charlm.py", folder)
+    (folder / "job.toml").write_text(JOB, encoding="utf-8")
+    command = [sys.executable, "-m", "asyncpipe", "train", "job.toml", "--no-progress"]
+    log = folder / "stderr"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            url = next((line for line in process.stdout if line.startswith("metrics: ")), None)
+            assert url is not None, log.read_text(encoding="utf-8")
+            yield url.removeprefix("metrics: ").strip()
+            assert process.poll() is None, log.read_text(encoding="utf-8")
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def watching(scraped: str, prometheus_program: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """The Prometheus that scrapes it."""
+    target = scraped.removeprefix("http://").removesuffix("/metrics")
+    text = rules.rules_yaml(WINDOW, hold=0.005)
+    with running(prometheus_program, tmp_path_factory.mktemp("prometheus"), [target], text) as prometheus:
+        yield prometheus
+
+
+def without_data(wanted: dict[str, str], ask: Callable[[str], list[dict[str, Any]]]) -> dict[str, str]:
+    """Those of ``wanted``, expressions by name, that have no series with a number in good time."""
+    left = dict(wanted)
+
+    def ask_again() -> bool:
+        for name, expression in tuple(left.items()):
+            values = [value for series in ask(expression) for _, value in series.get("values") or [series["value"]]]
+            if not all(math.isnan(float(value)) for value in values):
+                del left[name]
+        return not left
+
+    poll(ask_again, PATIENCE)
+    return left
+
+
+def of_panels() -> dict[str, str]:
+    return {
+        f"{found.dashboard} / {found.panel} / {found.ref}": substituted(found.expr, rate_interval=WINDOW, range="1m")
+        for found in expressions()
+    }
+
+
+def of_rules() -> dict[str, str]:
+    recorded = {f"recorded {recording.name}": recording.name for recording in rules.RECORDINGS}
+    return rules.expressions(WINDOW) | recorded
+
+
+def test_every_panel_and_rule_has_data(watching: Prometheus) -> None:
+    wanted = of_panels() | of_rules()
+    assert len(wanted) > 100
+    assert without_data(wanted, watching.query) == {}
+    assert without_data(wanted, lambda expression: watching.query_range(expression, seconds=5)) == {}
+
+
+def test_an_expression_without_data_would_be_noticed(watching: Prometheus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PATIENCE", 0.0)
+    wanted = {"good": "up", "gone": "asyncpipe_gone_total", "nothing": "up / 0 * 0", "label": 'up{stage="0"}'}
+    assert without_data(wanted, watching.query).keys() == {"gone", "nothing", "label"}
+
+
+def test_the_label_job_is_the_training_jobs(watching: Prometheus) -> None:
+    def jobs() -> set[str]:
+        return {series["metric"].get("job", "") for series in watching.query("asyncpipe_steps_total")}
+
+    assert poll(jobs, PATIENCE)
+    assert jobs() == {"charlm"}
+    assert watching.query("asyncpipe_steps_total{exported_job!=''}") == []
+
+
+def test_every_rule_is_evaluated_without_an_error(watching: Prometheus) -> None:
+    def evaluated() -> list[dict[str, Any]]:
+        return [rule for rule in watching.rules() if rule["health"] != "unknown"]
+
+    assert poll(lambda: len(evaluated()) == len(rules.RECORDINGS) + len(rules.ALERTS), PATIENCE)
+    assert [(rule["name"], rule["lastError"]) for rule in evaluated() if rule["health"] != "ok"] == []
+
+
+def test_promtool_has_nothing_to_say_about_the_metrics(scraped: str, promtool: str) -> None:
+    with urlopen(scraped, timeout=10) as answer:
+        text = answer.read()
+    done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
