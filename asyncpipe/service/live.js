@@ -1,0 +1,316 @@
+// The live view: listens to the run's events and shows the newest state. Every message is a whole state, so nothing
+// is lost when one is missed, and a page that reconnects is right at once. Data goes into the page as text, never as
+// markup.
+
+import { Curve, Timeline, duration, spark } from './live_draw.js';
+
+const $ = id => document.getElementById(id);
+const timeline = new Timeline($('timeline')), curve = new Curve($('curve'), 260), tip = $('tip');
+const REASONS = {
+  busy: 'busy', dependency: 'waits for data', copy: 'waits for a copy', dispatch: 'waits for the scheduler',
+  drain: 'is done with the step',
+};
+let state = null, heard = 0;
+
+// ---- Text
+
+function write(id, text) {
+  const element = $(id);
+  // A screen reader tells every change of a status, also one to the same text.
+  if (element.textContent !== text) element.textContent = text;
+}
+
+const percent = share => share === null || share === undefined ? '–' : `${(share * 100).toFixed(share < 0.0995 ? 1 : 0)} %`;
+
+// "1 step", "2 steps".
+const count = (number, thing) => `${number.toLocaleString('en')} ${thing}${number === 1 ? '' : 's'}`;
+
+// Four digits at most, and a letter for thousands: 12.3k.
+function short(value) {
+  if (value === null || value === undefined) return '–';
+  const [size, letter] = [[1e9, 'G'], [1e6, 'M'], [1e4, 'k']].find(([size]) => Math.abs(value) >= size) ?? [1, ''];
+  const scaled = value / (letter === 'k' ? 1e3 : size);
+  return `${Math.abs(scaled) >= 1000 ? scaled.toFixed(0) : +scaled.toPrecision(3)}${letter}`;
+}
+
+const lossText = value => value === null ? 'not finite' : Math.abs(value) >= 1e4 ? short(value) : value.toPrecision(4);
+
+// ---- Parts of the page
+
+function showHead({ job, steps, training, step, spoiled }) {
+  write('job', job || 'asyncpipe');
+  document.title = `${job || 'run'} · asyncpipe`;
+  const facts = step ? [
+    step.schedule, count(step.stages.length, 'stage'), count(step.devices.length, 'device'),
+    count(step.microbatches, 'micro-batch').replace(/chs$/, 'ches'),
+  ] : [];
+  const done = training?.steps ?? 0;
+  if (done) facts.push(steps ? `step ${done.toLocaleString('en')} of ${steps.toLocaleString('en')}` : count(done, 'step'));
+  write('about', facts.join(' · '));
+  const progress = $('progress');
+  progress.hidden = !steps;
+  if (steps) {
+    progress.setAttribute('aria-valuemax', steps);
+    progress.setAttribute('aria-valuenow', done);
+    progress.firstElementChild.style.width = `${Math.min(done / steps, 1) * 100}%`;
+  }
+  showSpoiled(spoiled);
+}
+
+function showSpoiled({ failed, cancelled, last }) {
+  const counts = [failed && `${failed} failed`, cancelled && `${cancelled} cancelled`].filter(Boolean);
+  write('notice', last && `${last} Since the run began: ${counts.join(', ')}.`);
+  $('notice').hidden = !last;
+}
+
+function showTiles({ training, step, history, bubbles }) {
+  write('loss', training ? lossText(training.loss) : '–');
+  write('loss-below', training ? lossTrend(history) : '');
+  const unit = training?.unit ?? 'tokens';
+  write('rate-name', unit === 'tokens' ? 'Tokens per second' : 'Samples per second');
+  write('rate', short(training?.rate));
+  write('rate-below', training ? 'over the last 20 steps' : '');
+  write('seconds', duration(training?.seconds ?? step?.seconds));
+  write('seconds-below', training && step ? `pipeline: ${duration(step.seconds)}` : '');
+  write('bubble', percent(step?.bubble));
+  write('bubble-below', step && step.ideal !== null ? `ideal ${percent(step.ideal)}` : '');
+  const column = index => history.map(point => [point[0], point[index]]);
+  spark($('loss-spark'), column(1));
+  spark($('seconds-spark'), column(2));
+  spark($('rate-spark'), column(3));
+  spark($('bubble-spark'), bubbles, step?.ideal ?? null);
+}
+
+// How the loss has moved over about the last tenth of the run.
+function lossTrend(history) {
+  const there = history.filter(point => point[1] !== null);
+  if (there.length < 10) return '';
+  const before = there.at(-Math.ceil(there.length / 10) - 1), change = there.at(-1)[1] - before[1];
+  const sign = change > 0 ? '+' : change < 0 ? '−' : '±';
+  return `${sign}${short(Math.abs(change))} in ${count(Math.round(there.at(-1)[0] - before[0]), 'step')}`;
+}
+
+function showTimeline({ timeline: data, step }) {
+  const drawn = data !== null && data.tasks.length > 0;
+  $('timeline-empty').hidden = drawn;
+  $('timeline').toggleAttribute('hidden', !drawn);
+  if (!data) return;
+  const parts = { step: '', forward: ', forwards alone', backward: ', backwards alone' };
+  write('timeline-about', `${duration(step.seconds)}, ${count(data.count, 'task')}${parts[step.phase]}`);
+  legend($('kinds'), Object.entries(drawn ? data.kinds : {}).map(([kind, name]) => [data.colours[kind][0], name]));
+  if (!drawn) {
+    write('timeline-empty', data.count ? `${count(data.count, 'task')} are too many to draw here.` : 'No task ran.');
+    return;
+  }
+  timeline.draw(data, step.devices);
+  $('timeline').setAttribute('aria-label',
+    `Timeline of the last step: ${count(data.rows.length, 'device')}, ${count(data.count, 'task')}. ` +
+    'Arrow keys go from task to task.');
+}
+
+// Colour and text of each entry.
+function legend(list, entries) {
+  const shown = entries.flat().join();
+  if (list.dataset.shown === shown) return;
+  list.dataset.shown = shown;
+  list.replaceChildren(...entries.map(([colour, text]) => {
+    const item = document.createElement('li');
+    item.style.setProperty('--colour', colour);
+    item.textContent = text;
+    return item;
+  }));
+}
+
+function showStages({ step }) {
+  const list = $('stages'), stages = step?.stages ?? [];
+  while (list.children.length > stages.length) list.lastElementChild.remove();
+  while (list.children.length < stages.length) list.append(stageRow(list.children.length));
+  stages.forEach((stage, index) => {
+    const row = list.children[index], shares = { busy: stage.busy, ...stage.idle };
+    row.querySelector('small').textContent = stage.device;
+    row.querySelector('.share').textContent = percent(stage.busy);
+    for (const part of row.querySelectorAll('i')) part.style.width = `${(shares[part.dataset.reason] ?? 0) * 100}%`;
+    row.querySelector('.bar').title = [
+      ...Object.entries(shares).map(([reason, share]) => `${REASONS[reason]}: ${percent(share)}`),
+      ...(stage.in_flight === null ? [] : [`${stage.in_flight} in flight at most`]),
+    ].join('\n');
+    row.querySelector('.bar').setAttribute('aria-label', `Stage ${index} on ${stage.device}: ` +
+      Object.entries(shares).map(([reason, share]) => `${REASONS[reason]} ${percent(share)}`).join(', '));
+  });
+  write('finding', step ? finding(step) : '');
+  if (!step) return;
+  const shared = stages.length > step.devices.length ? [['var(--track)', 'its device is at another stage']] : [];
+  legend($('reasons'), [...Object.entries(REASONS).map(([reason, name]) => [`var(--${reason})`, name]), ...shared]);
+}
+
+function stageRow(index) {
+  const row = document.createElement('li'), who = document.createElement('span'), bar = document.createElement('span');
+  who.className = 'who';
+  who.append(`Stage ${index}`, document.createElement('small'));
+  bar.className = 'bar';
+  bar.setAttribute('role', 'img');
+  bar.append(...Object.keys(REASONS).map(reason => {
+    const part = document.createElement('i');
+    part.dataset.reason = reason;
+    part.style.setProperty('--colour', `var(--${reason})`);
+    return part;
+  }));
+  const share = document.createElement('span');
+  share.className = 'share';
+  row.append(who, bar, share);
+  return row;
+}
+
+// The sentence that an operator looks for: which stage is the busiest, and what the devices mostly wait for.
+function finding({ stages, devices }) {
+  const busiest = stages.reduce((best, stage, index) => stage.busy > stages[best].busy ? index : best, 0);
+  const sums = Object.keys(REASONS).filter(reason => reason !== 'busy').map(
+    reason => [reason, stages.reduce((sum, stage) => sum + (stage.idle[reason] ?? 0), 0) / devices.length]);
+  const [reason, share] = sums.reduce((best, one) => one[1] > best[1] ? one : best);
+  const most = reason === 'drain' ? 'Idle devices are mostly done already' : `An idle device mostly ${REASONS[reason]}`;
+  const first = stages.length > 1 ? `Stage ${busiest} is the busiest. ` : '';
+  return share > 0.005 ? `${first}${most} (${percent(share)} of all device time).` : first;
+}
+
+function showCurve({ history, training }) {
+  const points = history.map(point => [point[0], point[1]]), there = points.some(([, loss]) => loss !== null);
+  $('curve-empty').hidden = there;
+  $('curve').toggleAttribute('hidden', !there);
+  if (!there) return;
+  curve.draw(points);
+  const each = points.length > 1 ? Math.round((points.at(-2)[0] - points[0][0]) / (points.length - 2 || 1)) : 1;
+  write('curve-about', each > 1 ? `each point is the mean of ${each} steps` : '');
+  $('curve').setAttribute('aria-label', `Loss over ${count(training.steps, 'step')}, now ${lossText(training.loss)}`);
+}
+
+function show(next) {
+  state = next;
+  heard = performance.now();
+  showHead(state);
+  showTiles(state);
+  showStages(state);
+  showCurve(state);
+  // A picture that changes under the pointer cannot be read: it waits until nobody points at it.
+  if (held()) write('timeline-about', 'held while you point at it');
+  else showTimeline(state);
+}
+
+// ---- Pointing at things
+
+let pointed = false, chosen = -1;
+const held = () => (pointed && !tip.hidden) || chosen >= 0;
+
+function say(text, x, y) {
+  tip.hidden = !text;
+  tip.textContent = text;
+  if (!text) return;
+  const { width, height } = tip.getBoundingClientRect();
+  tip.style.left = `${Math.max(Math.min(x + 12, innerWidth - width - 8), 8)}px`;
+  tip.style.top = `${y + 18 + height > innerHeight ? Math.max(y - height - 12, 8) : y + 18}px`;
+}
+
+function choose(index) {
+  timeline.pool[chosen]?.group.classList.remove('chosen');
+  chosen = index;
+  const mark = timeline.pool[index];
+  if (!mark) return say('');
+  mark.group.classList.add('chosen');
+  const box = mark.rect.getBoundingClientRect();
+  say(timeline.story(index), box.left, box.bottom);
+}
+
+function release() {
+  pointed = false;
+  choose(-1);
+  if (state) showTimeline(state);
+}
+
+function point(event) {
+  const mark = event.target.closest('.task');
+  pointed = mark !== null;
+  if (chosen < 0) say(mark ? timeline.story(+mark.dataset.index) : '', event.clientX, event.clientY);
+}
+
+$('timeline').addEventListener('pointermove', point);
+$('timeline').addEventListener('pointerdown', point);
+// A finger leaves when it is lifted, which is when its owner begins to read: then a touch elsewhere ends it.
+$('timeline').addEventListener('pointerleave', event => { if (event.pointerType === 'mouse') release(); });
+document.addEventListener('pointerdown', event => { if (pointed && !event.target.closest('#timeline')) release(); });
+$('timeline').addEventListener('blur', release);
+$('timeline').addEventListener('keydown', event => {
+  const way = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+  if (event.key === 'Escape') release();
+  if (!way || !timeline.order.length) return;
+  event.preventDefault();
+  const at = timeline.order.indexOf(chosen), last = timeline.order.length - 1;
+  choose(timeline.order[at < 0 ? (way > 0 ? 0 : last) : Math.min(Math.max(at + way, 0), last)]);
+});
+$('curve').addEventListener('pointermove', event => {
+  const point = curve.nearest(event.clientX);
+  say(point ? `step ${Math.round(point[0])}\nloss ${lossText(point[1])}` : '', event.clientX, event.clientY);
+});
+$('curve').addEventListener('pointerleave', () => { say(''); curve.redraw(); });
+
+let resized = 0;
+new ResizeObserver(() => {
+  cancelAnimationFrame(resized);
+  resized = requestAnimationFrame(() => {
+    if (!state) return;
+    showTiles(state);
+    timeline.redraw();
+    curve.redraw();
+  });
+}).observe(document.querySelector('main'));
+
+// ---- The connection
+
+const CONNECTION = {
+  connecting: 'connecting', live: 'live', reconnecting: 'reconnecting', ended: 'run ended',
+};
+const PAUSES = [1, 2, 4, 8, 15];
+let source = null, failures = 0, ended = false;
+
+function connection(name) {
+  $('connection').dataset.state = name;
+  write('connection-text', CONNECTION[name]);
+  showQuiet();
+}
+
+// A run that stands still is no broken connection: the page says for how long. Not in the status, which would be
+// read out every second.
+function showQuiet() {
+  const seconds = Math.floor((performance.now() - heard) / 1000), live = $('connection').dataset.state === 'live';
+  const since = seconds >= 120 ? `${Math.floor(seconds / 60)} min` : `${seconds} s`;
+  write('quiet', live && seconds >= 10 ? `no step for ${since}` : '');
+}
+
+function connect() {
+  source = new EventSource('events');
+  source.addEventListener('state', event => {
+    failures = 0;
+    ended = false;
+    show(JSON.parse(event.data));
+    connection('live');
+  });
+  source.addEventListener('end', event => {
+    show(JSON.parse(event.data));
+    ended = true;
+    connection('ended');
+    again();
+  });
+  source.addEventListener('error', () => {
+    // The run's end stays on the page: the same program may well run once more, and then the page goes on.
+    if (!ended) connection('reconnecting');
+    // The browser tries again by itself, unless it was refused; some do not tell refusals from lost connections.
+    if (source.readyState === EventSource.CLOSED || ended) again();
+  });
+}
+
+function again() {
+  source.close();
+  const pause = PAUSES[Math.min(failures++, PAUSES.length - 1)];
+  setTimeout(connect, pause * 1000);
+}
+
+setInterval(showQuiet, 1000);
+connect();
