@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncpipe.errors import DeviceError
 
 if TYPE_CHECKING:
+    from asyncpipe.observe.live import LiveView
     from asyncpipe.observe.metrics import PipelineCollector
     from asyncpipe.service.progress import TrainingSummary
     from asyncpipe.service.settings import Job
@@ -25,8 +26,8 @@ __all__ = ["add_parser"]
 DESCRIPTION = """\
 Train the model of a job file as a pipeline, then evaluate it and let it speak, where its workload knows how.
 
-SIGINT (Ctrl-C) and SIGTERM end the run after the step under way, with a summary and the trace; a second one
-ends it between two tasks.
+SIGINT (Ctrl-C) and SIGTERM end the run after the step under way, with a summary, the trace and a last snapshot; a
+second one ends it between two tasks. A trace or a snapshot that cannot be written does not end it.
 """
 
 EPILOG = """\
@@ -34,6 +35,7 @@ examples:
   asyncpipe train examples/charlm/charlm.toml
   asyncpipe train examples/charlm/charlm.toml --steps 50 --devices cpu:0,cpu:1
   asyncpipe train examples/charlm/charlm.toml --device-type cuda --metrics-port 9400
+  asyncpipe train examples/charlm/charlm.toml --serve 0 --snapshots runs/charlm
 """
 
 
@@ -55,12 +57,28 @@ def add_parser(subparsers: Subparsers) -> None:
         choices=("cpu", "cuda"),
         help="train on as many logical devices of this kind; those that are there are used in turn",
     )
-    parser.add_argument("--metrics-port", type=_port, metavar="PORT", help="serve metrics here; 0 takes any free port")
-    parser.add_argument("--metrics-address", metavar="IP", help="serve them on this address (default: 127.0.0.1)")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of the last steps, for Perfetto")
-    parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="draw the last step")
+    _add_watching(parser)
     parser.add_argument("--no-progress", action="store_true", help="print the summary only")
     parser.set_defaults(run=_train)
+
+
+def _add_watching(parser: argparse.ArgumentParser) -> None:
+    """The options of ``[observe]`` and ``[snapshots]``."""
+    add = parser.add_argument
+    add("--metrics-port", type=_port, metavar="PORT", help="serve metrics here; 0 takes any free port")
+    add("--metrics-address", metavar="IP", help="serve them on this address (default: 127.0.0.1)")
+    add("--serve", type=_port, metavar="PORT", help="serve a page to watch the run, on 127.0.0.1; 0 as above")
+    add("--trace", type=Path, metavar="FILE", help="write a trace of the last steps, for Perfetto")
+    add("--timeline", type=Path, metavar="FILE.svg", help="draw the last step")
+    add(
+        "--snapshots",
+        type=Path,
+        metavar="FOLDER",
+        help="save the model and the optimizer here, now and then and at the end (every 100 steps, keeping 3, unless "
+        "the job file says otherwise); the folder must hold no other run's",
+    )
+    add("--opentelemetry", action="store_true", default=None, help="make an OpenTelemetry span of every step")
+    add("--nvtx", action="store_true", default=None, help="make tasks NVTX ranges, for NVIDIA's profilers")
 
 
 def _count(text: str) -> int:
@@ -96,13 +114,15 @@ def _train(args: argparse.Namespace) -> int:
 
     make_workload = find_entry(job)
     collector = PipelineCollector(job.name)
+    view = _live_view(job)
     with (
         _served(job, collector),
         choose_progress(wanted=not args.no_progress) as progress,
         asyncio.Runner(loop_factory=new_event_loop) as runner,
     ):
-        run = TrainingRun(job, make_workload, progress=progress, collector=collector)
-        summary, stopped_by = runner.run(_run(run))
+        observers = [] if view is None else [view]
+        run = TrainingRun(job, make_workload, progress=progress, collector=collector, observers=observers)
+        summary, stopped_by = runner.run(_run(run, job, view))
     if summary is not None:
         _print_summary(summary)
     if stopped_by is not None:
@@ -117,12 +137,16 @@ def _with_options(job: Job, args: argparse.Namespace) -> Job:
         devices = _mapped(len(job.pipeline.devices), args.device_type)
     job = job.override("pipeline", devices=devices)
     job = job.override("training", steps=args.steps)
+    job = job.override("snapshots", folder=args.snapshots)
     return job.override(
         "observe",
         metrics_port=args.metrics_port,
         metrics_address=args.metrics_address,
         trace=args.trace,
         timeline=args.timeline,
+        serve_port=args.serve,
+        opentelemetry=args.opentelemetry,
+        nvtx=args.nvtx,
     )
 
 
@@ -156,7 +180,31 @@ def _served(job: Job, collector: PipelineCollector) -> Iterator[None]:
         yield
 
 
-async def _run(run: TrainingRun) -> tuple[TrainingSummary | None, signal.Signals | None]:
+def _live_view(job: Job) -> LiveView | None:
+    """What shows the run on a page, if the job asks for one."""
+    if job.observe.serve_port is None:
+        return None
+    from asyncpipe.observe.live import LiveView
+
+    return LiveView(job.name, steps=job.training.steps)
+
+
+@asynccontextmanager
+async def _shown(job: Job, view: LiveView | None) -> AsyncIterator[None]:
+    """The page over HTTP during the block, if there is a view; its address is printed."""
+    if view is None or job.observe.serve_port is None:
+        yield
+        return
+    from asyncpipe.service.live import serve_live
+
+    async with serve_live(view, job.observe.serve_port) as server:
+        print(f"live view: {server.url}", flush=True)
+        yield
+
+
+async def _run(
+    run: TrainingRun, job: Job, view: LiveView | None
+) -> tuple[TrainingSummary | None, signal.Signals | None]:
     """The summary, and the signal that ended the run; no summary where a second one cut it short."""
     current = asyncio.current_task()
     assert current is not None
@@ -175,7 +223,8 @@ async def _run(run: TrainingRun) -> tuple[TrainingSummary | None, signal.Signals
         with suppress(NotImplementedError, RuntimeError, ValueError):
             loop.add_signal_handler(number, on_signal, number)
     try:
-        return await run.run(), received[0] if received else None
+        async with _shown(job, view):
+            return await run.run(), received[0] if received else None
     except asyncio.CancelledError:
         if not received:
             raise
@@ -197,5 +246,7 @@ def _print_summary(summary: TrainingSummary) -> None:
         print(f"trace: {summary.trace} (open it in https://ui.perfetto.dev)")
     if summary.timeline is not None:
         print(f"timeline: {summary.timeline}")
+    if summary.snapshot is not None:
+        print(f"snapshot: {summary.snapshot}")
     if summary.sample is not None:
         print(f"sample:\n{summary.sample}")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from asyncpipe.core.report import Report
 
-__all__ = ["Meter", "NullProgress", "ProgressSink", "RunStarted", "StepProgress", "TrainingSummary"]
+__all__ = ["Meter", "NullProgress", "ProgressSink", "RunStarted", "StepListener", "StepProgress", "TrainingSummary"]
 
 RECENT = 20
 """Losses and speeds are means over this many last steps."""
@@ -75,6 +75,8 @@ class TrainingSummary:
     """The trace that was written."""
     timeline: Path | None = None
     """The picture that was written."""
+    snapshot: Path | None = None
+    """The folder of the last snapshot that was written."""
 
 
 class ProgressSink(Protocol):
@@ -88,6 +90,14 @@ class ProgressSink(Protocol):
 
     def entered(self, phase: str) -> None:
         """Called when something else than training begins: ``"evaluating"``, ``"sampling"``."""
+
+
+@runtime_checkable
+class StepListener(Protocol):
+    """Is told the figures of each training step, as numbers only: what counts steps or shows them to others."""
+
+    def training_step(self, loss: float, samples: int, tokens: int, duration: float) -> None:
+        """Called on the run's loop after each step, so it is quick. ``duration`` is in seconds, update included."""
 
 
 class NullProgress:

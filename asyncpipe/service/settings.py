@@ -18,6 +18,14 @@ A whole file::
     batch_size = 64
     learning_rate = 3e-3
 
+    [observe]
+    metrics_port = 9400
+    trace = "runs/charlm.json"
+
+    [snapshots]                         # without this table there are none
+    folder = "runs/charlm"
+    every = 100
+
 Paths in it are relative to the working directory. Nothing of the job is imported here.
 """
 
@@ -28,7 +36,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, Strict, ValidationError
 from pydantic_core import ErrorDetails
@@ -37,7 +45,17 @@ from asyncpipe.core.lower import CheckpointMode
 from asyncpipe.core.registry import could_be_schedule, known_schedules
 from asyncpipe.errors import JobFileError
 
-__all__ = ["AUTO", "Entry", "Job", "Observe", "PipelineTable", "Training", "job_file_error", "load_job"]
+__all__ = [
+    "AUTO",
+    "Entry",
+    "Job",
+    "Observe",
+    "PipelineTable",
+    "SnapshotTable",
+    "Training",
+    "job_file_error",
+    "load_job",
+]
 
 
 AUTO = "auto"
@@ -77,6 +95,8 @@ _COUNT = "must be an integer of at least 1"
 _POSITIVE = "must be a finite number greater than 0"
 _PORT = "must be a port from 0 (any free one) to 65535"
 _OUTPUT = "must be the path of a file to write"
+_FOLDER = "must be the path of a folder, which is made if it is not there"
+_SNAPSHOTS = "must be a table with the keys folder, every, keep"
 
 Count = Annotated[int, Field(ge=1, description=_COUNT)]
 Natural = Annotated[int, Field(ge=0, description="must be an integer of at least 0")]
@@ -85,6 +105,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description=_POSITIVE)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, description="must be a finite number of at least 0")]
 Name = Annotated[str, Field(min_length=1, description="must be a string that is not empty")]
+Flag = Annotated[bool, Field(description="must be true or false")]
 OutputPath = Annotated[Path, Strict(False)]
 Devices = Annotated[
     tuple[Annotated[str, Strict()], ...], Strict(False), AfterValidator(_checked_devices), Field(description=_DEVICES)
@@ -148,6 +169,22 @@ class Observe(_Table):
     """An SVG picture of the last step."""
     trace_steps: Count = 3
     """How many of the last steps the trace holds."""
+    serve_port: Port | None = Field(default=None, description=_PORT)
+    """A page to watch the run is served here, on 127.0.0.1; 0 takes any free port, absent means that there is none."""
+    opentelemetry: Flag = False
+    """Whether every step becomes an OpenTelemetry span, of the tracer provider that the process has."""
+    nvtx: Flag = False
+    """Whether tasks are NVTX ranges, for NVIDIA's profilers."""
+
+
+class SnapshotTable(_Table):
+    """``[snapshots]``: what is saved of the run, and when."""
+
+    folder: OutputPath = Field(description=_FOLDER)
+    every: Count = 100
+    """Steps from one snapshot to the next; there is one more at the run's end."""
+    keep: Count = 3
+    """How many of the last ones stay."""
 
 
 class Job(_Table):
@@ -158,6 +195,8 @@ class Job(_Table):
     pipeline: PipelineTable
     training: Training
     observe: Observe = Observe()
+    snapshots: SnapshotTable | None = Field(default=None, description=_SNAPSHOTS)
+    """None are taken where it is absent."""
 
     _path: Path = PrivateAttr(default=Path("job.toml"))
 
@@ -169,10 +208,14 @@ class Job(_Table):
     def override(self, table: str, **values: object) -> Job:
         """The same job with other values in one table; those that are ``None`` stay as they are.
 
-        The values are taken as they are: the command line has checked them.
+        A table that is absent is made of the values, if there are any. They are taken as they are: the command line
+        has checked them.
         """
         given = {key: value for key, value in values.items() if value is not None}
-        changed: BaseModel = getattr(self, table).model_copy(update=given)
+        current: BaseModel | None = getattr(self, table)
+        if current is None and not given:
+            return self
+        changed = _find_table([table])(**given) if current is None else current.model_copy(update=given)
         return self.model_copy(update={table: changed})
 
 
@@ -223,10 +266,13 @@ def _find_table(keys: Sequence[str]) -> type[BaseModel]:
     """The model of the table at ``keys``."""
     table: type[BaseModel] = Job
     for key in keys:
-        kind = table.model_fields[key].annotation
-        assert isinstance(kind, type)
-        assert issubclass(kind, BaseModel)
-        table = kind
+        annotation = table.model_fields[key].annotation
+        # One that may be absent is annotated as a union with None.
+        (table,) = (
+            kind
+            for kind in (annotation, *get_args(annotation))
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        )
     return table
 
 

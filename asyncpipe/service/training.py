@@ -1,38 +1,46 @@
 """The training loop as a component: a job in, a summary out, on whatever loop the host runs.
 
 One step, walked: make the batch → ``pipe.step`` (forward and backward, task by task) → clip, AdamW, in a
-thread → tell the collector and the progress sink. Between steps the loop is free for everything else.
+thread → tell the listeners and the progress sink → copy the state, where a snapshot is due. Between steps the loop is
+free for everything else; whoever watches the run cannot end it.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from math import cos, inf, pi
 from time import perf_counter
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.core.events import StepRecord
+from asyncpipe.core.events import Observer
 from asyncpipe.core.registry import find_schedule
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics import PipelineCollector
-from asyncpipe.observe.svg import svg_timeline
-from asyncpipe.observe.trace import write_trace
 from asyncpipe.pipeline import Pipeline
-from asyncpipe.runtime.waiting import outlast
 from asyncpipe.service.paths import importable
 from asyncpipe.service.planning import choose_for, with_plan
-from asyncpipe.service.progress import Meter, NullProgress, ProgressSink, RunStarted, TrainingSummary
-from asyncpipe.service.settings import AUTO, Job, Observe, Training, job_file_error
+from asyncpipe.service.progress import (
+    Meter,
+    NullProgress,
+    ProgressSink,
+    RunStarted,
+    StepListener,
+    StepProgress,
+    TrainingSummary,
+)
+from asyncpipe.service.recording import Recorder, Written, make_folders
+from asyncpipe.service.settings import AUTO, Job, Training, job_file_error
+from asyncpipe.service.snapshots import Snapshots, Stateful, open_folder
+from asyncpipe.service.threads import in_thread
 from asyncpipe.service.workload import Batch, Workload
 
 __all__ = ["TrainingRun", "learning_rate"]
 
-_T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
 
 BETAS = (0.9, 0.95)
 """As is usual for transformers: the second moment forgets within some 20 steps."""
@@ -42,7 +50,9 @@ class TrainingRun:
     """One run of a job: ``await run()`` once, ``stop()`` from anywhere on the same loop to end it early.
 
     ``make_workload`` is called in a thread, with torch's global generator seeded. ``progress`` is told how it
-    goes; ``collector`` counts what it does for Prometheus, and registering it is the caller's part.
+    goes; ``collector`` counts what it does for Prometheus, and registering it is the caller's part. ``observers`` are
+    shown every step's record, and those that are ``StepListener``s every training step's figures too; one that raises
+    is left out from then on.
     """
 
     def __init__(
@@ -52,41 +62,43 @@ class TrainingRun:
         *,
         progress: ProgressSink | None = None,
         collector: PipelineCollector | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._job = job
         self._make_workload = make_workload
         self._progress: ProgressSink = progress if progress is not None else NullProgress()
         self._collector = collector
-        self._recorder = _Recorder(job.observe.trace_steps)
+        self._recorder = Recorder(job.observe.trace_steps)
+        self._observers: list[Observer] = [*([] if collector is None else [collector]), *observers]
+        self._listeners = [observer for observer in self._observers if isinstance(observer, StepListener)]
         self._meter = Meter(job.training.steps)
         self._stopping = False
 
     def stop(self) -> None:
-        """Let the run end after the step under way; evaluation and sample are left out."""
+        """Let the run end after the step under way, with a last snapshot; evaluation and sample are left out."""
         self._stopping = True
 
     async def run(self) -> TrainingSummary:
         """Train, evaluate and sample. Closes the pipeline and writes the trace however it ends.
 
         Cancellation takes effect between two tasks. Raises ``JobFileError`` where the job does not fit the
-        workload or this machine, ``TaskError`` for the first task that fails.
+        workload or this machine, ``OptionError`` where it asks for an extra that is not installed, ``TaskError`` for
+        the first task that fails. A trace or a snapshot that cannot be written is logged and counted.
         """
-        _make_folders(self._job)
-        workload = await _in_thread(self._build)
-        evaluation = sample = None
-        written = Observe()
+        if self._job.observe.opentelemetry:
+            from asyncpipe.observe.otel import StepSpans
+
+            self._observers.append(StepSpans(self._job.name))
+        await in_thread(self._make_folders)
+        workload = await in_thread(self._build)
+        learned, written, snapshot = _Learned(), Written(), None
         if await self._choose_schedule(workload):
             try:
-                async with self._pipeline(workload) as pipe:
-                    self._progress.started(self._description(pipe))
-                    await self._train(pipe, workload)
-                    pipe.eval()
-                    # What follows is no training: it would bend the operator's view of bubbles and durations.
-                    pipe.observers.clear()
-                    evaluation = await self._evaluate(pipe, workload)
-                    sample = await self._sample(pipe, workload)
+                async with Snapshots(self._job, self._collector) as snapshots:
+                    learned = await self._run_pipeline(workload, snapshots)
+                snapshot = snapshots.last
             finally:
-                written = self._recorder.write(self._job)
+                written = await in_thread(self._write)
         meter = self._meter
         return TrainingSummary(
             name=self._job.name,
@@ -96,11 +108,21 @@ class TrainingRun:
             seconds=meter.seconds,
             tokens_per_second=meter.tokens_per_second,
             bubble_ratio=meter.bubble_ratio,
-            evaluation=evaluation,
-            sample=sample,
-            trace=written.trace,
-            timeline=written.timeline,
+            **learned._asdict(),
+            **written._asdict(),
+            snapshot=snapshot,
         )
+
+    def _make_folders(self) -> None:
+        make_folders(self._job)
+        open_folder(self._job)
+
+    def _write(self) -> Written:
+        return self._recorder.write(self._job, lambda: self._count_failure("trace"))
+
+    def _count_failure(self, reason: str) -> None:
+        if self._collector is not None:
+            self._collector.observer_failed(reason)
 
     def _build(self) -> Workload:
         torch.manual_seed(self._job.training.seed)
@@ -117,16 +139,25 @@ class TrainingRun:
 
         self._progress.entered("measuring, to choose a schedule")
         try:
-            plan = await _in_thread(lambda: choose_for(self._job, workload, progress=heed_stop))
+            plan = await in_thread(lambda: choose_for(self._job, workload, progress=heed_stop))
         except _Stopped:
             return False
         self._job = with_plan(self._job, plan)
         self._progress.entered(f"chosen: {plan}; predicted {plan.seconds * 1e3:.0f} ms a step")
         return True
 
+    async def _run_pipeline(self, workload: Workload, snapshots: Snapshots) -> _Learned:
+        async with self._pipeline(workload) as pipe:
+            self._progress.started(self._description(pipe))
+            await self._train(pipe, workload, snapshots)
+            pipe.eval()
+            # What follows is no training: it would bend the operator's view of bubbles and durations.
+            pipe.observers.clear()
+            evaluation = await self._evaluate(pipe, workload)
+            return _Learned(evaluation, await self._sample(pipe, workload))
+
     def _pipeline(self, workload: Workload) -> Pipeline:
-        table = self._job.pipeline
-        collectors = [] if self._collector is None else [self._collector]
+        table, observe = self._job.pipeline, self._job.observe
         try:
             with importable(self._job.path.resolve().parent):
                 schedule = find_schedule(table.schedule, order=table.order)
@@ -139,7 +170,9 @@ class TrainingRun:
                 schedule=schedule,
                 checkpoint=table.checkpoint,
                 loss_fn=workload.loss_fn,
-                observers=[self._recorder, *collectors],
+                observers=[self._recorder, *self._observers],
+                nvtx=observe.nvtx,
+                sample_memory=observe.trace is not None,
             )
         except OptionError as error:
             raise job_file_error(self._job.path, f"pipeline: {error}") from error
@@ -154,18 +187,21 @@ class TrainingRun:
 
     # Steps
 
-    async def _train(self, pipe: Pipeline, workload: Workload) -> None:
+    async def _train(self, pipe: Pipeline, workload: Workload, snapshots: Snapshots) -> None:
         training = self._job.training
         pipe.train()
         updater = _Updater(pipe.parameters(), training)
+        states: dict[str, Stateful] = {"model": pipe, "optimizer": updater.optimizer}
         generator = torch.Generator().manual_seed(training.seed)
         batches = workload.batches(training.batch_size, generator)
         for _ in range(training.steps):
             start = perf_counter()
             batch = next(batches, None)
             if batch is None or self._stopping:
-                return
+                break
             await self._step(pipe, batch, workload.tokens_per_sample, updater, start)
+            await snapshots.after_step(self._meter.step, states)
+        await snapshots.after_last_step(self._meter.step, states)
 
     async def _step(
         self, pipe: Pipeline, batch: Batch, tokens_per_sample: int, updater: _Updater, start: float
@@ -175,7 +211,7 @@ class TrainingRun:
         assert result.loss is not None
         rate = learning_rate(self._meter.step, self._job.training)
         # In a thread: on a CPU the update takes a while, and on a GPU reading the loss waits for the device.
-        loss, norm = await _in_thread(lambda: updater.update(rate, result.loss))
+        loss, norm = await in_thread(lambda: updater.update(rate, result.loss))
         await result.completed()
         progress = self._meter.add(
             loss=loss,
@@ -186,9 +222,17 @@ class TrainingRun:
             tokens=len(x) * tokens_per_sample,
             report=result.report,
         )
-        if self._collector is not None:
-            self._collector.training_step(loss, progress.samples, progress.tokens, progress.seconds)
+        self._tell_listeners(progress)
         self._progress.stepped(progress)
+
+    def _tell_listeners(self, progress: StepProgress) -> None:
+        for listener in tuple(self._listeners):
+            try:
+                listener.training_step(progress.loss, progress.samples, progress.tokens, progress.seconds)
+            except Exception:
+                _logger.exception("listener %r failed and is removed", listener)
+                self._listeners = [other for other in self._listeners if other is not listener]
+                self._count_failure("raised")
 
     # What the model has learned
 
@@ -201,7 +245,7 @@ class TrainingRun:
         for x, target in workload.held_out(self._job.training.batch_size):
             result = await pipe.step(x, target, return_outputs=False)
             assert result.loss is not None
-            total += await _in_thread(result.loss.item) * len(x)
+            total += await in_thread(result.loss.item) * len(x)
             samples += len(x)
             if self._stopping:
                 return None
@@ -222,6 +266,13 @@ class TrainingRun:
             return await workload.sample(forward)
         except _Stopped:
             return None
+
+
+class _Learned(NamedTuple):
+    """What the model shows when it is trained."""
+
+    evaluation: float | None = None
+    sample: str | None = None
 
 
 class _Stopped(Exception):
@@ -250,64 +301,14 @@ class _Updater:
             {"params": matrices, "weight_decay": training.weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
-        self._optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, fused=True)
+        self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, fused=True)
 
     def update(self, rate: float, loss: Tensor | None) -> tuple[float, float]:
         """Move the weights along their gradients and clear these; returns ``loss`` and the gradient norm as numbers."""
         assert loss is not None
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
         norm = nn.utils.clip_grad_norm_(self._parameters, self._clip)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return loss.item(), norm.item()
-
-
-# What is left behind
-
-
-class _Recorder:
-    """An observer that keeps the records of the last steps."""
-
-    def __init__(self, steps: int) -> None:
-        self._records: deque[StepRecord] = deque(maxlen=steps)
-
-    def step_completed(self, record: StepRecord) -> None:
-        self._records.append(record)
-
-    def write(self, job: Job) -> Observe:
-        """Write what the job asks for, if any step ran; returns the paths that were written."""
-        observe = job.observe
-        if not self._records:
-            return Observe()
-        if observe.trace is not None:
-            write_trace(self._records, observe.trace)
-        if observe.timeline is not None:
-            picture = svg_timeline(self._records[-1], title=job.name)
-            observe.timeline.write_text(picture, encoding="utf-8")
-        return observe
-
-
-def _make_folders(job: Job) -> None:
-    """Make the folders of the files to write, so that a mistyped path ends the run before it begins."""
-    for key in ("trace", "timeline"):
-        path = getattr(job.observe, key)
-        if path is None:
-            continue
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise job_file_error(job.path, f"observe.{key}: cannot make {path.parent}: {error.strerror}") from error
-        if path.is_dir():
-            raise job_file_error(job.path, f"observe.{key}: {path} is a folder; it must be the path of a file to write")
-
-
-async def _in_thread(function: Callable[[], _T]) -> _T:
-    """Run ``function`` in a thread of the loop's pool; a cancellation is raised only when it has ended."""
-    future = asyncio.get_running_loop().run_in_executor(None, function)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await outlast(future)
-        future.exception()  # Retrieved: the cancellation is what the caller learns.
-        raise

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import urlopen
 from xml.etree import ElementTree
@@ -18,6 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asyncpipe import cli
 
+SERVED = find_spec("aiohttp") is not None
+"""Whether there can be a live view here."""
 CHARLM = Path(__file__).parents[2] / "examples" / "charlm"
 
 TINY = """\
@@ -86,6 +91,37 @@ def test_trace_and_timeline_are_written(job, capsys):
     assert_picture(Path("runs/t.svg"))
 
 
+def test_snapshots_are_taken_and_the_last_one_is_told(job, capsys):
+    job.write_text(TINY + '[snapshots]\nfolder = "elsewhere"\nevery = 2\nkeep = 1\n', encoding="utf-8")
+    lines = train(job, capsys, "--snapshots", "runs/s", "--no-progress")
+    assert f"snapshot: {Path('runs/s/step-5')}" in lines
+    assert [path.name for path in Path("runs/s").iterdir()] == ["step-5"]
+    assert not Path("elsewhere").exists()
+    assert cli.main(["train", str(job), "--snapshots", "runs/s"]) == 2
+    assert f"{job}: snapshots.folder: runs/s holds snapshots of another run" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no limit on the size of files")
+def test_files_that_cannot_be_written_whole_do_not_end_a_run(job):
+    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)); "
+    command = limited + "from asyncpipe import cli; sys.exit(cli.main(sys.argv[1:]))"
+    options = ["--snapshots", "s", "--trace", "t.json", "--timeline", "t.svg", "--no-progress"]
+    # Without bytecode: the limit would cut that, too.
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", command, "train", str(job), *options], capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("tiny: 5 steps in ")
+    assert not any(line.startswith(("trace: ", "timeline: ", "snapshot: ")) for line in done.stdout.splitlines())
+    assert done.stderr.splitlines() == [
+        "no snapshot of step 5 in s: File too large",
+        "the trace t.json was not written: File too large",
+        "the timeline t.svg was not written: File too large",
+    ]
+    assert not list(Path("s").iterdir())
+    assert {path.name for path in Path().iterdir()} == {"charlm.py", "tiny.toml", "s"}
+
+
 @pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1"])
 def test_the_loss_does_not_depend_on_the_devices(job, capsys, devices):
     def loss(*options: str) -> str:
@@ -125,9 +161,10 @@ def test_a_job_is_mapped_onto_the_cuda_devices_in_turn(monkeypatch):
 
 @pytest.mark.cuda
 def test_a_run_on_cuda(job, capsys):
-    lines = train(job, capsys, "--device-type", "cuda", "--trace", "t.json")
+    lines = train(job, capsys, "--device-type", "cuda", "--trace", "t.json", "--nvtx", "--snapshots", "s")
     assert any(line.startswith("held-out loss 4.") for line in lines)
     assert_trace(Path("t.json"), steps=3, devices=4)
+    assert f"snapshot: {Path('s') / 'step-5'}" in lines
 
 
 @pytest.mark.parametrize(
@@ -135,6 +172,7 @@ def test_a_run_on_cuda(job, capsys):
     [
         (["--steps", "0"], "must be an integer of at least 1"),
         (["--metrics-port", "70000"], "must be a port from 0 (any free one) to 65535"),
+        (["--serve", "web"], "must be a port from 0 (any free one) to 65535"),
         (["--devices", "cpu:0,,cpu:1"], "must be device names with commas between them"),
         (["--devices", "cpu:0", "--device-type", "cpu"], "not allowed with argument"),
     ],
@@ -145,14 +183,32 @@ def test_a_wrong_option_ends_the_command_with_what_is_allowed(job, capsys, optio
     assert part in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("package", "option", "extra"),
+    [("aiohttp", ["--serve", "0"], "asyncpipe[service]"), ("opentelemetry", ["--opentelemetry"], "asyncpipe[otel]")],
+)
+def test_an_extra_that_is_not_installed_ends_the_command_before_it_trains(
+    job, capsys, monkeypatch, package, option, extra
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert cli.main(["train", str(job), *option]) == 2
+    out, err = capsys.readouterr()
+    assert extra in err
+    assert out == ""
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_long_run_that_is_being_scraped(job, number, status):
     options = ["--steps", "1000000", "--metrics-port", "0", "--trace", "t.json", "--timeline", "t.svg"]
+    options += ["--snapshots", "s", *(["--serve", "0"] if SERVED else [])]
     with started([sys.executable, "-m", "asyncpipe", "train", str(job), *options]) as process:
         assert process.stdout is not None
         url = wait_for(process, "metrics: ").removeprefix("metrics: ").strip()
+        page = wait_for(process, "live view: ").removeprefix("live view: ").strip() if SERVED else None
         wait_for(process, "step 20/")
         assert_metrics(url)
+        if page is not None:
+            assert_page(page)
         process.send_signal(number)
         out, err = process.communicate(timeout=30)
     assert process.returncode == status
@@ -162,6 +218,9 @@ def test_a_signal_ends_a_long_run_that_is_being_scraped(job, number, status):
     assert "sample:" not in out
     assert_trace(job.parent / "t.json", steps=3, devices=4)
     assert_picture(job.parent / "t.svg")
+    (done,) = re.findall(r"tiny: (\d+) steps in ", out)
+    assert f"snapshot: {Path('s') / f'step-{done}'}" in out.splitlines()
+    assert (job.parent / "s" / f"step-{done}" / "snapshot.json").exists()
 
 
 @contextmanager
@@ -188,16 +247,28 @@ def assert_metrics(url: str) -> None:
     with urlopen(url, timeout=10) as answer:
         families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
     steps = families["asyncpipe_steps"].samples
-    assert [(sample.labels["job"], sample.labels["outcome"]) for sample in steps] == [("tiny", "ok")]
-    assert steps[0].value >= 20
+    assert {sample.labels["job"] for sample in steps} == {"tiny"}
+    outcomes = {sample.labels["outcome"]: sample.value for sample in steps}
+    assert outcomes.pop("ok") >= 20
+    assert not any(outcomes.values())
     assert families["asyncpipe_tokens"].samples[0].value >= 20 * 8 * 16
     assert 0 < families["asyncpipe_loss"].samples[0].value < 10
     assert {sample.labels["stage"] for sample in families["asyncpipe_stage_busy_seconds"].samples} == set("0123")
 
 
+def assert_page(page: str) -> None:
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", page)
+    with urlopen(page, timeout=10) as answer:
+        assert "<html" in answer.read().decode()
+    with urlopen(page + "state", timeout=10) as answer:
+        state = json.load(answer)
+    assert state["job"] == "tiny"
+    assert state["training"]["steps"] >= 1  # It may be that of a moment ago.
+
+
 def assert_trace(path: Path, *, steps: int, devices: int) -> None:
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X"]
+    slices = [event for event in events if event["ph"] == "X" and "kind" in event["args"]]
     assert len({event["args"]["step"] for event in slices}) == steps
     assert len({event["pid"] for event in slices}) == devices
     assert {event["args"]["kind"] for event in slices} == {"F", "R", "B", "C"}

@@ -10,7 +10,7 @@ import pytest
 from asyncpipe import cli
 from asyncpipe.errors import JobFileError
 from asyncpipe.service.entry import find_entry
-from asyncpipe.service.settings import Job, Observe, load_job
+from asyncpipe.service.settings import Job, Observe, SnapshotTable, load_job
 
 RIGHT = """\
 name = "linear"
@@ -79,7 +79,23 @@ def test_a_right_file_gives_its_values_and_the_defaults(write):
     assert job.training.learning_rate == 1.0
     assert (job.training.clip, job.training.warmup_steps, job.training.seed) == (None, 0, 0)
     assert job.observe == Observe(metrics_port=0, trace=Path("runs/linear.json"))
+    assert job.snapshots is None
     assert job.path.name == "linear.toml"
+
+
+def test_snapshots_are_taken_where_the_table_is_there(write):
+    job = load_job(write(("[observe]", '[snapshots]\nfolder = "runs/s"\n[observe]\nnvtx = true\nserve_port = 0')))
+    assert job.snapshots == SnapshotTable(folder=Path("runs/s"), every=100, keep=3)
+    assert (job.observe.nvtx, job.observe.opentelemetry, job.observe.serve_port) == (True, False, 0)
+
+
+def test_a_table_that_is_absent_is_made_of_what_overrides_it(write):
+    job = load_job(write())
+    assert job.override("snapshots", folder=None) == job
+    with_table = job.override("snapshots", folder=Path("s"))
+    assert with_table.snapshots == SnapshotTable(folder=Path("s"))
+    assert with_table.override("snapshots", every=7).snapshots == SnapshotTable(folder=Path("s"), every=7)
+    assert with_table.path == job.path
 
 
 def test_a_job_is_frozen_and_overridden_by_copies(write):
@@ -137,6 +153,31 @@ WRONG = [
     ("metrics_port = 0", "metrics_port = 70000", "observe.metrics_port", ["0 (any free one) to 65535", "got 70000"]),
     ('trace = "runs/linear.json"', "trace = 3", "observe.trace", ["path of a file", "got 3"]),
     ('trace = "runs/linear.json"', 'trace = "."', "observe.trace", ["is a folder"]),
+    ("metrics_port = 0", "serve_port = -1", "observe.serve_port", ["0 (any free one) to 65535", "got -1"]),
+    ("metrics_port = 0", "nvtx = 1", "observe.nvtx", ["must be true or false", "got 1"]),
+    ("metrics_port = 0", 'opentelemetry = "yes"', "observe.opentelemetry", ["must be true or false", 'got "yes"']),
+    ("[observe]", "[snapshots]\n[observe]", "snapshots.folder", ["missing; must be the path of a folder"]),
+    ("[observe]", "[snapshots]\nfolder = 3\n[observe]", "snapshots.folder", ["path of a folder", "got 3"]),
+    ("[observe]", '[snapshots]\nfolder = "s"\nevery = 0\n[observe]', "snapshots.every", ["at least 1", "got 0"]),
+    ("[observe]", '[snapshots]\nfolder = "s"\nkeep = 0\n[observe]', "snapshots.keep", ["at least 1", "got 0"]),
+    (
+        "[observe]",
+        '[snapshots]\nfolder = "s"\nevrey = 9\n[observe]',
+        "snapshots.evrey",
+        ["did you mean 'every'", "known keys of [snapshots]: folder, every, keep"],
+    ),
+    (
+        'name = "linear"',
+        'name = "linear"\nsnapshots = 3',
+        "snapshots",
+        ["a table with the keys folder, every", "got 3"],
+    ),
+    (
+        "[observe]",
+        '[snapshots]\nfolder = "settings_workload.py"\n[observe]',
+        "snapshots.folder",
+        ["cannot use settings_workload.py: File exists"],
+    ),
     ('trace = "runs/linear.json"', 'trace = "runs/t"\ntrace_steps = 0', "observe.trace_steps", ["at least 1", "got 0"]),
 ]
 

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
+from shutil import rmtree
+from threading import Event, current_thread
 from typing import Any
 from xml.etree import ElementTree
 
@@ -14,8 +16,10 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
+from asyncpipe.core.events import StepRecord
 from asyncpipe.errors import JobFileError, TaskError
 from asyncpipe.observe.metrics import PipelineCollector
+from asyncpipe.pipeline import Pipeline
 from asyncpipe.service.progress import RunStarted, StepProgress
 from asyncpipe.service.settings import Job, Training
 from asyncpipe.service.training import BETAS, TrainingRun, learning_rate
@@ -33,6 +37,7 @@ def make_job(**tables: dict[str, Any]) -> Job:
             "pipeline": {"devices": ["cpu:0", "cpu:1"], "microbatches": 4, **tables.get("pipeline", {})},
             "training": {**training, "warmup_steps": 2, **tables.get("training", {})},
             "observe": tables.get("observe", {}),
+            **({"snapshots": tables["snapshots"]} if "snapshots" in tables else {}),
         }
     )
 
@@ -66,6 +71,32 @@ class Sink:
 
     def entered(self, phase: str) -> None:
         self.phases.append(phase)
+
+
+class Watcher:
+    """An observer and a listener that keeps what it is shown and told."""
+
+    def __init__(self, on_record: Callable[[int], object] = lambda count: None) -> None:
+        self.records: list[StepRecord] = []
+        self.losses: list[float] = []
+        self._on_record = on_record
+
+    def step_completed(self, record: StepRecord) -> None:
+        self.records.append(record)
+        self._on_record(len(self.records))
+
+    def training_step(self, loss: float, samples: int, tokens: int, duration: float) -> None:
+        self.losses.append(loss)
+
+
+def counted(collector: PipelineCollector, name: str, **labels: str) -> float:
+    """The value of one series, as Prometheus would have it."""
+    return sum(
+        sample.value
+        for family in collector.collect()
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
 
 
 def unsplit_losses(training: Training) -> list[float]:
@@ -110,10 +141,141 @@ async def test_the_sink_and_the_collector_are_told_of_every_step():
     assert [(p.step, p.steps, p.samples, p.tokens) for p in sink.steps] == [(n, 6, 8, 40) for n in range(1, 7)]
     assert all(0 <= p.report.bubble_ratio < 1 and len(p.report.stage_utilization) == 2 for p in sink.steps)
     assert sink.steps[-1].remaining_seconds == 0
-    totals = collector.snapshot()
-    assert totals.counters["steps"] == {("ok",): 6}
-    assert totals.counters["tokens"] == {(): 240}
-    assert totals.gauges["loss"] == {(): sink.steps[-1].loss}
+    assert counted(collector, "asyncpipe_steps_total") == counted(collector, "asyncpipe_steps_total", outcome="ok") == 6
+    assert counted(collector, "asyncpipe_tokens_total") == 240
+    assert counted(collector, "asyncpipe_loss") == sink.steps[-1].loss
+
+
+async def test_observers_see_every_step_and_listeners_among_them_its_figures():
+    class Silent:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def step_completed(self, record: StepRecord) -> None:
+            self.count += 1
+
+    sink, watcher, silent = Sink(), Watcher(), Silent()
+    await TrainingRun(make_job(), make_workload, progress=sink, observers=[watcher, silent]).run()
+    assert [record.step for record in watcher.records] == list(range(6))
+    assert watcher.losses == [progress.loss for progress in sink.steps]
+    assert silent.count == 6
+
+
+async def test_an_observer_that_raises_is_left_out_logged_and_counted(caplog):
+    def fail(count: int) -> None:
+        if count == 2:
+            raise ZeroDivisionError("observed")
+
+    watcher, collector = Watcher(fail), PipelineCollector("linear")
+    summary = await TrainingRun(make_job(), make_workload, collector=collector, observers=[watcher]).run()
+    assert summary.steps == 6
+    assert len(watcher.records) == 2
+    assert counted(collector, "asyncpipe_observer_failures_total", reason="raised") == 1
+    assert counted(collector, "asyncpipe_steps_total", outcome="ok") == 6
+    assert len(caplog.records) == 1
+    assert "ZeroDivisionError: observed" in caplog.text
+    caplog.clear()  # The traceback's frames hold the run.
+
+
+@pytest.mark.one_loop
+async def test_an_observer_that_blocks_for_a_second_is_put_aside_logged_and_counted(caplog):
+    threads: list[str] = []
+
+    def block(count: int) -> None:
+        threads.append(current_thread().name)
+        if count == 2:
+            Event().wait(1)
+
+    watcher, collector = Watcher(block), PipelineCollector("linear")
+    summary = await TrainingRun(make_job(), make_workload, collector=collector, observers=[watcher]).run()
+    assert summary.steps == 6
+    assert [record.step for record in watcher.records] == list(range(6))
+    assert len(set(threads[:2])) == len(set(threads[2:])) == 1
+    assert threads[1] != threads[2]
+    assert counted(collector, "asyncpipe_observer_failures_total", reason="slow") == 1
+    assert counted(collector, "asyncpipe_observer_failures_total") == 1
+    assert len(caplog.records) == 1
+
+
+async def test_a_listener_that_raises_is_told_no_more_and_counted(caplog):
+    class Failing(Watcher):
+        def training_step(self, loss: float, samples: int, tokens: int, duration: float) -> None:
+            super().training_step(loss, samples, tokens, duration)
+            raise ZeroDivisionError("told")
+
+    failing, watcher, collector = Failing(), Watcher(), PipelineCollector("linear")
+    summary = await TrainingRun(make_job(), make_workload, collector=collector, observers=[failing, watcher]).run()
+    assert summary.steps == 6
+    assert (len(failing.losses), len(failing.records), len(watcher.losses)) == (1, 6, 6)
+    assert counted(collector, "asyncpipe_observer_failures_total", reason="raised") == 1
+    assert len(caplog.records) == 1
+    caplog.clear()  # The traceback's frames hold the run.
+
+
+async def test_a_full_disk_for_the_trace_is_logged_and_counted(full, caplog):
+    collector = PipelineCollector("linear")
+    job = make_job(observe={"trace": str(full)})
+    summary = await TrainingRun(job, make_workload, collector=collector).run()
+    assert (summary.steps, summary.trace) == (6, None)
+    assert counted(collector, "asyncpipe_observer_failures_total", reason="trace") == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the trace {full} was not written: No space left on device"
+    ]
+
+
+async def test_a_trace_that_cannot_be_written_does_not_hide_why_a_run_failed(tmp_path, caplog):
+    observe = {"trace": str(tmp_path / "below" / "t.json")}
+
+    def on_step() -> None:
+        (tmp_path / "below").rmdir()
+        raise ArithmeticError("shown")
+
+    with pytest.raises(ArithmeticError, match="shown"):
+        await TrainingRun(make_job(observe=observe), make_workload, progress=Sink(on_step)).run()
+    assert len(caplog.records) == 1
+
+
+async def test_snapshots_are_counted(tmp_path, caplog):
+    collector = PipelineCollector("linear")
+    job = make_job(snapshots={"folder": str(tmp_path), "every": 6})
+    summary = await TrainingRun(job, make_workload, collector=collector).run()
+    assert summary.snapshot == tmp_path / "step-6"
+    assert counted(collector, "asyncpipe_snapshots_total", outcome="ok") == 1
+    assert counted(collector, "asyncpipe_snapshot_duration_seconds_count") == 1
+    assert counted(collector, "asyncpipe_last_snapshot_timestamp_seconds") > 1.7e9
+
+    sink = Sink(lambda: rmtree(tmp_path / "gone", ignore_errors=True))
+    job = make_job(snapshots={"folder": str(tmp_path / "gone"), "every": 6})
+    collector = PipelineCollector("linear")
+    assert (await TrainingRun(job, make_workload, collector=collector, progress=sink).run()).steps == 6
+    assert counted(collector, "asyncpipe_snapshots_total", outcome="failed") == 1
+    assert counted(collector, "asyncpipe_observer_failures_total", reason="snapshot") == 1
+    assert len(caplog.records) == 1
+
+
+async def test_a_job_may_ask_for_spans_and_ranges_and_a_trace_samples_memory(tmp_path, monkeypatch):
+    spans: list[Watcher] = []
+    options: dict[str, Any] = {}
+
+    class Spans(Watcher):
+        def __init__(self, job: str) -> None:
+            super().__init__()
+            assert job == "linear"
+            spans.append(self)
+
+    class Noted(Pipeline):
+        def __init__(self, *arguments: Any, **given: Any) -> None:
+            options.update(given)
+            super().__init__(*arguments, **(given | {"nvtx": False}))
+
+    monkeypatch.setattr("asyncpipe.observe.otel.StepSpans", Spans)
+    monkeypatch.setattr("asyncpipe.service.training.Pipeline", Noted)
+    await TrainingRun(make_job(), make_workload).run()
+    assert (spans, options["nvtx"], options["sample_memory"]) == ([], False, False)
+    observe = {"opentelemetry": True, "nvtx": True, "trace": str(tmp_path / "t.json")}
+    await TrainingRun(make_job(observe=observe), make_workload).run()
+    assert [len(watcher.records) for watcher in spans] == [6]
+    assert (options["nvtx"], options["sample_memory"]) == (True, True)
 
 
 async def test_evaluation_and_sample_go_through_the_pipeline_and_change_nothing():
@@ -143,7 +305,7 @@ async def test_evaluation_and_sample_go_through_the_pipeline_and_change_nothing(
     assert torch.equal(seen[0][1], model(torch.ones(1, 3, dtype=torch.float64)))
     assert not seen[0][0]
     assert not model.training
-    assert collector.snapshot().counters["steps"] == {("ok",): 6}
+    assert counted(collector, "asyncpipe_steps_total") == 6
 
 
 async def test_batches_that_end_end_the_run():
@@ -223,7 +385,7 @@ def test_a_warm_up_longer_than_the_run_is_cut_to_it():
 
 def assert_trace(path: Any, steps: set[int]) -> None:
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X"]
+    slices = [event for event in events if event["ph"] == "X" and "kind" in event["args"]]
     # A step that was cut short may have left some tasks as well.
     assert {event["args"]["step"] for event in slices} >= steps
     assert {event["args"]["kind"] for event in slices} == {"F", "R", "B", "C"}
