@@ -45,7 +45,10 @@ class Benchmark:
 BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
-        Benchmark("overhead", "what the scheduler costs: µs per empty task, and seconds to build a graph"),
+        Benchmark(
+            "overhead", "what the scheduler and its metrics cost: µs per empty task, and seconds to build a graph"
+        ),
+        Benchmark("metrics", "training with metrics that are scraped every second, against training without"),
         Benchmark("pipeline", "a compute-bound model on 2 CPU devices, against its bound and against one device"),
         Benchmark("dropin", "loss(pipe(x)).backward() on 2 CPU devices, against a backward by autograd's engine alone"),
         Benchmark("memory", "bytes that wait for a backward, recomputed against not, over the micro-batches"),

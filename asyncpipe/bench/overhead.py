@@ -1,22 +1,33 @@
-"""What the scheduler itself costs: empty tasks through the whole path, and lowering and simulating large schedules."""
+"""What the scheduler itself costs: empty tasks through the whole path, and lowering and simulating large schedules.
+
+Metrics are measured against no metrics in slices that take turns; a slice with metrics is compared with the one beside
+it. They are scraped over HTTP meanwhile, so that everything counts that a collector does, wherever it does it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from statistics import median
 
 from asyncpipe.bench import Figures, Progress
+from asyncpipe.bench.scrape import Scraper, scraper
+from asyncpipe.core.events import Observer
+from asyncpipe.core.graph import TaskGraph
 from asyncpipe.core.lower import CheckpointMode, lower
 from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.schedule import Shape
 from asyncpipe.core.simulate import simulate
 from asyncpipe.core.task import Task
+from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.executor import ThreadExecutor, Work
 from asyncpipe.runtime.portal import new_event_loop
 
-__all__ = ["run", "show"]
+__all__ = ["MetricsSize", "run", "show"]
 
 MICROBATCHES = 32
 STEPS = 20
@@ -28,8 +39,20 @@ GRAPH_MICROBATCHES = (128, 256, 512, 1024)
 SCHEDULE = "1f1b"
 
 
-def run(progress: Progress) -> Figures:
-    """µs per task by number of devices (median step), and seconds to lower and simulate by number of tasks."""
+@dataclass(frozen=True, slots=True)
+class MetricsSize:
+    """How long metrics are measured."""
+
+    seconds: float = 2.0
+    """Of each slice."""
+    rounds: int = 9
+    """Slices with metrics, and as many without."""
+    period: float = 1.0
+    """Seconds between scrapes."""
+
+
+def run(progress: Progress, *, size: MetricsSize | None = None) -> Figures:
+    """µs per task by number of devices (median step) and what metrics add, and seconds to lower and simulate graphs."""
     tasks = []
     for devices in DEVICES:
         progress(f"{STEPS} steps of empty tasks on {devices} devices")
@@ -39,7 +62,11 @@ def run(progress: Progress) -> Figures:
     for microbatches in GRAPH_MICROBATCHES:
         progress(f"lowering and simulating {GRAPH_STAGES} stages × {microbatches} micro-batches")
         graphs.append(_large_graph(microbatches))
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        metrics = runner.run(_metrics_cost(progress, size or MetricsSize()))
     return {
+        "metrics_us_per_task": metrics["us_per_task"],
+        "metrics": metrics,
         "us_per_task": next(row["us_per_task"] for row in tasks if row["devices"] == MAIN_DEVICES),
         "graph_seconds": graphs[-1]["seconds"],
         "microbatches": MICROBATCHES,
@@ -50,11 +77,17 @@ def run(progress: Progress) -> Figures:
 
 
 def show(figures: Figures) -> str:
-    """Both tables."""
+    """Both tables, and what metrics cost between them."""
+    metrics = figures["metrics"]
     lines = [
         f"empty tasks, {figures['schedule']}, {figures['microbatches']} micro-batches, median of {STEPS} steps",
         "devices    tasks   µs per task",
         *(f"{row['devices']:7}  {row['tasks']:7}  {row['us_per_task']:12.2f}" for row in figures["devices"]),
+        "",
+        f"metrics, scraped {metrics['scrapes']} times: {metrics['us_per_task']:.2f} µs per task "
+        f"({metrics['tasks']} tasks on {MAIN_DEVICES} devices: {metrics['plain_us_per_task']:.2f} without, "
+        f"{metrics['scraped_us_per_task']:.2f} with; median difference of {metrics['rounds']} slices each; "
+        f"{metrics['cpu_us_per_task']:.2f} in seconds of CPU)",
         "",
         f"{GRAPH_STAGES} stages",
         "micro-batches    tasks  lowered in  µs per task  simulated in  µs per task",
@@ -68,21 +101,77 @@ def show(figures: Figures) -> str:
 
 
 async def _empty_steps(devices: int) -> Figures:
-    names = [f"cpu:{k}" for k in range(devices)]
-    shape = Shape(devices, MICROBATCHES, devices)
-    graph = lower(find_schedule(SCHEDULE), shape, devices=names, checkpoint=CheckpointMode.EXCEPT_LAST)
-    driver = Driver({name: ThreadExecutor(name) for name in names})
-    driver.open()
-    seconds = []
-    for _ in range(WARM_UP + STEPS):
-        start = time.perf_counter()
-        execution = await driver.run(graph, _bind_nothing)
-        await execution.completed()
-        seconds.append(time.perf_counter() - start)
+    graph = _graph(devices)
+    driver = _driver(graph)
+    seconds = [await _empty_step(driver, graph) for _ in range(WARM_UP + STEPS)]
     driver.close()
     driver.join()
     tasks = len(graph.tasks)
     return {"devices": devices, "tasks": tasks, "us_per_task": median(seconds[WARM_UP:]) / tasks * 1e6}
+
+
+async def _metrics_cost(progress: Progress, size: MetricsSize) -> Figures:
+    """µs per empty task without metrics, with metrics that are scraped, and the median difference."""
+    graph = _graph(MAIN_DEVICES)
+    collector = PipelineCollector("overhead")
+    drivers = {False: _driver(graph), True: _driver(graph, [collector])}
+    slices: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    with scraper(collector, size.period) as scrapes:
+        for driver in drivers.values():
+            for _ in range(WARM_UP):
+                await _empty_step(driver, graph)
+        scrapes.scrape()
+        for number in range(size.rounds):
+            progress(f"empty tasks with and without metrics, {number + 1} of {size.rounds}")
+            for observed in (False, True) if number % 2 else (True, False):
+                scraped = scrapes if observed else None
+                slices[observed].append(await _slice(drivers[observed], graph, size.seconds, scraped))
+    for driver in drivers.values():
+        driver.close()
+        driver.join()
+    pairs = list(zip(slices[True], slices[False], strict=True))
+    return {
+        "us_per_task": median(on - off for (on, _), (off, _) in pairs),
+        "cpu_us_per_task": median(on - off for (_, on), (_, off) in pairs),
+        "plain_us_per_task": median(off for off, _ in slices[False]),
+        "scraped_us_per_task": median(on for on, _ in slices[True]),
+        "scrapes": scrapes.scrapes,
+        "tasks": len(graph.tasks),
+        "rounds": size.rounds,
+    }
+
+
+async def _slice(driver: Driver, graph: TaskGraph, seconds: float, scrapes: Scraper | None) -> tuple[float, float]:
+    """µs per task, and µs of CPU, of steps that take about ``seconds`` together while ``scrapes`` scrapes."""
+    steps, begun, used = 0, time.perf_counter(), time.process_time()
+    with nullcontext() if scrapes is None else scrapes.scraping():
+        while (taken := time.perf_counter() - begun) < seconds:
+            await _empty_step(driver, graph)
+            steps += 1
+    used = time.process_time() - used
+    scale = 1e6 / steps / len(graph.tasks)
+    return taken * scale, used * scale
+
+
+def _graph(devices: int) -> TaskGraph:
+    names = [f"cpu:{k}" for k in range(devices)]
+    shape = Shape(devices, MICROBATCHES, devices)
+    return lower(find_schedule(SCHEDULE), shape, devices=names, checkpoint=CheckpointMode.EXCEPT_LAST)
+
+
+def _driver(graph: TaskGraph, observers: Sequence[Observer] = ()) -> Driver:
+    """An open driver for ``graph``."""
+    driver = Driver({name: ThreadExecutor(name) for name in graph.devices}, observers=observers)
+    driver.open()
+    return driver
+
+
+async def _empty_step(driver: Driver, graph: TaskGraph) -> float:
+    """Its seconds."""
+    start = time.perf_counter()
+    execution = await driver.run(graph, _bind_nothing)
+    await execution.completed()
+    return time.perf_counter() - start
 
 
 def _bind_nothing(task: Task) -> Work:

@@ -1,25 +1,26 @@
-"""Why devices stood idle: a fold that splits every gap of a compute lane by what the next task waited for.
+"""Why devices stood idle: every gap of a compute lane, split by what the next task waited for.
 
-The copies that a task reads cut the gap before it into three::
+The copies that a task reads cut the gap before it into four::
 
-    before ends      producer ends     copy ends        task starts
-    ─────┤                 ┊               ┊                 ├─────
-         │◀─ dependency ──▶│◀──── copy ───▶│◀── dispatch ───▶│
+    before ends      producer ends   copy begins   copy ends      task starts
+    ─────┤                 ┊               ┊            ┊              ├─────
+         │◀─ dependency ──▶│◀─ dispatch ──▶│◀── copy ──▶│◀─ dispatch ─▶│
 
-What is left after a device's last task is the drain. Busy and idle seconds of a device add up to the step.
+A copy begins as soon as it is handed out, also where it has to wait for the copies before it on its lane.
+What is left after a device's last task is the drain. Busy and idle seconds of a device add up to the step. A gap
+counts for the stage of the task that ends it, the drain for the stage of the last task.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
-from asyncpipe.core.graph import TaskGraph
-from asyncpipe.core.report import Report, TaskTime
-from asyncpipe.core.task import Queue, TaskKind
+import numpy as np
 
-__all__ = ["IdleReason", "Usage", "usage"]
+from asyncpipe.observe.fold_plan import Floats, Numbers, Plan, summed
+
+__all__ = ["DeviceTime", "IdleReason", "device_time"]
 
 
 class IdleReason(StrEnum):
@@ -35,63 +36,58 @@ class IdleReason(StrEnum):
     """The device had nothing left to do in this step."""
 
 
-@dataclass(slots=True)
-class Usage:
-    """Seconds of the devices' compute lanes, by (stage, device) and by (stage, device, reason).
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceTime:
+    """Seconds of the compute lanes over several steps, by position in the plan's ``places``."""
 
-    A gap counts for the stage of the task that ends it, the drain for the stage of the last task.
+    busy: Floats
+    idle: dict[IdleReason, Floats]
+
+
+def device_time(
+    plan: Plan, started: Floats, ended: Floats, produced: Floats, sent: Floats, arrived: Floats
+) -> DeviceTime:
+    """Where the devices' time went in k steps of one graph.
+
+    Everything has the shape (k, tasks + 1), in seconds since each step was submitted: when tasks ``started`` (∞ for
+    never) and ``ended`` (-∞), when the last thing that they read was ``produced``, when its copy was ``sent`` on its
+    way, and when it had ``arrived`` on their device. The last column belongs to no task; it fills the devices' rows up
+    to one length.
     """
+    steps, columns = ended.shape
+    begin = started[:, plan.compute]
+    order = np.argsort(begin, axis=2, kind="stable")
+    begin = np.take_along_axis(begin, order, axis=2)
+    tasks = np.take_along_axis(plan.compute[np.newaxis], order, axis=2)
+    cells = tasks + columns * np.arange(steps)[:, np.newaxis, np.newaxis]
+    # Clocks of other threads and devices may be a little off: tasks that seem to overlap are counted once.
+    after = np.maximum(np.maximum.accumulate(ended.ravel()[cells], axis=2), 0.0)
+    before = np.zeros_like(after)
+    before[:, :, 1:] = after[:, :, :-1]
+    begin = np.minimum(np.maximum(begin, before), after)
+    made = np.minimum(np.maximum(produced.ravel()[cells], before), begin)
+    there = np.minimum(np.maximum(arrived.ravel()[cells], made), begin)
+    left = np.minimum(np.maximum(sent.ravel()[cells], made), there)
+    places = plan.place[tasks].ravel()
 
-    busy: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
-    idle: dict[tuple[int, str, IdleReason], float] = field(default_factory=lambda: defaultdict(float))
+    def total(seconds: Floats) -> Floats:
+        return summed(seconds.ravel(), places, len(plan.places))
+
+    return DeviceTime(
+        busy=total(after - begin),
+        idle={
+            IdleReason.DEPENDENCY: total(made - before),
+            IdleReason.COPY: total(there - left),
+            IdleReason.DISPATCH: total(left - made) + total(begin - there),
+            IdleReason.DRAIN: _drained(plan, tasks, ended, after[:, :, -1]),
+        },
+    )
 
 
-def usage(result: Report, graph: TaskGraph) -> Usage:
-    """Where the devices' time went in the step that ``result`` reports; ``graph`` is the one that it ran."""
-    found = Usage()
-    times = {time.task.number: time for time in result.tasks}
-    ran: dict[str, list[TaskTime]] = {device: [] for device in graph.devices}
-    for time in result.tasks:
-        if time.task.lane.queue is Queue.COMPUTE:
-            ran[time.task.lane.device].append(time)
-    for number, device in enumerate(graph.devices):
-        # Clocks of other threads and devices may be a little off: tasks that seem to overlap are counted once.
-        cursor, stage = 0.0, next((s for s, at in enumerate(graph.placement) if at == number), 0)
-        for time in ran[device]:
-            stage = time.task.stage
-            start, end = max(time.start, cursor), max(time.end, cursor)
-            if start > cursor:
-                _split_gap(found, time, cursor, start, graph, times, result.gates_opened)
-            found.busy[stage, device] += end - start
-            cursor = end
-        found.idle[stage, device, IdleReason.DRAIN] += result.seconds - cursor
-    return found
-
-
-def _split_gap(
-    found: Usage,
-    time: TaskTime,
-    begin: float,
-    end: float,
-    graph: TaskGraph,
-    times: dict[int, TaskTime],
-    gates_opened: dict[int, float],
-) -> None:
-    """Divide the idle time from ``begin`` to ``end``, where ``time.task`` starts, among the reasons."""
-    produced = arrived = max(begin, gates_opened.get(time.task.number, begin))
-    for number in graph.dependencies[time.task.number]:
-        if number not in times:
-            continue
-        dependency = times[number]
-        arrived = max(arrived, dependency.end)
-        if dependency.task.kind is TaskKind.COPY:
-            produced = max([produced, *(times[p].end for p in graph.dependencies[number] if p in times)])
-        else:
-            produced = max(produced, dependency.end)
-    produced, arrived = min(produced, end), min(arrived, end)
-    for reason, seconds in (
-        (IdleReason.DEPENDENCY, produced - begin),
-        (IdleReason.COPY, arrived - produced),
-        (IdleReason.DISPATCH, end - arrived),
-    ):
-        found.idle[time.task.stage, time.task.lane.device, reason] += seconds
+def _drained(plan: Plan, tasks: Numbers, ended: Floats, last: Floats) -> Floats:
+    """Seconds from each device's ``last`` moment of work to the end of its step, by place."""
+    left = np.maximum(ended.max(axis=1), 0.0)[:, np.newaxis] - last
+    ran = (ended > -np.inf)[:, plan.compute].sum(axis=2)
+    final = np.take_along_axis(tasks, np.maximum(ran - 1, 0)[:, :, np.newaxis], axis=2)[:, :, 0]
+    places = np.where(ran > 0, plan.place[final], plan.home)
+    return summed(left.ravel(), places.ravel(), len(plan.places))

@@ -1,11 +1,12 @@
 """Prometheus metrics of steps, folded when they are scraped.
 
-The scheduler's loop only appends a record to a queue; the thread that scrapes folds what has gathered::
+The scheduler's loop packs a record's times into arrays and appends them to a queue; the thread that scrapes folds what
+has gathered::
 
-    loop        step_completed ──▶ [record, record, …]
-                                        │ fold, without a lock
-    scraper     collect ────────────────┴──▶ totals ──▶ copy ──▶ families
-                                              └── under the lock ──┘
+    loop        step_completed ── pack ──▶ [packed, packed, …]
+                                                  │ fold, without a lock
+    scraper     collect ──────────────────────────┴──▶ totals ──▶ copy ──▶ families
+                                                        └── under the lock ──┘
 
 Nothing is registered globally: give the collector to a registry of your own.
 """
@@ -13,8 +14,9 @@ Nothing is registered globally: give the collector to a registry of your own.
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from importlib import metadata
 from math import inf
 from threading import Lock
@@ -29,54 +31,84 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from asyncpipe.core.events import Dispatch, Outcome, StepRecord, TaskCompleted, TaskDropped, TaskFailed
-from asyncpipe.core.report import Report, report
-from asyncpipe.core.task import TaskKind
+from asyncpipe.core.events import StepRecord
+from asyncpipe.core.graph import TaskGraph
 from asyncpipe.errors import OptionError
-from asyncpipe.observe.idle import usage
+from asyncpipe.observe.fold import fold
+from asyncpipe.observe.fold_pack import PackedStep, pack
+from asyncpipe.observe.fold_plan import Plans
 from asyncpipe.observe.totals import COUNTERS, GAUGES, HISTOGRAMS, Histogram, Totals
 
-__all__ = ["MergedCollector", "MetricsServer", "PipelineCollector", "serve_metrics"]
+__all__ = ["FAILURES", "MergedCollector", "MetricsServer", "PipelineCollector", "serve_metrics"]
 
-MOST_RECORDS = 256
-"""Records that may wait for a scrape; a record holds its whole journal."""
-MOST_EVENTS = 200_000
-"""Journal entries that may wait, so that huge graphs do not pile up 256 deep (an entry is about 150 bytes)."""
+FAILURES = ("raised", "slow", "dropped", "trace", "snapshot")
+"""What may go wrong with observers, as ``asyncpipe_observer_failures_total`` tells it apart."""
 
-_TASK_OUTCOMES = {TaskCompleted: "completed", TaskFailed: "failed", TaskDropped: "dropped"}
+MOST_STEPS = 4096
+"""Packed steps that may wait for a scrape."""
+MOST_TASKS = 1_000_000
+"""Tasks of packed steps that may wait, so that huge graphs do not pile up (a task is 16 bytes, a copy 32)."""
+STACK = 16_384
+"""Tasks that are folded at a time: enough to make numpy's price per call small, and few enough for the caches."""
 
 
 class PipelineCollector(Collector):
     """Is told of the steps of one job, as an observer, and tells Prometheus, as a collector.
 
-    Labels are job, stage, device, kind, reason and outcome. A registry takes one of these; for several jobs
-    put them into a ``MergedCollector``, since an exposition may name a metric only once.
+    Labels are job, stage, device, kind, reason, src, dst and outcome. A registry takes one of these; for several jobs
+    put them into a ``MergedCollector``, since an exposition may name a metric only once. What a step tells may come
+    from any thread.
     """
 
     def __init__(self, job: str = "") -> None:
         self.job = job
-        self._waiting: deque[tuple[StepRecord, float]] = deque()
+        self._waiting: deque[PackedStep] = deque()
+        self._plans = Plans()
         self._totals = Totals()
         self._lock = Lock()
         """Guards ``_totals``; nothing is folded or built while it is held."""
+        for reason in FAILURES:
+            self._totals.add("observer_failures", (reason,), 0)
+        for outcome in ("ok", "failed"):
+            self._totals.add("snapshots", (outcome,), 0)
 
     def step_completed(self, record: StepRecord) -> None:
-        """Keep ``record`` for the next scrape (0.2 µs); fold the oldest where too many wait."""
-        self._waiting.append((record, time.time()))
+        """Keep what ``record`` tells for the next scrape (0.2 µs per task); nothing of its journal stays alive.
+
+        Where too many steps wait because nobody scrapes, the oldest are folded here, a stack at a time: 0.15 µs per
+        task, and 2.5 ms at once.
+        """
+        self._waiting.append(pack(record, time.time()))
         count = len(self._waiting)
-        if record.outcome is not Outcome.OK:
-            # The error's traceback holds the frames, and so the tensors, of the failed step: let go of it now.
-            self._fold_waiting()
-        elif count > MOST_RECORDS or count * len(record.journal) > MOST_EVENTS:
-            self._fold_oldest()
+        if count > MOST_STEPS or count * len(record.graph.tasks) > MOST_TASKS:
+            self._fold_oldest(scraping=False)
 
     def training_step(self, loss: float, samples: int, tokens: int, duration: float) -> None:
         """Count one training step: its loss, what it consumed, and its seconds, optimizer and data included."""
         with self._lock:
-            self._totals.set("loss", (), float(loss))
+            self._totals.set("loss", {(): float(loss)}, time.time())
             self._totals.add("samples", (), samples)
             self._totals.add("tokens", (), tokens)
             self._totals.add("training_seconds", (), duration)
+
+    def snapshot_taken(self, seconds: float, at: float) -> None:
+        """Count a snapshot that took ``seconds`` and was there at the Unix time ``at``."""
+        with self._lock:
+            self._totals.add("snapshots", ("ok",), 1)
+            self._totals.observe("snapshot_duration_seconds", (), [seconds])
+            self._totals.set("last_snapshot_timestamp_seconds", {(): at}, at)
+
+    def snapshot_failed(self) -> None:
+        """Count a snapshot that could not be taken."""
+        with self._lock:
+            self._totals.add("snapshots", ("failed",), 1)
+
+    def observer_failed(self, reason: str) -> None:
+        """Count what went wrong with an observer; raises ``OptionError`` unless ``reason`` is one of ``FAILURES``."""
+        if reason not in FAILURES:
+            raise OptionError(f"the reason must be one of {', '.join(map(repr, FAILURES))}, got {reason!r}")
+        with self._lock:
+            self._totals.add("observer_failures", (reason,), 1)
 
     def collect(self) -> Iterator[Metric]:
         """Every metric family of this job. Called by the thread that scrapes."""
@@ -88,23 +120,34 @@ class PipelineCollector(Collector):
 
     def snapshot(self) -> Totals:
         """A copy of all totals up to the last step."""
-        self._fold_waiting()
+        while self._fold_oldest(scraping=True):
+            pass
         with self._lock:
             return self._totals.copy()
 
-    def _fold_waiting(self) -> None:
-        while self._fold_oldest():
-            pass
+    def _fold_oldest(self, *, scraping: bool) -> bool:
+        """Fold a stack of the steps that wait, or fewer if there are no more; says whether there was any."""
+        by_graph = self._take(STACK)
+        for graph, steps in by_graph.items():
+            change = fold(steps, self._plans.of(graph))
+            if "bubble_ratio" in change.gauges:
+                ideal = self._plans.ideal_bubble(graph, make=scraping)
+                change.set("ideal_bubble_ratio", {} if ideal is None else {(): ideal}, change.gauges["bubble_ratio"][0])
+            with self._lock:
+                self._totals.merge(change)
+        return bool(by_graph)
 
-    def _fold_oldest(self) -> bool:
-        try:
-            record, at = self._waiting.popleft()
-        except IndexError:
-            return False
-        change = _fold(record, at)
-        with self._lock:
-            self._totals.merge(change)
-        return True
+    def _take(self, most: int) -> dict[TaskGraph, list[PackedStep]]:
+        """The oldest steps that wait, of ``most`` tasks together (one step at least), by graph."""
+        found: dict[TaskGraph, list[PackedStep]] = {}
+        while most > 0:
+            try:
+                step = self._waiting.popleft()
+            except IndexError:
+                break
+            found.setdefault(step.graph, []).append(step)
+            most -= len(step.graph.tasks)
+        return found
 
 
 class MergedCollector(Collector):
@@ -163,57 +206,6 @@ def serve_metrics(registry: CollectorRegistry, port: int, address: str = "127.0.
     return MetricsServer(registry, port, address)
 
 
-def _fold(record: StepRecord, at: float) -> Totals:
-    """What one step adds to the totals; ``at`` is the Unix time of its end."""
-    change = Totals(at)
-    result = report(record)
-    change.add("steps", (record.outcome.value,), 1)
-    change.set("last_step_timestamp_seconds", (), at)
-    _fold_tasks(change, record)
-    _fold_usage(change, record, result)
-    if record.outcome is Outcome.OK:
-        change.observe("step_duration_seconds", (), [result.seconds])
-        change.set("bubble_ratio", (), result.bubble_ratio)
-        # Without backwards nothing keeps a micro-batch at a stage.
-        for stage, peak in enumerate(result.peak_in_flight if record.graph.training else ()):
-            change.set("inflight_microbatches", (str(stage),), peak)
-    return change
-
-
-def _fold_tasks(change: Totals, record: StepRecord) -> None:
-    """Counts, durations and queueing times of tasks; gathered first, so that labels are made once a series."""
-    tasks = record.graph.tasks
-    dispatched: dict[int, float] = {}
-    counts: Counter[tuple[TaskKind, str]] = Counter()
-    durations: dict[tuple[int, TaskKind], list[float]] = defaultdict(list)
-    queued: dict[int, list[float]] = defaultdict(list)
-    for at, event in record.journal:
-        if isinstance(event, Dispatch):
-            dispatched[event.task] = at
-        elif isinstance(event, (TaskCompleted, TaskFailed, TaskDropped)):
-            task = tasks[event.task]
-            counts[task.kind, _TASK_OUTCOMES[type(event)]] += 1
-            if isinstance(event, TaskCompleted):
-                durations[task.stage, task.kind].append(event.ended - event.started)
-                # The clocks of a device and of the loop may differ a little.
-                waited = event.started - dispatched.get(event.task, event.started)
-                queued[record.graph.lane_of[event.task]].append(max(waited, 0.0))
-    for (kind, outcome), count in counts.items():
-        change.add("tasks", (kind.value, outcome), count)
-    for (stage, kind), values in durations.items():
-        change.observe("task_duration_seconds", (str(stage), kind.value), values)
-    for lane, values in queued.items():
-        change.observe("task_queue_seconds", (record.graph.lanes[lane].device,), values)
-
-
-def _fold_usage(change: Totals, record: StepRecord, result: Report) -> None:
-    used = usage(result, record.graph)
-    for (stage, device), seconds in used.busy.items():
-        change.add("stage_busy_seconds", (str(stage), device), seconds)
-    for (stage, device, reason), seconds in used.idle.items():
-        change.add("stage_idle_seconds", (str(stage), device, reason.value), seconds)
-
-
 def _families(collectors: Sequence[PipelineCollector]) -> Iterator[Metric]:
     snapshots = [(collector.job, collector.snapshot()) for collector in collectors]
     for name, (text, labels) in COUNTERS.items():
@@ -225,16 +217,20 @@ def _families(collectors: Sequence[PipelineCollector]) -> Iterator[Metric]:
     for name, (text, labels) in GAUGES.items():
         gauge = GaugeMetricFamily(f"asyncpipe_{name}", text, labels=("job", *labels))
         for job, totals in snapshots:
-            for values, value in totals.gauges.get(name, {}).items():
+            _, found = totals.gauges.get(name, (0.0, {}))
+            for values, value in found.items():
                 gauge.add_metric((job, *values), value)
         yield gauge
     for name, (text, labels, _) in HISTOGRAMS.items():
         histogram = HistogramMetricFamily(f"asyncpipe_{name}", text, labels=("job", *labels))
         for job, totals in snapshots:
-            for values, found in totals.histograms.get(name, {}).items():
-                histogram.add_metric((job, *values), _buckets(found), found.total)
+            for values, counted in totals.histograms.get(name, {}).items():
+                histogram.add_metric((job, *values), _buckets(counted), counted.total)
         yield histogram
-    yield InfoMetricFamily("asyncpipe_build", "The version of asyncpipe that runs.", {"version": _version()})
+    info = InfoMetricFamily("asyncpipe_build", "The version of asyncpipe that runs.", labels=("job",))
+    for job, _ in snapshots:
+        info.add_metric((job,), {"version": _version()})
+    yield info
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
@@ -242,6 +238,7 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     return [("+Inf" if bound == inf else repr(bound), count) for bound, count in histogram.cumulative()]
 
 
+@cache
 def _version() -> str:
     try:
         return metadata.version("asyncpipe")

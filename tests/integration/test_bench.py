@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -9,7 +10,18 @@ import torch
 from torch import nn
 
 from asyncpipe import Pipeline
-from asyncpipe.bench import BENCHMARKS, dropin, memory, slack, unet, unet_memory, unet_model, unet_speed
+from asyncpipe.bench import (
+    BENCHMARKS,
+    dropin,
+    memory,
+    metrics,
+    overhead,
+    slack,
+    unet,
+    unet_memory,
+    unet_model,
+    unet_speed,
+)
 from asyncpipe.bench.meter import ByteMeter, SavedBytes
 from asyncpipe.cli import main
 from asyncpipe.core.costs import Costs
@@ -97,6 +109,66 @@ def test_all_busy_counts_the_seconds_in_which_every_device_computes():
     assert dropin.all_busy(simulate(graph, Costs(forward=1.0))) == 3.0
     alone = lower(find_schedule("gpipe"), Shape(2, 1, 2), devices=["cpu:0", "cpu:1"], phase=Phase.FORWARD)
     assert dropin.all_busy(simulate(alone, Costs(forward=1.0))) == 0.0
+
+
+# overhead
+
+
+def test_overhead_measures_tasks_metrics_and_graphs(monkeypatch):
+    for name, few in {
+        "STEPS": 2,
+        "WARM_UP": 1,
+        "DEVICES": (2, 4),
+        "GRAPH_STAGES": 4,
+        "GRAPH_MICROBATCHES": (4, 8),
+    }.items():
+        monkeypatch.setattr(overhead, name, few)
+    size = overhead.MetricsSize(seconds=0.1, rounds=2, period=0.05)
+    figures = json.loads(json.dumps(overhead.run(quiet, size=size)))
+    assert [row["devices"] for row in figures["devices"]] == [2, 4]
+    assert figures["us_per_task"] == figures["devices"][1]["us_per_task"] > 0
+    assert figures["metrics_us_per_task"] == figures["metrics"]["us_per_task"]
+    assert figures["metrics"]["tasks"] == 572
+    # One before the first slice, and at least one in each slice with metrics.
+    assert figures["metrics"]["scrapes"] >= 1 + size.rounds
+    shown = overhead.show(figures)
+    assert f"scraped {figures['metrics']['scrapes']} times: {figures['metrics_us_per_task']:.2f} µs per task" in shown
+
+
+def test_only_the_slices_with_metrics_are_observed(monkeypatch):
+    seen = []
+
+    class Counting(overhead.PipelineCollector):
+        def step_completed(self, record):
+            seen.append(record.step)
+            super().step_completed(record)
+
+    monkeypatch.setattr(overhead, "PipelineCollector", Counting)
+    monkeypatch.setattr(overhead, "WARM_UP", 1)
+    size = overhead.MetricsSize(seconds=0.05, rounds=1, period=0.02)
+    figures = asyncio.run(overhead._metrics_cost(quiet, size))
+    assert seen == list(range(len(seen)))
+    assert figures["plain_us_per_task"] > 0
+
+
+# metrics
+
+
+def test_metrics_are_compared_with_training_without_them():
+    size = metrics.Size(seconds=0.1, rounds=2, period=0.04, warm_up=1, text_bytes=50_000)
+    figures = json.loads(json.dumps(metrics.run(quiet, size=size)))
+    assert figures["scrapes"] >= size.rounds
+    assert len(figures["ratios"]) == size.rounds
+    assert figures["tasks"] > 0
+    assert min(figures["plain_seconds"], figures["metrics_seconds"], figures["ratio"]) > 0
+    assert f"({figures['scrapes']} scrapes)" in metrics.show(figures)
+
+
+def test_the_metrics_benchmark_says_what_it_needs(monkeypatch, tmp_path):
+    monkeypatch.setattr(metrics.asyncpipe, "__file__", str(tmp_path / "asyncpipe" / "__init__.py"))
+    metrics._example.cache_clear()
+    with pytest.raises(OptionError, match="trains examples/charlm"):
+        metrics.run(quiet)
 
 
 # memory

@@ -15,20 +15,40 @@ from asyncpipe.core.report import report
 from asyncpipe.core.schedule import Shape
 from asyncpipe.core.simulate import simulate
 from asyncpipe.core.task import TaskKind
-from asyncpipe.observe.idle import IdleReason, usage
+from asyncpipe.observe.fold import fold
+from asyncpipe.observe.fold_pack import pack
+from asyncpipe.observe.fold_plan import Plan
+from asyncpipe.observe.idle import IdleReason
 
 
 def lowered(name: str = "gpipe", shape: Shape = Shape(3, 4, 3), checkpoint: str = "never") -> TaskGraph:  # noqa: B008
     return lower(find_schedule(name), shape, checkpoint=CheckpointMode(checkpoint))
 
 
+def busy(record: StepRecord) -> dict[tuple[int, str], float]:
+    """Seconds by stage and device."""
+    found = fold([pack(record, 0.0)], Plan.of(record.graph)).counters["stage_busy_seconds"]
+    return {(int(stage), device): seconds for (stage, device), seconds in found.items()}
+
+
+def idle(record: StepRecord) -> dict[tuple[int, str, IdleReason], float]:
+    """Seconds by stage, device and reason, where there are any."""
+    found = fold([pack(record, 0.0)], Plan.of(record.graph)).counters["stage_idle_seconds"]
+    assert min(found.values()) >= 0
+    assert {reason for _, _, reason in found} == set(IdleReason)
+    return {
+        (int(stage), device, IdleReason(reason)): seconds
+        for (stage, device, reason), seconds in found.items()
+        if seconds
+    }
+
+
 def seconds_by_reason(cost: Costs) -> dict[str, dict[str, float]]:
     """GPipe, 2 stages, 1 micro-batch: F(0,0) C F(0,1) B(0,1) C B(0,0)."""
     graph = lowered(shape=Shape(2, 1, 2))
     found: dict[str, dict[str, float]] = {device: {} for device in graph.devices}
-    for (_, device, reason), seconds in usage(report(simulate(graph, cost)), graph).idle.items():
-        if seconds:
-            found[device][reason.value] = seconds
+    for (_, device, reason), seconds in idle(simulate(graph, cost)).items():
+        found[device][reason.value] = seconds
     return found
 
 
@@ -56,13 +76,28 @@ def test_a_task_that_starts_late_waited_for_its_dispatch() -> None:
         (13.0, TaskCompleted(0, copy, 12.5, 13.0)),
         (15.0, TaskCompleted(0, second, 13.5, 15.0)),
     ]
-    used = usage(report(StepRecord(0, graph, journal, Outcome.CANCELLED)), graph)
-    assert {key: seconds for key, seconds in used.idle.items() if seconds} == {
+    assert idle(StepRecord(0, graph, journal, Outcome.CANCELLED)) == {
         (0, "dev:0", IdleReason.DISPATCH): 0.25,
         (0, "dev:0", IdleReason.DRAIN): 3.0,
         (1, "dev:1", IdleReason.DEPENDENCY): 2.0,
-        (1, "dev:1", IdleReason.COPY): 1.0,
-        (1, "dev:1", IdleReason.DISPATCH): 0.5,
+        (1, "dev:1", IdleReason.COPY): 0.5,
+        (1, "dev:1", IdleReason.DISPATCH): 1.0,
+    }
+
+
+def test_a_copy_that_waits_for_its_lane_is_on_its_way() -> None:
+    """Two copies of a lane that are handed out at once: the second one's wait for the first is the copy's."""
+    graph = lowered(shape=Shape(2, 2, 2))
+    numbers = [graph.find(TaskKind.FORWARD, i, 0).number for i in range(2)]
+    numbers += [graph.find(TaskKind.COPY, i, 1, 0).number for i in range(2)]
+    numbers += [graph.find(TaskKind.FORWARD, i, 1).number for i in range(2)]
+    spans = [(0, 1), (1, 2), (1, 4), (4, 6), (4, 5), (6, 7)]
+    done = [TaskCompleted(0, task, *span) for task, span in zip(numbers, spans, strict=True)]
+    journal = [(0.0, StepSubmitted(0, graph)), *((event.ended, event) for event in done)]
+    used = idle(StepRecord(0, graph, journal, Outcome.CANCELLED))
+    assert {reason: seconds for (_, device, reason), seconds in used.items() if device == "dev:1"} == {
+        IdleReason.DEPENDENCY: 1.0,
+        IdleReason.COPY: 3.0 + 1.0,
     }
 
 
@@ -76,17 +111,15 @@ def test_waiting_for_the_callers_gradient_is_waiting_for_a_dependency() -> None:
         (14.0, GateOpened(0, 0)),
         (16.0, TaskCompleted(0, first, 14.5, 16.0)),
     ]
-    used = usage(report(StepRecord(0, graph, journal, Outcome.OK)), graph)
-    assert {reason: seconds for (_, _, reason), seconds in used.idle.items() if seconds} == {
-        IdleReason.DEPENDENCY: 1.0 + 1.5,
-        IdleReason.DISPATCH: 0.25 + 0.5,
+    assert idle(StepRecord(0, graph, journal, Outcome.OK)) == {
+        (0, "dev:0", IdleReason.DEPENDENCY): 1.0 + 1.5,
+        (0, "dev:0", IdleReason.DISPATCH): 0.25 + 0.5,
     }
 
 
 def test_a_gap_belongs_to_the_stage_of_the_task_that_ends_it() -> None:
     graph = lowered("interleaved", Shape(4, 1, 2))
-    used = usage(report(simulate(graph)), graph)
-    assert {key: seconds for key, seconds in used.idle.items() if seconds} == {
+    assert idle(simulate(graph)) == {
         (2, "dev:0", IdleReason.DEPENDENCY): 1.0 + 3.0,
         (0, "dev:0", IdleReason.DEPENDENCY): 2.0,
         (1, "dev:1", IdleReason.DEPENDENCY): 1.0 + 2.0,
@@ -109,14 +142,13 @@ def test_busy_and_idle_of_a_device_add_up_to_the_step(
     graph = lowered(name, Shape(stages, microbatches, devices), checkpoint)
     cost = st.floats(0, 10)
     costs = data.draw(st.lists(cost, min_size=len(graph.tasks), max_size=len(graph.tasks)))
-    result = report(simulate(graph, lambda task: costs[task.number]))
-    used = usage(result, graph)
+    record = simulate(graph, lambda task: costs[task.number])
+    result, computed, stood = report(record), busy(record), idle(record)
     for device in graph.devices:
-        busy = sum(seconds for (_, where), seconds in used.busy.items() if where == device)
-        idle = sum(seconds for (_, where, _), seconds in used.idle.items() if where == device)
-        assert busy == pytest.approx(result.device_busy[device])
-        assert busy + idle == pytest.approx(result.seconds)
-    assert min(used.idle.values()) >= 0
+        working = sum(seconds for (_, where), seconds in computed.items() if where == device)
+        waiting = sum(seconds for (_, where, _), seconds in stood.items() if where == device)
+        assert working == pytest.approx(result.device_busy[device])
+        assert working + waiting == pytest.approx(result.seconds)
 
 
 def test_tasks_that_seem_to_overlap_are_counted_once() -> None:
@@ -126,6 +158,6 @@ def test_tasks_that_seem_to_overlap_are_counted_once() -> None:
         (2.0, TaskCompleted(0, 0, 0.0, 2.0)),
         (3.0, TaskCompleted(0, 1, 1.5, 3.0)),
     ]
-    used = usage(report(StepRecord(0, graph, journal, Outcome.CANCELLED)), graph)
-    assert dict(used.busy) == {(0, "dev:0"): 3.0}
-    assert sum(used.idle.values()) == 0
+    record = StepRecord(0, graph, journal, Outcome.CANCELLED)
+    assert busy(record) == {(0, "dev:0"): 3.0}
+    assert idle(record) == {}

@@ -1,36 +1,33 @@
-"""Metrics: what they add up to, and how they reach Prometheus."""
+"""Metrics: what they say, and how they reach Prometheus."""
 
 from __future__ import annotations
 
-import gc
+import shutil
 import subprocess
 import sys
 import time
-import weakref
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from urllib.request import urlopen
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncpipe.core.costs import Costs
 from asyncpipe.core.events import (
     Abort,
+    DeviceMemory,
     Dispatch,
     Outcome,
     StepCompleted,
+    StepNotes,
     StepRecord,
     StepSubmitted,
     TaskCompleted,
     TaskDropped,
     TaskFailed,
 )
-from asyncpipe.core.graph import TaskGraph
+from asyncpipe.core.graph import Phase, TaskGraph
 from asyncpipe.core.lower import CheckpointMode, lower
 from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.report import report
@@ -38,9 +35,8 @@ from asyncpipe.core.schedule import Shape
 from asyncpipe.core.simulate import simulate
 from asyncpipe.core.task import TaskKind
 from asyncpipe.errors import OptionError
-from asyncpipe.observe import metrics
-from asyncpipe.observe.metrics import MergedCollector, PipelineCollector, serve_metrics
-from asyncpipe.observe.totals import Histogram, Totals
+from asyncpipe.observe import fold_plan, metrics
+from asyncpipe.observe.metrics import PipelineCollector, serve_metrics
 
 ALLOWED_LABELS = {"job", "stage", "device", "kind", "reason", "src", "dst", "outcome", "le", "version"}
 
@@ -97,7 +93,7 @@ def test_a_step_is_counted(registry: CollectorRegistry, collector: PipelineColle
     assert value(registry, "step_duration_seconds_count") == 1
     assert [value(registry, "inflight_microbatches", stage=stage) for stage in "012"] == [3, 2, 1]
     assert before <= (value(registry, "last_step_timestamp_seconds") or 0) <= time.time()
-    assert registry.get_sample_value("asyncpipe_build_info", {"version": metrics._version()}) == 1
+    assert value(registry, "build_info", version=metrics._version()) == 1
 
 
 def test_gauges_tell_about_the_last_step(registry: CollectorRegistry, collector: PipelineCollector) -> None:
@@ -133,119 +129,75 @@ def test_what_the_training_loop_knows(registry: CollectorRegistry, collector: Pi
     assert value(registry, "training_seconds_total") == 0.75
 
 
-@given(st.one_of(st.floats(0, 64), st.integers(-20, 8).map(lambda exponent: 2.0**exponent)))
-def test_a_bucket_holds_what_is_not_above_its_bound(seconds: float) -> None:
-    histogram = Histogram(range(-4, 3), [0] * 8)
-    histogram.observe(seconds)
-    assert [count for _, count in histogram.cumulative()] == [
-        int(seconds <= bound) for bound in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, float("inf"))
-    ]
-
-
-# How they are gathered
-
-
-def test_more_records_than_may_wait_are_folded_before_the_scrape(
-    registry: CollectorRegistry, collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch
+def test_a_forward_alone_leaves_what_whole_steps_told_of_microbatches_in_flight(
+    registry: CollectorRegistry, collector: PipelineCollector
 ) -> None:
-    monkeypatch.setattr(metrics, "MOST_RECORDS", 3)
-    folded: list[int] = []
-    fold = metrics._fold
-    monkeypatch.setattr(metrics, "_fold", lambda record, at: folded.append(record.step) or fold(record, at))
+    collector.step_completed(simulate(lowered()))
+    forward = simulate(lower(find_schedule("gpipe"), Shape(3, 4, 3), phase=Phase.FORWARD))
+    collector.step_completed(forward)
+    assert value(registry, "bubble_ratio") == pytest.approx(report(forward).bubble_ratio)
+    assert value(registry, "inflight_microbatches", stage="0") == 4
+
+
+def test_series_that_alerts_ask_for_begin_at_0(registry: CollectorRegistry, collector: PipelineCollector) -> None:
+    assert [value(registry, "observer_failures_total", reason=reason) for reason in metrics.FAILURES] == [0] * 5
+    assert [value(registry, "snapshots_total", outcome=outcome) for outcome in ("ok", "failed")] == [0, 0]
+    assert value(registry, "steps_total", outcome="ok") is None
+    collector.step_completed(simulate(lowered()))
+    assert [value(registry, "steps_total", outcome=o) for o in ("ok", "failed", "cancelled")] == [1, 0, 0]
+    for kind in "FBC":
+        assert [value(registry, "tasks_total", kind=kind, outcome=o) for o in ("failed", "dropped")] == [0, 0]
+    assert value(registry, "tasks_total", kind="R", outcome="failed") is None
+    for reason in ("dependency", "copy", "dispatch", "drain"):
+        assert value(registry, "stage_idle_seconds_total", stage="1", device="dev:1", reason=reason) is not None
+
+
+def test_snapshots_and_failures_of_observers(registry: CollectorRegistry, collector: PipelineCollector) -> None:
+    collector.snapshot_taken(0.75, at=1234.5)
+    collector.snapshot_failed()
+    collector.observer_failed("trace")
+    collector.step_completed(replace(simulate(lowered()), notes=StepNotes(troubles=["slow", "trace"])))
+    assert [value(registry, "snapshots_total", outcome=outcome) for outcome in ("ok", "failed")] == [1, 1]
+    assert value(registry, "last_snapshot_timestamp_seconds") == 1234.5
+    assert value(registry, "snapshot_duration_seconds_sum") == 0.75
+    assert [value(registry, "observer_failures_total", reason=reason) for reason in metrics.FAILURES] == [0, 1, 0, 2, 0]
+    with pytest.raises(OptionError, match=r"reason must be one of 'raised', 'slow', .* got 'tired'"):
+        collector.observer_failed("tired")
+
+
+def test_what_a_step_noted_beside_its_journal(registry: CollectorRegistry, collector: PipelineCollector) -> None:
     graph = lowered()
-    for step in range(10):
-        collector.step_completed(replace(simulate(graph), step=step))
-    assert folded == [0, 1, 2, 3, 4, 5, 6]
-    assert value(registry, "steps_total", outcome="ok") == 10
-    assert folded == list(range(10))
+    copies = [task.number for task in graph.tasks if (task.source, task.stage) == (0, 1)]
+    notes = StepNotes(
+        copied=dict.fromkeys(copies, 1000),
+        memory={"cpu": DeviceMemory(10, 20, 30)},
+        wakeups=[(0.25, 0.001), (0.5, 0.002)],
+    )
+    collector.step_completed(replace(simulate(graph), notes=notes))
+    assert value(registry, "copy_bytes_total", src="dev:0", dst="dev:1") == 4000
+    assert [value(registry, f"memory_{name}_bytes", device="cpu") for name in DeviceMemory._fields] == [10, 20, 30]
+    assert value(registry, "scheduler_loop_lag_seconds_sum") == 0.75
+    assert value(registry, "scheduler_loop_lag_seconds_bucket", le="0.25") == 1
+    assert value(registry, "scheduler_dispatch_seconds_count") == 2
+    collector.step_completed(simulate(graph))
+    assert value(registry, "memory_peak_bytes", device="cpu") == 20
 
 
-def test_large_journals_wait_in_smaller_numbers(collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = simulate(lowered())
-    monkeypatch.setattr(metrics, "MOST_EVENTS", 2 * len(record.journal))
-    for _ in range(5):
-        collector.step_completed(record)
-    assert len(collector._waiting) == 2
+def test_the_ideal_bubble_is_that_of_even_stages(registry: CollectorRegistry, collector: PipelineCollector) -> None:
+    graph = lowered()
+    collector.step_completed(simulate(graph, Costs(forward=5, copy=2)))
+    assert value(registry, "ideal_bubble_ratio") == pytest.approx(report(simulate(graph)).bubble_ratio)
+    assert value(registry, "bubble_ratio") != pytest.approx(report(simulate(graph)).bubble_ratio)
 
 
-def test_a_failed_step_is_let_go_of_at_once(collector: PipelineCollector) -> None:
-    class Loud(Exception):
-        pass
-
-    error = Loud()
-    gone = weakref.ref(error)
-    collector.step_completed(simulate(lowered()))
-    collector.step_completed(failed(lowered(), error))
-    del error
-    gc.collect()
-    assert gone() is None
-
-
-def test_scrapes_and_steps_at_the_same_time_lose_nothing(
+def test_an_ideal_that_is_not_known_does_not_stay_that_of_another_graph(
     registry: CollectorRegistry, collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "MOST_RECORDS", 2)
-    record = simulate(lowered(shape=Shape(1, 1, 1)))
-
-    def repeat(action: Callable[[], object], times: int) -> None:
-        for _ in range(times):
-            action()
-
-    with ThreadPoolExecutor(3) as pool:
-        ran = [pool.submit(repeat, lambda: collector.step_completed(record), 200)]
-        ran += [pool.submit(repeat, lambda: generate_latest(registry), 20) for _ in range(2)]
-        for future in ran:
-            future.result()
-    assert value(registry, "steps_total", outcome="ok") == 200
-    assert value(registry, "task_duration_seconds_count", stage="0", kind="F") == 200
-
-
-def test_totals_are_touched_under_the_lock_and_folded_without_it(
-    registry: CollectorRegistry, collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: set[tuple[str, bool]] = set()
-
-    def watch(owner: object, name: str) -> None:
-        original = getattr(owner, name)
-
-        def watched(*args: object) -> object:
-            if owner is metrics or args[0] is collector._totals:
-                seen.add((name, collector._lock.locked()))
-            return original(*args)
-
-        monkeypatch.setattr(owner, name, watched)
-
-    for name in ("merge", "copy", "add", "set"):
-        watch(Totals, name)
-    watch(metrics, "_fold")
     collector.step_completed(simulate(lowered()))
-    collector.training_step(1.0, 1, 1, 1.0)
-    generate_latest(registry)
-    assert seen == {("merge", True), ("copy", True), ("add", True), ("set", True), ("_fold", False)}
-
-
-def test_several_jobs_share_a_registry_through_a_merged_collector(registry: CollectorRegistry) -> None:
-    first, second = PipelineCollector("demo"), PipelineCollector("other")
-    merged = MergedCollector([first])
-    registry.register(merged)
-    merged.add(second)
-    second.step_completed(simulate(lowered()))
-    first.training_step(1.0, 1, 1, 1.0)
-    text = generate_latest(registry).decode()
-    assert text.count("# TYPE asyncpipe_loss gauge") == 1
-    assert text.count("asyncpipe_build_info{") == 1
-    assert registry.get_sample_value("asyncpipe_steps_total", {"job": "other", "outcome": "ok"}) == 1
-    with pytest.raises(OptionError, match="job 'demo' already"):
-        merged.add(PipelineCollector("demo"))
-    merged.remove(second)
-    assert registry.get_sample_value("asyncpipe_steps_total", {"job": "other", "outcome": "ok"}) is None
-    with pytest.raises(ValueError, match="Duplicated timeseries"):
-        registry.register(PipelineCollector("third"))
-
-
-def test_the_hot_path_takes_no_lock(collector: PipelineCollector) -> None:
-    with collector._lock:
-        collector.step_completed(simulate(lowered()))
+    assert value(registry, "ideal_bubble_ratio") is not None
+    monkeypatch.setattr(fold_plan, "MOST_SIMULATED", 1)
+    collector.step_completed(simulate(lowered("1f1b")))
+    assert value(registry, "ideal_bubble_ratio") is None
 
 
 # How they reach Prometheus
@@ -276,6 +228,21 @@ def test_a_scrape_over_http_can_be_parsed(registry: CollectorRegistry, collector
     assert sum(idle) + sum(busy) == pytest.approx(2 * whole + 3 * 1.0)
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
+def test_promtool_finds_nothing_to_say_about_the_exposition(
+    registry: CollectorRegistry, collector: PipelineCollector
+) -> None:
+    notes = StepNotes(memory={"cpu": DeviceMemory(1, 2, 3)}, wakeups=[(0.1, 0.2)])
+    collector.step_completed(replace(simulate(lowered("1f1b", checkpoint="always"), Costs(copy=0.5)), notes=notes))
+    collector.training_step(1.5, 8, 64, 0.5)
+    collector.snapshot_taken(0.5, 1.0)
+    text = generate_latest(registry)
+    said = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
+    assert (said.returncode, said.stdout, said.stderr) == (0, b"", b"")
+    told = {family.name for family in text_string_to_metric_families(text.decode()) if family.samples}
+    assert told == {f.name for f in text_string_to_metric_families(text.decode())}, "a family that was not checked"
+
+
 def test_a_port_in_use_is_named(registry: CollectorRegistry) -> None:
     server = serve_metrics(registry, 0)
     with pytest.raises(OptionError, match=f"cannot serve metrics on 127.0.0.1:{server.port}: "):
@@ -286,6 +253,8 @@ def test_a_port_in_use_is_named(registry: CollectorRegistry) -> None:
 
 
 def test_observing_needs_no_torch() -> None:
-    names = ", ".join(f"asyncpipe.observe.{name}" for name in ("idle", "metrics", "svg", "timeline", "totals", "trace"))
+    names = ", ".join(
+        f"asyncpipe.observe.{name}" for name in ("fold", "idle", "metrics", "svg", "timeline", "totals", "trace")
+    )
     code = f"import sys, {names}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
