@@ -8,7 +8,7 @@ train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff check .

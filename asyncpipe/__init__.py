@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from asyncpipe.ops.skip import verify_skippables as verify_skippables
     from asyncpipe.ops.trace import trace as trace
     from asyncpipe.pipeline import Pipeline as Pipeline
-    from asyncpipe.pipeline import SyncPipeline as SyncPipeline
     from asyncpipe.result import StepResult as StepResult
+    from asyncpipe.sync import SyncPipeline as SyncPipeline
 
 __version__ = "0.1.0"
 
@@ -80,7 +80,8 @@ _HOMES = {
     "ops.sequential": ("PipeSequential",),
     "ops.skip": ("Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"),
     "ops.trace": ("trace",),
-    "pipeline": ("Pipeline", "SyncPipeline"),
+    "pipeline": ("Pipeline",),
+    "sync": ("SyncPipeline",),
     "result": ("StepResult",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from asyncpipe.build import BuildOptions, MakeOptimizer, build, check_choice, check_positive
 from asyncpipe.call import PreparedCall
-from asyncpipe.core.events import DeviceMemory, Observer
+from asyncpipe.core.events import Observer
 from asyncpipe.core.planner import Plan
 from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.schedule import Schedule
@@ -32,11 +31,12 @@ from asyncpipe.runtime.driver import Driver, Execution
 from asyncpipe.runtime.executor import Executor, ThreadExecutor
 from asyncpipe.runtime.life import Life
 from asyncpipe.step import NO_TARGET, PreparedStep, StepOptions
+from asyncpipe.sync import SyncPipeline
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-__all__ = ["Pipeline", "SyncPipeline"]
+__all__ = ["Pipeline"]
 
 
 class Pipeline(ModelFace):
@@ -127,16 +127,22 @@ class Pipeline(ModelFace):
         )
         self.module = self._machinery.module
         self._intra_op = IntraOpThreads(intra_op_threads)
-        self._driver = Driver(
-            {device.name: (executors or self._thread_executor)(device.name) for device in self.devices},
-            in_flight=in_flight,
-            observers=observers,
-            survey=partial(_survey, {device.physical for device in self.devices}),
-        )
+        self._driver = self._make_driver(executors or self._thread_executor, in_flight, observers)
         self._life = Life(self._driver, self._intra_op.settle)
         self._own_loop = loop == "own"
         self._turn = asyncio.Lock()
         self._blocking = threading.Lock()
+
+    def _make_driver(
+        self, make_executor: Callable[[str], Executor], in_flight: int, observers: Sequence[Observer]
+    ) -> Driver:
+        physical = {device.physical for device in self.devices}
+        return Driver(
+            {device.name: make_executor(device.name) for device in self.devices},
+            in_flight=in_flight,
+            observers=observers,
+            survey=lambda: {str(device): device_memory(device) for device in physical},
+        )
 
     def _choose(self, sample: tuple[Any, ...] | None) -> Plan:
         """The plan that ``"auto"`` stands for."""
@@ -320,78 +326,3 @@ class Pipeline(ModelFace):
     def observers(self) -> list[Observer]:
         """The observers; append to it at any time."""
         return self._driver.observers
-
-
-def _survey(devices: Iterable[torch.device]) -> dict[str, DeviceMemory]:
-    """The memory of every physical device, by name."""
-    return {str(device): device_memory(device) for device in devices}
-
-
-class SyncPipeline:
-    """A pipeline without ``await``: ``with pipeline.sync() as pipe: pipe.step(x, target)``.
-
-    Steps are driven on a loop in a thread of their own, so this also works inside a running loop (a notebook).
-    Ctrl-C during a step cancels it between two tasks and is raised once the running ones have ended. Everything
-    else, such as ``parameters()`` or ``eval()``, is the pipeline's.
-    """
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-
-    def __enter__(self) -> SyncPipeline:
-        self._pipeline._life.open_in_thread()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def step(
-        self,
-        x: Any,
-        target: Any = NO_TARGET,
-        *,
-        return_outputs: bool = True,
-        update: bool = True,
-        scaler: GradScaler | None = None,
-    ) -> StepResult:
-        """One mini-batch through the pipeline, as ``Pipeline.step``; blocks until the last task is issued."""
-        return self._pipeline._step_blocking(x, target, StepOptions(return_outputs, update, scaler))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, as ``Pipeline.__call__``."""
-        return self._pipeline(*args, **kwargs)
-
-    def train(self, mode: bool = True) -> SyncPipeline:
-        """Set training mode, as ``nn.Module.train``."""
-        self._pipeline.train(mode)
-        return self
-
-    def eval(self) -> SyncPipeline:
-        """Set evaluation mode: steps run forwards only."""
-        return self.train(False)
-
-    def close(self) -> None:
-        """End every thread. May be called again."""
-        self._pipeline._life.close()
-
-    def __len__(self) -> int:
-        return len(self._pipeline)
-
-    def __getitem__(self, index: int) -> nn.Module:
-        return self._pipeline[index]
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._pipeline)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_pipeline":  # Not there yet: a copy is being made.
-            raise AttributeError(name)
-        return getattr(self._pipeline, name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"pipeline": self._pipeline}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._pipeline = state["pipeline"]

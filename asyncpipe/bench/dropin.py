@@ -27,7 +27,8 @@ from asyncpipe.core.graph import Phase
 from asyncpipe.core.report import report
 from asyncpipe.core.task import Queue
 from asyncpipe.ops.checkpoint import checkpoint
-from asyncpipe.pipeline import Pipeline, SyncPipeline
+from asyncpipe.pipeline import Pipeline
+from asyncpipe.sync import SyncPipeline
 
 __all__ = ["Size", "all_busy", "engine_step", "run", "show"]
 

@@ -12,20 +12,15 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from statistics import median
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import asyncpipe
 from asyncpipe.bench import Figures, Progress
+from asyncpipe.bench.example import example_folder, load_example
 from asyncpipe.bench.scrape import Scraper, scraper
-from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.pipeline import Pipeline
 from asyncpipe.runtime.portal import new_event_loop
@@ -54,7 +49,8 @@ def run(progress: Progress, *, size: Size | None = None) -> Figures:
     Raises ``OptionError`` where the example is not there.
     """
     size = size or Size()
-    example, job = _example()
+    example = load_example("charlm")
+    job = tomllib.loads((example_folder("charlm") / "charlm.toml").read_text(encoding="utf-8"))
     torch.manual_seed(job["training"]["seed"])
     workload = example.build(**job["job"]["parameters"], max_bytes=size.text_bytes)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -141,18 +137,3 @@ class _Trainer:
         if observed:
             seconds = time.perf_counter() - begun
             self._collector.training_step(result.loss.item(), len(x), len(x) * self._tokens, seconds)
-
-
-@cache
-def _example() -> tuple[ModuleType, dict[str, Any]]:
-    """The example's module and its job file: examples are not part of an installed package."""
-    folder = Path(asyncpipe.__file__).parents[1] / "examples" / "charlm"
-    spec = spec_from_file_location("asyncpipe_bench_charlm_example", folder / "charlm.py")
-    if spec is None or spec.loader is None or not (folder / "charlm.py").is_file():
-        raise OptionError(
-            f"this benchmark trains examples/charlm, and there is no {folder}; run it from a checkout that is "
-            "installed with 'pip install -e .'"
-        )
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module, tomllib.loads((folder / "charlm.toml").read_text(encoding="utf-8"))

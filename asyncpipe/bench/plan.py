@@ -23,8 +23,9 @@ from asyncpipe.bench.rounds import drop_gradients
 from asyncpipe.core.layer_times import Sort
 from asyncpipe.core.planner import Plan, plan
 from asyncpipe.core.profile import Profile
-from asyncpipe.pipeline import Pipeline, SyncPipeline
+from asyncpipe.pipeline import Pipeline
 from asyncpipe.profiling import Measuring, Sample
+from asyncpipe.sync import SyncPipeline
 
 __all__ = ["Choice", "Size", "run", "show"]
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
-import asyncpipe
-from asyncpipe.errors import OptionError
+from asyncpipe.bench.example import load_example
 from asyncpipe.ops.device import Device
 
 __all__ = ["loss_fn", "make_batch", "make_model", "parameter_count"]
@@ -24,8 +20,7 @@ def make_model(depth: int, convs: int, channels: int) -> nn.Sequential:
 
     Made on torch's default device. Raises ``OptionError`` where the example is not there.
     """
-    path = Path(asyncpipe.__file__).parents[1] / "examples" / "unet" / "unet.py"
-    model: nn.Sequential = _example(path).unet(depth, convs, channels, input_channels=3, output_channels=1)
+    model: nn.Sequential = load_example("unet").unet(depth, convs, channels, input_channels=3, output_channels=1)
     for position, layer in enumerate(model):
         if isinstance(layer, nn.Sequential):
             convolution = layer[0]
@@ -33,20 +28,6 @@ def make_model(depth: int, convs: int, channels: int) -> nn.Sequential:
             norm = nn.InstanceNorm2d(convolution.out_channels)
             model[position] = nn.Sequential(convolution, nn.Dropout2d(0.1), norm, nn.LeakyReLU(0.01))
     return model
-
-
-@cache
-def _example(path: Path) -> ModuleType:
-    """The example at ``path``: examples are not part of an installed package."""
-    spec = spec_from_file_location("asyncpipe_bench_unet_example", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise OptionError(
-            f"this benchmark takes its model from examples/unet/unet.py, and there is no {path}; run it from a "
-            "checkout that is installed with 'pip install -e .'"
-        )
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @cache

@@ -23,7 +23,8 @@ from asyncpipe.bench.unet_model import loss_fn, make_batch, make_model, paramete
 from asyncpipe.core.report import Report
 from asyncpipe.core.task import TaskKind
 from asyncpipe.ops.device import Device
-from asyncpipe.pipeline import Pipeline, SyncPipeline
+from asyncpipe.pipeline import Pipeline
+from asyncpipe.sync import SyncPipeline
 
 __all__ = ["SIZES", "Size", "run", "show"]
 

@@ -22,7 +22,8 @@ from asyncpipe.ops.device import resolve_devices
 from asyncpipe.ops.microbatch import check_microbatches
 from asyncpipe.ops.sequential import stage_parts
 from asyncpipe.ops.skip import Skippable
-from asyncpipe.pipeline import Pipeline, SyncPipeline
+from asyncpipe.pipeline import Pipeline
+from asyncpipe.sync import SyncPipeline
 
 __all__ = ["PipelinedModule", "check_sequential"]
 

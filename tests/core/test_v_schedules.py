@@ -238,21 +238,21 @@ def test_hanayo_at_other_costs(costs: Costs) -> None:
 EVERY = (*SPLIT, DualPipeV(), Hanayo())
 
 
-@pytest.mark.parametrize("schedule", EVERY, ids=str)
+@pytest.mark.parametrize("schedule", EVERY, ids=lambda schedule: schedule.name)
 def test_stages_go_to_and_fro(schedule: OrderedSchedule) -> None:
     placed = list(schedule.placement(Shape(3 * schedule.virtual, 8, 3)))
     assert placed == [0, 1, 2, 2, 1, 0] * (schedule.virtual // 2)
 
 
 @pytest.mark.parametrize("stages", [3, 7, 9])
-@pytest.mark.parametrize("schedule", EVERY, ids=str)
+@pytest.mark.parametrize("schedule", EVERY, ids=lambda schedule: schedule.name)
 def test_the_number_of_stages_on_each_device_is_asked_for(schedule: OrderedSchedule, stages: int) -> None:
     message = rf"'{schedule.name}' needs .* each device, got {stages} stages for 3 devices; give .*6"
     with pytest.raises(ScheduleError, match=message):
         lower(schedule, Shape(stages, 32, 3))
 
 
-@pytest.mark.parametrize("schedule", EVERY, ids=str)
+@pytest.mark.parametrize("schedule", EVERY, ids=lambda schedule: schedule.name)
 def test_they_serve_as_hints(schedule: OrderedSchedule) -> None:
     for p, m in ((1, 2), (3, 7), (4, 8)):
         shape = Shape(schedule.virtual * p, m, p)

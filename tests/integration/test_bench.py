@@ -13,6 +13,7 @@ from asyncpipe import Pipeline
 from asyncpipe.bench import (
     BENCHMARKS,
     dropin,
+    example,
     memory,
     metrics,
     overhead,
@@ -164,11 +165,13 @@ def test_metrics_are_compared_with_training_without_them():
     assert f"({figures['scrapes']} scrapes)" in metrics.show(figures)
 
 
-def test_the_metrics_benchmark_says_what_it_needs(monkeypatch, tmp_path):
-    monkeypatch.setattr(metrics.asyncpipe, "__file__", str(tmp_path / "asyncpipe" / "__init__.py"))
-    metrics._example.cache_clear()
-    with pytest.raises(OptionError, match="trains examples/charlm"):
+def test_benchmarks_of_examples_say_what_they_need(monkeypatch, tmp_path):
+    monkeypatch.setattr(example.asyncpipe, "__file__", str(tmp_path / "asyncpipe" / "__init__.py"))
+    example.load_example.cache_clear()
+    with pytest.raises(OptionError, match="from examples/charlm, and there is no"):
         metrics.run(quiet)
+    with pytest.raises(OptionError, match="from examples/unet, and there is no"):
+        unet_model.make_model(1, 1, 4)
 
 
 # memory
@@ -323,12 +326,6 @@ def test_the_models_layers_are_those_of_the_papers_authors():
     assert kinds == ["Conv2d", "Dropout2d", "InstanceNorm2d", "LeakyReLU"]
     assert unet_model.parameter_count(5, 6, 72) / 1e6 == pytest.approx(362.2, abs=0.1)
     assert unet_model.parameter_count(5, 11, 128) / 1e9 == pytest.approx(2.21, abs=0.01)
-
-
-def test_an_installation_without_examples_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(unet_model.asyncpipe, "__file__", str(tmp_path / "asyncpipe" / "__init__.py"))
-    with pytest.raises(OptionError, match="takes its model from examples"):
-        unet_model.make_model(1, 1, 4)
 
 
 # Slack
