@@ -48,6 +48,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
+def new_threads() -> Callable[[], int]:
+    """Counts the threads that were started since; those of tests before this one may still be ending."""
+    before = set(threading.enumerate())
+    return lambda: len(set(threading.enumerate()) - before)
+
+
+@pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails the test if it leaves a thread, a pending coroutine or a tensor behind.
 

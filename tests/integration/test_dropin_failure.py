@@ -320,7 +320,7 @@ def test_fifty_pipelines_leave_no_threads(workload, no_leaks):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_two_hundred_rounds_leave_nothing_behind(workload, before_task, no_leaks, fails):
+def test_two_hundred_rounds_leave_nothing_behind(workload, before_task, new_threads, no_leaks, fails):
     """In the rounds that fail a task does, or a hook of the caller's."""
     model, counts = workload.model(), []
     tasks = ["F(2,1)", "R(1,1)", "B(3,1)", "B(0,0)", ""]
@@ -341,7 +341,7 @@ def test_two_hundred_rounds_leave_nothing_behind(workload, before_task, no_leaks
             model.zero_grad()
             if number % 40 == 39:
                 outputs = None
-                counts.append((live_tensors(), threading.active_count()))
+                counts.append((live_tensors(), new_threads()))
         before_task(nothing)
         mse(pipe(workload.x), workload.target).backward()
     assert len(set(counts)) == 1, counts

@@ -335,7 +335,7 @@ def test_dropped_with_its_loop_during_a_step(workload, before_task, no_leaks):
     join_all(threads)
 
 
-def test_two_hundred_faults_leave_nothing_behind(workload, before_task, no_leaks):
+def test_two_hundred_faults_leave_nothing_behind(workload, before_task, new_threads, no_leaks):
     async def main():
         model = workload.model()
         async with pipeline(model) as pipe:
@@ -352,9 +352,9 @@ def test_two_hundred_faults_leave_nothing_behind(workload, before_task, no_leaks
                 before_task(nothing)
                 if number == 20:
                     gc.collect()
-                    before = live_tensors(), threading.active_count(), len(asyncio.all_tasks())
+                    before = live_tensors(), new_threads(), len(asyncio.all_tasks())
             gc.collect()
-            assert (live_tensors(), threading.active_count(), len(asyncio.all_tasks())) == before
+            assert (live_tensors(), new_threads(), len(asyncio.all_tasks())) == before
             await pipe.step(workload.x, workload.target)
         assert workload.worst(model) < 1e-10
 

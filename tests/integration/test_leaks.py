@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import weakref
 
 import pytest
@@ -23,7 +22,7 @@ def live_tensors() -> int:
 
 
 @pytest.mark.parametrize("loop", ["running", "own"])
-async def test_500_steps(workload, loop):
+async def test_500_steps(workload, new_threads, loop):
     model = workload.model()
     async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=3, loss_fn=mse, loop=loop) as pipe:
         counts = []
@@ -31,7 +30,7 @@ async def test_500_steps(workload, loop):
             result = await pipe.step(workload.x, workload.target)
             if number % 100 == 1 or number == 499:
                 del result
-                counts.append((live_tensors(), threading.active_count(), len(asyncio.all_tasks())))
+                counts.append((live_tensors(), new_threads(), len(asyncio.all_tasks())))
     assert len(set(counts)) == 1
 
 
