@@ -12,64 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from metric_helpers import failed, lowered, value
 from prometheus_client import CollectorRegistry, generate_latest
 
-from asyncpipe.core.events import (
-    Abort,
-    Dispatch,
-    Outcome,
-    StepCompleted,
-    StepRecord,
-    StepSubmitted,
-    TaskCompleted,
-    TaskDropped,
-    TaskFailed,
-)
-from asyncpipe.core.graph import TaskGraph
-from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.schedule import Shape
 from asyncpipe.core.simulate import simulate
-from asyncpipe.core.task import TaskKind
 from asyncpipe.errors import OptionError
 from asyncpipe.observe import metrics
 from asyncpipe.observe.metrics import MergedCollector, PipelineCollector
 from asyncpipe.observe.totals import HISTOGRAMS, Histogram, Totals, bucket_of
-
-
-def lowered(name: str = "gpipe", shape: Shape = Shape(3, 4, 3), checkpoint: str = "never") -> TaskGraph:  # noqa: B008
-    return lower(find_schedule(name), shape, checkpoint=CheckpointMode(checkpoint))
-
-
-def failed(graph: TaskGraph, error: BaseException) -> StepRecord:
-    """F(0,0) completed, F(1,0) failed and F(2,0) dropped."""
-    first, second, third = (graph.find(TaskKind.FORWARD, i, 0).number for i in range(3))
-    journal = [
-        (5.0, StepSubmitted(3, graph)),
-        *((5.0, Dispatch(3, task)) for task in (first, second, third)),
-        (6.0, TaskCompleted(3, first, 5.25, 6.0)),
-        (7.0, TaskFailed(3, second, error)),
-        (7.0, Abort(3)),
-        (7.0, TaskDropped(3, third)),
-        (7.0, StepCompleted(3, Outcome.FAILED, second, error)),
-    ]
-    return StepRecord(3, graph, journal, Outcome.FAILED)
-
-
-@pytest.fixture
-def registry() -> CollectorRegistry:
-    return CollectorRegistry()
-
-
-@pytest.fixture
-def collector(registry: CollectorRegistry) -> PipelineCollector:
-    made = PipelineCollector("demo")
-    registry.register(made)
-    return made
-
-
-def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
-    return registry.get_sample_value(f"asyncpipe_{name}", {"job": "demo", **labels})
 
 
 def watched_folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
