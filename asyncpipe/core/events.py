@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from asyncpipe.core.graph import TaskGraph
 
@@ -19,6 +19,7 @@ __all__ = [
     "DeviceMemory",
     "Dispatch",
     "Event",
+    "FailureCounter",
     "GateOpened",
     "Journal",
     "Observer",
@@ -172,8 +173,6 @@ class StepNotes:
     """(time, device, bytes allocated on it) after each task, where the pipeline was asked to sample memory."""
     wakeups: list[tuple[float, float]] = field(default_factory=list)
     """(seconds that the loop was late, seconds that the scheduler took), of every wake-up since the last record."""
-    troubles: list[str] = field(default_factory=list)
-    """What went wrong with observers since the last record: ``raised``, ``slow`` or ``dropped``, once each time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,3 +191,11 @@ class Observer(Protocol):
 
     def step_completed(self, record: StepRecord) -> None:
         """Called on the scheduler's loop: keep the record and fold it elsewhere."""
+
+
+@runtime_checkable
+class FailureCounter(Protocol):
+    """An observer that is also told what goes wrong with observers, to count it."""
+
+    def observer_failed(self, reason: str) -> None:
+        """One ``raised``, was ``slow``, or had a record ``dropped``. Called on the loop or on an observer's thread."""

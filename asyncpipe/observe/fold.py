@@ -171,7 +171,7 @@ def _add_seconds(change: Totals, steps: Sequence[PackedStep], plan: Plan, times:
 
 
 def _add_notes(change: Totals, steps: Sequence[PackedStep], plan: Plan) -> None:
-    """What was noted beside the journals: bytes of copies, wake-ups of the scheduler, troubles of observers."""
+    """What was noted beside the journals: bytes of copies, wake-ups of the scheduler."""
     copied = np.concatenate([step.copied for step in steps])
     sizes = np.concatenate([step.copied_bytes for step in steps])
     route = plan.route[np.searchsorted(plan.copies, copied)]
@@ -180,9 +180,6 @@ def _add_notes(change: Totals, steps: Sequence[PackedStep], plan: Plan) -> None:
     if len(wakeups):
         change.observe("scheduler_loop_lag_seconds", (), wakeups[:, 0])
         change.observe("scheduler_dispatch_seconds", (), wakeups[:, 1])
-    for step in steps:
-        for reason in step.troubles:
-            change.add("observer_failures", (reason,), 1)
 
 
 def _tell_last(change: Totals, steps: Sequence[PackedStep], plan: Plan, times: _Times) -> None:

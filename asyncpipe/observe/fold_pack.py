@@ -58,7 +58,6 @@ class PackedStep:
     wakeups: Floats
     """(seconds that the loop was late, seconds that the scheduler took) for each wake-up."""
     memory: dict[str, DeviceMemory]
-    troubles: tuple[str, ...]
 
 
 def pack(record: StepRecord, at: float) -> PackedStep:
@@ -91,7 +90,6 @@ def pack(record: StepRecord, at: float) -> PackedStep:
         copied_bytes=np.fromiter(notes.copied.values(), np.float64, len(notes.copied)),
         wakeups=np.fromiter(chain.from_iterable(notes.wakeups), np.float64).reshape(-1, 2),
         memory=notes.memory,
-        troubles=tuple(notes.troubles),
     )
 
 

@@ -280,7 +280,6 @@ class Driver:
     def _noted(self, notes: StepNotes) -> StepNotes:
         """``notes`` with what the driver itself has seen since the last step that ended."""
         notes.wakeups, self._wakeups = self._wakeups, []
-        notes.troubles = self._observers.take_troubles()
         if self._observers.shown:
             notes.memory = self._survey()
         return notes

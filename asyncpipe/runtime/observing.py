@@ -10,8 +10,8 @@ thread of its own from then on, so that it cannot delay dispatch a second time::
                            └──▶ slow ────▶ logged, gets a queue and a thread   trouble: slow
                                                └──▶ queue full ──▶ not shown   trouble: dropped
 
-Each is logged in one line, once for an observer (the error with its traceback). Troubles travel with the next
-step's record, in its notes, to whoever counts them.
+Each is logged in one line, once for an observer (the error with its traceback), and told at once to the observers that
+count such troubles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from queue import SimpleQueue
 from threading import Thread
 
-from asyncpipe.core.events import Observer, StepRecord
+from asyncpipe.core.events import FailureCounter, Observer, StepRecord
 
 __all__ = ["Observers"]
 
@@ -45,7 +45,6 @@ class Observers:
         self.shown = list(observers)
         """Who is shown records; the list may be changed at any time."""
         self._aside: dict[int, _Aside] = {}
-        self._troubles: list[str] = []
 
     def show(self, record: StepRecord) -> None:
         """Show ``record`` to everyone. What an ``Exception`` ends here is the observer."""
@@ -54,15 +53,10 @@ class Observers:
             if aside is None:
                 self._show_here(observer, record)
             elif not aside.offer(record):
-                self._troubles.append("dropped")
+                self._tell("dropped")
         for aside in [aside for aside in self._aside.values() if not self._is_shown(aside.observer)]:
             del self._aside[id(aside.observer)]
             aside.close()
-
-    def take_troubles(self) -> list[str]:
-        """What went wrong since this was asked last: ``raised``, ``slow`` or ``dropped``, once each time."""
-        taken, self._troubles = self._troubles, []
-        return taken
 
     def close(self) -> None:
         """Let the threads end when they have shown what waits. May be called again."""
@@ -85,14 +79,23 @@ class Observers:
         seconds = time.perf_counter() - before
         if seconds > SLOW:
             _logger.warning("observer %r held up the loop for %.3g s; from now on it has a thread", observer, seconds)
-            self._troubles.append("slow")
+            self._tell("slow")
             self._aside[id(observer)] = _Aside(observer, self)
 
     def remove(self, observer: Observer) -> None:
         """Show nothing any more to ``observer``, which raised. From any thread."""
-        self._troubles.append("raised")
         # By identity: an observer may compare equal to others.
         self.shown[:] = [other for other in self.shown if other is not observer]
+        self._tell("raised")
+
+    def _tell(self, reason: str) -> None:
+        """Let the observers that count troubles count this one."""
+        for observer in tuple(self.shown):
+            if isinstance(observer, FailureCounter):
+                try:
+                    observer.observer_failed(reason)
+                except Exception:
+                    _logger.exception("observer %r cannot count that one %s", observer, reason)
 
     def _is_shown(self, observer: Observer) -> bool:
         return any(other is observer for other in self.shown)

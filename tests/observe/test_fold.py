@@ -174,8 +174,6 @@ def notes(found: Reference, noted: StepNotes) -> None:
     for late, took in noted.wakeups:
         found.values["scheduler_loop_lag_seconds", ()].append(late)
         found.values["scheduler_dispatch_seconds", ()].append(took)
-    for reason in noted.troubles:
-        found.add("observer_failures", reason)
     for name in DeviceMemory._fields if noted.memory else ():
         found.gauges[f"memory_{name}_bytes"] = {(d,): getattr(memory, name) for d, memory in noted.memory.items()}
 
@@ -251,7 +249,6 @@ def notes_of(graph: TaskGraph, random: np.random.Generator) -> StepNotes:
         copied={number: int(random.integers(0, 1 << 40)) for number in copies},
         memory={"cpu": memory} if random.random() < 0.7 else {},
         wakeups=[(float(late), float(took)) for late, took in random.exponential(1e-4, (int(random.integers(4)), 2))],
-        troubles=["slow", "raised"] if random.random() < 0.2 else [],
     )
 
 
