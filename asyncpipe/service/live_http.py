@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from asyncpipe.service.live import Feed
+from asyncpipe.service.live_feed import Feed
 
 __all__ = ["make_app"]
 

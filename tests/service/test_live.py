@@ -24,8 +24,9 @@ from asyncpipe.core.schedule import Shape
 from asyncpipe.core.simulate import simulate
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.live import LiveView
-from asyncpipe.service import live, live_http
-from asyncpipe.service.live import KEEP_ALIVE, Feed, live_app, serve_live
+from asyncpipe.service import live, live_feed, live_http
+from asyncpipe.service.live import live_app, serve_live
+from asyncpipe.service.live_feed import KEEP_ALIVE, Feed
 
 pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
 
@@ -72,16 +73,16 @@ def view() -> CountedView:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(live, "monotonic", made)
-    monkeypatch.setattr(live, "thread_time", lambda: made.computed)
+    monkeypatch.setattr(live_feed, "monotonic", made)
+    monkeypatch.setattr(live_feed, "thread_time", lambda: made.computed)
     return made
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks for news every 10 ms, and rests no longer after a fold."""
-    monkeypatch.setattr(live, "WATCHED_SECONDS", 0.01)
-    monkeypatch.setattr(live, "REST", 0.0)
+    monkeypatch.setattr(live_feed, "WATCHED_SECONDS", 0.01)
+    monkeypatch.setattr(live_feed, "REST", 0.0)
 
 
 @asynccontextmanager
@@ -138,7 +139,7 @@ async def test_the_state_is_told_once_as_json(view: CountedView) -> None:
 
 @pytest.mark.usefixtures("quick")
 async def test_where_nothing_is_new_only_comments_are_sent(view: CountedView, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(live_feed, "KEEP_ALIVE_SECONDS", 0.05)
     async with connected(view) as client, client.get("/events") as response:
         await next_block(response)
         await next_event(response)
@@ -218,7 +219,7 @@ async def test_a_long_fold_is_followed_by_a_long_rest(
     monkeypatch.setattr(view, "snapshot", slow)
     feed = Feed(view)
     first = await feed.newest()
-    for seconds, is_same in ((0.5 * live.REST - 0.1, True), (0.2, False)):
+    for seconds, is_same in ((0.5 * live_feed.REST - 0.1, True), (0.2, False)):
         step(view)
         clock.now += seconds
         assert (await feed.newest() is first) == is_same
@@ -336,7 +337,7 @@ async def test_a_page_that_takes_nothing_does_not_hold_up_the_end(
 
 
 async def test_a_page_that_was_closed_is_forgotten(view: CountedView, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "KEEP_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr(live_feed, "KEEP_ALIVE_SECONDS", 0.01)
     made: list[Feed] = []
     left = asyncio.Event()
 
@@ -379,7 +380,7 @@ async def test_a_feed_that_is_closed_while_it_folds_ends_with_the_fold(
     closing = asyncio.ensure_future(feed.close())
     await asyncio.sleep(0)
     may_end.set()
-    async with asyncio.timeout(live.UNWATCHED_SECONDS - 1):
+    async with asyncio.timeout(live_feed.UNWATCHED_SECONDS - 1):
         await closing
 
 
