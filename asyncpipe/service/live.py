@@ -1,7 +1,7 @@
 """The live view over HTTP: a page that shows a run while it runs, and the events that keep it up to date.
 
-``live_feed.py`` has what is sent, ``live_http.py`` how requests are answered; ``live.html``, ``.css`` and ``.js`` are the
-page.
+``live_feed.py`` has what is sent, ``live_http.py`` how requests are answered; the page is ``live.html`` with its style and
+its scripts.
 """
 
 from __future__ import annotations
