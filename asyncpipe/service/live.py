@@ -1,7 +1,7 @@
 """The live view over HTTP: a page that shows a run while it runs, and the events that keep it up to date.
 
-``live_feed.py`` has what is sent, ``live_http.py`` how requests are answered; the page is ``live.html`` with its style and
-its scripts.
+``live_feed.py`` has what is sent, ``live_http.py`` how requests are answered. The page is ``live.html``, its style
+``live.css``, its scripts ``live.js`` and ``live_draw.js``.
 """
 
 from __future__ import annotations
