@@ -1,0 +1,172 @@
+"""What the store says to SQLite: each function is a part of one transaction and knows nothing of threads.
+
+Jobs are ordered by their number, which counts submissions; an id is what the outside sees.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+
+from asyncpipe.errors import AsyncpipeError
+from asyncpipe.service.job_states import (
+    JobRecord,
+    JobSpec,
+    JobState,
+    JobStateError,
+    PriorityClass,
+    Transition,
+    check_transition,
+)
+
+__all__ = [
+    "IdempotencyConflictError",
+    "UnknownJobError",
+    "add_job",
+    "change_state",
+    "find_job",
+    "history_of",
+    "list_jobs",
+    "note_progress",
+    "recover_jobs",
+]
+
+_COLUMNS = "id, spec, state, cause, submitted, updated, attempts, step, snapshot"
+_BY_CLASS = f"CASE priority_class WHEN '{PriorityClass.FOREGROUND}' THEN 0 ELSE 1 END, number"
+
+
+class UnknownJobError(AsyncpipeError, LookupError):
+    """The store has no job of this id."""
+
+    def __init__(self, job: str) -> None:
+        super().__init__(f"there is no job {job!r:.100}; ids are given when jobs are submitted, and listed")
+        self.job = job
+
+    def __reduce__(self) -> tuple[type[UnknownJobError], tuple[str]]:
+        return type(self), (self.job,)
+
+
+class IdempotencyConflictError(AsyncpipeError, ValueError):
+    """An idempotency key was used before, for another specification; ``job`` is the id of the job that it made."""
+
+    def __init__(self, key: str, job: str) -> None:
+        rule = "send the same specification again to get that job, or another key to submit a new one"
+        super().__init__(f"the idempotency key {key!r} belongs to job {job}, which was specified otherwise; {rule}")
+        self.key = key
+        self.job = job
+
+    def __reduce__(self) -> tuple[type[IdempotencyConflictError], tuple[str, str]]:
+        return type(self), (self.key, self.job)
+
+
+# Writing
+
+
+def add_job(
+    connection: sqlite3.Connection, job: str, text: str, priority: PriorityClass, at: float, key: str | None
+) -> JobRecord:
+    """The job that ``key`` made before, if it did so of the same ``text``, else a new one, queued."""
+    if key is not None:
+        row = connection.execute("SELECT id, spec FROM jobs WHERE idempotency_key = ?", (key,)).fetchone()
+        if row is not None and row[1] != text:
+            raise IdempotencyConflictError(key, row[0])
+        if row is not None:
+            return find_job(connection, row[0])
+    cause = "submitted"
+    number = connection.execute(
+        "INSERT INTO jobs (id, spec, priority_class, state, cause, submitted, updated, idempotency_key)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (job, text, priority, JobState.QUEUED, cause, at, at, key),
+    ).lastrowid
+    _add_transition(connection, number, None, JobState.QUEUED, at, cause)
+    return find_job(connection, job)
+
+
+def change_state(
+    connection: sqlite3.Connection, job: str, to: JobState, at: float, cause: str, expect: JobState | None = None
+) -> JobRecord:
+    """``job`` after it became ``to``. Raises ``UnknownJobError``, ``JobStateError``."""
+    number, state = _number_and_state(connection, job)
+    check_transition(job, state, to, expect)
+    connection.execute(
+        "UPDATE jobs SET state = ?, cause = ?, updated = ?, attempts = attempts + ? WHERE number = ?",
+        (to, cause, at, to is JobState.RUNNING, number),
+    )
+    _add_transition(connection, number, state, to, at, cause)
+    return find_job(connection, job)
+
+
+def note_progress(connection: sqlite3.Connection, job: str, step: int, snapshot: str | None, at: float) -> None:
+    """Keep what a running job reports. Raises ``UnknownJobError``, ``JobStateError``."""
+    number, state = _number_and_state(connection, job)
+    if state is not JobState.RUNNING:
+        raise JobStateError(job, state, "report progress")
+    connection.execute(
+        "UPDATE jobs SET step = ?, snapshot = coalesce(?, snapshot), updated = ? WHERE number = ?",
+        (step, snapshot, at, number),
+    )
+
+
+def recover_jobs(connection: sqlite3.Connection, at: float, cause: str) -> tuple[JobRecord, ...]:
+    """Every job that was running, queued again; foreground first, then in the order of submission."""
+    rows = connection.execute(f"SELECT id FROM jobs WHERE state = ? ORDER BY {_BY_CLASS}", (JobState.RUNNING,))  # noqa: S608 - no input
+    return tuple(change_state(connection, job, JobState.QUEUED, at, cause) for (job,) in rows.fetchall())
+
+
+def _add_transition(
+    connection: sqlite3.Connection, number: int | None, from_: JobState | None, to: JobState, at: float, cause: str
+) -> None:
+    connection.execute(
+        "INSERT INTO transitions (job, from_state, to_state, at, cause) VALUES (?, ?, ?, ?, ?)",
+        (number, from_, to, at, cause),
+    )
+
+
+# Reading
+
+
+def find_job(connection: sqlite3.Connection, job: str) -> JobRecord:
+    """The job of this id. Raises ``UnknownJobError``."""
+    row = connection.execute(f"SELECT {_COLUMNS} FROM jobs WHERE id = ?", (job,)).fetchone()  # noqa: S608 - no input
+    if row is None:
+        raise UnknownJobError(job)
+    return _record(row)
+
+
+def list_jobs(
+    connection: sqlite3.Connection, states: Sequence[JobState] | None, limit: int, after: str | None
+) -> tuple[JobRecord, ...]:
+    """At most ``limit`` jobs in any of ``states``, in the order of submission, from the one behind ``after`` on."""
+    number = 0 if after is None else _number_and_state(connection, after)[0]
+    among = "" if states is None else f"AND state IN ({', '.join('?' * len(states))})"
+    rows = connection.execute(
+        f"SELECT {_COLUMNS} FROM jobs WHERE number > ? {among} ORDER BY number LIMIT ?",  # noqa: S608 - no input
+        (number, *(states or ()), limit),
+    )
+    return tuple(map(_record, rows.fetchall()))
+
+
+def history_of(connection: sqlite3.Connection, job: str) -> tuple[Transition, ...]:
+    """Every transition of ``job``, the submission first. Raises ``UnknownJobError``."""
+    number, _ = _number_and_state(connection, job)
+    rows = connection.execute(
+        "SELECT sequence, from_state, to_state, at, cause FROM transitions WHERE job = ? ORDER BY sequence", (number,)
+    )
+    return tuple(
+        Transition(sequence, job, from_ and JobState(from_), JobState(to), at, cause)
+        for sequence, from_, to, at, cause in rows.fetchall()
+    )
+
+
+def _number_and_state(connection: sqlite3.Connection, job: str) -> tuple[int, JobState]:
+    row = connection.execute("SELECT number, state FROM jobs WHERE id = ?", (job,)).fetchone()
+    if row is None:
+        raise UnknownJobError(job)
+    return row[0], JobState(row[1])
+
+
+def _record(row: tuple[str, str, str, str, float, float, int, int, str | None]) -> JobRecord:
+    try:
+        return JobRecord(row[0], JobSpec.from_json(row[1]), JobState(row[2]), *row[3:])
+    except ValueError as error:
+        raise sqlite3.DataError(f"job {row[0]}: {error}") from error

@@ -1,0 +1,194 @@
+"""Which states a job may pass through, and what is kept of it: without a database."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncpipe.errors import AsyncpipeError, OptionError
+from asyncpipe.service.job_states import (
+    FINAL_STATES,
+    MAX_CAUSE,
+    MAX_SPEC_BYTES,
+    JobSpec,
+    JobSpecError,
+    JobState,
+    JobStateError,
+    PriorityClass,
+    Transition,
+    check_history,
+    check_transition,
+    tidy_cause,
+)
+
+# Spelled out once more, as in the issue: the table is what is tested.
+LEGAL = {
+    "queued running",
+    "queued cancelled",
+    "queued failed",
+    "running paused",
+    "running queued",
+    "running finished",
+    "running failed",
+    "running cancelled",
+    "paused queued",
+    "paused cancelled",
+}
+
+
+@pytest.mark.parametrize(("state", "to"), list(product(JobState, JobState)))
+def test_exactly_the_legal_transitions_pass(state, to):
+    if f"{state} {to}" in LEGAL:
+        check_transition("7", state, to)
+        check_transition("7", state, to, expect=state)
+    else:
+        with pytest.raises(JobStateError, match=f"^job 7 is {state}: it cannot become {to}; ") as caught:
+            check_transition("7", state, to)
+        assert f"{state} {caught.value.asked.removeprefix('become ')}" not in LEGAL
+        assert {f"{state} {possible}" for possible in caught.value.possible} <= LEGAL
+
+
+def test_three_states_are_final():
+    assert frozenset({JobState.FINISHED, JobState.FAILED, JobState.CANCELLED}) == FINAL_STATES
+
+
+def test_an_illegal_transition_is_told_with_what_would_be_possible():
+    with pytest.raises(AsyncpipeError) as caught:
+        check_transition("7", JobState.PAUSED, JobState.RUNNING)
+    assert str(caught.value) == "job 7 is paused: it cannot become running; from there it can become queued, cancelled"
+    with pytest.raises(JobStateError, match=r"^job 7 is failed: it cannot become queued; that state is final$"):
+        check_transition("7", JobState.FAILED, JobState.QUEUED)
+
+
+def test_a_job_in_another_state_than_expected_does_not_pass():
+    with pytest.raises(JobStateError, match="job 7 is running: it cannot become cancelled as a job that is queued"):
+        check_transition("7", JobState.RUNNING, JobState.CANCELLED, expect=JobState.QUEUED)
+
+
+def path(*states: str | None) -> list[Transition]:
+    pairs = zip((None, *states), states, strict=False)
+    return [
+        Transition(n, "7", a and JobState(a), JobState(b), 0.0, "because")
+        for n, (a, b) in enumerate(pairs)
+        if b is not None
+    ]
+
+
+def test_histories_are_legal_paths_from_the_submission():
+    check_history(path("queued", "running", "queued", "running", "paused", "queued", "cancelled"))
+    check_history([])
+    with pytest.raises(JobStateError, match="is not submitted: it cannot become running"):
+        check_history(path("running"))
+    with pytest.raises(JobStateError, match="is paused: it cannot become finished"):
+        check_history(path("queued", "running", "paused", "finished"))
+    with pytest.raises(JobStateError, match="is queued: it cannot leave running"):
+        check_history([step for step in path("queued", "running", "paused") if step.to_state is not JobState.RUNNING])
+    with pytest.raises(JobStateError, match="is not submitted: it cannot leave queued"):
+        check_history(path("queued", "running")[1:])
+
+
+def test_errors_cross_processes():
+    error = pickle.loads(pickle.dumps(JobStateError("7", JobState.PAUSED, "become running")))
+    assert (error.job, error.state, error.asked) == ("7", JobState.PAUSED, "become running")
+
+
+# Specifications
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+documents = st.dictionaries(
+    st.text(), st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+)
+
+
+@given(documents, st.sampled_from(PriorityClass), st.floats(0.01, 100))
+def test_a_specification_comes_back_from_its_text(document, priority, weight):
+    spec = JobSpec("ä", "package.module:factory", document, priority, weight)
+    text = spec.to_json()
+    assert JobSpec.from_json(text) == spec
+    assert text.isascii()
+    reordered = JobSpec("ä", "package.module:factory", dict(reversed(document.items())), priority, weight)
+    assert reordered.to_json() == text
+
+
+def deep(levels: int) -> list[object]:
+    nested: list[object] = []
+    for _ in range(levels):
+        nested = [nested]
+    return nested
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"x": float("nan")},
+        {"x": float("inf")},
+        {"x": (1, 2)},
+        {"x": {1: 2}},
+        {1: 2, "x": 3},
+        {"x": object()},
+        {"x": b"bytes"},
+        {"x": {1, 2}},
+        {"x": deep(100_000)},
+        {"x": 10**5000},
+        {"x": "y" * MAX_SPEC_BYTES},
+    ],
+    ids="nan infinity tuple number-key number-keys object bytes set deep huge-number long".split(),
+)
+def test_what_is_not_plain_json_is_refused(document):
+    with pytest.raises(JobSpecError, match="the specification of job 'job'"):
+        JobSpec("job", "m:f", document).to_json()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": ""}, "name is a text of 1 to 200"),
+        ({"name": "x" * 201}, "name is a text of 1 to 200"),
+        ({"entry": 3}, "entry is a text"),
+        ({"document": [1]}, "document is a JSON object"),
+        ({"priority_class": "urgent"}, "one of foreground, background, not 'urgent'"),
+        ({"weight": 0}, "weight is a number above 0"),
+        ({"weight": float("nan")}, "weight is a number above 0"),
+        ({"weight": "3"}, "weight is a number above 0"),
+    ],
+)
+def test_wrong_fields_are_refused(change, message):
+    with pytest.raises(JobSpecError, match=message):
+        JobSpec(**{"name": "job", "entry": "m:f", **change})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"name": 1}', "[" * 100_000], ids="empty list object part deep".split()
+)
+def test_a_stored_text_that_is_none_is_a_typed_error(text):
+    with pytest.raises(JobSpecError, match="cannot be read"):
+        JobSpec.from_json(text)
+
+
+# Causes
+
+
+def test_causes_are_kept_as_they_are_where_that_is_possible():
+    assert tidy_cause("the loss is NaN – step 3") == "the loss is NaN – step 3"
+    assert tidy_cause("no file \udcff") == "no file \\udcff"
+    cut = tidy_cause("x" * (MAX_CAUSE + 1))
+    assert len(cut) == MAX_CAUSE
+    assert cut.endswith("x…")
+
+
+@pytest.mark.parametrize("cause", ["", " \n", None, 3])
+def test_every_transition_says_why(cause):
+    with pytest.raises(OptionError, match="a transition has a cause"):
+        tidy_cause(cause)
+
+
+def test_neither_states_nor_store_need_torch():
+    code = "import sys, asyncpipe.service.store; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=30)

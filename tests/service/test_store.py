@@ -1,0 +1,399 @@
+"""The job store against a model in memory, under many clients, and where its disk or its file is bad."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sqlite3
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count, pairwise
+from pathlib import Path
+
+import pytest
+
+from asyncpipe.errors import OptionError
+from asyncpipe.service import store_writer
+from asyncpipe.service.job_states import JobRecord, JobSpec, JobSpecError, JobState, JobStateError, PriorityClass
+from asyncpipe.service.store import (
+    IdempotencyConflictError,
+    JobStore,
+    StoreError,
+    StoreProblem,
+    UnknownJobError,
+    make_id,
+)
+
+SPEC = JobSpec("job", "package.module:factory", {"parameters": {"width": 16}, "devices": ["cpu", "cpu"]})
+QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
+
+LEGAL = {
+    QUEUED: {RUNNING, FAILED, CANCELLED},
+    RUNNING: {QUEUED, PAUSED, FINISHED, FAILED, CANCELLED},
+    PAUSED: {QUEUED, CANCELLED},
+    FINISHED: set(),
+    FAILED: set(),
+    CANCELLED: set(),
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "jobs.sqlite"
+
+
+def ticking() -> Callable[[], float]:
+    """A clock that goes on by a second each time it is looked at."""
+    numbers = count(1000)
+    return lambda: float(next(numbers))
+
+
+def numbered() -> Callable[[float], str]:
+    """Ids that say in which order they were made."""
+    numbers = count(1)
+    return lambda at: f"job-{next(numbers)}"
+
+
+# One client
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_a_job_is_there_again_with_all_that_happened_to_it(path):
+    async with JobStore(path, clock=ticking(), make_id=numbered()) as store:
+        queued = await store.submit(SPEC)
+        assert queued == JobRecord("job-1", SPEC, QUEUED, "submitted", 1000.0, 1000.0)
+        running = await store.transition("job-1", RUNNING, "the devices are free", expect=QUEUED)
+        assert running == replace(queued, state=RUNNING, cause="the devices are free", updated=1001.0, attempts=1)
+        await store.progress("job-1", 50, "step-50")
+        await store.progress("job-1", 60)
+        paused = await store.transition("job-1", PAUSED, "asked for")
+    async with JobStore(path) as store:
+        assert await store.get("job-1") == paused == replace(paused, step=60, snapshot="step-50", attempts=1)
+        history = await store.history("job-1")
+    assert [(step.from_state, step.to_state, step.at, step.cause) for step in history] == [
+        (None, QUEUED, 1000.0, "submitted"),
+        (QUEUED, RUNNING, 1001.0, "the devices are free"),
+        (RUNNING, PAUSED, 1004.0, "asked for"),
+    ]
+    assert [step.sequence for step in history] == [1, 2, 3]
+
+
+async def test_a_refused_transition_changes_nothing(path):
+    async with JobStore(path) as store:
+        job = await store.submit(SPEC)
+        with pytest.raises(JobStateError, match="is queued: it cannot become finished"):
+            await store.transition(job.id, FINISHED, "because")
+        with pytest.raises(JobStateError, match="as a job that is running"):
+            await store.transition(job.id, CANCELLED, "because", expect=RUNNING)
+        with pytest.raises(JobStateError, match="is queued: it cannot report progress"):
+            await store.progress(job.id, 1)
+        with pytest.raises(OptionError, match="has a cause"):
+            await store.transition(job.id, CANCELLED, "")
+        assert await store.get(job.id) == job
+        assert len(await store.history(job.id)) == 1
+
+
+@pytest.mark.parametrize("unknown", ["7", "", "\udcff", "a\0b", None, 3, "'; DROP TABLE jobs; --"])
+async def test_a_job_that_is_not_there_is_a_typed_error_everywhere(path, unknown):
+    async with JobStore(path) as store:
+        for asking in (
+            store.get(unknown),
+            store.history(unknown),
+            store.transition(unknown, RUNNING, "because"),
+            store.progress(unknown, 1),
+            store.list(after=unknown) if unknown is not None else store.get(None),
+        ):
+            with pytest.raises(UnknownJobError, match="there is no job"):
+                await asking
+
+
+async def test_what_cannot_be_kept_is_refused(path):
+    async with JobStore(path) as store:
+        job = await store.submit(SPEC)
+        await store.transition(job.id, RUNNING, "because")
+        for step in (-1, 2**63, 1.5, True, "3"):
+            with pytest.raises(OptionError, match="a step is an integer"):
+                await store.progress(job.id, step)
+        for snapshot in ("", "x" * 1001, "\udcff"):
+            with pytest.raises(OptionError, match="a snapshot's name"):
+                await store.progress(job.id, 1, snapshot)
+        for limit in (0, 1001, "3", True):
+            with pytest.raises(OptionError, match="limit is an integer from 1 to 1000"):
+                await store.list(limit=limit)
+        for key in ("", "x" * 201, "ä", "a\nb", 3):
+            with pytest.raises(OptionError, match="an idempotency key is"):
+                await store.submit(SPEC, key)
+        with pytest.raises(JobSpecError):
+            await store.submit(replace(SPEC, document={"x": float("nan")}))
+        await store.progress(job.id, 2**63 - 1)
+        assert (await store.get(job.id)).step == 2**63 - 1
+        assert len(await store.list()) == 1
+
+
+async def test_a_key_makes_one_job(path):
+    other = replace(SPEC, weight=2.0)
+    async with JobStore(path) as store:
+        jobs = await asyncio.gather(*(store.submit(SPEC, "key") for _ in range(10)))
+        assert len({job.id for job in jobs}) == 1
+        with pytest.raises(IdempotencyConflictError, match="'key' belongs to job") as caught:
+            await store.submit(other, "key")
+        assert caught.value.job == jobs[0].id
+        running = await store.transition(jobs[0].id, RUNNING, "because")
+    async with JobStore(path) as store:
+        assert await store.submit(SPEC, "key") == running
+        assert (await store.submit(other, "another key")).id != running.id
+        assert len({(await store.submit(SPEC)).id for _ in range(3)}) == 3
+
+
+async def test_pages_of_a_list_leave_nothing_out_while_jobs_change(path):
+    async with JobStore(path, clock=iter([9.0, 3.0, 5.0] * 99).__next__, make_id=lambda at: f"{at}{next(n)}") as store:
+        n = count()
+        ids = [(await store.submit(SPEC)).id for _ in range(7)]
+        assert ids != sorted(ids)  # The order is that of submission, whatever the clock says.
+        first = await store.list([QUEUED], limit=3)
+        await store.transition(first[-1].id, CANCELLED, "because")
+        second = await store.list([QUEUED], limit=3, after=first[-1].id)
+        last = await store.list([QUEUED], limit=3, after=second[-1].id)
+        assert [job.id for job in (*first, *second, *last)] == ids
+        assert [job.id for job in await store.list()] == ids
+        assert [job.id for job in await store.list({CANCELLED, FAILED})] == [ids[2]]
+        assert await store.list([]) == await store.list(after=ids[-1]) == ()
+
+
+async def test_recovery_queues_what_was_running_the_foreground_first(path):
+    background = replace(SPEC, priority_class=PriorityClass.BACKGROUND)
+    async with JobStore(path, make_id=numbered()) as store:
+        for spec in (background, SPEC, background, SPEC, SPEC):
+            job = await store.submit(spec)
+            await store.transition(job.id, RUNNING, "because")
+        await store.progress("job-2", 7, "step-5")
+        await store.transition("job-4", PAUSED, "asked for")
+    async with JobStore(path) as store:
+        recovered = await store.recover()
+        assert [job.id for job in recovered] == ["job-2", "job-5", "job-1", "job-3"]
+        assert {(job.state, job.cause, job.attempts) for job in recovered} == {(QUEUED, "the service was restarted", 1)}
+        assert (recovered[0].step, recovered[0].snapshot) == (7, "step-5")
+        assert (await store.get("job-4")).state is PAUSED
+        assert await store.recover() == ()
+        assert [step.to_state for step in await store.history("job-1")] == [QUEUED, RUNNING, QUEUED]
+
+
+def test_ids_sort_by_time_and_differ():
+    ids = [make_id(at) for at in (0.0, 0.001, 1.0, 1.8e9, 1.8e9 + 0.01, 4e9)]
+    assert ids == sorted(ids)
+    assert {len(job) for job in ids} == {26}
+    assert ids[0].startswith("0000000000")
+    same_time = {make_id(1.8e9) for _ in range(1000)}
+    assert (len(same_time), len({job[:10] for job in same_time})) == (1000, 1)
+    assert all(len(set(digits)) == 32 for digits in list(zip(*same_time, strict=True))[10:])
+
+
+# The thread
+
+
+class Held(JobStore):
+    """A store whose thread stands still inside a request until it is let go, so that others wait together."""
+
+    async def hold(self) -> tuple[asyncio.Task[None], threading.Event]:
+        loop, begun, release = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+        def stand_still(connection: sqlite3.Connection) -> None:
+            loop.call_soon_threadsafe(begun.set)
+            assert release.wait(30)
+
+        holding = asyncio.create_task(self._writer.run(stand_still, writes=False))
+        await begun.wait()
+        return holding, release
+
+
+async def held(store: Held, *requests) -> list[object]:
+    """What becomes of ``requests`` (results or errors), which come to the thread at once."""
+    holding, release = await store.hold()
+    waiting = [asyncio.ensure_future(request) for request in requests]
+    await asyncio.sleep(0)
+    release.set()
+    await holding
+    return await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_what_waits_is_committed_together_and_each_has_its_own_answer(path):
+    async with Held(path) as store:
+        job = await store.submit(SPEC, "key")
+        before = store.commits
+        answers = await held(
+            store,
+            *(store.submit(SPEC) for _ in range(10)),
+            store.transition(job.id, FINISHED, "because"),
+            store.submit(replace(SPEC, name="other"), "key"),
+            store.transition(job.id, RUNNING, "because"),
+            store.progress(job.id, 3),
+            *(store.submit(SPEC) for _ in range(10)),
+        )
+        assert store.commits == before + 1
+        assert [type(answer).__name__ for answer in answers] == [
+            *["JobRecord"] * 10, "JobStateError", "IdempotencyConflictError", "JobRecord", "NoneType",
+            *["JobRecord"] * 10,
+        ]  # fmt: skip
+        assert len(await store.list()) == 21
+        assert (await store.get(job.id)).step == 3
+
+
+@pytest.mark.parametrize("raised", [KeyError, StopIteration, SystemExit])
+async def test_a_request_that_fails_half_way_is_undone_alone(path, raised):
+    def broken(connection: sqlite3.Connection) -> None:
+        connection.execute("UPDATE jobs SET cause = 'torn'")
+        raise raised
+
+    async with Held(path) as store:
+        good = await store.submit(SPEC)
+        answers = await held(store, store.submit(SPEC), store._writer.run(broken, writes=True), store.submit(SPEC))
+        assert raised.__name__ in repr(answers[1])
+        assert isinstance(answers[1], KeyError | RuntimeError)
+        assert [job.cause for job in await store.list()] == ["submitted"] * 3
+        assert await store.get(good.id) == good
+
+
+async def test_an_error_of_sqlite_fails_only_the_request_that_made_it(path):
+    async with Held(path, make_id=numbered()) as store:
+        await store.submit(SPEC)
+        answers = await held(
+            store,
+            store.submit(SPEC),
+            store._writer.run(lambda connection: connection.execute("no SQL"), writes=True),
+            store.submit(SPEC),
+            store._writer.run(lambda connection: connection.execute("ROLLBACK"), writes=True),
+            store.get("job-1"),
+        )
+        assert [type(answer).__name__ for answer in answers] == [
+            "JobRecord", "StoreError", "JobRecord", "StoreError", "JobRecord",
+        ]  # fmt: skip
+        assert len(await store.list()) == 3
+        # An id that is there already is refused, not doubled.
+        store._make_id = lambda at: "job-1"
+        with pytest.raises(StoreError, match="refused a request"):
+            await store.submit(SPEC)
+
+
+async def test_a_flood_is_committed_in_groups_of_bounded_size(path):
+    async with Held(path) as store:
+        await held(store, *(store.submit(SPEC) for _ in range(store_writer.LARGEST_GROUP * 2 + 1)))
+        assert store.commits == 3
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_cancelling_who_waits_tears_nothing(path):
+    async with Held(path, make_id=numbered()) as store:
+        holding, release = await store.hold()
+        cancelled = asyncio.create_task(store.submit(SPEC))
+        stays = asyncio.create_task(store.submit(SPEC))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        release.set()
+        await holding
+        assert (await stays).id == "job-2"
+        assert [job.id for job in await store.list()] == ["job-1", "job-2"]
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_closing_finishes_what_waits_and_takes_no_more(path):
+    store = Held(path)
+    with pytest.raises(StoreError, match="is not open") as caught:
+        await store.submit(SPEC)
+    assert caught.value.problem is StoreProblem.CLOSED
+    async with store:
+        _, release = await store.hold()
+        waiting = [asyncio.create_task(store.submit(SPEC)) for _ in range(5)]
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(store.__aexit__(None, None, None))
+        await asyncio.sleep(0)
+        with pytest.raises(StoreError, match="is not open"):
+            await store.list()
+        closing.cancel()
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert not store._writer._thread.is_alive()
+        ids = {(await job).id for job in waiting}
+    with pytest.raises(StoreError, match="is not open"):
+        await store.__aenter__()
+    async with JobStore(path) as again:
+        assert {job.id for job in await again.list()} == ids
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_whoever_is_cancelled_while_it_opens_leaves_no_thread(path):
+    opening = asyncio.create_task(JobStore(path).__aenter__())
+    await asyncio.sleep(0)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    async with JobStore(path, busy_seconds=0) as store:
+        await store.submit(SPEC)
+
+
+@pytest.mark.one_loop
+def test_a_store_that_is_dropped_lets_its_thread_end(path, new_threads):
+    async def drop() -> threading.Thread:
+        store = await JobStore(path).__aenter__()
+        await store.submit(SPEC)
+        return store._writer._thread
+
+    thread = asyncio.run(drop())
+    thread.join(10)
+    assert not thread.is_alive()
+    assert new_threads() == 0
+
+
+@pytest.mark.one_loop
+async def test_coroutines_of_another_loop_are_answered_too(path):
+    async with JobStore(path) as store:
+        job = await asyncio.to_thread(lambda: asyncio.run(store.submit(SPEC)))
+        assert await store.get(job.id) == job
+
+
+# Many clients
+
+
+@pytest.mark.one_loop
+@pytest.mark.usefixtures("no_leaks")
+async def test_twenty_clients_leave_a_legal_history_of_each_of_a_thousand_jobs(path):
+    jobs: list[str] = []
+    outcomes = {"done": 0, "refused": 0}
+
+    async def client(number: int) -> None:
+        chance = random.Random(number)
+        for _ in range(50):
+            jobs.append((await store.submit(SPEC, f"{number} {len(jobs)}")).id)
+            for _ in range(5):
+                job = chance.choice(jobs)
+                expect = chance.choice([None, *JobState])
+                try:
+                    if chance.random() < 0.2:
+                        await store.progress(job, chance.randrange(1000))
+                    else:
+                        # Seldom an end, so that most of what comes later is still about living jobs.
+                        to = chance.choice([QUEUED, RUNNING, PAUSED] * 3 + [FINISHED, FAILED, CANCELLED])
+                        await store.transition(job, to, f"client {number}", expect=expect)
+                    outcomes["done"] += 1
+                except JobStateError:
+                    outcomes["refused"] += 1
+
+    async with JobStore(path) as store, asyncio.timeout(30):
+        async with asyncio.TaskGroup() as clients:
+            for number in range(20):
+                clients.create_task(client(number))
+        assert len(set(jobs)) == 1000
+        assert min(outcomes.values()) > 500
+        sequences = []
+        for job in await store.list(limit=1000):
+            history = await store.history(job.id)
+            states = [None, *(step.to_state for step in history)]
+            assert [step.from_state for step in history] == states[:-1]
+            assert states[1] is QUEUED
+            assert all(after in LEGAL[before] for before, after in pairwise(states[1:]))
+            assert (job.state, job.attempts) == (states[-1], states.count(RUNNING))
+            sequences += [step.sequence for step in history]
+        assert sorted(sequences) == list(range(1, len(sequences) + 1))

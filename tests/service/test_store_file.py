@@ -1,0 +1,264 @@
+"""The job store's file: who may read it, what it is opened with, and what is said where it cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import sqlite3
+import stat
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from asyncpipe.service.job_states import JobSpec, JobState
+from asyncpipe.service.store import JobStore, StoreError, StoreProblem
+from asyncpipe.service.store_file import MIGRATIONS, explain, open_database
+
+pytestmark = pytest.mark.one_loop
+
+SPEC = JobSpec("job", "package.module:factory")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "jobs.sqlite"
+
+
+async def refused(path: Path) -> StoreError:
+    """Why the store at ``path`` does not open."""
+    with pytest.raises(StoreError) as caught:
+        async with JobStore(path, busy_seconds=0):
+            pass
+    assert str(path) in str(caught.value)
+    assert caught.value.path == path
+    return caught.value
+
+
+async def filled(path: Path, jobs: int = 1) -> list[str]:
+    """Ids of new jobs in a store that is closed again."""
+    async with JobStore(path) as store:
+        return [job.id for job in await asyncio.gather(*(store.submit(SPEC) for _ in range(jobs)))]
+
+
+async def pragma(store: JobStore, name: str) -> object:
+    return await store._writer.run(lambda connection: connection.execute(f"PRAGMA {name}").fetchone()[0], writes=False)
+
+
+async def test_nobody_else_may_read_it(path):
+    before = os.umask(0)
+    try:
+        async with JobStore(path) as store:
+            await store.submit(SPEC)
+            modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (path.parent, *path.parent.iterdir())}
+    finally:
+        os.umask(before)
+    assert modes == {"state": 0o700, "jobs.sqlite": 0o600, "jobs.sqlite-wal": 0o600}
+
+
+async def test_a_folder_that_is_there_stays_as_it_is(path):
+    path.parent.mkdir(mode=0o755)
+    await filled(path)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o755
+    assert [file.name for file in path.parent.iterdir()] == ["jobs.sqlite"]
+
+
+async def test_what_is_acknowledged_is_on_disk_and_rows_hang_together(path):
+    async with JobStore(path) as store:
+        settings = {name: await pragma(store, name) for name in ("journal_mode", "synchronous", "foreign_keys")}
+        assert settings == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
+        assert await pragma(store, "user_version") == len(MIGRATIONS)
+
+
+SECOND = """
+import asyncio, sys
+from asyncpipe.service.store import JobStore
+asyncio.run(JobStore(sys.argv[1], busy_seconds=0).__aenter__())
+"""
+
+
+async def test_a_second_store_on_the_file_is_refused_and_the_first_goes_on(path):
+    async with JobStore(path) as store:
+        error = await refused(path)
+        assert error.problem is StoreProblem.LOCKED
+        assert "only one process can use a store" in str(error)
+        # Nor did the refusal give up the first one's locks.
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SECOND, path, cwd=ROOT, stderr=asyncio.subprocess.PIPE
+        )
+        _, errors = await child.communicate()
+        assert b"only one process can use a store" in errors
+        await store.submit(SPEC)
+    assert len(await filled(path)) == 1
+
+
+async def test_the_file_is_as_it_was_after_a_refusal_to_open_what_is_newer(path):
+    await filled(path)
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    before = path.read_bytes()
+    error = await refused(path)
+    assert error.problem is StoreProblem.NEWER
+    assert "newer asyncpipe (schema 99; this one knows up to" in str(error)
+    assert path.read_bytes() == before
+
+
+async def test_another_programs_database_is_left_alone(path):
+    path.parent.mkdir()
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE jobs (id)")
+    connection.close()
+    before = path.read_bytes()
+    assert (await refused(path)).problem is StoreProblem.FOREIGN
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"not a database" * 100, b"xy", b"SQLite format 3\0" + b"\xff" * 5000])
+async def test_what_is_no_database_is_refused_and_left_alone(path, content):
+    path.parent.mkdir()
+    path.write_bytes(content)
+    error = await refused(path)
+    assert error.problem is StoreProblem.DAMAGED
+    assert "restore it from a backup" in str(error)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("page", range(1, 8))
+async def test_a_damaged_file_is_refused(path, page):
+    await filled(path, 100)
+    content = bytearray(path.read_bytes())
+    content[4096 * page : 4096 * (page + 1)] = b"\xff" * 4096
+    path.write_bytes(content)
+    assert (await refused(path)).problem is StoreProblem.DAMAGED
+
+
+async def test_damage_that_is_met_later_is_a_typed_error_and_the_store_closes(path):
+    ids = await filled(path)
+    async with JobStore(path) as store:
+        damage = "UPDATE jobs SET spec = '{}'"
+        await store._writer.run(lambda connection: connection.execute(damage).rowcount, writes=True)
+        with pytest.raises(StoreError, match=f"job {ids[0]}: a stored specification cannot be read") as caught:
+            await store.get(ids[0])
+        assert caught.value.problem is StoreProblem.DAMAGED
+        assert (await store.submit(SPEC)).state is JobState.QUEUED
+
+
+async def test_a_place_where_no_file_can_be_is_refused(tmp_path, path):
+    assert (await refused(tmp_path)).problem is StoreProblem.FORBIDDEN
+    path.parent.write_text("a file in the place of the folder")
+    assert (await refused(path)).problem is StoreProblem.FORBIDDEN
+
+
+# Schemas
+
+
+def test_an_old_store_is_brought_to_the_newest_schema_step_by_step(path):
+    open_database(path, 0).close()
+    said = []
+
+    def second(connection: sqlite3.Connection) -> None:
+        connection.execute("ALTER TABLE jobs ADD COLUMN owner TEXT")
+
+    for _ in range(2):
+        newest = (*MIGRATIONS, second, lambda _: said.append("third"))
+        connection = open_database(path, 0, newest)
+        assert connection.execute("PRAGMA user_version").fetchone() == (len(newest),)
+        connection.execute("SELECT owner FROM jobs")
+        connection.close()
+    assert said == ["third"]
+
+
+def test_a_migration_that_fails_leaves_the_store_as_it_was(path):
+    open_database(path, 0).close()
+
+    def second(connection: sqlite3.Connection) -> None:
+        connection.execute("DROP TABLE transitions")
+
+    def third(connection: sqlite3.Connection) -> None:
+        connection.execute("no SQL")
+
+    with pytest.raises(StoreError, match="refused a request"):
+        open_database(path, 0, (*MIGRATIONS, second, third))
+    connection = open_database(path, 0)
+    assert connection.execute("SELECT count(*) FROM transitions").fetchone() == (0,)
+    connection.close()
+
+
+# A full disk
+
+
+async def test_a_full_store_says_so_and_goes_on_when_there_is_room(path):
+    large = JobSpec("large", "m:f", {"x": "y" * 60_000})
+    async with JobStore(path) as store:
+        job = await store.submit(SPEC)
+        pages = await pragma(store, "page_count")
+        await pragma(store, f"max_page_count = {pages + 4}")
+        # In a group, one that does not fit leaves its neighbours alone.
+        answers = await asyncio.gather(
+            *(store.submit(spec) for spec in (SPEC, large, SPEC, large)), return_exceptions=True
+        )
+        errors = [answer for answer in answers if isinstance(answer, StoreError)]
+        assert [error.problem for error in errors] == [StoreProblem.FULL] * 2
+        assert all(str(path) in str(error) and "free some space" in str(error) for error in errors)
+        assert len(await store.list()) == 3
+        await store.transition(job.id, JobState.RUNNING, "what fits is still done")
+        await pragma(store, "max_page_count = 1000000")
+        assert (await store.submit(large)).spec == large
+    with closing(open_database(path, 0)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+LIMITED = """
+import asyncio, resource, sys
+from asyncpipe.service.job_states import JobSpec
+from asyncpipe.service.store import JobStore, StoreError, StoreProblem
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size or resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+async def main(path):
+    spec = JobSpec("job", "m:f", {"x": "y" * 1000})
+    kept, lost = [], 0
+    async with JobStore(path) as store:
+        for size in (200_000, None, 300_000, None):
+            limit(size)
+            answers = [answer for _ in range(10) for answer in await asyncio.gather(
+                *(store.submit(spec) for _ in range(20)), return_exceptions=True)]
+            failed = [answer for answer in answers if isinstance(answer, Exception)]
+            assert all(isinstance(error, StoreError) for error in failed), failed
+            assert {error.problem for error in failed} <= {StoreProblem.FULL, StoreProblem.FAILED}, failed
+            assert all("full" in str(error) or "no room" in str(error) for error in failed), failed
+            assert bool(failed) == (size is not None), (size, len(failed))
+            lost += len(failed)
+            kept += [answer.id for answer in answers if answer not in failed]
+            assert [job.id for job in await store.list(limit=1000)] == kept
+        limit(100_000)
+    limit(None)
+    async with JobStore(path) as store:
+        assert [job.id for job in await store.list(limit=1000)] == kept
+    print(len(kept), lost)
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECTORY"), reason="this system cannot limit the size of files")
+def test_where_files_cannot_grow_nothing_is_torn_and_the_store_goes_on(path):
+    child = subprocess.run(
+        [sys.executable, "-c", LIMITED, path], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    kept, lost = map(int, child.stdout.split())
+    assert kept + lost == 800
+    assert lost > 100
+
+
+def test_errors_cross_processes_and_know_every_kind_of_trouble(path):
+    error = pickle.loads(pickle.dumps(explain(path, sqlite3.OperationalError("unknown"))))
+    assert (error.problem, error.path) == (StoreProblem.FAILED, path)
+    assert "report" in str(error)

@@ -1,0 +1,143 @@
+"""The job store against a model in memory: whatever is asked in whatever order, both say the same."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, JobStateError, PriorityClass
+from asyncpipe.service.store import IdempotencyConflictError, JobStore
+
+SPEC = JobSpec("job", "package.module:factory", {"parameters": {"width": 16}, "devices": ["cpu", "cpu"]})
+QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
+
+LEGAL = {
+    QUEUED: {RUNNING, FAILED, CANCELLED},
+    RUNNING: {QUEUED, PAUSED, FINISHED, FAILED, CANCELLED},
+    PAUSED: {QUEUED, CANCELLED},
+    FINISHED: set(),
+    FAILED: set(),
+    CANCELLED: set(),
+}
+
+_STATES = st.sampled_from(JobState)
+_SPECS = st.sampled_from(
+    [SPEC, replace(SPEC, priority_class=PriorityClass.BACKGROUND), JobSpec("ä", "m:f", {"x": [1]})]
+)
+
+
+@settings(max_examples=25, stateful_step_count=40, deadline=None)
+class StoreMachine(RuleBasedStateMachine):
+    """The store, and the same in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.runner = asyncio.Runner()
+        self.now = 0.0
+        self.jobs: dict[str, JobRecord] = {}
+        self.paths: dict[str, list[tuple[JobState | None, JobState, float, str]]] = {}
+        self.keys: dict[str, str] = {}
+        self.numbers = count(1)
+        self.open()
+
+    def open(self) -> None:
+        self.store = JobStore(
+            self.folder / "jobs", clock=lambda: self.now, make_id=lambda at: f"job-{next(self.numbers)}"
+        )
+        self.runner.run(self.store.__aenter__())
+
+    def close(self) -> None:
+        self.runner.run(self.store.__aexit__(None, None, None))
+
+    def move(self, job: str, to: JobState, cause: str) -> None:
+        old = self.jobs[job]
+        self.paths[job].append((old.state, to, self.now, cause))
+        attempts = old.attempts + (to is RUNNING)
+        self.jobs[job] = replace(old, state=to, cause=cause, updated=self.now, attempts=attempts)
+
+    @rule(spec=_SPECS, key=st.sampled_from([None, None, "a", "b"]))
+    def submit(self, spec: JobSpec, key: str | None) -> None:
+        self.now += 1
+        if (there := self.keys.get(key)) is not None:
+            if self.jobs[there].spec == spec:
+                assert self.runner.run(self.store.submit(spec, key)) == self.jobs[there]
+            else:
+                with pytest.raises(IdempotencyConflictError):
+                    self.runner.run(self.store.submit(spec, key))
+            return
+        job = self.runner.run(self.store.submit(spec, key))
+        assert job.id not in self.jobs
+        self.jobs[job.id] = JobRecord(job.id, spec, QUEUED, "submitted", self.now, self.now)
+        self.paths[job.id] = [(None, QUEUED, self.now, "submitted")]
+        if key is not None:
+            self.keys[key] = job.id
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), to=_STATES, expect=st.none() | _STATES, cause=st.text(min_size=1).filter(str.strip))
+    def transition(self, data: st.DataObject, to: JobState, expect: JobState | None, cause: str) -> None:
+        self.now += 1
+        job = data.draw(st.sampled_from(sorted(self.jobs)))
+        state = self.jobs[job].state
+        asking = self.store.transition(job, to, cause, expect=expect)
+        if to in LEGAL[state] and expect in (None, state):
+            answer = self.runner.run(asking)
+            self.move(job, to, cause)
+            assert answer == self.jobs[job]
+        else:
+            with pytest.raises(JobStateError):
+                self.runner.run(asking)
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), step=st.integers(0, 100), snapshot=st.none() | st.text(min_size=1, max_size=9))
+    def progress(self, data: st.DataObject, step: int, snapshot: str | None) -> None:
+        self.now += 1
+        job = data.draw(st.sampled_from(sorted(self.jobs)))
+        old = self.jobs[job]
+        if old.state is RUNNING:
+            self.runner.run(self.store.progress(job, step, snapshot))
+            self.jobs[job] = replace(old, step=step, snapshot=snapshot or old.snapshot, updated=self.now)
+        else:
+            with pytest.raises(JobStateError):
+                self.runner.run(self.store.progress(job, step, snapshot))
+
+    @rule(recovers=st.booleans())
+    def reopen(self, recovers: bool) -> None:
+        self.close()
+        self.open()
+        if recovers:
+            self.now += 1
+            running = [job for job, record in self.jobs.items() if record.state is RUNNING]
+            running.sort(key=lambda job: self.jobs[job].priority_class is PriorityClass.BACKGROUND)
+            for job in running:
+                self.move(job, QUEUED, "the service was restarted")
+            assert self.runner.run(self.store.recover()) == tuple(self.jobs[job] for job in running)
+
+    @invariant()
+    def agrees(self) -> None:
+        async def look() -> None:
+            assert await self.store.list() == tuple(self.jobs.values())
+            for job, states in self.paths.items():
+                history = await self.store.history(job)
+                assert [(step.from_state, step.to_state, step.at, step.cause) for step in history] == states
+            living = await self.store.list([QUEUED, RUNNING], limit=2)
+            assert living == tuple(job for job in self.jobs.values() if job.state in (QUEUED, RUNNING))[:2]
+
+        self.runner.run(look())
+
+    def teardown(self) -> None:
+        self.close()
+        self.runner.close()
+        shutil.rmtree(self.folder)
+
+
+TestStoreAgainstModel = StoreMachine.TestCase
