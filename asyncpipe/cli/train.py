@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncpipe.errors import DeviceError
+from asyncpipe.errors import DeviceError, OptionError
 
 if TYPE_CHECKING:
     from asyncpipe.observe.live import LiveView
@@ -27,7 +27,8 @@ DESCRIPTION = """\
 Train the model of a job file as a pipeline, then evaluate it and let it speak, where its workload knows how.
 
 SIGINT (Ctrl-C) and SIGTERM end the run after the step under way, with a summary, the trace and a last snapshot; a
-second one ends it between two tasks. A trace or a snapshot that cannot be written does not end it.
+second one ends it between two tasks. A trace or a snapshot that cannot be written does not end it. With --resume the
+run goes on from its newest snapshot that is whole, so that what restarts it can always give that.
 """
 
 EPILOG = """\
@@ -36,6 +37,7 @@ examples:
   asyncpipe train examples/charlm/charlm.toml --steps 50 --devices cpu:0,cpu:1
   asyncpipe train examples/charlm/charlm.toml --device-type cuda --metrics-port 9400
   asyncpipe train examples/charlm/charlm.toml --serve 0 --snapshots runs/charlm
+  asyncpipe train examples/charlm/charlm.toml --resume runs/charlm
 """
 
 
@@ -76,6 +78,15 @@ def _add_watching(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="save the model and the optimizer here, now and then and at the end (every 100 steps, keeping 3, unless "
         "the job file says otherwise); the folder must hold no other run's",
+    )
+    add(
+        "--resume",
+        type=Path,
+        nargs="?",
+        const=True,
+        metavar="FOLDER",
+        help="go on from the newest whole snapshot in FOLDER, where the new ones go, too (by default the job's own "
+        "folder for them); start afresh where there is none",
     )
     add("--opentelemetry", action="store_true", default=None, help="make an OpenTelemetry span of every step")
     add("--nvtx", action="store_true", default=None, help="make tasks NVTX ranges, for NVIDIA's profilers")
@@ -137,7 +148,7 @@ def _with_options(job: Job, args: argparse.Namespace) -> Job:
         devices = _mapped(len(job.pipeline.devices), args.device_type)
     job = job.override("pipeline", devices=devices)
     job = job.override("training", steps=args.steps)
-    job = job.override("snapshots", folder=args.snapshots)
+    job = _with_snapshots(job, args.snapshots, args.resume)
     return job.override(
         "observe",
         metrics_port=args.metrics_port,
@@ -148,6 +159,17 @@ def _with_options(job: Job, args: argparse.Namespace) -> Job:
         opentelemetry=args.opentelemetry,
         nvtx=args.nvtx,
     )
+
+
+def _with_snapshots(job: Job, folder: Path | None, resume: Path | bool | None) -> Job:
+    """The job with ``--snapshots`` and ``--resume``, which is true where no folder is given with it."""
+    if isinstance(resume, Path):
+        if folder is not None and folder != resume:
+            raise OptionError(f"--resume {resume}: the run's own folder is --snapshots {folder}; give one of them")
+        folder = resume
+    if resume is not None and folder is None and job.snapshots is None:
+        raise OptionError("--resume: the job has no folder for snapshots; give one, as in --resume runs/mine")
+    return job.override("snapshots", folder=folder, resume=None if resume is None else True)
 
 
 def _mapped(count: int, kind: str) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ def with_plan(job: Job, plan: Plan) -> Job:
 def _sample(job: Job, workload: Workload) -> Sample:
     """The first mini-batch of the training."""
     training = job.training
-    batch = next(workload.batches(training.batch_size, Generator().manual_seed(training.seed)), None)
+    batch = next(iter(workload.batches(training.batch_size, Generator().manual_seed(training.seed))), None)
     if batch is None:
         raise job_file_error(job.path, f"job.entry: {job.job.entry} makes no batches; there is nothing to measure with")
     return Sample(*batch, workload.loss_fn)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from asyncpipe.core.report import Report
 
@@ -161,6 +161,17 @@ class Meter:
             remaining_seconds=(self._steps - self.step) * recent_seconds / len(self._recent),
             report=report,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been counted so far, as plain values."""
+        recent = [recent._asdict() for recent in self._recent]
+        return {"step": self.step, "seconds": self.seconds, "tokens": self.tokens, "recent": recent}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Count on from there."""
+        self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
+        self._recent.clear()
+        self._recent.extend(_Recent(**recent) for recent in state["recent"])
 
     @property
     def loss(self) -> float:

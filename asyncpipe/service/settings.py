@@ -25,6 +25,9 @@ A whole file::
     [snapshots]                         # without this table there are none
     folder = "runs/charlm"
     every = 100
+    keep = 3
+    keep_every = 10                     # every 10th is kept for good
+    resume = true                       # go on from the newest that is whole, if there is one
 
 Paths in it are relative to the working directory. Nothing of the job is imported here.
 """
@@ -96,7 +99,7 @@ _POSITIVE = "must be a finite number greater than 0"
 _PORT = "must be a port from 0 (any free one) to 65535"
 _OUTPUT = "must be the path of a file to write"
 _FOLDER = "must be the path of a folder, which is made if it is not there"
-_SNAPSHOTS = "must be a table with the keys folder, every, keep"
+_SNAPSHOTS = "must be a table with the keys folder, every, keep, keep_every, resume"
 
 Count = Annotated[int, Field(ge=1, description=_COUNT)]
 Natural = Annotated[int, Field(ge=0, description="must be an integer of at least 0")]
@@ -185,6 +188,10 @@ class SnapshotTable(_Table):
     """Steps from one snapshot to the next; there is one more at the run's end."""
     keep: Count = 3
     """How many of the last ones stay."""
+    keep_every: Count | None = Field(default=None, description=_COUNT)
+    """Every so many snapshots, one stays for good, beside the last ones; absent means that none does."""
+    resume: Flag = False
+    """Whether the run goes on from the newest whole one in the folder; where there is none, it starts afresh."""
 
 
 class Job(_Table):

@@ -6,31 +6,22 @@ Training waits for a copy of the state in the host's memory, never for the disk:
                           │
     a thread              └─▶ step-N.incomplete/ ─▶ fsync ─▶ rename: step-N/ ─▶ remove the oldest
 
-    step-N/   model.pt        the model's state, under the unsplit model's keys
-              optimizer.pt    the optimizer's
-              snapshot.json   what it is, and the SHA-256 of each of the other files
-
-A folder that is called ``step-N`` is therefore whole, whenever the process or the machine ended. One snapshot is in
+What is in one is said in ``snapshot_files.py``, how a run goes on from one in ``resume.py``. One snapshot is in
 flight at a time, so that at most one copy of the state is held: where the disk is slower than the training, the next
-one is taken late, after the first step that finds the last one written. ``torch.load(weights_only=True)`` reads the
-files. One that cannot be written costs a line in the log and a count, and the next one is tried when it is due.
+one is taken late, after the first step that finds the last one written. One that cannot be written costs a line in
+the log and a count, and the next one is tried when it is due.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
-import os
 import platform
-import re
 import shutil
 import time
 from collections import deque
 from collections.abc import Mapping
 from copy import copy, deepcopy
-from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,18 +29,14 @@ import torch
 from torch import Tensor
 
 from asyncpipe import __version__
-from asyncpipe.service.settings import Job, job_file_error
+from asyncpipe.service.resume import Resumed, is_for_good
+from asyncpipe.service.settings import Job
+from asyncpipe.service.snapshot_files import write_snapshot
 from asyncpipe.service.threads import ended, in_thread
 
-__all__ = ["SnapshotListener", "Snapshots", "Stateful", "open_folder"]
+__all__ = ["SnapshotListener", "Snapshots", "Stateful"]
 
 _logger = logging.getLogger(__name__)
-
-FORMAT = 1
-"""Of ``snapshot.json``; another number where a reader of this one would be misled."""
-
-_WHOLE = re.compile(r"step-\d+")
-_LEFT_OVER = re.compile(r"step-\d+\.incomplete")
 
 
 class Stateful(Protocol):
@@ -72,40 +59,19 @@ class SnapshotListener(Protocol):
         """Something beside the training went wrong: ``"snapshot"``, as above."""
 
 
-def open_folder(job: Job) -> None:
-    """Make the folder for the job's snapshots, if it wants some, and remove what a killed process left unfinished.
-
-    Raises ``JobFileError`` where it cannot be used, or holds snapshots: a run adds to none but its own, and replaces
-    none. Blocks.
-    """
-    if job.snapshots is None:
-        return
-    folder = job.snapshots.folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        names = [path.name for path in folder.iterdir()]
-        if there := sorted((name for name in names if _WHOLE.fullmatch(name)), key=_step_of):
-            problem = f"{folder} holds snapshots of another run, up to {there[-1]}; move them away or name another one"
-            raise job_file_error(job.path, f"snapshots.folder: {problem}")
-        for name in filter(_LEFT_OVER.fullmatch, names):
-            shutil.rmtree(folder / name)
-    except OSError as error:
-        raise job_file_error(job.path, f"snapshots.folder: cannot use {folder}: {error.strerror}") from error
-
-
 class Snapshots:
     """Takes the snapshots of one run of ``job``: after every so many steps and after the last; none if it wants none.
 
-    Used on one loop, as an async context manager, whose end waits for the snapshot in flight. ``open_folder`` goes
-    before.
+    Used on one loop, as an async context manager, whose end waits for the snapshot in flight. ``resume.open_folder``
+    goes before; ``resumed`` is what it found, where the run goes on from that.
     """
 
-    def __init__(self, job: Job, listener: SnapshotListener | None = None) -> None:
+    def __init__(self, job: Job, listener: SnapshotListener | None = None, resumed: Resumed | None = None) -> None:
         self._table = job.snapshots
-        self._about = {
-            "format": FORMAT,
+        self._about: dict[str, Any] = {
             "job": job.name,
             "schedule": job.pipeline.schedule,
+            "parameters": job.model_dump(mode="json", include={"job", "pipeline", "training"}),
             "versions": {
                 "asyncpipe": __version__,
                 "torch": str(torch.__version__),
@@ -113,16 +79,23 @@ class Snapshots:
             },
         }
         self._listener = listener
-        self._begun = 0
+        self._begun = 0 if resumed is None else resumed.step
         """The step of the newest snapshot that was begun."""
+        self._number = 0 if resumed is None else resumed.number
+        """How many were written, by earlier processes as well."""
+        self._last = None if resumed is None else resumed.path
         self._writing: asyncio.Future[None] | None = None
-        self._written: deque[Path] = deque()
-        """Those of this run that are there, the oldest first."""
+        self._passing: deque[Path] = deque([] if resumed is None else resumed.passing)
+        """Those that are there and not for good, the oldest first."""
 
     @property
     def last(self) -> Path | None:
         """The newest one that is on disk."""
-        return self._written[-1] if self._written else None
+        return self._last
+
+    def describe(self, **about: Any) -> None:
+        """Have ``snapshot.json`` say this too, or in another entry's place, from the next snapshot on; JSON values."""
+        self._about |= about
 
     async def after_step(self, step: int, states: Mapping[str, Stateful]) -> None:
         """Take a snapshot if one is due after ``step`` steps and none is in flight; each of ``states`` makes a file.
@@ -151,7 +124,7 @@ class Snapshots:
         copied = await in_thread(lambda: self._copy(step, states))
         if copied is not None:
             loop = asyncio.get_running_loop()
-            self._writing = loop.run_in_executor(None, self._write, step, copied, started)
+            self._writing = loop.run_in_executor(None, self._write, step, copied, {**self._about}, started)
 
     async def _finish(self) -> None:
         if self._writing is not None:
@@ -169,18 +142,22 @@ class Snapshots:
             return None
         return copied
 
-    def _write(self, step: int, states: dict[str, Any], started: float) -> None:
+    def _write(self, step: int, states: dict[str, Any], about: dict[str, Any], started: float) -> None:
         assert self._table is not None
-        folder = self._table.folder
+        number = self._number + 1
         try:
-            self._written.append(_write_folder(folder / f"step-{step}", states, {**self._about, "step": step}))
+            whole = {**about, "step": step, "number": number}
+            self._last = write_snapshot(self._table.folder / f"step-{step}", states, whole)
         except Exception as error:  # noqa: BLE001 - told and counted
             self._failed(step, error)
             return
+        self._number = number
         if self._listener is not None:
             self._listener.snapshot_taken(time.perf_counter() - started, time.time())
-        while len(self._written) > self._table.keep:
-            _remove(self._written.popleft())
+        if not is_for_good(number, self._table):
+            self._passing.append(self._last)
+        while len(self._passing) > self._table.keep:
+            _remove(self._passing.popleft())
 
     def _failed(self, step: int, error: Exception) -> None:
         assert self._table is not None
@@ -226,59 +203,6 @@ def _on_cpu(value: Any, seen: _Seen) -> Any:
 # On disk
 
 
-class _HashedFile(BufferedWriter):
-    """A new file that knows the SHA-256 of what was written. Neither that nor writing holds the interpreter's lock."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(FileIO(path, "xb"))
-        self.sha256 = hashlib.sha256()
-
-    def write(self, data: Any, /) -> int:
-        """Write ``data``, all of it."""
-        self.sha256.update(data)
-        return super().write(data)
-
-
-def _write_folder(final: Path, states: Mapping[str, Any], about: Mapping[str, Any]) -> Path:
-    """``final``, in which there is one file for each state, and all of it on disk."""
-    incomplete = final.with_name(f"{final.name}.incomplete")
-    incomplete.mkdir()
-    try:
-        sums = {f"{name}.pt": _write_state(incomplete / f"{name}.pt", state) for name, state in states.items()}
-        with (incomplete / "snapshot.json").open("x", encoding="utf-8") as file:
-            json.dump({**about, "sha256": sums}, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(incomplete)
-        incomplete.rename(final)
-        _sync_folder(final.parent)
-    except BaseException:
-        shutil.rmtree(incomplete, ignore_errors=True)
-        raise
-    return final
-
-
-def _write_state(path: Path, state: Any) -> str:
-    """The SHA-256 of the file at ``path``, which holds ``state`` and is on disk."""
-    with _HashedFile(path) as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-        return file.sha256.hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring the names in ``folder`` to the disk, where the system can."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _remove(snapshot: Path) -> None:
     """Remove a snapshot that is too old, so that at no instant a part of it looks like the whole."""
     doomed = snapshot.with_name(f"{snapshot.name}.incomplete")
@@ -287,7 +211,3 @@ def _remove(snapshot: Path) -> None:
         shutil.rmtree(doomed)
     except OSError as error:
         _logger.warning("the old snapshot %s was not removed: %s", snapshot, error.strerror)
-
-
-def _step_of(name: str) -> int:
-    return int(name.removeprefix("step-"))

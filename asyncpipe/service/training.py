@@ -2,7 +2,8 @@
 
 One step, walked: make the batch → ``pipe.step`` (forward and backward, task by task) → clip, AdamW, in a
 thread → tell the listeners and the progress sink → copy the state, where a snapshot is due. Between steps the loop is
-free for everything else; whoever watches the run cannot end it.
+free for everything else; whoever watches the run cannot end it. A run that goes on from a snapshot does the steps that
+were left, with the numbers that they would have had.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from math import cos, inf, pi
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from asyncpipe.core.events import Observer
 from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Shape
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.pipeline import Pipeline
@@ -33,10 +35,12 @@ from asyncpipe.service.progress import (
     TrainingSummary,
 )
 from asyncpipe.service.recording import Recorder, Written, make_folders
+from asyncpipe.service.resume import Resumed, join, open_folder, with_schedule_of
+from asyncpipe.service.run_state import Data, RunState, schedule_sha256
 from asyncpipe.service.settings import AUTO, Job, Training, job_file_error
-from asyncpipe.service.snapshots import Snapshots, Stateful, open_folder
+from asyncpipe.service.snapshots import Snapshots
 from asyncpipe.service.threads import in_thread
-from asyncpipe.service.workload import Batch, Workload
+from asyncpipe.service.workload import Batch, Resumable, Workload
 
 __all__ = ["TrainingRun", "learning_rate"]
 
@@ -52,7 +56,7 @@ class TrainingRun:
     ``make_workload`` is called in a thread, with torch's global generator seeded. ``progress`` is told how it
     goes; ``collector`` counts what it does for Prometheus, and registering it is the caller's part. ``observers`` are
     shown every step's record, and those that are ``StepListener``s every training step's figures too; one that raises
-    is left out from then on.
+    is left out from then on. Where the job's ``[snapshots]`` say ``resume``, the run goes on from the newest one.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class TrainingRun:
         self._observers: list[Observer] = [*([] if collector is None else [collector]), *observers]
         self._listeners = [observer for observer in self._observers if isinstance(observer, StepListener)]
         self._meter = Meter(job.training.steps)
+        self._resumed: Resumed | None = None
         self._stopping = False
 
     def stop(self) -> None:
@@ -82,19 +87,22 @@ class TrainingRun:
         """Train, evaluate and sample. Closes the pipeline and writes the trace however it ends.
 
         Cancellation takes effect between two tasks. Raises ``JobFileError`` where the job does not fit the
-        workload or this machine, ``OptionError`` where it asks for an extra that is not installed, ``TaskError`` for
-        the first task that fails. A trace or a snapshot that cannot be written is logged and counted.
+        workload, this machine or the snapshots that it is to go on from, ``OptionError`` where it asks for an extra
+        that is not installed, ``TaskError`` for the first task that fails. A trace or a snapshot that cannot be
+        written is logged and counted.
         """
         if self._job.observe.opentelemetry:
             from asyncpipe.observe.otel import StepSpans
 
             self._observers.append(StepSpans(self._job.name))
         await in_thread(self._make_folders)
+        if self._resumed is not None:
+            self._progress.entered(str(self._resumed))
         workload = await in_thread(self._build)
         learned, written, snapshot = _Learned(), Written(), None
         if await self._choose_schedule(workload):
             try:
-                async with Snapshots(self._job, self._collector) as snapshots:
+                async with Snapshots(self._job, self._collector, self._resumed) as snapshots:
                     learned = await self._run_pipeline(workload, snapshots)
                 snapshot = snapshots.last
             finally:
@@ -115,7 +123,9 @@ class TrainingRun:
 
     def _make_folders(self) -> None:
         make_folders(self._job)
-        open_folder(self._job)
+        self._resumed = open_folder(self._job)
+        if self._resumed is not None:
+            self._job = with_schedule_of(self._job, self._resumed.parameters)
 
     def _write(self) -> Written:
         return self._recorder.write(self._job, lambda: self._count_failure("trace"))
@@ -191,17 +201,36 @@ class TrainingRun:
         training = self._job.training
         pipe.train()
         updater = _Updater(pipe.parameters(), training)
-        states: dict[str, Stateful] = {"model": pipe, "optimizer": updater.optimizer}
-        generator = torch.Generator().manual_seed(training.seed)
-        batches = workload.batches(training.batch_size, generator)
-        for _ in range(training.steps):
+        data = Data(workload, training, lambda: self._stopping)
+        own: dict[str, Resumable] = {"model": pipe, "optimizer": updater}
+        states = join(own, workload.states, RunState(self._meter, data), self._job)
+        await self._go_on(pipe, states, snapshots)
+        while self._meter.step < training.steps and not self._stopping:
             start = perf_counter()
-            batch = next(batches, None)
-            if batch is None or self._stopping:
+            batch = data.next()
+            if batch is None:
                 break
             await self._step(pipe, batch, workload.tokens_per_sample, updater, start)
             await snapshots.after_step(self._meter.step, states)
         await snapshots.after_last_step(self._meter.step, states)
+
+    async def _go_on(self, pipe: Pipeline, states: dict[str, Resumable], snapshots: Snapshots) -> None:
+        """Put back what the run goes on from, if there is something, and let snapshots say what follows."""
+        shape = Shape(len(pipe.stages), pipe.microbatches, len(pipe.devices))
+        follows = await in_thread(lambda: schedule_sha256(pipe.schedule, shape))
+        snapshots.describe(schedule_sha256=follows)
+        resumed = self._resumed
+        if resumed is None:
+            return
+        pipeline = self._job.model_dump(mode="json", include={"pipeline"})["pipeline"]
+        if resumed.parameters.get("pipeline") == pipeline and resumed.schedule_sha256 not in (None, follows):
+            _logger.warning(
+                "the schedule %r does its tasks in another order than when %s was written: sums may be rounded "
+                "otherwise, losses differ in their last digits",
+                self._job.pipeline.schedule,
+                resumed.path,
+            )
+        await in_thread(lambda: resumed.restore(states, self._job))
 
     async def _step(
         self, pipe: Pipeline, batch: Batch, tokens_per_sample: int, updater: _Updater, start: float
@@ -302,6 +331,21 @@ class _Updater:
             {"params": others, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, fused=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the optimizer's moments from ``state``; the job's own settings stay, as it may have other ones now."""
+        own = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
+        self.optimizer.load_state_dict(state)
+        for group, settings in zip(self._groups, own, strict=True):
+            group.update(settings)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
 
     def update(self, rate: float, loss: Tensor | None) -> tuple[float, float]:
         """Move the weights along their gradients and clear these; returns ``loss`` and the gradient norm as numbers."""

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Generator, Tensor, nn
 
-__all__ = ["Batch", "Forward", "Workload"]
+__all__ = ["Batch", "Forward", "Resumable", "Workload"]
 
 Batch = tuple[Tensor, Tensor]
 """A mini-batch and its target, both with the batch as their first dimension."""
 
 Forward = Callable[[Tensor], Awaitable[Tensor]]
 """Maps an input to the model's output, through the pipeline in eval mode and without gradients."""
+
+
+class Resumable(Protocol):
+    """Anything whose state is saved with a run and put back when it goes on, as PyTorch's own parts have it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nested dicts, lists and tuples of tensors and plain values."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object:
+        """Go on from ``state``, whose tensors are on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,11 +38,20 @@ class Workload:
 
     model: nn.Module
     loss_fn: Callable[[Tensor, Tensor], Tensor]
-    batches: Callable[[int, Generator], Iterator[Batch]]
+    batches: Callable[[int, Generator], Iterable[Batch]]
     """``batches(batch_size, generator)`` yields mini-batches; training takes one a step, and ends where they end.
 
     They are made on the event loop, so one takes well under a millisecond; all randomness comes from the
     generator, so the same seed gives the same batches.
+
+    A run that goes on from the snapshot of step N finds its place by the first of these that applies:
+
+    1. What it returns has ``state_dict`` and ``load_state_dict`` (as torchdata's ``StatefulDataLoader``): its state
+       is saved and put back before ``iter()`` of it, and the generator's state behind that (so what making an
+       iterator takes from the generator, it takes at once).
+    2. ``memoryless`` is true: the generator's state is put back.
+    3. Else N batches are made from the seed on and dropped, which is right for all of them, and takes as long as
+       making them does. Where the generator's state then is not the one that was saved, a line in the log says so.
     """
     tokens_per_sample: int = 1
     """How many tokens (characters, words, pixels …) a sample counts for in tokens per second."""
@@ -39,3 +59,13 @@ class Workload:
     """``held_out(batch_size)`` yields the same few mini-batches each time, which training never sees."""
     sample: Callable[[Forward], Awaitable[str]] | None = None
     """Generates a text with the model, for people to read at the end of a run."""
+    memoryless: bool = False
+    """Whether the generator's state is all that a batch depends on, as in ``while True: yield draw(generator)``.
+
+    False where something is remembered from batch to batch: a permutation for each epoch, a place in a file.
+    """
+    states: Mapping[str, Resumable] = field(default_factory=dict)
+    """What else joins in a snapshot, each as ``NAME.pt``: an average of the weights, a gradient scaler, a schedule.
+
+    A name is letters, digits and underscores, and none of ``model``, ``optimizer`` and ``run``.
+    """

@@ -51,6 +51,7 @@ def build(
         model=amoebanetd(10, num_layers, num_filters, input_channels=1, stem_reductions=stem_reductions),
         loss_fn=functional.cross_entropy,
         batches=training.batches,
+        memoryless=True,
         held_out=lambda batch_size: held_out.all(batch_size),
         sample=lambda forward: describe(forward, held_out.all(60)),
     )

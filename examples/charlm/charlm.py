@@ -55,6 +55,7 @@ def build(
         model=model,
         loss_fn=next_character_loss,
         batches=lambda batch_size, generator: random_batches(training, context, batch_size, generator),
+        memoryless=True,
         tokens_per_sample=context,
         held_out=lambda batch_size: spaced_batches(held_out, context, batch_size, count=8),
         sample=lambda forward: generate(forward, prompt, sample_length, context),

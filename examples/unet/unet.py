@@ -64,6 +64,7 @@ def build(
         model=unet(depth, num_convs, base_channels, input_channels=1, norm=norm, portals=portals),
         loss_fn=functional.binary_cross_entropy_with_logits,
         batches=training.batches,
+        memoryless=True,
         tokens_per_sample=canvas**2,
         held_out=lambda batch_size: held_out.few(batch_size, count=8),
         sample=lambda forward: describe(forward, *held_out.few(64, count=1)[0]),

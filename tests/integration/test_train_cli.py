@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -17,6 +19,7 @@ from urllib.request import urlopen
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncpipe import cli
@@ -99,6 +102,75 @@ def test_snapshots_are_taken_and_the_last_one_is_told(job, capsys):
     assert not Path("elsewhere").exists()
     assert cli.main(["train", str(job), "--snapshots", "runs/s"]) == 2
     assert f"{job}: snapshots.folder: runs/s holds snapshots of another run" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_resume_and_says_from_where(job, capsys):
+    assert train(job, capsys, "--steps", "2", "--resume", "s")[0].startswith("tiny: ")  # Afresh: there is none.
+    lines = train(job, capsys, "--steps", "4", "--snapshots", "s", "--resume")
+    assert lines[0] == f"going on after step 2, from {Path('s') / 'step-2'} (training.steps: 4, was 2)"
+    assert any(line.startswith("tiny: 4 steps in ") for line in lines)
+    job.write_text(TINY + '[snapshots]\nfolder = "s"\nresume = true\n', encoding="utf-8")
+    lines = train(job, capsys)
+    assert lines[0].startswith(f"going on after step 4, from {Path('s') / 'step-4'} ")
+    assert f"snapshot: {Path('s') / 'step-5'}" in lines
+    assert sorted(path.name for path in Path("s").iterdir()) == ["step-2", "step-4", "step-5"]
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--resume"], "--resume: the job has no folder for snapshots; give one, as in --resume runs/mine"),
+        (["--resume", "a", "--snapshots", "b"], "--resume a: the run's own folder is --snapshots b; give one of them"),
+        (["--resume", "charlm.py"], "snapshots.folder: cannot use charlm.py: File exists"),
+    ],
+)
+def test_a_folder_that_a_run_cannot_go_on_in_ends_the_command(job, capsys, options, part):
+    assert cli.main(["train", str(job), *options]) == 2
+    assert part in capsys.readouterr().err
+
+
+@pytest.mark.timeout(180)
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(job, capsys):
+    text = TINY.replace("sample_length = 12", "sample_length = 1\ndropout = 0.2").replace("steps = 5", "steps = 100")
+    job.write_text(text + '[snapshots]\nfolder = "s"\nevery = 1\nkeep = 2\n', encoding="utf-8")
+    command = [sys.executable, "-m", "asyncpipe", "train", str(job), "--resume", "--no-progress"]
+    instants = random.Random(6)
+    begun = 0
+    for _ in range(4):
+        with started(command) as process:
+            begun = wait_for_step(process, Path("s"), begun + instants.randint(1, 10), instants.uniform(0, 0.02))
+            process.kill()
+            _, err = process.communicate(timeout=30)
+        assert (process.returncode, err) == (-signal.SIGKILL, "")
+        assert 0 < begun < 100
+    train(job, capsys, "--resume", "--no-progress")
+    train(job, capsys, "--snapshots", "whole", "--no-progress")
+    for name in ("model", "optimizer"):
+        assert Path(f"s/step-100/{name}.pt").read_bytes() == Path(f"whole/step-100/{name}.pt").read_bytes()
+    assert losses(Path("s/step-100")) == losses(Path("whole/step-100"))
+
+
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, more: float) -> int:
+    """Returns ``more`` seconds after there is a snapshot of ``step`` or later; the newest one's."""
+    deadline = time.monotonic() + 40
+    while time.monotonic() < deadline and process.poll() is None:
+        if folder.exists() and (newest := newest_step(folder)) >= step:
+            time.sleep(more)
+            return max(newest, newest_step(folder))
+        time.sleep(0.001)
+    assert process.stderr is not None
+    raise AssertionError(f"there is no snapshot of step {step}: {process.poll()}")
+
+
+def newest_step(folder: Path) -> int:
+    return max((int(path.name[5:]) for path in folder.glob("step-*") if path.name[5:].isdigit()), default=0)
+
+
+def losses(snapshot: Path) -> list[float]:
+    """Those of the last 20 steps, to the last bit."""
+    run = torch.load(snapshot / "run.pt", weights_only=True)
+    assert len(run["meter"]["recent"]) == 20
+    return [recent["loss"] for recent in run["meter"]["recent"]]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no limit on the size of files")

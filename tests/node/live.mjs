@@ -37,17 +37,23 @@ const look = page => page.evaluate(() => {
   };
 });
 
-// Hovers over the task in the middle, then goes to the first one by key.
+// The middle of the widest task of the timeline.
+const widest = page => page.evaluate(() => {
+  document.getElementById('timeline').scrollIntoView({ block: 'center' });
+  const marks = [...document.querySelectorAll('#timeline .task')].map(mark => mark.getBoundingClientRect());
+  const { x, y, width, height } = marks.reduce((best, one) => one.width > best.width ? one : best);
+  return [x + width / 2, y + height / 2];
+});
+
+// Hovers over a task, then goes to the first one by key.
 async function point(page) {
   const said = () => page.$eval('#tip', tip => tip.hidden ? '' : tip.textContent);
-  const place = await page.evaluate(() => {
-    document.getElementById('timeline').scrollIntoView({ block: 'center' });
-    const marks = [...document.querySelectorAll('#timeline .task')].map(mark => mark.getBoundingClientRect());
-    const { x, y, width, height } = marks.reduce((best, one) => one.width > best.width ? one : best);
-    return [x + width / 2, y + height / 2];
-  });
-  await page.mouse.move(...place);
-  const hovered = await said();
+  let hovered = '';
+  // Another step may be drawn between the look and the move; once pointed at, the timeline is held still.
+  for (let attempt = 0; attempt < 20 && !hovered; attempt += 1) {
+    await page.mouse.move(...await widest(page));
+    hovered = await said();
+  }
   await page.mouse.move(2, 2);
   await page.evaluate(() => document.getElementById('timeline').focus());
   await page.keyboard.press('ArrowRight');

@@ -85,7 +85,7 @@ def test_a_right_file_gives_its_values_and_the_defaults(write):
 
 def test_snapshots_are_taken_where_the_table_is_there(write):
     job = load_job(write(("[observe]", '[snapshots]\nfolder = "runs/s"\n[observe]\nnvtx = true\nserve_port = 0')))
-    assert job.snapshots == SnapshotTable(folder=Path("runs/s"), every=100, keep=3)
+    assert job.snapshots == SnapshotTable(folder=Path("runs/s"), every=100, keep=3, keep_every=None, resume=False)
     assert (job.observe.nvtx, job.observe.opentelemetry, job.observe.serve_port) == (True, False, 0)
 
 
@@ -162,15 +162,27 @@ WRONG = [
     ("[observe]", '[snapshots]\nfolder = "s"\nkeep = 0\n[observe]', "snapshots.keep", ["at least 1", "got 0"]),
     (
         "[observe]",
+        '[snapshots]\nfolder = "s"\nkeep_every = 0\n[observe]',
+        "snapshots.keep_every",
+        ["an integer of at least 1", "got 0"],
+    ),
+    (
+        "[observe]",
+        '[snapshots]\nfolder = "s"\nresume = "yes"\n[observe]',
+        "snapshots.resume",
+        ["must be true or false", 'got "yes"'],
+    ),
+    (
+        "[observe]",
         '[snapshots]\nfolder = "s"\nevrey = 9\n[observe]',
         "snapshots.evrey",
-        ["did you mean 'every'", "known keys of [snapshots]: folder, every, keep"],
+        ["did you mean 'every'", "known keys of [snapshots]: folder, every, keep, keep_every, resume"],
     ),
     (
         'name = "linear"',
         'name = "linear"\nsnapshots = 3',
         "snapshots",
-        ["a table with the keys folder, every", "got 3"],
+        ["a table with the keys folder, every, keep, keep_every, resume", "got 3"],
     ),
     (
         "[observe]",

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from asyncpipe.errors import JobFileError
-from asyncpipe.service import snapshots as module
+from asyncpipe.service import snapshot_files as module
+from asyncpipe.service.resume import open_folder
 from asyncpipe.service.settings import Job
-from asyncpipe.service.snapshots import Snapshots, open_folder
+from asyncpipe.service.snapshots import Snapshots
 from asyncpipe.service.training import TrainingRun
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

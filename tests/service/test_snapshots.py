@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,7 +17,10 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Shape
 from asyncpipe.service.progress import StepProgress
+from asyncpipe.service.run_state import schedule_sha256
 from asyncpipe.service.settings import Job
 from asyncpipe.service.snapshots import Snapshots
 from asyncpipe.service.training import BETAS, TrainingRun, learning_rate
@@ -27,14 +31,14 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 STEPS = 6
 
 
-def make_job(folder: Path, *, every: int = 1, keep: int = 9) -> Job:
+def make_job(folder: Path, *, every: int = 1, keep: int = 9, **more: Any) -> Job:
     return Job.model_validate(
         {
             "name": "linear",
             "job": {"entry": "tests:build"},
             "pipeline": {"devices": ["cpu:0", "cpu:1"], "microbatches": 4},
             "training": {"steps": STEPS, "batch_size": 8, "learning_rate": 0.05, "weight_decay": 0.1, "seed": 3},
-            "snapshots": {"folder": str(folder), "every": every, "keep": keep},
+            "snapshots": {"folder": str(folder), "every": every, "keep": keep, **more},
         }
     )
 
@@ -153,12 +157,20 @@ def plain_losses(snapshot: Path, job: Job, first: int) -> list[float]:
 async def test_a_snapshot_says_what_it_is_and_has_the_sums_of_its_files(tmp_path):
     await TrainingRun(make_job(tmp_path, every=100), make_workload).run()
     folder = tmp_path / "step-6"
-    assert names(folder) == ["model.pt", "optimizer.pt", "snapshot.json"]
+    assert names(folder) == ["model.pt", "optimizer.pt", "run.pt", "snapshot.json"]
     about = json.loads((folder / "snapshot.json").read_text(encoding="utf-8"))
     assert (about["format"], about["job"], about["step"], about["schedule"]) == (1, "linear", 6, "1f1b")
     assert about["versions"]["torch"] == torch.__version__
     assert about["versions"].keys() == {"asyncpipe", "torch", "python"}
-    sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("model.pt", "optimizer.pt")}
+    assert (about["number"], about["parameters"]["training"]["seed"]) == (1, 3)
+    assert about["parameters"]["pipeline"]["devices"] == ["cpu:0", "cpu:1"]
+    schedule = find_schedule("1f1b")
+    assert (
+        about["schedule_sha256"]
+        == schedule_sha256(schedule, Shape(2, 4, 2))
+        != schedule_sha256(schedule, Shape(4, 4, 4))
+    )
+    sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names(folder)[:3]}
     assert about["sha256"] == sums
     assert all(tensor.device.type == "cpu" for tensor in load(folder, "model").values())
 
@@ -176,6 +188,15 @@ async def test_what_is_shared_stays_shared_and_nothing_else_is_saved(tmp_path):
     assert loaded["nested"][0][1:] == ("x", None)
     assert torch.equal(loaded["sparse"].to_dense(), torch.eye(3))
     assert (tmp_path / "step-1" / "part.pt").stat().st_size < 10_000
+
+
+@pytest.mark.one_loop
+async def test_what_could_not_be_read_back_safely_is_not_written(tmp_path, caplog):
+    async with Snapshots(make_job(tmp_path)) as snapshots:
+        await snapshots.after_step(1, {"part": Part(generator=Path("a pickled object"))})
+    assert names(tmp_path) == []
+    (record,) = caplog.records
+    assert re.search(r"TypeError: part holds pathlib.*; use tensors and plain Python values only", record.getMessage())
 
 
 async def test_a_models_versions_are_saved_with_it(tmp_path):
@@ -299,6 +320,15 @@ async def test_only_the_last_ones_are_kept_and_what_is_not_ours_stays(tmp_path, 
             await written(snapshots)
     assert names(tmp_path) == ["notes.txt", "step-4", "step-5"]
     assert not caplog.records
+
+
+@pytest.mark.one_loop
+async def test_every_nth_is_kept_for_good_and_does_not_count_among_the_last(tmp_path):
+    async with Snapshots(make_job(tmp_path, keep=2, keep_every=3)) as snapshots:
+        for step in range(10, 90, 10):
+            await snapshots.after_step(step, {"part": Part()})
+            await written(snapshots)
+    assert names(tmp_path) == ["step-30", "step-60", "step-70", "step-80"]
 
 
 async def test_training_goes_on_when_the_folder_is_gone(tmp_path, caplog):
