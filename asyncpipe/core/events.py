@@ -195,7 +195,10 @@ class Observer(Protocol):
 
 @runtime_checkable
 class FailureCounter(Protocol):
-    """An observer that is also told what goes wrong with observers, to count it."""
+    """An observer that is also told what goes wrong beside the training, to count it."""
 
     def observer_failed(self, reason: str) -> None:
-        """One ``raised``, was ``slow``, or had a record ``dropped``. Called on the loop or on an observer's thread."""
+        """An observer ``raised``, was ``slow``, or had a record ``dropped``; other sources have reasons of their own.
+
+        Called on any thread.
+        """

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from asyncpipe import __version__
+from asyncpipe.core.events import FailureCounter
 from asyncpipe.service.resume import Resumed, is_for_good
 from asyncpipe.service.settings import Job
 from asyncpipe.service.snapshot_files import write_snapshot
@@ -46,17 +47,14 @@ class Stateful(Protocol):
         """Nested dicts, lists and tuples of tensors and plain values."""
 
 
-class SnapshotListener(Protocol):
-    """Counts snapshots. Called by the threads that copy and write."""
+class SnapshotListener(FailureCounter, Protocol):
+    """Counts snapshots; one that fails is a ``snapshot`` trouble, too. Called by the threads that copy and write."""
 
     def snapshot_taken(self, seconds: float, at: float) -> None:
         """A snapshot is on disk, ``seconds`` after its step; ``at`` is the Unix time."""
 
     def snapshot_failed(self) -> None:
         """A snapshot could not be taken."""
-
-    def observer_failed(self, reason: str) -> None:
-        """Something beside the training went wrong: ``"snapshot"``, as above."""
 
 
 class Snapshots:

@@ -207,8 +207,6 @@ def test_a_cancelled_step_is_told_of() -> None:
 
 
 def test_a_graph_is_let_go_with_its_last_record() -> None:
-    if not hasattr(TaskGraph, "__weakref__"):
-        pytest.skip("graphs cannot be referred to weakly")
     view, graph = LiveView(), lowered()
     mark = weakref.ref(graph)
     view.step_completed(simulate(graph))

@@ -2,74 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Generator, nn
+from resume_helpers import Sink, batches, make_job, make_workload, names
+from torch import nn
 
 from asyncpipe.errors import JobFileError
-from asyncpipe.service.progress import StepProgress
 from asyncpipe.service.resume import open_folder
 from asyncpipe.service.settings import Job
 from asyncpipe.service.snapshot_files import read_snapshot
 from asyncpipe.service.snapshots import Snapshots
 from asyncpipe.service.training import TrainingRun
-from asyncpipe.service.workload import Batch, Workload
+from asyncpipe.service.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-
-STEPS = 6
-
-
-def make_job(folder: Path, **tables: dict[str, Any]) -> Job:
-    training = {"steps": STEPS, "batch_size": 8, "learning_rate": 0.05, "weight_decay": 0.1, "clip": 0.5, "seed": 3}
-    return Job.model_validate(
-        {
-            "name": "linear",
-            "job": {"entry": "tests:build"},
-            "pipeline": {"devices": ["cpu:0", "cpu:1"], "microbatches": 4, **tables.get("pipeline", {})},
-            "training": {**training, **tables.get("training", {})},
-            "snapshots": {"folder": str(folder), "every": 1, "keep": 9, "resume": True, **tables.get("snapshots", {})},
-        }
-    )
-
-
-def batches(batch_size: int, generator: Generator) -> Iterator[Batch]:
-    while True:
-        x = torch.randn(batch_size, 3, generator=generator, dtype=torch.float64)
-        yield x, x.flip(1)
-
-
-def make_workload() -> Workload:
-    layers = [nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 3)]
-    return Workload(nn.Sequential(*layers).double(), nn.functional.mse_loss, batches)
-
-
-class Sink:
-    """Keeps what it is told; ``on_step`` runs with the number of every step."""
-
-    def __init__(self, on_step: Callable[[int], object] = lambda step: None) -> None:
-        self.losses: list[float] = []
-        self.phases: list[str] = []
-        self._on_step = on_step
-
-    def started(self, run: object) -> None:
-        pass
-
-    def entered(self, phase: str) -> None:
-        self.phases.append(phase)
-
-    def stepped(self, progress: StepProgress) -> None:
-        self.losses.append(progress.loss)
-        self._on_step(progress.step)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def make_chain(*, tied: bool) -> Callable[[], Workload]:

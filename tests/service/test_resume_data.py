@@ -10,7 +10,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Generator, Tensor, nn
+from resume_helpers import Loader, assert_same, batches, disturb
+from torch import Generator, nn
 
 from asyncpipe.service.progress import Meter
 from asyncpipe.service.resume import Resumed
@@ -19,61 +20,6 @@ from asyncpipe.service.settings import Training
 from asyncpipe.service.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-
-
-def batches(batch_size: int, generator: Generator) -> Iterator[Batch]:
-    while True:
-        x = torch.randn(batch_size, 3, generator=generator, dtype=torch.float64)
-        yield x, x.flip(1)
-
-
-class Loader:
-    """One that knows its own place, and takes a number from the generator for each iterator, as torch's does."""
-
-    def __init__(self, batch_size: int, generator: Generator) -> None:
-        self.batch_size, self.generator, self.place, self.made = batch_size, generator, 0, 0
-
-    def __iter__(self) -> Iterator[Batch]:
-        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        return self._batches()
-
-    def _batches(self) -> Iterator[Batch]:
-        while True:
-            self.place += 1
-            self.made += 1
-            x = torch.randn(self.batch_size, 3, generator=self.generator, dtype=torch.float64) + self.place
-            yield x, x.flip(1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
-
-
-def assert_same(one: Any, other: Any) -> None:
-    """To the last bit."""
-    assert type(one) is type(other)
-    if isinstance(one, Tensor):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_same(a, b)
-    else:
-        assert one == other
-
-
-def disturb() -> None:
-    """All default generators, as another process would have them."""
-    torch.manual_seed(99)
-    random.seed(99)
-    numpy.random.seed(99)
 
 
 # The place in the data
