@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from asyncpipe.core.schedule import W as W
     from asyncpipe.core.schedule import loop_placement as loop_placement
     from asyncpipe.core.schedule import zigzag_placement as zigzag_placement
+    from asyncpipe.core.share import Share as Share
     from asyncpipe.core.simulate import simulate as simulate
     from asyncpipe.core.task import TaskKind as TaskKind
     from asyncpipe.errors import AsyncpipeError as AsyncpipeError
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from asyncpipe.ops.skip import verify_skippables as verify_skippables
     from asyncpipe.ops.trace import trace as trace
     from asyncpipe.pipeline import Pipeline as Pipeline
+    from asyncpipe.pool import DevicePool as DevicePool
     from asyncpipe.result import StepResult as StepResult
     from asyncpipe.sync import SyncPipeline as SyncPipeline
 
@@ -71,6 +73,7 @@ _HOMES = {
     ),
     "core.task": ("TaskKind",),
     "core.costs": ("Costs", "Jitter", "StageCosts"),
+    "core.share": ("Share",),
     "core.simulate": ("simulate",),
     "errors": ("AsyncpipeError", "TaskError"),
     "ops.batchnorm": ("convert_deferred_batch_norm",),
@@ -81,6 +84,7 @@ _HOMES = {
     "ops.skip": ("Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"),
     "ops.trace": ("trace",),
     "pipeline": ("Pipeline",),
+    "pool": ("DevicePool",),
     "sync": ("SyncPipeline",),
     "result": ("StepResult",),
 }

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from asyncpipe.checks import check_choice, check_positive
 from asyncpipe.core.graph import Phase, Wiring
 from asyncpipe.core.lower import CheckpointMode
 from asyncpipe.core.schedule import Schedule, Shape
@@ -48,6 +49,7 @@ class BuildOptions:
     optimizer: MakeOptimizer | None
     deferred_batch_norm: bool
     instruments: Instruments = field(default_factory=Instruments)
+    generator: torch.Generator | None = None
 
 
 def build(model: object, devices: Sequence[Device], options: BuildOptions) -> Machinery:
@@ -79,6 +81,7 @@ def build(model: object, devices: Sequence[Device], options: BuildOptions) -> Ma
         mean=options.loss_reduction == "mean",
         graphs=graphs,
         deferred=deferred_layers(staged.module),
+        generator=options.generator,
     )
 
 
@@ -123,16 +126,3 @@ def _optimizers(stages: Sequence[Stage], ties: Ties, make: MakeOptimizer) -> dic
                 )
             optimizers[stage.index] = optimizer
     return optimizers
-
-
-def check_positive(name: str, value: int) -> int:
-    """``value`` if it is a positive integer; raises ``OptionError`` otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{name} must be a positive integer, got {value!r}")
-    return value
-
-
-def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Raises ``OptionError`` unless ``value`` is one of ``allowed``."""
-    if value not in allowed:
-        raise OptionError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -37,8 +37,9 @@ from asyncpipe.ops.stage import CALLER
 from asyncpipe.ops.stream import Fence
 from asyncpipe.ops.tensors import StepPlan, StepTensors
 from asyncpipe.ops.tie import Ties
-from asyncpipe.runtime.driver import Driver, Execution, Gates
-from asyncpipe.runtime.portal import Call, Portal
+from asyncpipe.pool import Tenancy
+from asyncpipe.runtime.execution import Execution, Gates
+from asyncpipe.runtime.portal import Call
 from asyncpipe.step import Machinery
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class PreparedCall:
             loss=None,
             weights=(),
             scale=None,
-            seed=draw_step_seed(),
+            seed=draw_step_seed(machinery.generator),
             # Nothing is recomputed in evaluation mode, as the ancestors did it.
             checkpoint=machinery.checkpoint if machinery.module.training else CheckpointMode.NEVER,
             keep_outputs=True,
@@ -90,7 +91,7 @@ class PreparedCall:
         self._machinery.equipment.guard.settle()
         self._fence.begin()
 
-    def finish(self, pipeline: object, driver: Driver, portal: Portal) -> Any:
+    def finish(self, pipeline: object, tenancy: Tenancy) -> Any:
         """The outputs, as part of the caller's graph; gathered unless the micro-batches were ready-made."""
         packets = [packet for _, packet in sorted(self._tensors.outputs.items())]
         self._tensors.outputs.clear()
@@ -99,7 +100,7 @@ class PreparedCall:
         self._fence.end(tensor for packet in packets for tensor in packet.tensors)
         self._machinery.commit_statistics()
         if self._training:
-            means = _Means(self._backward_graph(), self, pipeline, driver, portal)
+            means = _Means(self._backward_graph(), self, pipeline, tenancy)
             self._tie(packets, CallBackward(means, self._tensors))
         outputs = [packet.rebuild(packet.tensors) for packet in packets]
         return outputs if self._ready_made else gather(outputs, self._machinery.batch_dim)
@@ -149,8 +150,7 @@ class _Means(NamedTuple):
     graph: TaskGraph
     call: PreparedCall
     pipeline: object
-    driver: Driver
-    portal: Portal
+    tenancy: Tenancy
 
 
 class CallBackward:
@@ -216,7 +216,8 @@ class _Running:
         self.call = call = means.call
         self.closed = set(range(means.graph.shape.microbatches))
         equipment = call.machinery.equipment
-        self._portal = means.portal
+        assert means.tenancy.portal is not None
+        self._portal = means.tenancy.portal
         self._pipeline = means.pipeline  # Its threads live until the backward has ended.
         self._guard = equipment.guard
         self._fence = Fence(equipment.streams.values())
@@ -225,7 +226,7 @@ class _Running:
         try:
             self._guard.begin(call.parameters)
             binder = call.backward_binder(means.graph)
-            run = means.driver.run(means.graph, binder.bind, binder.notes, gates=self._gates)
+            run = means.tenancy.step(means.graph, binder.bind, binder.notes, self._gates)
             self._done: Call[Execution] = self._portal.submit(run)
         except BaseException as error:
             self._guard.roll_back()

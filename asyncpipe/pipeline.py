@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from asyncpipe.build import BuildOptions, MakeOptimizer, build, check_choice, check_positive
+from asyncpipe.build import BuildOptions, MakeOptimizer, build
 from asyncpipe.call import PreparedCall
 from asyncpipe.core.events import Observer
 from asyncpipe.core.planner import Plan
 from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.schedule import Schedule
+from asyncpipe.core.share import Share
 from asyncpipe.errors import OptionError, PipelineClosedError
 from asyncpipe.face import ModelFace
 from asyncpipe.ops.device import resolve_devices
@@ -24,12 +26,12 @@ from asyncpipe.ops.instruments import Instruments
 from asyncpipe.ops.memory import device_memory
 from asyncpipe.ops.microbatch import Arguments
 from asyncpipe.ops.stage import Stage, StagedModel
-from asyncpipe.ops.threads import IntraOpThreads
+from asyncpipe.pool import DevicePool, Tenancy
 from asyncpipe.profiling import Sample, choose
 from asyncpipe.result import StepResult
-from asyncpipe.runtime.driver import Driver, Execution
-from asyncpipe.runtime.executor import Executor, ThreadExecutor
-from asyncpipe.runtime.life import Life
+from asyncpipe.runtime.execution import Tenant
+from asyncpipe.runtime.executor import Executor
+from asyncpipe.runtime.observing import Observers
 from asyncpipe.step import NO_TARGET, PreparedStep, StepOptions
 from asyncpipe.sync import SyncPipeline
 
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
 __all__ = ["Pipeline"]
+
+_NOT_COPIED = ("self", "observers", "sample", "pool", "share", "generator")
+"""Options that a copy of a pipeline does not have: it is by itself."""
 
 
 class Pipeline(ModelFace):
@@ -61,12 +66,12 @@ class Pipeline(ModelFace):
     ``optimizer``: makes a stage's optimizer from its parameters; its update is then a task of the step, which begins
     when the stage's last backward is done. ``optimizers`` has them by stage.
     ``deferred_batch_norm``: batch norms update their running statistics once a mini-batch, as the unsplit model does.
-    ``loop``: ``"running"`` drives steps on the caller's loop, ``"own"`` on a loop in a thread of its own, which a
-    caller that blocks its loop cannot delay.
-    ``intra_op_threads``: torch's intra-op threads on each CPU device's thread.
-    ``in_flight``: tasks a lane may hold that are handed to its device and not completed.
+    ``loop``, ``intra_op_threads``, ``in_flight``, ``executors``: of the pipeline's own ``DevicePool``, which says what
+    each means.
+    ``pool``: devices that other pipelines use at the same time, in place of those; ``share`` says what this one gets
+    of them.
+    ``generator``: the CPU generator that all randomness of steps follows from; by default torch's.
     ``observers``: see every completed step's record, on the driver's loop; none of them can fail or hold up a step.
-    ``executors``: makes a device's executor from its name, in place of a thread (see ``asyncpipe.testing``).
     ``nvtx``: tasks are NVTX ranges, for Nsight Systems; ``torch.profiler`` sees their names anyway.
     ``sample_memory``: read the device's memory after each task, for traces.
     ``sample``: what a step will be given, ``(x, target)`` or ``(x,)``, of the size that it will have; copies of the
@@ -99,10 +104,12 @@ class Pipeline(ModelFace):
         nvtx: bool = False,
         sample_memory: bool = False,
         sample: tuple[Any, ...] | None = None,
+        pool: DevicePool | None = None,
+        share: Share | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
-        self._options = {name: value for name, value in locals().items() if name not in ("self", "observers", "sample")}
-        check_choice("loop", loop, ("running", "own"))
-        check_positive("intra_op_threads", intra_op_threads)
+        self._options = {name: value for name, value in locals().items() if name not in _NOT_COPIED}
+        on = _own_pool(pool, loop=loop, intra_op_threads=intra_op_threads, in_flight=in_flight, executors=executors)
         self.devices = resolve_devices(devices)
         if schedule == "auto" or (balance == "auto" and sample is not None):
             plan = self._choose(sample)
@@ -123,26 +130,16 @@ class Pipeline(ModelFace):
                 optimizer=optimizer,
                 deferred_batch_norm=deferred_batch_norm,
                 instruments=Instruments(nvtx, sample_memory),
+                generator=generator,
             ),
         )
         self.module = self._machinery.module
-        self._intra_op = IntraOpThreads(intra_op_threads)
-        self._driver = self._make_driver(executors or self._thread_executor, in_flight, observers)
-        self._life = Life(self._driver, self._intra_op.settle)
-        self._own_loop = loop == "own"
+        physical = {device.physical for device in self.devices}
+        memory = lambda: {str(device): device_memory(device) for device in physical}  # noqa: E731 - nothing of self
+        tenant = Tenant(share or Share(), Observers(observers, memory))
+        self._tenancy = Tenancy(on, self.devices, tenant, own=pool is None)
         self._turn = asyncio.Lock()
         self._blocking = threading.Lock()
-
-    def _make_driver(
-        self, make_executor: Callable[[str], Executor], in_flight: int, observers: Sequence[Observer]
-    ) -> Driver:
-        physical = {device.physical for device in self.devices}
-        return Driver(
-            {device.name: make_executor(device.name) for device in self.devices},
-            in_flight=in_flight,
-            observers=observers,
-            survey=lambda: {str(device): device_memory(device) for device in physical},
-        )
 
     def _choose(self, sample: tuple[Any, ...] | None) -> Plan:
         """The plan that ``"auto"`` stands for."""
@@ -196,12 +193,12 @@ class Pipeline(ModelFace):
         error or a cancellation the gradients are what they were before, and the next step starts afresh.
         """
         async with self._turn:
-            self._life.check()
+            self._tenancy.check()
             prepared = PreparedStep(self._machinery, x, target, StepOptions(return_outputs, update, scaler))
             try:
                 prepared.begin()
-                execution = await self._life.run(self._driver.run(prepared.graph, prepared.bind, prepared.notes))
-                return prepared.finish(execution, self._life.portal)
+                step = self._tenancy.step(prepared.graph, prepared.bind, prepared.notes)
+                return prepared.finish(await self._tenancy.run(step), self._tenancy.portal)
             except BaseException:
                 prepared.abandon()
                 raise
@@ -209,14 +206,14 @@ class Pipeline(ModelFace):
     def _step_blocking(self, x: Any, target: Any, options: StepOptions) -> StepResult:
         """``step`` for the sync face: the same, but this thread blocks meanwhile."""
         with self._blocking:
-            self._life.check()
-            portal = self._life.portal
+            self._tenancy.check()
+            portal = self._tenancy.portal
             assert portal is not None
             prepared = PreparedStep(self._machinery, x, target, options)
             try:
                 prepared.begin()
-                execution: Execution = portal.call(self._driver.run(prepared.graph, prepared.bind, prepared.notes))
-                return prepared.finish(execution, portal)
+                step = self._tenancy.step(prepared.graph, prepared.bind, prepared.notes)
+                return prepared.finish(portal.call(step), portal)
             except BaseException:
                 prepared.abandon()
                 raise
@@ -235,8 +232,8 @@ class Pipeline(ModelFace):
         backward without ``retain_graph``, double backward.
         """
         with self._blocking:
-            self._life.check()
-            portal = self._life.portal
+            self._tenancy.check()
+            portal = self._tenancy.portal
             if portal is None:
                 raise PipelineClosedError(
                     "pipe(x) blocks its thread, which drives this pipeline's loop; open it with 'with pipe.sync()', or "
@@ -245,8 +242,8 @@ class Pipeline(ModelFace):
             prepared = PreparedCall(self._machinery, Arguments(args, kwargs))
             try:
                 prepared.begin()
-                portal.call(self._driver.run(prepared.graph, prepared.bind, prepared.notes))
-                return prepared.finish(self, self._driver, portal)
+                portal.call(self._tenancy.step(prepared.graph, prepared.bind, prepared.notes))
+                return prepared.finish(self, self._tenancy)
             except BaseException:
                 prepared.abandon()
                 raise
@@ -271,10 +268,7 @@ class Pipeline(ModelFace):
     # Life
 
     async def __aenter__(self) -> Pipeline:
-        if self._own_loop:
-            self._life.open_in_thread()
-        else:
-            self._life.open()
+        await self._tenancy.open()
         return self
 
     async def __aexit__(
@@ -284,15 +278,11 @@ class Pipeline(ModelFace):
 
     async def aclose(self) -> None:
         """Wait for steps under way, then end every thread. May be called again."""
-        await self._life.aclose()
+        await self._tenancy.aclose()
 
     def sync(self) -> SyncPipeline:
         """The same pipeline for callers without ``await``; works where a loop already runs, too."""
         return SyncPipeline(self)
-
-    def _thread_executor(self, name: str) -> Executor:
-        is_cpu = any(device.name == name and not device.is_cuda for device in self.devices)
-        return ThreadExecutor(name, on_start=self._intra_op.initializer() if is_cpu else None)
 
     # Copies
 
@@ -325,4 +315,14 @@ class Pipeline(ModelFace):
     @property
     def observers(self) -> list[Observer]:
         """The observers; append to it at any time."""
-        return self._driver.observers
+        return self._tenancy.tenant.observers.shown
+
+
+def _own_pool(pool: DevicePool | None, **options: Any) -> DevicePool:
+    """``pool``, or one for a pipeline by itself; raises ``OptionError`` for options of that which would be ignored."""
+    if pool is None:
+        return DevicePool(**options)
+    defaults = signature(Pipeline).parameters
+    if given := [name for name, value in options.items() if value != defaults[name].default]:
+        raise OptionError(f"{', '.join(given)}: a pipeline on a pool takes these from it; give them to DevicePool")
+    return pool

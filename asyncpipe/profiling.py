@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncpipe.build import BuildOptions, build, check_positive
+from asyncpipe.build import BuildOptions, build
+from asyncpipe.checks import check_positive
 from asyncpipe.core.balance import check_balance, even_balance
 from asyncpipe.core.graph import Phase, Wiring
 from asyncpipe.core.layer_times import MeasuredStep, Sort, combine, layer_seconds
@@ -37,10 +38,8 @@ from asyncpipe.ops.layer_costs import ByteRecorder, LayerBytes, parameter_bytes
 from asyncpipe.ops.microbatch import check_microbatches, cut
 from asyncpipe.ops.sequential import as_sequential
 from asyncpipe.ops.stage import Stage, StagedModel
-from asyncpipe.ops.threads import IntraOpThreads
-from asyncpipe.runtime.driver import Driver
-from asyncpipe.runtime.executor import ThreadExecutor
-from asyncpipe.runtime.life import Life
+from asyncpipe.pool import DevicePool, Tenancy
+from asyncpipe.runtime.execution import Tenant
 from asyncpipe.step import NO_TARGET, PreparedStep, StepOptions
 
 __all__ = ["Measuring", "Sample", "choose", "measure"]
@@ -265,10 +264,10 @@ class _Bench:
         sample: Sample,
         intra_op_threads: int,
     ) -> None:
-        self._devices = devices
         self._sample = sample
         self._recorder = ByteRecorder()
-        self._threads = IntraOpThreads(intra_op_threads)
+        pool = DevicePool(loop="own", intra_op_threads=intra_op_threads)
+        self._tenancy = Tenancy(pool, devices, Tenant(), own=True)
         copied = deepcopy(model if isinstance(model, StagedModel) else as_sequential(model))
         whole: nn.Module = copied.module if isinstance(copied, StagedModel) else copied
         if not whole.training:
@@ -294,16 +293,11 @@ class _Bench:
         self._graphs = {split: Graphs(_InGroups(split=split), names, self.wiring, stages) for split in (False, True)}
 
     def __enter__(self) -> _Bench:
-        self._driver = Driver({device.name: self._executor(device) for device in self._devices})
-        self._life = Life(self._driver, self._threads.settle)
-        self._life.open_in_thread()
+        self._tenancy.open_in_thread()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._life.close()
-
-    def _executor(self, device: Device) -> ThreadExecutor:
-        return ThreadExecutor(device.name, on_start=None if device.is_cuda else self._threads.initializer())
+        self._tenancy.close()
 
     def step(self, microbatches: int, sort: Sort) -> MeasuredStep:
         """One training step, from a model without gradients."""
@@ -313,13 +307,13 @@ class _Bench:
             checkpoint=_CHECKPOINT[sort],
             graphs=self._graphs[sort is Sort.SPLIT],
         )
-        portal = self._life.portal
+        portal = self._tenancy.portal
         assert portal is not None
         begun = perf_counter()
         prepared = PreparedStep(machinery, self._sample.x, self._sample.target, StepOptions(return_outputs=False))
         try:
             prepared.begin()
-            execution = portal.call(self._driver.run(prepared.graph, prepared.bind, prepared.notes))
+            execution = portal.call(self._tenancy.step(prepared.graph, prepared.bind, prepared.notes))
             result = prepared.finish(execution, portal).wait()
         except BaseException:
             prepared.abandon()

@@ -10,7 +10,7 @@ from torch import Tensor
 from asyncpipe.core.events import StepRecord
 from asyncpipe.core.report import Report, report
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.runtime.driver import Execution
+from asyncpipe.runtime.execution import Execution
 from asyncpipe.runtime.portal import Portal
 
 __all__ = ["StepResult"]

@@ -24,7 +24,7 @@ from asyncpipe.ops.random import draw_step_seed
 from asyncpipe.ops.stream import Fence
 from asyncpipe.ops.tensors import StepPlan, StepTensors
 from asyncpipe.result import StepResult
-from asyncpipe.runtime.driver import Execution
+from asyncpipe.runtime.execution import Execution
 from asyncpipe.runtime.portal import Portal
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class Machinery:
     mean: bool
     graphs: Graphs
     deferred: Sequence[DeferredBatchNorm]
+    generator: torch.Generator | None = None
+    """What step seeds are drawn from; torch's default CPU generator if absent."""
 
     def commit_statistics(self) -> None:
         """The forwards went well: deferred batch norms update their running statistics."""
@@ -101,7 +103,7 @@ class PreparedStep:
             loss=machinery.loss_fn if has_loss else None,
             weights=_weights(pieces.sizes, machinery.mean),
             scale=_scale(options.scaler, machinery.equipment.stages[-1].device) if self._training else None,
-            seed=draw_step_seed(),
+            seed=draw_step_seed(machinery.generator),
             checkpoint=machinery.checkpoint,
             keep_outputs=options.return_outputs or not has_loss,
             training=self._training,

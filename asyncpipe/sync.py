@@ -31,7 +31,7 @@ class SyncPipeline:
         self._pipeline = pipeline
 
     def __enter__(self) -> SyncPipeline:
-        self._pipeline._life.open_in_thread()
+        self._pipeline._tenancy.open_in_thread()
         return self
 
     def __exit__(
@@ -66,7 +66,7 @@ class SyncPipeline:
 
     def close(self) -> None:
         """End every thread. May be called again."""
-        self._pipeline._life.close()
+        self._pipeline._tenancy.close()
 
     def __len__(self) -> int:
         return len(self._pipeline)

@@ -24,7 +24,9 @@ from asyncpipe.core.simulate import simulate
 from asyncpipe.core.task import Task
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.runtime.driver import Driver
+from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.executor import ThreadExecutor, Work
+from asyncpipe.runtime.observing import Observers
 from asyncpipe.runtime.portal import new_event_loop
 
 __all__ = ["MetricsSize", "run", "show"]
@@ -102,10 +104,9 @@ def show(figures: Figures) -> str:
 
 async def _empty_steps(devices: int) -> Figures:
     graph = _graph(devices)
-    driver = _driver(graph)
-    seconds = [await _empty_step(driver, graph) for _ in range(WARM_UP + STEPS)]
-    driver.close()
-    driver.join()
+    empty = _EmptySteps(graph)
+    seconds = [await empty.step() for _ in range(WARM_UP + STEPS)]
+    empty.close()
     tasks = len(graph.tasks)
     return {"devices": devices, "tasks": tasks, "us_per_task": median(seconds[WARM_UP:]) / tasks * 1e6}
 
@@ -114,21 +115,20 @@ async def _metrics_cost(progress: Progress, size: MetricsSize) -> Figures:
     """µs per empty task without metrics, with metrics that are scraped, and the median difference."""
     graph = _graph(MAIN_DEVICES)
     collector = PipelineCollector("overhead")
-    drivers = {False: _driver(graph), True: _driver(graph, [collector])}
+    empty = {False: _EmptySteps(graph), True: _EmptySteps(graph, [collector])}
     slices: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     with scraper(collector, size.period) as scrapes:
-        for driver in drivers.values():
+        for steps in empty.values():
             for _ in range(WARM_UP):
-                await _empty_step(driver, graph)
+                await steps.step()
         scrapes.scrape()
         for number in range(size.rounds):
             progress(f"empty tasks with and without metrics, {number + 1} of {size.rounds}")
             for observed in (False, True) if number % 2 else (True, False):
                 scraped = scrapes if observed else None
-                slices[observed].append(await _slice(drivers[observed], graph, size.seconds, scraped))
-    for driver in drivers.values():
-        driver.close()
-        driver.join()
+                slices[observed].append(await _slice(empty[observed], size.seconds, scraped))
+    for steps in empty.values():
+        steps.close()
     pairs = list(zip(slices[True], slices[False], strict=True))
     return {
         "us_per_task": median(on - off for (on, _), (off, _) in pairs),
@@ -141,15 +141,15 @@ async def _metrics_cost(progress: Progress, size: MetricsSize) -> Figures:
     }
 
 
-async def _slice(driver: Driver, graph: TaskGraph, seconds: float, scrapes: Scraper | None) -> tuple[float, float]:
+async def _slice(empty: _EmptySteps, seconds: float, scrapes: Scraper | None) -> tuple[float, float]:
     """µs per task, and µs of CPU, of steps that take about ``seconds`` together while ``scrapes`` scrapes."""
     steps, begun, used = 0, time.perf_counter(), time.process_time()
     with nullcontext() if scrapes is None else scrapes.scraping():
         while (taken := time.perf_counter() - begun) < seconds:
-            await _empty_step(driver, graph)
+            await empty.step()
             steps += 1
     used = time.process_time() - used
-    scale = 1e6 / steps / len(graph.tasks)
+    scale = 1e6 / steps / len(empty.graph.tasks)
     return taken * scale, used * scale
 
 
@@ -159,19 +159,25 @@ def _graph(devices: int) -> TaskGraph:
     return lower(find_schedule(SCHEDULE), shape, devices=names, checkpoint=CheckpointMode.EXCEPT_LAST)
 
 
-def _driver(graph: TaskGraph, observers: Sequence[Observer] = ()) -> Driver:
-    """An open driver for ``graph``."""
-    driver = Driver({name: ThreadExecutor(name) for name in graph.devices}, observers=observers)
-    driver.open()
-    return driver
+class _EmptySteps:
+    """Steps of a graph whose tasks do nothing."""
 
+    def __init__(self, graph: TaskGraph, observers: Sequence[Observer] = ()) -> None:
+        self.graph = graph
+        self._tenant = Tenant(observers=Observers(observers))
+        self._driver = Driver({name: ThreadExecutor(name) for name in graph.devices})
+        self._driver.open()
 
-async def _empty_step(driver: Driver, graph: TaskGraph) -> float:
-    """Its seconds."""
-    start = time.perf_counter()
-    execution = await driver.run(graph, _bind_nothing)
-    await execution.completed()
-    return time.perf_counter() - start
+    async def step(self) -> float:
+        """Its seconds."""
+        start = time.perf_counter()
+        execution = await self._driver.run(self.graph, _bind_nothing, tenant=self._tenant)
+        await execution.completed()
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        self._driver.close()
+        self._driver.join()
 
 
 def _bind_nothing(task: Task) -> Work:

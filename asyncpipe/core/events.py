@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from asyncpipe.core.graph import TaskGraph
+from asyncpipe.core.share import Share
 
 __all__ = [
     "Abort",
@@ -50,10 +51,11 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepSubmitted:
-    """A step wants to run ``graph``; ``step`` is a number never used before."""
+    """A step wants to run ``graph``; ``step`` is a number never used before, ``share`` says whose it is."""
 
     step: int
     graph: TaskGraph
+    share: Share = field(default_factory=Share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,12 @@ class SchedulerState:
             commands += self._fail(step, task, _refused(step, task, "although nothing else can run"), now)
         return commands
 
+    def wake_at(self, now: float) -> float | None:
+        return None
+
+    def expected(self, step: int, task: int) -> float | None:
+        return None
+
     def take_record(self, step: int) -> StepRecord:
         """The record of a completed step, which the scheduler then forgets."""
         found = self._steps.get(step)

@@ -6,7 +6,7 @@ at every stage, seeded by (step seed, micro-batch, stage). While a task runs, a 
 recognises the torch functions that draw and hands them these generators. Functions that take none run under a
 lock, with the default generators set to the task's state and set back behind them.
 
-The contract: a step takes one number from the caller's default CPU generator. Draws depend on that number, on
+The contract: a step takes one number from the pipeline's CPU generator, torch's default one unless it has its own. Draws depend on that number, on
 the micro-batch and on the stage; not on schedule, device, thread or recomputation. They are not those of the
 unsplit model. Python's ``random``, numpy and custom kernels with generators of their own are not replayed. While
 a step runs, other threads may draw from the default generators; but what they draw *during* one of the functions
@@ -59,9 +59,9 @@ _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _ATTENTION_DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 
 
-def draw_step_seed() -> int:
-    """A number from the caller's default CPU generator: the root of all draws of one step."""
-    return int(torch.randint(0, 2**62, ()).item())
+def draw_step_seed(generator: torch.Generator | None = None) -> int:
+    """A number from ``generator`` (the default CPU generator if there is none): the root of all draws of one step."""
+    return int(torch.randint(0, 2**62, (), generator=generator).item())
 
 
 class RandomStream(TorchFunctionMode):

@@ -9,109 +9,33 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
 from asyncpipe.core.events import (
     Command,
-    DeviceMemory,
     Dispatch,
     Event,
     GateOpened,
-    Observer,
-    Outcome,
     StepCancelled,
     StepCompleted,
     StepFinished,
     StepNotes,
-    StepRecord,
     StepSubmitted,
+    TaskFailed,
 )
 from asyncpipe.core.graph import TaskGraph
 from asyncpipe.core.scheduler import SchedulerState
-from asyncpipe.core.task import Task
-from asyncpipe.errors import PipelineClosedError, TaskError
-from asyncpipe.runtime.executor import Assignment, Executor, Work
-from asyncpipe.runtime.observing import Observers
+from asyncpipe.errors import InvalidTransition, PipelineClosedError
+from asyncpipe.runtime.execution import Bind, Execution, Gates, RunningTask, Tenant
+from asyncpipe.runtime.executor import Assignment, Executor
 from asyncpipe.runtime.waiting import outlast
 
-__all__ = ["Driver", "Execution", "Gates"]
+__all__ = ["Driver"]
 
 _T = TypeVar("_T")
-
-Bind = Callable[[Task], Work]
-"""Gives a task its computation; called on the loop's thread when the task is dispatched."""
-
-
-class Execution:
-    """One step under way."""
-
-    def __init__(
-        self, number: int, graph: TaskGraph, bind: Bind, notes: StepNotes, executors: Mapping[str, Executor]
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        self.number = number
-        self.aborted = False
-        """Read by executor threads: tasks that have not begun are dropped."""
-        self.graph = graph
-        self.closed_gates = len(graph.gates)
-        self.bind = bind
-        self.notes = notes
-        self.executors = [executors[lane.device] for lane in graph.lanes]
-        self.issued: asyncio.Future[StepFinished] = loop.create_future()
-        self.done: asyncio.Future[tuple[StepCompleted, StepRecord]] = loop.create_future()
-
-    async def completed(self) -> StepRecord:
-        """Wait until every device is done with the step; raises ``TaskError`` if a task failed meanwhile."""
-        end, record = await asyncio.shield(self.done)
-        self.raise_for(end)
-        return record
-
-    def raise_for(self, end: StepFinished | StepCompleted) -> None:
-        """Raise ``TaskError`` if this is how a step ends that failed, ``PipelineClosedError`` if it was cut short."""
-        if end.outcome is Outcome.CANCELLED:
-            raise PipelineClosedError("the pipeline was closed during this step")
-        if end.outcome is not Outcome.FAILED:
-            return
-        assert end.failed_task is not None
-        assert end.error is not None
-        task = self.graph.tasks[end.failed_task]
-        raise TaskError(task.id, task.kind.value, task.microbatch, task.stage, task.lane.device, end.error)
-
-    def abandon(self, error: BaseException) -> None:
-        """End the step from outside, because the scheduler cannot go on."""
-        self.aborted = True
-        for future in (self.issued, self.done):
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # Retrieved: nobody may be waiting for this one.
-
-
-class Gates:
-    """Opens the gates of one step, from any thread and from before the step is under way."""
-
-    def __init__(self) -> None:
-        self._opened: list[int] = []
-        self._driver: Driver | None = None
-        self._execution: Execution | None = None
-
-    def open(self, microbatches: Iterable[int], loop: Callable[..., object]) -> None:
-        """The caller's gradients for ``microbatches`` are there; ``loop`` calls a function on the driver's loop."""
-        loop(self._open, list(microbatches))
-
-    def attach(self, driver: Driver, execution: Execution) -> None:
-        """The step is under way; on the driver's loop."""
-        self._driver, self._execution = driver, execution
-        opened, self._opened = self._opened, []
-        self._open(opened)
-
-    def _open(self, microbatches: list[int]) -> None:
-        if self._driver is None or self._execution is None:
-            self._opened += microbatches
-            return
-        for microbatch in microbatches:
-            self._driver.open_gate(self._execution, microbatch)
 
 
 class Driver:
@@ -122,16 +46,9 @@ class Driver:
         executors: Mapping[str, Executor],
         *,
         in_flight: int = 16,
-        observers: Iterable[Observer] = (),
-        survey: Callable[[], dict[str, DeviceMemory]] = dict,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``executors`` by device name; ``in_flight`` as in ``SchedulerState``; ``clock`` in seconds.
-
-        ``survey`` reads the memory of the physical devices; it is called on the loop, once a step that is observed.
-        """
-        self._observers = Observers(observers)
-        self._survey = survey
+        """``executors`` by device name; ``in_flight`` as in ``SchedulerState``; ``clock`` in seconds."""
         self._executors = dict(executors)
         self._state = SchedulerState(in_flight=in_flight)
         self._clock = clock
@@ -141,14 +58,11 @@ class Driver:
         """When the loop was last asked to run ``_drain_inbox``."""
         self._wakeups: list[tuple[float, float]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        """Looks at the scheduler again when only time has passed."""
         self._executions: dict[int, Execution] = {}
         self._steps = 0
         self._closed = False
-
-    @property
-    def observers(self) -> list[Observer]:
-        """Who is shown completed steps; the list may be changed at any time."""
-        return self._observers.shown
 
     def open(self) -> None:
         """Start the executors and bind the driver to the running loop."""
@@ -156,22 +70,39 @@ class Driver:
         for executor in self._executors.values():
             executor.start(self._post)
 
+    def add(self, name: str, executor: Executor) -> None:
+        """Start one more executor, for the device ``name``; the driver is open."""
+        self._executors[name] = executor
+        executor.start(self._post)
+
+    def __contains__(self, device: str) -> bool:
+        """Whether there is an executor for this device."""
+        return device in self._executors
+
     async def run(
-        self, graph: TaskGraph, bind: Bind, notes: StepNotes | None = None, *, gates: Gates | None = None
+        self,
+        graph: TaskGraph,
+        bind: Bind,
+        notes: StepNotes | None = None,
+        *,
+        gates: Gates | None = None,
+        tenant: Tenant | None = None,
     ) -> Execution:
         """Run one step of ``graph`` and return when its last task is issued; ``gates`` opens those of its gates.
 
-        ``notes`` is where the tasks that ``bind`` gives leave what they measure; it becomes a part of the record.
+        ``notes`` is where the tasks that ``bind`` gives leave what they measure; it becomes a part of the record, which
+        the observers of ``tenant`` are shown.
 
         Raises ``TaskError`` for the first task that fails. Cancellation takes effect between two tasks. In
         both cases running tasks have ended and queued ones are dropped when this raises.
         """
         if self._closed or self._loop is None:
             raise PipelineClosedError("the driver is not open")
-        execution = Execution(self._steps, graph, bind, notes or StepNotes(), self._executors)
+        tenant = tenant or Tenant()
+        execution = Execution(self._steps, graph, bind, notes or StepNotes(), tenant, self._executors)
         self._steps += 1
         self._executions[execution.number] = execution
-        self._handle(StepSubmitted(execution.number, graph))
+        self._handle(StepSubmitted(execution.number, graph, tenant.share))
         if gates is not None:
             gates.attach(self, execution)
         try:
@@ -188,29 +119,52 @@ class Driver:
             execution.closed_gates -= 1
             self._handle(GateOpened(execution.number, microbatch))
 
-    async def drain(self) -> None:
-        """Wait until every step under way has completed, failed or been cancelled.
+    async def drain(self, tenant: Tenant | None = None) -> None:
+        """Wait until every step under way, or every one of ``tenant``, has completed, failed or been cancelled.
 
         A backward that still waits for its caller's gradients is cancelled: they may never come.
         """
-        for execution in tuple(self._executions.values()):
+        for execution in self._of(tenant):
             if execution.closed_gates and execution.number in self._executions:
                 self._handle(StepCancelled(execution.number))
-        while self._executions:
-            await asyncio.wait([execution.done for execution in self._executions.values()])
+        while executions := self._of(tenant):
+            await asyncio.wait([execution.done for execution in executions])
+
+    def _of(self, tenant: Tenant | None) -> list[Execution]:
+        return [step for step in self._executions.values() if tenant is None or step.tenant is tenant]
+
+    # For who watches over tasks
+
+    def running(self) -> list[RunningTask]:
+        """The tasks that executors are at, where an executor tells."""
+        found = []
+        for executor in self._executors.values():
+            current = getattr(executor, "current", None)
+            execution = None if current is None else self._executions.get(current[0].number)
+            if current is not None and execution is not None:
+                handle, task, started = current
+                expected = self._state.expected(handle.number, task)
+                found.append(RunningTask(execution, task, started, executor, expected))
+        return found
+
+    def fail(self, execution: Execution, task: int, error: BaseException) -> None:
+        """End the step because ``task``, which its executor will not report any more, came to ``error``."""
+        # It may have been reported just before its executor was told not to.
+        self._drain_inbox()
+        if execution.number in self._executions:
+            with suppress(InvalidTransition):
+                self._handle(TaskFailed(execution.number, task, error))
 
     def close(self) -> None:
         """Let the executors end once their queues are empty. May be called again, from any thread."""
         self._closed = True
         for executor in self._executors.values():
             executor.close()
-        self._observers.close()
 
     def join(self) -> None:
-        """Wait for the executors' and observers' threads, after ``close``."""
+        """Wait for the executors' threads, after ``close``."""
         for executor in self._executors.values():
             executor.join()
-        self._observers.join()
 
     async def _cancel(self, execution: Execution) -> None:
         """Abort and wait until no thread touches the step any more, however often we are cancelled meanwhile."""
@@ -240,7 +194,7 @@ class Driver:
         try:
             while self._inbox:
                 commands += self._state.handle(self._inbox.popleft(), now)
-            self._obey(commands + self._state.settle(now))
+            self._settle(commands, now)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -248,8 +202,26 @@ class Driver:
 
     def _handle(self, event: Event) -> None:
         now = self._clock()
-        commands = self._state.handle(event, now)
+        self._settle(self._state.handle(event, now), now)
+
+    def _look_again(self) -> None:
+        self._alarm = None
+        try:
+            self._settle([], self._clock())
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def _settle(self, commands: list[Command], now: float) -> None:
+        """Obey ``commands`` and what the scheduler says now that it knows all, and see when it wants to look again."""
         self._obey(commands + self._state.settle(now))
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        wake_at = self._state.wake_at(now)
+        if wake_at is not None and not self._closed:
+            assert self._loop is not None
+            self._alarm = self._loop.call_later(max(0.0, wake_at - now), self._look_again)
 
     def _obey(self, commands: list[Command]) -> None:
         batches: dict[Executor, list[Assignment]] = {}
@@ -272,17 +244,15 @@ class Driver:
             executor.submit(assignments)
 
     def _complete(self, execution: Execution, end: StepCompleted) -> None:
-        record = replace(self._state.take_record(execution.number), notes=self._noted(execution.notes))
+        observers = execution.tenant.observers
+        notes = execution.notes
+        # What the driver itself has seen since the last step that ended.
+        notes.wakeups, self._wakeups = self._wakeups, []
+        notes.memory = observers.survey()
+        record = replace(self._state.take_record(execution.number), notes=notes)
         del self._executions[execution.number]
         _resolve(execution.done, (end, record))
-        self._observers.show(record)
-
-    def _noted(self, notes: StepNotes) -> StepNotes:
-        """``notes`` with what the driver itself has seen since the last step that ended."""
-        notes.wakeups, self._wakeups = self._wakeups, []
-        if self._observers.shown:
-            notes.memory = self._survey()
-        return notes
+        observers.show(record)
 
     def _give_up(self, error: BaseException) -> None:
         """The scheduler broke (a bug): nobody may wait for ever."""

@@ -1,7 +1,7 @@
 """The life of a driver: opened once, on the caller's loop or on one in a thread of its own, and closed once.
 
-However it ends, no thread is left: closing waits for the steps under way, and one that is dropped without being
-closed, or that the interpreter's exit overtakes, lets its threads end.
+However it ends, no thread is left: one that is dropped without being closed, or that the interpreter's exit
+overtakes, lets its threads end.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _T = TypeVar("_T")
 class Life:
     """Opens and closes ``driver``. Whoever drops this object without closing it ends the driver's threads."""
 
-    def __init__(self, driver: Driver, on_open: Callable[[], None]) -> None:
-        """``on_open`` is called when the executors have started, on the loop's thread."""
+    def __init__(self, driver: Driver, of: str) -> None:
+        """``of`` says in errors what it is the life of."""
         self.portal: Portal | None = None
         """The loop's thread, if the loop is the driver's own."""
         self._driver = driver
-        self._on_open = on_open
+        self._of = of
         self._finalizer: weakref.finalize[..., Life] | None = None
 
     @property
@@ -38,16 +38,15 @@ class Life:
     def check(self) -> None:
         """Raise ``PipelineClosedError`` unless it is open."""
         if not self.is_open:
-            state = "not open; use 'async with' (or 'with pipeline.sync()')" if self._finalizer is None else "closed"
-            raise PipelineClosedError(f"the pipeline is {state}")
+            state = "not open; use 'async with'" if self._finalizer is None else "closed"
+            raise PipelineClosedError(f"the {self._of} is {state}")
 
     def open(self) -> None:
         """Start the threads; on the thread of the loop that will drive the steps."""
         if self._finalizer is not None:
-            raise PipelineClosedError("a pipeline opens once; make a new one")
+            raise PipelineClosedError(f"a {self._of} opens once; make a new one")
         self._driver.open()
-        self._on_open()
-        # Called when the pipeline is closed, or dropped without being closed, or when the interpreter exits.
+        # Called when it is closed, or dropped without being closed, or when the interpreter exits.
         self._finalizer = weakref.finalize(self, _end_threads, self._driver, self.portal)
 
     def open_in_thread(self) -> None:
@@ -66,25 +65,19 @@ class Life:
         """Run ``coroutine`` on the driver's loop; from a coroutine of any loop."""
         return await (self.portal.run(coroutine) if self.portal is not None else coroutine)
 
-    async def aclose(self) -> None:
-        """Wait for steps under way, then end every thread. May be called again."""
-        if self.is_open:
-            await self.run(self._driver.drain())
-            self._shut()
+    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run ``coroutine`` on the driver's loop, which is in a thread, and block until it is done."""
+        assert self.portal is not None
+        return self.portal.call(coroutine)
 
     def close(self) -> None:
-        """The same for one that was opened in a thread; blocks."""
+        """End the threads; no step is under way. Blocks for a moment. May be called again."""
         if self.is_open:
-            assert self.portal is not None
-            self.portal.call(self._driver.drain())
-            self._shut()
-
-    def _shut(self) -> None:
-        assert self._finalizer is not None
-        self._finalizer()
-        self._driver.join()
-        if self.portal is not None:
-            self.portal.join()
+            assert self._finalizer is not None
+            self._finalizer()
+            self._driver.join()
+            if self.portal is not None:
+                self.portal.join()
 
 
 def _end_threads(driver: Driver, portal: Portal | None) -> None:

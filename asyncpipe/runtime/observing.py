@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from threading import Thread
 
-from asyncpipe.core.events import FailureCounter, Observer, StepRecord
+from asyncpipe.core.events import DeviceMemory, FailureCounter, Observer, StepRecord
 
 __all__ = ["Observers"]
 
@@ -39,12 +39,20 @@ PATIENCE = 5.0
 
 
 class Observers:
-    """The observers of one driver. Used on the driver's loop; ``close`` and ``join`` from any thread."""
+    """The observers of one pipeline. Used on the driver's loop; ``close`` and ``join`` from any thread."""
 
-    def __init__(self, observers: Iterable[Observer] = ()) -> None:
+    def __init__(
+        self, observers: Iterable[Observer] = (), memory: Callable[[], dict[str, DeviceMemory]] = dict
+    ) -> None:
+        """``memory`` reads the memory of the physical devices."""
         self.shown = list(observers)
         """Who is shown records; the list may be changed at any time."""
+        self._memory = memory
         self._aside: dict[int, _Aside] = {}
+
+    def survey(self) -> dict[str, DeviceMemory]:
+        """The memory of the physical devices, if there is anybody to show it to."""
+        return self._memory() if self.shown else {}
 
     def show(self, record: StepRecord) -> None:
         """Show ``record`` to everyone. What an ``Exception`` ends here is the observer."""

@@ -154,7 +154,7 @@ async def test_every_dependency_is_waited_for(workload, noting, before_task, sch
         with pytest.raises(AsyncpipeError, match=r"await result\.completed\(\)"):
             _ = result.report
         graph = result._execution.graph
-        issued = order_of_tasks(graph, pipe._driver._state._steps[0].journal, streams)
+        issued = order_of_tasks(graph, pipe._tenancy.driver._state._steps[0].journal, streams)
         released.set()
         assert len((await result.completed()).report.tasks) == len(graph.tasks)
     for edge in graph.edges():
@@ -241,7 +241,7 @@ async def test_skips_ties_and_updates_are_waited_for(noting, checkpoint):
         in_flight=64,
     ) as pipe:
         await pipe.step(x)
-        record = pipe._driver._state._steps[0]
+        record = pipe._tenancy.driver._state._steps[0]
         issued = order_of_tasks(record.graph, record.journal, streams)
         released.set()
     assert {"C(0,0>2)", "C(0,2>0)", "C(0>2)", "C(2>0)", "S(0)", "U(0)"} <= {task.id for task in record.graph.tasks}
@@ -261,7 +261,7 @@ def test_a_backward_of_the_callers_returns_before_completion(workload, noting, c
         assert not released.is_set()
         assert workload.worst(model) < 1e-10
         assert x.grad is not None
-        forward, backward = pipe._driver._state._steps.values()
+        forward, backward = pipe._tenancy.driver._state._steps.values()
         for lane, stream in streams.items():
             del stream.events[: sum(task.lane == lane for task in forward.graph.tasks)]
         issued = order_of_tasks(backward.graph, backward.journal, streams)

@@ -157,9 +157,9 @@ def test_what_comes_next_waits_for_it(workload, before_task, engine_thread, no_l
     name = method.partition(".")[2]
     real = getattr(owner, name)
 
-    def noting(self):
+    def noting(self, *args):
         let_go.set()
-        return real(self)
+        return real(self, *args)
 
     model = workload.model()
     held = Held(before_task, let_go)

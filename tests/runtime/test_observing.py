@@ -15,6 +15,7 @@ from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.schedule import Shape
 from asyncpipe.runtime import observing
 from asyncpipe.runtime.driver import Driver
+from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.executor import ThreadExecutor
 from asyncpipe.runtime.observing import Observers
 
@@ -246,7 +247,7 @@ def test_closing_does_not_wait_for_ever(
     free.set()
 
 
-async def test_closing_the_driver_shows_what_waits(clock: Clock) -> None:
+async def test_closing_shows_what_waits(clock: Clock) -> None:
     begun, free = threading.Event(), threading.Event()
 
     def wait(record: StepRecord) -> None:
@@ -257,15 +258,18 @@ async def test_closing_the_driver_shows_what_waits(clock: Clock) -> None:
             free.wait(30)
 
     slow = Keeper(wait)
-    driver = Driver({"dev:0": ThreadExecutor("dev:0")}, observers=[slow])
+    driver = Driver({"dev:0": ThreadExecutor("dev:0")})
+    tenant = Tenant(observers=Observers([slow]))
     driver.open()
     for _ in range(4):
-        execution = await driver.run(GRAPH, lambda task: lambda: None)
+        execution = await driver.run(GRAPH, lambda task: lambda: None, tenant=tenant)
         await execution.completed()
     assert begun.wait(30)
     driver.close()
-    threading.Timer(0.05, free.set).start()
     driver.join()
+    tenant.observers.close()
+    threading.Timer(0.05, free.set).start()
+    tenant.observers.join()
     assert slow.steps == [0, 1, 2, 3]
 
 
@@ -290,10 +294,11 @@ async def test_the_driver_notes_how_late_the_loop_was_and_how_long_it_took() -> 
         def step_completed(self, record: StepRecord) -> None:
             records.append(record)
 
-    driver = Driver({"dev:0": ThreadExecutor("dev:0")}, observers=[Last()], clock=lambda: float(next(times)))
+    driver = Driver({"dev:0": ThreadExecutor("dev:0")}, clock=lambda: float(next(times)))
+    tenant = Tenant(observers=Observers([Last()]))
     driver.open()
     for _ in range(2):
-        execution = await driver.run(GRAPH, lambda task: lambda: None)
+        execution = await driver.run(GRAPH, lambda task: lambda: None, tenant=tenant)
         await execution.completed()
     driver.close()
     driver.join()
@@ -312,11 +317,11 @@ async def test_the_driver_surveys_memory_only_for_observers() -> None:
         surveys += 1
         return {}
 
-    driver = Driver({"dev:0": ThreadExecutor("dev:0")}, survey=survey)  # type: ignore[arg-type]
+    driver = Driver({"dev:0": ThreadExecutor("dev:0")})
     driver.open()
     for observers in ([], [Keeper()]):
-        driver.observers[:] = observers
-        execution = await driver.run(GRAPH, lambda task: lambda: None)
+        tenant = Tenant(observers=Observers(observers, survey))  # type: ignore[arg-type]
+        execution = await driver.run(GRAPH, lambda task: lambda: None, tenant=tenant)
         await execution.completed()
     driver.close()
     driver.join()

@@ -1,0 +1,124 @@
+"""One step under way on a driver: on whose behalf it runs, what it waits for, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from asyncpipe.core.events import Outcome, StepCompleted, StepFinished, StepNotes, StepRecord
+from asyncpipe.core.graph import TaskGraph
+from asyncpipe.core.share import Share
+from asyncpipe.core.task import Task
+from asyncpipe.errors import PipelineClosedError, TaskError
+from asyncpipe.runtime.executor import Executor, Work
+from asyncpipe.runtime.observing import Observers
+
+__all__ = ["Bind", "Execution", "Gates", "RunningTask", "Tenant"]
+
+Bind = Callable[[Task], Work]
+"""Gives a task its computation; called on the loop's thread when the task is dispatched."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tenant:
+    """On whose behalf steps run: one of several pipelines, maybe, that use the same devices."""
+
+    share: Share = field(default_factory=Share)
+    """What its steps get of lanes that others use as well."""
+    observers: Observers = field(default_factory=Observers)
+    """Who is shown its steps."""
+
+
+class _OpensGates(Protocol):
+    def open_gate(self, execution: Execution, microbatch: int) -> None: ...
+
+
+class Execution:
+    """One step under way."""
+
+    def __init__(
+        self,
+        number: int,
+        graph: TaskGraph,
+        bind: Bind,
+        notes: StepNotes,
+        tenant: Tenant,
+        executors: Mapping[str, Executor],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.number = number
+        self.tenant = tenant
+        self.aborted = False
+        """Read by executor threads: tasks that have not begun are dropped."""
+        self.graph = graph
+        self.closed_gates = len(graph.gates)
+        self.bind = bind
+        self.notes = notes
+        self.executors = [executors[lane.device] for lane in graph.lanes]
+        self.issued: asyncio.Future[StepFinished] = loop.create_future()
+        self.done: asyncio.Future[tuple[StepCompleted, StepRecord]] = loop.create_future()
+
+    async def completed(self) -> StepRecord:
+        """Wait until every device is done with the step; raises ``TaskError`` if a task failed meanwhile."""
+        end, record = await asyncio.shield(self.done)
+        self.raise_for(end)
+        return record
+
+    def raise_for(self, end: StepFinished | StepCompleted) -> None:
+        """Raise ``TaskError`` if this is how a step ends that failed, ``PipelineClosedError`` if it was cut short."""
+        if end.outcome is Outcome.CANCELLED:
+            raise PipelineClosedError("the pipeline was closed during this step")
+        if end.outcome is not Outcome.FAILED:
+            return
+        assert end.failed_task is not None
+        assert end.error is not None
+        task = self.graph.tasks[end.failed_task]
+        raise TaskError(task.id, task.kind.value, task.microbatch, task.stage, task.lane.device, end.error)
+
+    def abandon(self, error: BaseException) -> None:
+        """End the step from outside, because the scheduler cannot go on."""
+        self.aborted = True
+        for future in (self.issued, self.done):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # Retrieved: nobody may be waiting for this one.
+
+
+class Gates:
+    """Opens the gates of one step, from any thread and from before the step is under way."""
+
+    def __init__(self) -> None:
+        self._opened: list[int] = []
+        self._driver: _OpensGates | None = None
+        self._execution: Execution | None = None
+
+    def open(self, microbatches: Iterable[int], loop: Callable[..., object]) -> None:
+        """The caller's gradients for ``microbatches`` are there; ``loop`` calls a function on the driver's loop."""
+        loop(self._open, list(microbatches))
+
+    def attach(self, driver: _OpensGates, execution: Execution) -> None:
+        """The step is under way; on the driver's loop."""
+        self._driver, self._execution = driver, execution
+        opened, self._opened = self._opened, []
+        self._open(opened)
+
+    def _open(self, microbatches: list[int]) -> None:
+        if self._driver is None or self._execution is None:
+            self._opened += microbatches
+            return
+        for microbatch in microbatches:
+            self._driver.open_gate(self._execution, microbatch)
+
+
+class RunningTask(NamedTuple):
+    """A task that an executor is at, as the driver sees it."""
+
+    execution: Execution
+    task: int
+    started: float
+    """In seconds of the executors' clock, ``time.perf_counter``."""
+    executor: Executor
+    expected: float | None
+    """The seconds that it took so far, in this job; ``None`` if that is not known."""
