@@ -15,6 +15,7 @@ __all__ = [
     "BalanceError",
     "BatchError",
     "DeviceError",
+    "HungTaskError",
     "InvalidTransition",
     "JobFileError",
     "LossError",
@@ -150,6 +151,30 @@ class TaskError(AsyncpipeError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[TaskError], tuple[str, str, int, int, str, BaseException | None]]:
         return type(self), (self.task_id, self.kind, self.microbatch, self.stage, self.device, self.__cause__)
+
+
+class HungTaskError(AsyncpipeError, RuntimeError):
+    """A task ran for so long that it was given up; the cause of its step's ``TaskError``.
+
+    Nobody can end a thread, so the task may still run, on a thread that its device no longer uses, and what it computes
+    goes nowhere; but until it returns it holds its tensors, and it may still write to those of the model. So the model
+    must be made anew, from a snapshot. ``seconds`` it ran, ``expected`` are those that it took before (``None`` if that
+    is not known).
+    """
+
+    def __init__(self, task_id: str, device: str, seconds: float, expected: float | None) -> None:
+        usual = "it had not run before" if expected is None else f"usually it takes {expected:.3g} s"
+        super().__init__(
+            f"{task_id} on {device} did not end within {seconds:.3g} s, and was given up ({usual}); all stacks are in "
+            "the log. Go on with a new model, from a snapshot: the task may still write to this one"
+        )
+        self.task_id = task_id
+        self.device = device
+        self.seconds = seconds
+        self.expected = expected
+
+    def __reduce__(self) -> tuple[type[HungTaskError], tuple[str, str, float, float | None]]:
+        return type(self), (self.task_id, self.device, self.seconds, self.expected)
 
 
 class InvalidTransition(AsyncpipeError, RuntimeError):

@@ -15,6 +15,8 @@ from torch import nn
 from asyncpipe.build import BuildOptions, MakeOptimizer, build
 from asyncpipe.call import PreparedCall
 from asyncpipe.core.events import Observer
+from asyncpipe.core.graph import Phase, TaskGraph
+from asyncpipe.core.lower import CheckpointMode
 from asyncpipe.core.planner import Plan
 from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.schedule import Schedule
@@ -254,6 +256,16 @@ class Pipeline(ModelFace):
     def schedule(self) -> Schedule:
         """What the next step follows."""
         return self._machinery.graphs.schedule
+
+    @property
+    def checkpoint(self) -> CheckpointMode:
+        """Which micro-batches are recomputed."""
+        return self._machinery.checkpoint
+
+    @property
+    def graph(self) -> TaskGraph:
+        """The task graph of the next training step, if its mini-batch is cut into ``microbatches``."""
+        return self._machinery.graphs(self.microbatches, Phase.STEP, self.checkpoint, True)
 
     def change_schedule(self, schedule: str | Schedule, *, order: Literal["strict", "hint"] = "strict") -> None:
         """Follow another schedule from the next step on; a step under way ends as it began.

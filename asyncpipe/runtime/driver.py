@@ -30,7 +30,7 @@ from asyncpipe.core.graph import TaskGraph
 from asyncpipe.core.scheduler import SchedulerState
 from asyncpipe.errors import InvalidTransition, PipelineClosedError
 from asyncpipe.runtime.execution import Bind, Execution, Gates, RunningTask, Tenant
-from asyncpipe.runtime.executor import Assignment, Executor
+from asyncpipe.runtime.executor import Assignment, Executor, Replaceable
 from asyncpipe.runtime.waiting import outlast
 
 __all__ = ["Driver"]
@@ -136,15 +136,15 @@ class Driver:
     # For who watches over tasks
 
     def running(self) -> list[RunningTask]:
-        """The tasks that executors are at, where an executor tells."""
+        """The tasks that executors are at, of those executors that can give one up."""
         found = []
         for executor in self._executors.values():
-            current = getattr(executor, "current", None)
-            execution = None if current is None else self._executions.get(current[0].number)
-            if current is not None and execution is not None:
-                handle, task, started = current
+            if not isinstance(executor, Replaceable) or (current := executor.current) is None:
+                continue
+            handle, task, started, _ = current
+            if (execution := self._executions.get(handle.number)) is not None:
                 expected = self._state.expected(handle.number, task)
-                found.append(RunningTask(execution, task, started, executor, expected))
+                found.append(RunningTask(execution, task, started, executor, current, expected))
         return found
 
     def fail(self, execution: Execution, task: int, error: BaseException) -> None:

@@ -12,7 +12,7 @@ from asyncpipe.core.graph import TaskGraph
 from asyncpipe.core.share import Share
 from asyncpipe.core.task import Task
 from asyncpipe.errors import PipelineClosedError, TaskError
-from asyncpipe.runtime.executor import Executor, Work
+from asyncpipe.runtime.executor import Current, Executor, Replaceable, Work
 from asyncpipe.runtime.observing import Observers
 
 __all__ = ["Bind", "Execution", "Gates", "RunningTask", "Tenant"]
@@ -119,6 +119,8 @@ class RunningTask(NamedTuple):
     task: int
     started: float
     """In seconds of the executors' clock, ``time.perf_counter``."""
-    executor: Executor
+    executor: Replaceable
+    current: Current
+    """What the executor calls it."""
     expected: float | None
     """The seconds that it took so far, in this job; ``None`` if that is not known."""

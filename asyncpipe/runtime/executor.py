@@ -8,20 +8,45 @@ An executor is the seam to other kinds of devices (and, later, other machines), 
   device only queued comes back as issued first. ``BaseException`` is reported like any other.
 - Nothing is kept while idle: no assignment, no tensor, no exception.
 - ``submit`` and ``close`` never block; ``join`` waits for the threads, after ``close``.
+
+Nobody can end a thread. So a task that hangs can be given up, where the executor is ``Replaceable``: the device gets a
+new thread, which takes over what was queued, and the old one reports nothing any more::
+
+    thread     claim made ─▶ work ─▶ claim taken ─▶ report
+                               │
+    give_up                    └────▶ claim taken ─▶ new thread; the old one finds its claim gone, and ends
+
+Who takes the claim, of which there is one for each task, has the last word on it: taking is a list's ``pop``, which is
+one instruction of the interpreter.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from asyncpipe.core.events import Event, TaskCompleted, TaskDropped, TaskFailed, TaskIssued
 from asyncpipe.core.graph import TaskGraph
 
-__all__ = ["Assignment", "Completion", "Executor", "Report", "StepHandle", "ThreadExecutor", "Work"]
+__all__ = [
+    "Assignment",
+    "Completion",
+    "Current",
+    "Executor",
+    "Replaceable",
+    "Report",
+    "StepHandle",
+    "ThreadExecutor",
+    "Work",
+]
+
+_logger = logging.getLogger(__name__)
 
 
 class Completion(Protocol):
@@ -77,6 +102,32 @@ class Executor(Protocol):
         """Wait until the last task has been reported."""
 
 
+Claim: TypeAlias = list[None]
+"""Holds one thing, until the task is reported or given up."""
+
+Current: TypeAlias = tuple[StepHandle, int, float, Claim]
+"""A task that an executor is at: its step and number, when it began, and its claim."""
+
+
+@runtime_checkable
+class Replaceable(Protocol):
+    """An executor that can give up a task which hangs."""
+
+    thread: int | None
+    """The identifier of the thread that runs tasks now, once it has started."""
+
+    @property
+    def current(self) -> Current | None:
+        """The task that it is at, if any. From any thread."""
+
+    def give_up(self, current: Current, fail: Callable[[], None]) -> bool:
+        """Go on without that task, of which ``fail`` reports that it failed; false if it has just ended by itself.
+
+        Called on the loop's thread. What waits goes on behind ``fail``, so that nothing more of the step is run. The
+        task goes on until it returns; what it then comes to is dropped.
+        """
+
+
 class ThreadExecutor:
     """One persistent thread for a device; a second one waits for completions where the device is asynchronous."""
 
@@ -84,109 +135,215 @@ class ThreadExecutor:
         """``on_start`` runs first on the device's thread (to set its intra-op threads, say)."""
         self.device = device
         self._on_start = on_start
-        self._queue: SimpleQueue[Sequence[Assignment] | None] = SimpleQueue()
-        self._watcher: _CompletionWatcher | None = None
+        self._line = _Line(device, _report_nothing)
         self._thread: threading.Thread | None = None
+        self._given_up: list[threading.Thread] = []
+
+    @property
+    def thread(self) -> int | None:
+        """As ``Replaceable`` has it."""
+        return None if self._thread is None else self._thread.ident
+
+    @property
+    def current(self) -> Current | None:
+        """As ``Replaceable`` has it; what its completion is waited for counts if the thread itself is idle."""
+        return self._line.current or self._line.watcher.current
 
     def start(self, report: Report) -> None:
-        self._watcher = _CompletionWatcher(self.device, report)
-        # The target is no bound method of self: a dropped executor can be collected while its thread idles.
-        self._thread = threading.Thread(
-            target=_serve,
-            args=(self._queue, report, self._watcher, self._on_start),
-            name=f"asyncpipe {self.device}",
-            daemon=True,
-        )
-        self._thread.start()
+        self._line = _Line(self.device, report)
+        self._start()
 
     def submit(self, assignments: Sequence[Assignment]) -> None:
-        self._queue.put(assignments)
+        self._line.queue.put(assignments)
+
+    def give_up(self, current: Current, fail: Callable[[], None]) -> bool:
+        if not _take(current[3]):
+            return False
+        fail()
+        old = self._line
+        if not old.watcher.give_up(current):
+            assert self._thread is not None
+            self._given_up.append(self._thread)
+            self._line = old.succeeded()
+            self._start()
+        return True
 
     def close(self) -> None:
-        self._queue.put(None)
+        self._line.queue.put(None)
 
     def join(self) -> None:
         if self._thread is not None:
             self._thread.join()
-        if self._watcher is not None:
-            self._watcher.join()
+        self._line.watcher.join()
+        if left := [thread.name for thread in self._given_up if thread.is_alive()]:
+            _logger.warning("%d threads of tasks that were given up still run: %s", len(left), ", ".join(left))
+
+    def _start(self) -> None:
+        # The target is no bound method of self: a dropped executor can be collected while its thread idles.
+        self._thread = threading.Thread(
+            target=_serve, args=(self._line, self._on_start), name=f"asyncpipe {self.device}", daemon=True
+        )
+        self._thread.start()
 
 
-def _serve(
-    queue: SimpleQueue[Sequence[Assignment] | None],
-    report: Report,
-    watcher: _CompletionWatcher,
-    on_start: Callable[[], None] | None,
-) -> None:
+def _report_nothing(event: Event, *, wake: bool = True) -> None:
+    """Stands in until the executor is started."""
+
+
+class _Line:
+    """What one thread of a device works on. What waits can be handed to another thread."""
+
+    def __init__(self, device: str, report: Report, watcher: _CompletionWatcher | None = None) -> None:
+        self.queue: SimpleQueue[Sequence[Assignment] | None] = SimpleQueue()
+        self.batch: deque[Assignment] = deque()
+        """The rest of what was taken from the queue last."""
+        self.current: Current | None = None
+        self.report = report
+        self.watcher = watcher or _CompletionWatcher(device, report)
+        self._device = device
+
+    def succeeded(self) -> _Line:
+        """A line with all that waits on this one, whose thread hangs."""
+        line = _Line(self._device, self.report, self.watcher)
+        if self.batch:
+            line.queue.put([*self.batch])
+            self.batch.clear()
+        with suppress(Empty):
+            while True:
+                line.queue.put(self.queue.get_nowait())
+        self.current = None
+        return line
+
+
+def _serve(line: _Line, on_start: Callable[[], None] | None) -> None:
     """The life of a device's thread."""
     if on_start is not None:
         on_start()
-    while (assignments := queue.get()) is not None:
-        last = assignments[-1]
-        for assignment in assignments:
-            # A copy that only feeds the next task here needs no wake-up of its own: half of them are such.
-            _run(assignment, report, watcher, wake=assignment.awaited or assignment is last)
+    batch = line.batch
+    while (assignments := line.queue.get()) is not None:
+        batch.extend(assignments)
         # An idle thread must not keep the last step alive.
-        del assignments, assignment, last
-    watcher.close()
+        del assignments
+        while batch:
+            if not _run(line, batch.popleft()):
+                return
+    line.watcher.close()
 
 
-def _run(assignment: Assignment, report: Report, watcher: _CompletionWatcher, *, wake: bool) -> None:
-    step, task, work, _ = assignment
+def _run(line: _Line, assignment: Assignment) -> bool:
+    """Run a task and report it; false if it was given up meanwhile."""
+    step, task, work, awaited = assignment
+    report = line.report
     if step.aborted:
         report(TaskDropped(step.number, task))
-        return
+        return True
+    # A copy that only feeds the next task here needs no wake-up of its own: half of them are such.
+    wake = awaited or not line.batch
+    claim: Claim = [None]
     started = time.perf_counter()
+    line.current = (step, task, started, claim)
     try:
         completion = work()
     except BaseException as error:  # noqa: BLE001 - reported, so that nobody waits for ever
         number = step.number
         # The error holds this frame, and the step will hold the error.
         del assignment, step, work
+        if not _take(claim):
+            return False
+        line.current = None
         report(TaskFailed(number, task, error))
-        return
+        return True
+    if not _take(claim):
+        return False
+    line.current = None
     if completion is None:
         report(TaskCompleted(step.number, task, started, time.perf_counter()), wake=wake)
     else:
         report(TaskIssued(step.number, task, time.perf_counter() - started), wake=wake)
-        watcher.watch(step.number, task, completion)
+        line.watcher.watch(step, task, completion)
+    return True
+
+
+def _take(claim: Claim) -> bool:
+    """Whether the claim was still there; then it is the caller's."""
+    try:
+        claim.pop()
+    except IndexError:
+        return False
+    return True
 
 
 class _CompletionWatcher:
     """Waits for an asynchronous device's tasks in issue order, on a thread that exists from the first one on."""
 
     def __init__(self, device: str, report: Report) -> None:
-        self._device = device
-        self._report = report
-        self._queue: SimpleQueue[tuple[int, int, Completion] | None] = SimpleQueue()
+        self.device = device
+        self.report = report
+        self._waiting = _Waiting()
         self._thread: threading.Thread | None = None
 
-    def watch(self, step: int, task: int, completion: Completion) -> None:
+    @property
+    def current(self) -> Current | None:
+        """The task whose completion is waited for."""
+        return self._waiting.current
+
+    def watch(self, step: StepHandle, task: int, completion: Completion) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=_watch,
-                args=(self._queue, self._report),
-                name=f"asyncpipe {self._device} completions",
-                daemon=True,
-            )
-            self._thread.start()
-        self._queue.put((step, task, completion))
+            self._start()
+        self._waiting.queue.put((step, task, completion))
+
+    def give_up(self, current: Current) -> bool:
+        """Wait for those behind that task, if it is the one that is waited for."""
+        old = self._waiting
+        if old.current is not current:
+            return False
+        self._waiting = _Waiting()
+        with suppress(Empty):
+            while True:
+                self._waiting.queue.put(old.queue.get_nowait())
+        self._start()
+        return True
 
     def close(self) -> None:
-        self._queue.put(None)
+        self._waiting.queue.put(None)
 
     def join(self) -> None:
         if self._thread is not None:
             self._thread.join()
 
+    def _start(self) -> None:
+        self._thread = threading.Thread(
+            target=_watch,
+            args=(self._waiting, self.report),
+            name=f"asyncpipe {self.device} completions",
+            daemon=True,
+        )
+        self._thread.start()
 
-def _watch(queue: SimpleQueue[tuple[int, int, Completion] | None], report: Report) -> None:
-    while (item := queue.get()) is not None:
+
+class _Waiting:
+    """What one thread of a watcher waits for."""
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[tuple[StepHandle, int, Completion] | None] = SimpleQueue()
+        self.current: Current | None = None
+
+
+def _watch(waiting: _Waiting, report: Report) -> None:
+    while (item := waiting.queue.get()) is not None:
         step, task, completion = item
+        number = step.number
+        claim: Claim = [None]
+        waiting.current = (step, task, time.perf_counter(), claim)
+        event: Event
         try:
             started, ended = completion.wait()
         except BaseException as error:  # noqa: BLE001 - reported, so that nobody waits for ever
-            report(TaskFailed(step, task, error))
+            event = TaskFailed(number, task, error)
         else:
-            report(TaskCompleted(step, task, started, ended))
-        del item, completion
+            event = TaskCompleted(number, task, started, ended)
+        if not _take(claim):
+            return
+        waiting.current = None
+        report(event)
+        del item, step, completion, event

@@ -87,11 +87,11 @@ class WatchedQueue(SimpleQueue):
         return super().get()
 
 
-def test_nothing_is_kept_while_idle(step):
+def test_nothing_is_kept_while_idle(step, monkeypatch):
+    monkeypatch.setattr("asyncpipe.runtime.executor.SimpleQueue", WatchedQueue)
     executor = ThreadExecutor("cpu:7")
-    executor._queue = WatchedQueue()
     executor.start(lambda event, *, wake=True: None)
-    executor._queue.asked.get(timeout=30)
+    executor._line.queue.asked.get(timeout=30)
 
     class Work:
         def __call__(self):
@@ -100,7 +100,7 @@ def test_nothing_is_kept_while_idle(step):
     works = [Work(), Work()]
     dead = [weakref.ref(work) for work in works]
     executor.submit([Assignment(step, task, works.pop()) for task in range(2)])
-    executor._queue.asked.get(timeout=30)
+    executor._line.queue.asked.get(timeout=30)
     gc.collect()
     assert [ref() for ref in dead] == [None, None]
     executor.close()

@@ -1,0 +1,343 @@
+"""The watchdog: a task that hangs ends its step, not its device, and nothing of it is heard any more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import threading
+import time
+from queue import SimpleQueue
+
+import pytest
+
+from asyncpipe.core.events import TaskCompleted, TaskDropped, TaskFailed, TaskIssued
+from asyncpipe.core.lower import CheckpointMode, lower
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Shape
+from asyncpipe.errors import HungTaskError, OptionError, TaskError
+from asyncpipe.runtime.driver import Driver
+from asyncpipe.runtime.executor import Assignment, ThreadExecutor
+from asyncpipe.runtime.watchdog import Watchdog
+from asyncpipe.testing import InlineExecutor
+
+DEVICES = ["cpu:0", "cpu:1"]
+GRAPH = lower(find_schedule("1f1b"), Shape(2, 4, 2), devices=DEVICES, checkpoint=CheckpointMode.NEVER)
+
+
+class Clock:
+    """Seconds since tasks began, as the watchdog sees them."""
+
+    def __init__(self):
+        self.ahead = 0.0
+
+    def __call__(self):
+        return time.perf_counter() + self.ahead
+
+
+class Hung:
+    """Hangs in one task, until it is let go; knows the threads that came through it."""
+
+    def __init__(self, task_id="F(1,1)"):
+        self.task_id = task_id
+        self.begun, self.let_go = threading.Event(), threading.Event()
+        self.threads = []
+        self.returned = threading.Event()
+
+    def bind(self, task):
+        return self.work if task.id == self.task_id else lambda: None
+
+    def work(self):
+        self.threads.append(threading.current_thread())
+        self.begun.set()
+        assert self.let_go.wait(30)
+        self.returned.set()
+
+
+def bind_nothing(task):
+    return lambda: None
+
+
+def told():
+    """The scheduler knows."""
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+async def driver(no_leaks):
+    made = Driver({name: ThreadExecutor(name) for name in DEVICES})
+    made.open()
+    yield made
+    await made.drain()
+    made.close()
+    made.join()
+    made._state.check()
+    assert made._state.idle
+
+
+async def begin(driver, hung, graph=GRAPH):
+    step = asyncio.ensure_future(driver.run(graph, hung.bind))
+    await asyncio.get_running_loop().run_in_executor(None, hung.begun.wait, 30)
+    return step
+
+
+async def test_the_step_of_a_hung_task_fails_and_others_go_on(driver, clock, caplog):
+    hung = Hung()
+    watchdog = Watchdog(driver, floor=60.0, clock=clock)
+    step = await begin(driver, hung)
+    behind = asyncio.ensure_future(driver.run(GRAPH, bind_nothing))
+    await asyncio.sleep(0)
+    clock.ahead = 601.0
+    watchdog.look()
+    with pytest.raises(TaskError, match=r"F\(1,1\) failed") as caught:
+        await step
+    cause = caught.value.__cause__
+    assert isinstance(cause, HungTaskError)
+    assert (cause.task_id, cause.device, cause.expected) == ("F(1,1)", "cpu:1", None)
+    assert cause.seconds > 600
+    await (await behind).completed()
+    assert watchdog.hung == 1
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    first, _, _ = record.getMessage().partition("in work")
+    assert "the thread that hangs, asyncpipe cpu:1:" in first
+    hung.let_go.set()
+    hung.threads[0].join(30)
+    assert not hung.threads[0].is_alive()
+    watchdog.look()
+    assert watchdog.hung == 1
+    await (await driver.run(GRAPH, bind_nothing)).completed()
+
+
+async def test_how_long_it_waits(driver, clock, monkeypatch):
+    """The floor, or the factor times the usual, whichever is longer; ten floors for what is not known."""
+    hung = Hung()
+    step = await begin(driver, hung)
+    for expected, patience in ((0.001, 8.0), (2.0, 20.0), (None, 80.0)):
+        monkeypatch.setattr(driver._state, "expected", lambda number, task, found=expected: found)
+        watchdog = Watchdog(driver, factor=10.0, floor=8.0, clock=clock)
+        # The task began up to some seconds ago, if the machine is busy.
+        clock.ahead = patience - 4.0
+        watchdog.look()
+        assert watchdog.hung == 0
+    clock.ahead = 80.1
+    watchdog.look()
+    assert watchdog.hung == 1
+    with pytest.raises(TaskError):
+        await step
+    hung.let_go.set()
+
+
+async def test_one_that_ends_in_time_is_left_alone(driver, clock):
+    """It was seen to hang, and ended before it could be given up."""
+    hung = Hung()
+    step = await begin(driver, hung)
+    (running,) = driver.running()
+    assert GRAPH.tasks[running.task].id == "F(1,1)"
+    hung.let_go.set()
+    await (await step).completed()
+    assert not running.executor.give_up(running.current, told)
+    assert driver.running() == []
+    driver.fail(running.execution, running.task, ValueError("late"))
+    await (await driver.run(GRAPH, bind_nothing)).completed()
+
+
+async def test_a_report_that_is_under_way_counts(driver):
+    """The task was reported just before it was to fail: the scheduler has not heard of it, and must not hear twice."""
+    hung = Hung("B(0,0)")
+    step = await begin(driver, hung)
+    (running,) = driver.running()
+    hung.let_go.set()
+    while driver.running():  # Without a turn of the loop: its report lies in the inbox.
+        pass
+    driver.fail(running.execution, running.task, ValueError("late"))
+    await (await step).completed()
+
+
+async def test_it_looks_now_and_then_and_goes_on_after_a_mistake(driver, caplog):
+    pauses = SimpleQueue()
+    looked = asyncio.Event()
+
+    async def sleep(seconds):
+        pauses.put(seconds)
+        await asyncio.sleep(0)
+
+    class Broken(Watchdog):
+        looks = 0
+
+        def look(self):
+            self.looks += 1
+            if self.looks == 1:
+                raise LookupError
+            looked.set()
+
+    async with Broken(driver, floor=8.0, sleep=sleep):
+        await looked.wait()
+    assert pauses.get() == 2.0
+    assert "could not look" in caplog.records[0].getMessage()
+    for floor, pause in ((0.01, 0.05), (600.0, 5.0)):
+        looked.clear()
+        while not pauses.empty():
+            pauses.get()
+        async with Broken(driver, floor=floor, sleep=sleep):
+            await looked.wait()
+        assert pauses.get() == pause
+
+
+def test_mistakes_are_told():
+    for options in ({"factor": 0.5}, {"floor": 0.0}, {"factor": float("nan")}):
+        with pytest.raises(OptionError, match="factor must be at least 1 and floor more than 0"):
+            Watchdog(Driver({}), **options)
+
+
+def test_the_error_survives_pickling():
+    error = HungTaskError("F(0,0)", "cpu:0", 61.0, 0.5)
+    copied = pickle.loads(pickle.dumps(error))
+    assert str(copied) == str(error)
+    assert (copied.task_id, copied.device, copied.seconds, copied.expected) == ("F(0,0)", "cpu:0", 61.0, 0.5)
+
+
+async def test_executors_that_cannot_give_up_are_left_alone():
+    driver = Driver({name: InlineExecutor(name) for name in DEVICES})
+    driver.open()
+    seen = []
+    await driver.run(GRAPH, lambda task: lambda: seen.append(driver.running()))
+    assert seen
+    assert not any(seen)
+    driver.close()
+
+
+# The executor
+
+
+class Step:
+    number = 3
+    graph = GRAPH
+    aborted = False
+
+
+@pytest.fixture
+def executor(no_leaks):
+    made = ThreadExecutor("cpu:0")
+    made.events = SimpleQueue()
+    made.start(lambda event, *, wake=True: made.events.put(event))
+    yield made
+    made.close()
+    made.join()
+
+
+def test_what_waits_is_taken_over_in_its_order(executor):
+    """The rest of the batch, then later ones; each is reported once, and the hung one not at all."""
+    hung, step, ran = Hung(), Step(), []
+
+    def work(number):
+        return lambda: ran.append((number, threading.current_thread()))
+
+    executor.submit([Assignment(step, 0, work(0)), Assignment(step, 1, hung.work), Assignment(step, 2, work(2))])
+    executor.submit([Assignment(step, 3, work(3))])
+    assert hung.begun.wait(30)
+    handle, task, _, _ = current = executor.current
+    assert (handle, task) == (step, 1)
+    assert executor.thread == hung.threads[0].ident
+    assert executor.give_up(current, told)
+    assert not executor.give_up(current, told)
+    assert executor.thread != hung.threads[0].ident
+    executor.submit([Assignment(step, 4, work(4))])
+    events = [executor.events.get(timeout=30) for _ in range(4)]
+    assert [(type(event), event.task) for event in events] == [(TaskCompleted, task) for task in (0, 2, 3, 4)]
+    assert [number for number, _ in ran] == [0, 2, 3, 4]
+    assert len({thread for _, thread in ran}) == 2
+    hung.let_go.set()
+    hung.threads[0].join(30)
+    assert executor.current is None
+    executor.submit([Assignment(step, 5, work(5))])
+    assert executor.events.get(timeout=30).task == 5
+    assert executor.events.empty()
+
+
+def test_what_a_given_up_task_raises_is_dropped(executor):
+    hung, step = Hung(), Step()
+
+    def work():
+        hung.work()
+        raise ValueError
+
+    executor.submit([Assignment(step, 0, work)])
+    assert hung.begun.wait(30)
+    assert executor.give_up(executor.current, told)
+    hung.let_go.set()
+    hung.threads[0].join(30)
+    assert not hung.threads[0].is_alive()
+    assert executor.events.empty()
+
+
+def test_what_is_queued_of_its_step_is_dropped(executor):
+    hung, step = Hung(), Step()
+    executor.submit([Assignment(step, 0, hung.work), Assignment(step, 1, lambda: None)])
+    assert hung.begun.wait(30)
+    assert executor.give_up(executor.current, lambda: setattr(step, "aborted", True))
+    assert executor.events.get(timeout=30) == TaskDropped(3, 1)
+    hung.let_go.set()
+
+
+class Queued:
+    """Work that an asynchronous device does later."""
+
+    def __init__(self):
+        self.waited, self.done = threading.Event(), threading.Event()
+
+    def wait(self):
+        self.waited.set()
+        assert self.done.wait(30)
+        return 1.0, 2.0
+
+
+def test_a_completion_that_never_comes(executor):
+    """The thread that waits for completions is replaced; that of the device is not."""
+    first, second, step = Queued(), Queued(), Step()
+    executor.submit([Assignment(step, 0, lambda: first), Assignment(step, 1, lambda: second)])
+    assert [executor.events.get(timeout=30) for _ in range(2)] == [TaskIssued(3, 0), TaskIssued(3, 1)]
+    assert first.waited.wait(30)
+    thread, current = executor.thread, executor.current
+    assert current[:2] == (step, 0)
+    assert executor.give_up(current, told)
+    assert executor.thread == thread
+    second.done.set()
+    assert executor.events.get(timeout=30) == TaskCompleted(3, 1, 1.0, 2.0)
+    first.done.set()
+    executor.submit([Assignment(step, 2, lambda: None)])
+    assert executor.events.get(timeout=30).task == 2
+    assert executor.events.empty()
+
+
+def test_closing_does_not_wait_for_a_thread_that_was_given_up(caplog):
+    hung = Hung()
+    executor = ThreadExecutor("cpu:0")
+    executor.start(lambda event, *, wake=True: None)
+    executor.submit([Assignment(Step(), 0, hung.work)])
+    assert hung.begun.wait(30)
+    assert executor.give_up(executor.current, told)
+    executor.close()
+    executor.join()
+    assert "1 threads of tasks that were given up still run: asyncpipe cpu:0" in caplog.text
+    hung.let_go.set()
+    hung.threads[0].join(30)
+
+
+def test_one_is_heard_whoever_comes_first(executor):
+    """The task ends while it is being given up: it is reported once, by its thread or by who gave it up."""
+    step = Step()
+    for number in range(200):
+        let_go = threading.Event()
+        executor.submit([Assignment(step, number, lambda event=let_go: event.wait() and None)])
+        while (current := executor.current) is None or current[1] != number:
+            pass
+        let_go.set()
+        given_up = executor.give_up(current, told)
+        executor.submit([Assignment(step, 1000 + number, lambda: None)])
+        events = [executor.events.get(timeout=30) for _ in range(1 if given_up else 2)]
+        assert [event.task for event in events] == ([] if given_up else [number]) + [1000 + number]
+        assert not any(isinstance(event, TaskFailed) for event in events)
