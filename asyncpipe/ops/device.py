@@ -52,8 +52,10 @@ def _physical(entry: str | torch.device) -> torch.device:
     if device.type != "cuda":
         raise DeviceError(f"{entry!r} is a device of kind {device.type!r}; asyncpipe knows 'cpu:N' and 'cuda:N'")
     count = torch.cuda.device_count()
-    index = torch.cuda.current_device() if device.index is None and count else device.index or 0
-    if index >= count:
+    # Not device.index, which torch keeps in eight bits: cuda:256 would be cuda:0.
+    number = str(entry).partition(":")[2]
+    index = int(number) if number else torch.cuda.current_device() if count else 0
+    if not 0 <= index < count:
         there = ", ".join(f"cuda:{k}" for k in range(count)) or "no CUDA device"
         raise DeviceError(f"{entry!r} is not there; this machine has {there}, and 'cpu:N' for any N")
     return torch.device("cuda", index)

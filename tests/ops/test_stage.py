@@ -72,7 +72,7 @@ def test_other_kinds_of_devices(entry: Any) -> None:
 )
 def test_a_cuda_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, count: int, there: str) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    for entry in (f"cuda:{count}", "cuda:9", torch.device("cuda", 7)):
+    for entry in (f"cuda:{count}", "cuda:9", "cuda:256", "cuda:99999", torch.device("cuda", 7)):
         with pytest.raises(DeviceError) as raised:
             resolve_devices([entry])
         assert str(raised.value) == f"{entry!r} is not there; this machine has {there}, and 'cpu:N' for any N"
