@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from asyncpipe.pipeline import Pipeline as Pipeline
     from asyncpipe.pool import DevicePool as DevicePool
     from asyncpipe.result import StepResult as StepResult
+    from asyncpipe.service.training_service import TrainingService as TrainingService
     from asyncpipe.sync import SyncPipeline as SyncPipeline
 
 __version__ = "0.1.0"
@@ -87,6 +88,7 @@ _HOMES = {
     "pool": ("DevicePool",),
     "sync": ("SyncPipeline",),
     "result": ("StepResult",),
+    "service.training_service": ("TrainingService",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

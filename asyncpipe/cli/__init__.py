@@ -43,14 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     # Imported here, so that importing this package costs nothing; none of them imports torch before it runs.
-    from asyncpipe.cli import bench, plan, profile, schedule, simulate, train
+    from asyncpipe.cli import bench, jobs, plan, profile, schedule, serve, simulate, train
 
     parser = argparse.ArgumentParser(
         prog="asyncpipe", description="Pipeline-parallel training for PyTorch, and tools around it."
     )
     parser.add_argument("--version", action="version", version=f"asyncpipe {_version()}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (train, schedule, simulate, profile, plan, bench):
+    for module in (train, serve, jobs, schedule, simulate, profile, plan, bench):
         module.add_parser(subparsers)
     return parser
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from asyncpipe.errors import OptionError
@@ -60,6 +61,12 @@ class LineProgress:
         """Print the phase."""
         self._print(phase)
 
+    def noted(self, level: int, text: str) -> None:
+        """Print nothing: the log has it."""
+
+    def snapshot(self, step: int, path: Path) -> None:
+        """Print nothing: the summary names the last one."""
+
     def _print(self, line: str) -> None:
         print(line, file=self._out, flush=True)
 
@@ -94,6 +101,12 @@ class LiveProgress:
     def entered(self, phase: str) -> None:
         """Show the phase in front of the bar."""
         self._bar.update(self._task, description=phase)
+
+    def noted(self, level: int, text: str) -> None:
+        """Show nothing: the log has it."""
+
+    def snapshot(self, step: int, path: Path) -> None:
+        """Show nothing: the summary names the last one."""
 
     def draw(self) -> RenderableType:
         """The display as it is now. Called by the thread that redraws, at its own pace."""

@@ -2,16 +2,18 @@
 
 ::
 
-                 ┌────────────── resumed ──────────────┐
-                 │  ┌─ restarted, or tried again ─┐    │
-                 ▼  ▼                             │    │
-    submitted ▶ queued ────────── begins ──────▶ running ──── asked for, or shutting down ───▶ paused
-                 │  │                             │ │ │                                          │
-                 │  └─ cannot be built ─▶ failed ◀┘ │ └─▶ finished                               │
-                 └────────────────────▶ cancelled ◀─┴────────────────────────────────────────────┘
+                 ┌─────────────────── resumed ──────────────────────┐
+                 │  ┌─ restarted, shutting down, or tried again ─┐   │
+                 ▼  ▼                                            │   │
+    submitted ▶ queued ─────────────── begins ─────────────────▶ running ─── asked for ───▶ paused
+                 │ │ │                                            │ │ │                     ▲  │
+                 │ │ └──────────────────── asked for ─────────────┼─┼─┼─────────────────────┘  │
+                 │ └─ cannot be built ─▶ failed ◀─────────────────┘ │ └─▶ finished             │
+                 └────────────────────▶ cancelled ◀─────────────────┴──────────────────────────┘
 
-``finished``, ``failed`` and ``cancelled`` are final. A job that is resumed waits in the queue like a new one, since its
-devices may be in use by then.
+``finished``, ``failed`` and ``cancelled`` are final. A job that is resumed waits in the queue again, since its devices
+may be in use by then. A running job that shall pause, or be cancelled, needs a moment for that: what it was asked is
+kept meanwhile (``JobRecord.asked``), so that a process that is killed then does not forget it.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ __all__ = [
     "JobStateError",
     "PriorityClass",
     "Transition",
+    "check_asking",
     "check_history",
     "check_transition",
     "tidy_cause",
@@ -70,7 +73,7 @@ class PriorityClass(StrEnum):
 
 TRANSITIONS: Mapping[JobState, tuple[JobState, ...]] = MappingProxyType(
     {
-        JobState.QUEUED: (JobState.RUNNING, JobState.FAILED, JobState.CANCELLED),
+        JobState.QUEUED: (JobState.RUNNING, JobState.PAUSED, JobState.FAILED, JobState.CANCELLED),
         JobState.RUNNING: (
             JobState.QUEUED,
             JobState.PAUSED,
@@ -190,6 +193,12 @@ class JobRecord:
     """The last one that was reported; after a restart the job may go on from an earlier one."""
     snapshot: str | None = None
     """Name of the last acknowledged snapshot."""
+    asked: JobState | None = None
+    """``paused`` or ``cancelled``, where a running job was asked to become that and has not yet."""
+    asked_cause: str | None = None
+    """Why it was asked."""
+    schedule: str | None = None
+    """The schedule that it follows in the place of the submitted one, where it was changed."""
 
     @property
     def priority_class(self) -> PriorityClass:
@@ -221,6 +230,20 @@ def check_transition(job: str, state: JobState, to: JobState, expect: JobState |
         raise JobStateError(job, state, f"become {to} as a job that is {expect}")
     if to not in TRANSITIONS[state]:
         raise JobStateError(job, state, f"become {to}")
+
+
+def check_asking(job: str, state: JobState, asked: JobState | None, to: JobState | None) -> None:
+    """Raise ``JobStateError`` unless ``job`` may be asked to become ``to``, after it was ``asked`` something before.
+
+    Only a running one is asked; the others do at once what they are told. ``None`` takes back what was asked. A
+    cancellation stands.
+    """
+    if state is not JobState.RUNNING or to not in (JobState.PAUSED, JobState.CANCELLED, None):
+        raise JobStateError(job, state, f"be asked to become {to}" if to is not None else "go on")
+    if asked is JobState.CANCELLED and to is not JobState.CANCELLED:
+        raise JobStateError(job, state, f"become {to or 'queued'}, as it is being cancelled")
+    if asked is None and to is None:
+        raise JobStateError(job, state, "go on, as it does already")
 
 
 def check_history(history: Iterable[Transition]) -> None:

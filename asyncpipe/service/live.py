@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.live import LiveView
+from asyncpipe.service.http.hosts import shown_address as _host
 from asyncpipe.service.live_feed import Feed
 
 if TYPE_CHECKING:
@@ -81,14 +81,3 @@ def _check_aiohttp() -> None:
         raise OptionError(
             "the live view needs aiohttp, which is not installed: pip install 'asyncpipe[service]'"
         ) from error
-
-
-def _host(address: str) -> str:
-    """``address`` as a URL has it; nobody can open the address that stands for all of them."""
-    try:
-        found = ip_address(address)
-    except ValueError:
-        return address
-    if found.is_unspecified:
-        return "127.0.0.1" if found.version == 4 else "[::1]"
-    return address if found.version == 4 else f"[{address}]"

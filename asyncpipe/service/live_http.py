@@ -1,26 +1,25 @@
 """What the live view answers over HTTP. Kept apart from ``live.py``, since this cannot be imported without aiohttp.
 
-Nothing here changes anything, so the danger is that foreign pages *read*. A browser lets no foreign page read an
-answer without CORS headers, and there are none. What is left is DNS rebinding: a foreign page's own name, made to
-point to this machine. Such requests carry that name as their ``Host`` and are refused.
+Nothing here changes anything, so the danger is that foreign pages *read*: ``http/hosts.py`` says how that is kept from
+them. ``make_app`` serves one feed; ``LiveHandlers`` finds the feed of each request, so that one application can have
+the live pages of many jobs.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from functools import partial
 from importlib import resources
-from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from asyncpipe.service.http.hosts import host_name, own_host
 from asyncpipe.service.live_feed import Feed
 
-__all__ = ["make_app"]
+__all__ = ["FILES", "HEADERS", "LiveHandlers", "add_files", "add_headers", "make_app"]
 
 FILES = {
     "/": ("live.html", "text/html"),
@@ -46,33 +45,46 @@ GOODBYE_SECONDS = 1.0
 
 def make_app(feed: Feed, hosts: Iterable[str]) -> web.Application:
     """The application that serves ``feed``; it starts the feed when it starts, and closes it when it shuts down."""
-    view = _View(feed)
+
+    async def find(_: web.Request) -> Feed:
+        return feed
+
+    async def start(_: web.Application) -> None:
+        feed.start()
+
+    async def close(_: web.Application) -> None:
+        await feed.close()
+        await handlers.close()
+
+    handlers = LiveHandlers(find)
     app = web.Application(middlewares=[_guard(frozenset(host.lower() for host in hosts))])
-    for path, (name, kind) in FILES.items():
-        text = resources.files("asyncpipe.service").joinpath(name).read_text(encoding="utf-8")
-        app.router.add_get(path, partial(_file, text, kind))
-    app.router.add_get("/state", view.state)
-    app.router.add_get("/events", view.events)
-    app.on_response_prepare.append(_add_headers)
-    app.on_startup.append(view.start)
-    app.on_shutdown.append(view.close)
+    add_files(app.router, "/", "asyncpipe.service", FILES)
+    app.router.add_get("/state", handlers.state)
+    app.router.add_get("/events", handlers.events)
+    app.on_response_prepare.append(add_headers)
+    app.on_startup.append(start)
+    app.on_shutdown.append(close)
     return app
 
 
-class _View:
-    """The handlers that tell the state of a run."""
+def add_files(router: web.UrlDispatcher, below: str, package: str, files: Mapping[str, tuple[str, str]]) -> None:
+    """Serve ``files`` of ``package``, by their paths ``below``: each a name and a media type. Reads them now."""
+    for path, (name, kind) in files.items():
+        text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
+        router.add_get(f"{below}{path.removeprefix('/')}", partial(_file, text, kind))
 
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
+
+class LiveHandlers:
+    """The handlers that tell the state of a run: that whose feed ``find`` gives for a request, or raises for it."""
+
+    def __init__(self, find: Callable[[web.Request], Awaitable[Feed]]) -> None:
+        self._find = find
         self._open: set[asyncio.Transport] = set()
         self._left = asyncio.Event()
         """Set when a page has left."""
 
-    async def start(self, _: web.Application) -> None:
-        self._feed.start()
-
-    async def close(self, _: web.Application) -> None:
-        await self._feed.close()
+    async def close(self) -> None:
+        """Wait until pages have taken the last message, which closing their feeds has sent; cut those that do not."""
         with suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS):
                 while self._open:
@@ -82,11 +94,14 @@ class _View:
             # Its handler waits for room on the line, which will not come: this ends the wait.
             line.abort()
 
-    async def state(self, _: web.Request) -> web.Response:
-        message = await self._feed.newest()
+    async def state(self, request: web.Request) -> web.Response:
+        """The newest state, once, as JSON."""
+        message = await (await self._find(request)).newest()
         return web.Response(body=message.data, content_type="application/json")
 
     async def events(self, request: web.Request) -> web.StreamResponse:
+        """The newest state and every newer one, as server-sent events."""
+        feed = await self._find(request)
         # Proxies such as nginx would gather events until they have some kilobytes.
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
         if request.method == "HEAD":
@@ -98,7 +113,7 @@ class _View:
         try:
             await response.prepare(request)
             await response.write(RETRY)
-            async with aclosing(self._feed.follow(request.headers.get("Last-Event-ID"))) as events:
+            async with aclosing(feed.follow(request.headers.get("Last-Event-ID"))) as events:
                 async for event in events:
                     await response.write(event)
             await response.write_eof()
@@ -115,7 +130,8 @@ async def _file(text: str, kind: str, _: web.Request) -> web.Response:
     return web.Response(text=text, content_type=kind)
 
 
-async def _add_headers(_: web.Request, response: web.StreamResponse) -> None:
+async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
+    """Give ``response`` the headers of all answers; for an application's ``on_response_prepare``."""
     response.headers.update(HEADERS)
 
 
@@ -124,32 +140,9 @@ def _guard(hosts: frozenset[str]) -> Middleware:
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        name = _name(request.headers.get("Host", ""))
-        if name in hosts or _is_loopback(name) or name == _own_address(request):
+        if own_host(request, hosts):
             return await handler(request)
-        raise web.HTTPForbidden(text=f"This server is not known as {name!r}; ask for it by its address.\n")
+        name = host_name(request.headers.get("Host", ""))
+        raise web.HTTPForbidden(text=f"This server is not known as {name[:100]!r}; ask for it by its address.\n")
 
     return guard
-
-
-def _name(host: str) -> str:
-    """The name in a ``Host`` header, in lower case, without the port; empty if it has none."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def _is_loopback(name: str) -> bool:
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
-def _own_address(request: web.Request) -> str | None:
-    """The address that the request came in on, where the server listens on several."""
-    own = None if request.transport is None else request.transport.get_extra_info("sockname")
-    return own[0] if isinstance(own, tuple) else None

@@ -48,6 +48,8 @@ class StepProgress:
     remaining_seconds: float
     """At that speed."""
     report: Report
+    skipped: bool = False
+    """Whether the update of the weights was left out, as loss or gradient norm was no finite number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class TrainingSummary:
     """The picture that was written."""
     snapshot: Path | None = None
     """The folder of the last snapshot that was written."""
+    skipped: int = 0
+    """In how many steps the update of the weights was left out."""
 
 
 class ProgressSink(Protocol):
@@ -90,6 +94,15 @@ class ProgressSink(Protocol):
 
     def entered(self, phase: str) -> None:
         """Called when something else than training begins: ``"evaluating"``, ``"sampling"``."""
+
+    def noted(self, level: int, text: str) -> None:
+        """Called with a line for people: a step tried again, an update left out, a snapshot that failed.
+
+        ``level`` is one of ``logging``'s. The line stands in the process's log as well.
+        """
+
+    def snapshot(self, step: int, path: Path) -> None:
+        """Called when the snapshot of ``step`` is on disk, at the latest before the run ends."""
 
 
 @runtime_checkable
@@ -112,9 +125,16 @@ class NullProgress:
     def entered(self, phase: str) -> None:
         """Show nothing."""
 
+    def noted(self, level: int, text: str) -> None:
+        """Show nothing."""
+
+    def snapshot(self, step: int, path: Path) -> None:
+        """Show nothing."""
+
 
 class _Recent(NamedTuple):
-    loss: float
+    loss: float | None
+    """``None`` where the update was skipped: one such step would make the mean of many no number."""
     seconds: float
     tokens: int
     bubble_ratio: float
@@ -128,6 +148,10 @@ class Meter:
         """How many steps are done."""
         self.seconds = 0.0
         self.tokens = 0
+        self.skipped = 0
+        """In how many of them the update was left out."""
+        self.skipped_in_a_row = 0
+        """In how many of the last ones, without a break."""
         self._steps = steps
         self._recent: deque[_Recent] = deque(maxlen=RECENT)
 
@@ -141,12 +165,15 @@ class Meter:
         samples: int,
         tokens: int,
         report: Report,
+        skipped: bool = False,
     ) -> StepProgress:
         """Count one more step and say how far the run is; ``seconds`` is more than 0."""
         self.step += 1
+        self.skipped += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.seconds += seconds
         self.tokens += tokens
-        self._recent.append(_Recent(loss, seconds, tokens, report.bubble_ratio))
+        self._recent.append(_Recent(None if skipped else loss, seconds, tokens, report.bubble_ratio))
         recent_seconds = sum(recent.seconds for recent in self._recent)
         return StepProgress(
             step=self.step,
@@ -160,23 +187,28 @@ class Meter:
             tokens_per_second=sum(recent.tokens for recent in self._recent) / recent_seconds,
             remaining_seconds=(self._steps - self.step) * recent_seconds / len(self._recent),
             report=report,
+            skipped=skipped,
         )
 
     def state_dict(self) -> dict[str, Any]:
         """What has been counted so far, as plain values."""
         recent = [recent._asdict() for recent in self._recent]
-        return {"step": self.step, "seconds": self.seconds, "tokens": self.tokens, "recent": recent}
+        skipped = {"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
+        return {"step": self.step, "seconds": self.seconds, "tokens": self.tokens, "recent": recent, **skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Count on from there."""
         self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
+        # Snapshots from before updates could be skipped do not say.
+        self.skipped, self.skipped_in_a_row = state.get("skipped", 0), state.get("skipped_in_a_row", 0)
         self._recent.clear()
         self._recent.extend(_Recent(**recent) for recent in state["recent"])
 
     @property
     def loss(self) -> float:
         """Mean loss of the last steps; ``nan`` before the first."""
-        return fmean(recent.loss for recent in self._recent) if self._recent else nan
+        losses = [recent.loss for recent in self._recent if recent.loss is not None]
+        return fmean(losses) if losses else nan
 
     @property
     def bubble_ratio(self) -> float:

@@ -22,6 +22,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from asyncpipe.errors import OptionError
+from asyncpipe.service.feed import DataError
 from asyncpipe.service.settings import AUTO, Job, PipelineTable, SnapshotTable, job_file_error
 from asyncpipe.service.snapshot_files import LEFT_OVER, STATE_NAME, WHOLE, Snapshot, read_about, read_snapshot
 from asyncpipe.service.workload import Resumable
@@ -56,7 +57,10 @@ class Resumed:
         return f"going on after step {self.step}, from {self.path}{changed}"
 
     def restore(self, states: Mapping[str, Resumable], job: Job) -> None:
-        """Put all ``states`` back, in their order. Blocks. Raises ``JobFileError`` where one does not fit."""
+        """Put all ``states`` back, in their order. Blocks.
+
+        Raises ``JobFileError`` where one does not fit, ``DataError`` where the job's data fails on the way.
+        """
         if missing := sorted(states.keys() - self._states.keys()):
             raise job_file_error(job.path, f"snapshots.resume: {self.path} has no state of {', '.join(missing)}")
         saved, self._states = self._states, {}
@@ -64,6 +68,8 @@ class Resumed:
             try:
                 # Taken out: what is put back need not be held twice.
                 state.load_state_dict(saved.pop(name))
+            except DataError:
+                raise
             except Exception as error:
                 reason = " ".join(str(error).split())  # torch's has a line for each key.
                 problem = f"{name}.pt of {self.path} does not fit this job: {type(error).__name__}: {reason}"

@@ -29,6 +29,12 @@ A whole file::
     keep_every = 10                     # every 10th is kept for good
     resume = true                       # go on from the newest that is whole, if there is one
 
+    [faults]
+    step_retries = 1                    # a step that fails is tried again, with the same batch
+    snapshot_retries = 2                # then a service goes back to the last snapshot
+    non_finite = "fail"                 # a NaN or infinite loss or gradient; or "skip", or "ignore"
+    most_skipped = 10                   # in a row
+
 Paths in it are relative to the working directory. Nothing of the job is imported here.
 """
 
@@ -51,6 +57,7 @@ from asyncpipe.errors import JobFileError
 __all__ = [
     "AUTO",
     "Entry",
+    "Faults",
     "Job",
     "Observe",
     "PipelineTable",
@@ -99,6 +106,7 @@ _POSITIVE = "must be a finite number greater than 0"
 _PORT = "must be a port from 0 (any free one) to 65535"
 _OUTPUT = "must be the path of a file to write"
 _FOLDER = "must be the path of a folder, which is made if it is not there"
+_NON_FINITE = 'must be "fail", "skip" or "ignore"'
 _SNAPSHOTS = "must be a table with the keys folder, every, keep, keep_every, resume"
 
 Count = Annotated[int, Field(ge=1, description=_COUNT)]
@@ -194,6 +202,21 @@ class SnapshotTable(_Table):
     """Whether the run goes on from the newest whole one in the folder; where there is none, it starts afresh."""
 
 
+class Faults(_Table):
+    """``[faults]``: what goes wrong without ending the job, and how often it may."""
+
+    step_retries: Natural = 1
+    """How often a step that fails is tried again, with the same batch and the same random numbers."""
+    snapshot_retries: Natural = 2
+    """How often in a row, without a new snapshot, a service then lets the job go back to the last one; alone, a run
+    ends."""
+    non_finite: Literal["fail", "skip", "ignore"] = Field(default="fail", description=_NON_FINITE)
+    """What a loss or a gradient norm that is NaN or infinite does: end the run before the weights are updated, leave
+    that one update out, or nothing."""
+    most_skipped: Count = 10
+    """How many updates in a row may be left out before that ends the run, too."""
+
+
 class Job(_Table):
     """A whole job file; ``path`` is where it was read from."""
 
@@ -204,6 +227,7 @@ class Job(_Table):
     observe: Observe = Observe()
     snapshots: SnapshotTable | None = Field(default=None, description=_SNAPSHOTS)
     """None are taken where it is absent."""
+    faults: Faults = Faults()
 
     _path: Path = PrivateAttr(default=Path("job.toml"))
 

@@ -9,7 +9,7 @@ Training waits for a copy of the state in the host's memory, never for the disk:
 What is in one is said in ``snapshot_files.py``, how a run goes on from one in ``resume.py``. One snapshot is in
 flight at a time, so that at most one copy of the state is held: where the disk is slower than the training, the next
 one is taken late, after the first step that finds the last one written. One that cannot be written costs a line in
-the log and a count, and the next one is tried when it is due.
+the log, a note to whoever watches the run and a count, and the next one is tried when it is due.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import platform
 import shutil
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from asyncpipe import __version__
 from asyncpipe.core.events import FailureCounter
+from asyncpipe.service.progress import NullProgress, ProgressSink
 from asyncpipe.service.resume import Resumed, is_for_good
 from asyncpipe.service.settings import Job
 from asyncpipe.service.snapshot_files import write_snapshot
@@ -60,23 +61,29 @@ class SnapshotListener(FailureCounter, Protocol):
 class Snapshots:
     """Takes the snapshots of one run of ``job``: after every so many steps and after the last; none if it wants none.
 
-    Used on one loop, as an async context manager, whose end waits for the snapshot in flight. ``resume.open_folder``
-    goes before; ``resumed`` is what it found, where the run goes on from that.
+    Used on one loop, as an async context manager, whose end waits for the snapshot in flight. ``progress`` is told of
+    each that is on disk, and of each that failed. ``resume.open_folder`` goes before; ``resumed`` is what it found,
+    where the run goes on from that.
     """
 
-    def __init__(self, job: Job, listener: SnapshotListener | None = None, resumed: Resumed | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        listener: SnapshotListener | None = None,
+        resumed: Resumed | None = None,
+        progress: ProgressSink | None = None,
+    ) -> None:
         self._table = job.snapshots
         self._about: dict[str, Any] = {
-            "job": job.name,
-            "schedule": job.pipeline.schedule,
-            "parameters": job.model_dump(mode="json", include={"job", "pipeline", "training"}),
             "versions": {
                 "asyncpipe": __version__,
                 "torch": str(torch.__version__),
                 "python": platform.python_version(),
             },
         }
+        self.describe(job)
         self._listener = listener
+        self._progress: ProgressSink = progress if progress is not None else NullProgress()
         self._begun = 0 if resumed is None else resumed.step
         """The step of the newest snapshot that was begun."""
         self._number = 0 if resumed is None else resumed.number
@@ -85,21 +92,28 @@ class Snapshots:
         self._writing: asyncio.Future[None] | None = None
         self._passing: deque[Path] = deque([] if resumed is None else resumed.passing)
         """Those that are there and not for good, the oldest first."""
+        self._news: deque[Callable[[], None]] = deque()
+        """What threads have to tell the sink, which the loop does."""
+        self._raised: Exception | None = None
+        """By the sink, where nobody waited."""
 
     @property
     def last(self) -> Path | None:
         """The newest one that is on disk."""
         return self._last
 
-    def describe(self, **about: Any) -> None:
-        """Have ``snapshot.json`` say this too, or in another entry's place, from the next snapshot on; JSON values."""
-        self._about |= about
+    def describe(self, job: Job, **about: Any) -> None:
+        """Have ``snapshot.json`` say what ``job`` is now, and this too, from the next snapshot on; JSON values."""
+        tables = job.model_dump(mode="json", include={"job", "pipeline", "training"})
+        self._about |= {"job": job.name, "schedule": job.pipeline.schedule, "parameters": tables, **about}
 
     async def after_step(self, step: int, states: Mapping[str, Stateful]) -> None:
         """Take a snapshot if one is due after ``step`` steps and none is in flight; each of ``states`` makes a file.
 
-        Returns when the states are copied. Nothing may change them meanwhile. Raises nothing of its own.
+        Returns when the states are copied. Nothing may change them meanwhile. Raises nothing of its own, but what the
+        sink raised.
         """
+        self._tell()
         in_flight = self._writing is not None and not self._writing.done()
         if self._table is not None and step - self._begun >= self._table.every and not in_flight:
             await self._take(step, states)
@@ -113,8 +127,13 @@ class Snapshots:
     async def __aenter__(self) -> Snapshots:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._finish()
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            await self._finish()
+        except Exception:
+            # The sink's: where the run ends with an error already, that is the one to know.
+            if error is None:
+                raise
 
     async def _take(self, step: int, states: Mapping[str, Stateful]) -> None:
         self._begun = step
@@ -123,10 +142,27 @@ class Snapshots:
         if copied is not None:
             loop = asyncio.get_running_loop()
             self._writing = loop.run_in_executor(None, self._write, step, copied, {**self._about}, started)
+            self._writing.add_done_callback(lambda _: self._tell_alone())
+        self._tell()
 
     async def _finish(self) -> None:
         if self._writing is not None:
             await ended(self._writing)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell the sink what is new; raises what it raises, now or when nobody waited."""
+        while self._news:
+            self._news.popleft()()
+        if self._raised is not None:
+            raised, self._raised = self._raised, None
+            raise raised
+
+    def _tell_alone(self) -> None:
+        try:
+            self._tell()
+        except Exception as error:  # noqa: BLE001 - the run ends with it as soon as it is asked
+            self._raised = error
 
     # In threads
 
@@ -150,6 +186,8 @@ class Snapshots:
             self._failed(step, error)
             return
         self._number = number
+        written = self._last
+        self._news.append(lambda: self._progress.snapshot(step, written))
         if self._listener is not None:
             self._listener.snapshot_taken(time.perf_counter() - started, time.time())
         if not is_for_good(number, self._table):
@@ -159,7 +197,9 @@ class Snapshots:
 
     def _failed(self, step: int, error: Exception) -> None:
         assert self._table is not None
-        _logger.error("no snapshot of step %d in %s: %s", step, self._table.folder, _cause(error))
+        cause = _cause(error)
+        _logger.error("no snapshot of step %d in %s: %s", step, self._table.folder, cause)
+        self._news.append(lambda: self._progress.noted(logging.ERROR, f"no snapshot of step {step}: {cause}"))
         if self._listener is not None:
             self._listener.snapshot_failed()
             self._listener.observer_failed("snapshot")

@@ -27,12 +27,13 @@ from asyncpipe.errors import OptionError
 from asyncpipe.service import store_queries as queries
 from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, Transition, tidy_cause
 from asyncpipe.service.store_file import StoreError, StoreProblem, explain, open_database
-from asyncpipe.service.store_queries import IdempotencyConflictError, UnknownJobError
+from asyncpipe.service.store_queries import IdempotencyConflictError, QueueFullError, UnknownJobError
 from asyncpipe.service.store_writer import Writer
 
 __all__ = [
     "IdempotencyConflictError",
     "JobStore",
+    "QueueFullError",
     "StoreError",
     "StoreProblem",
     "UnknownJobError",
@@ -41,6 +42,7 @@ __all__ = [
 
 MAX_KEY = 200
 MAX_SNAPSHOT = 1000
+MAX_SCHEDULE = 200
 MAX_STEP = 2**63 - 1
 MAX_LIMIT = 1000
 
@@ -103,6 +105,11 @@ class JobStore:
         """Transactions since it was opened; requests that wait at the same time share one."""
         return self._writer.commits
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread is there to answer; from any thread."""
+        return self._writer._thread is not None and self._writer._thread.is_alive()
+
     async def __aenter__(self) -> JobStore:
         await self._writer.open()
         return self
@@ -118,14 +125,25 @@ class JobStore:
         Raises ``JobSpecError``, ``OptionError`` (the key), and ``IdempotencyConflictError`` where the key was used for
         another specification.
         """
+        record, _ = await self.add(spec, idempotency_key)
+        return record
+
+    async def add(
+        self, spec: JobSpec, idempotency_key: str | None = None, *, most_queued: int | None = None
+    ) -> tuple[JobRecord, bool]:
+        """What ``submit`` returns, and whether it is new.
+
+        Raises what ``submit`` does; ``QueueFullError`` for a new one where ``most_queued`` jobs wait already.
+        """
         text = spec.to_json()
         if idempotency_key is not None and not _is_plain(idempotency_key, MAX_KEY):
             raise OptionError(f"an idempotency key is 1 to {MAX_KEY} printable ASCII characters")
 
-        def work(connection: sqlite3.Connection) -> JobRecord:
+        def work(connection: sqlite3.Connection) -> tuple[JobRecord, bool]:
             at = self._clock()
             job = self._make_id(at)
-            return queries.add_job(connection, job, text, spec.priority_class, at, idempotency_key)
+            record = queries.add_job(connection, job, text, spec.priority_class, at, idempotency_key, most_queued)
+            return record, record.id == job
 
         return await self._writer.run(work, writes=True)
 
@@ -140,6 +158,34 @@ class JobStore:
 
         def work(connection: sqlite3.Connection) -> JobRecord:
             return queries.change_state(connection, job, to, self._clock(), cause, expect)
+
+        return await self._about(job, work, writes=True)
+
+    async def ask(self, job: str, to: JobState | None, cause: str) -> JobRecord:
+        """The running ``job``, of which is kept that it shall become ``to`` (``paused`` or ``cancelled``), and why.
+
+        ``recover`` makes it that, should the process end before the job does. ``None`` takes it back. What was asked
+        before is not asked twice, and a cancellation cannot be taken back. No transition. Raises ``UnknownJobError``,
+        ``JobStateError``, ``OptionError`` without a cause.
+        """
+        cause = tidy_cause(cause)
+        to = None if to is None else JobState(to)
+
+        def work(connection: sqlite3.Connection) -> JobRecord:
+            return queries.ask_job(connection, job, to, self._clock(), cause)
+
+        return await self._about(job, work, writes=True)
+
+    async def change_schedule(self, job: str, schedule: str) -> JobRecord:
+        """``job``, of which is kept that it follows ``schedule`` from now on. Whether it can is for the caller to say.
+
+        Raises ``UnknownJobError``, ``JobStateError`` for a job that is at its end, ``OptionError``.
+        """
+        if not isinstance(schedule, str) or not (0 < len(schedule) <= MAX_SCHEDULE and _is_text(schedule)):
+            raise OptionError(f"a schedule's name is a text of 1 to {MAX_SCHEDULE} characters, not {schedule!r:.100}")
+
+        def work(connection: sqlite3.Connection) -> JobRecord:
+            return queries.change_schedule(connection, job, schedule, self._clock())
 
         return await self._about(job, work, writes=True)
 
@@ -162,6 +208,7 @@ class JobStore:
     async def recover(self) -> tuple[JobRecord, ...]:
         """The jobs that were running when the last process ended, queued again; the foreground's first, then by age.
 
+        Those that had been asked to pause or to end are paused or cancelled, for the reason that was given then.
         For the start of a service, before anything runs. All or none.
         """
 
@@ -192,6 +239,10 @@ class JobStore:
             return queries.list_jobs(connection, wanted, limit, after)
 
         return await (self._writer.run(work, writes=False) if after is None else self._about(after, work, writes=False))
+
+    async def count(self) -> dict[JobState, int]:
+        """How many jobs are in each state, 0 included."""
+        return await self._writer.run(queries.count_jobs, writes=False)
 
     async def history(self, job: str) -> tuple[Transition, ...]:
         """Every transition of ``job``, its submission first. Raises ``UnknownJobError``."""

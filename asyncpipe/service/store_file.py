@@ -102,6 +102,9 @@ def _first_schema(connection: sqlite3.Connection) -> None:
             attempts INTEGER NOT NULL DEFAULT 0,
             step INTEGER NOT NULL DEFAULT 0,
             snapshot TEXT,
+            asked TEXT CHECK (asked IN ({states})), -- of a running job, which needs a moment to become that
+            asked_cause TEXT,
+            schedule TEXT, -- in the place of the specification's
             idempotency_key TEXT UNIQUE
         )"""
     )

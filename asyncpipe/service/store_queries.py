@@ -7,23 +7,30 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from typing import Any
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.job_states import (
+    FINAL_STATES,
     JobRecord,
     JobSpec,
     JobState,
     JobStateError,
     PriorityClass,
     Transition,
+    check_asking,
     check_transition,
 )
 
 __all__ = [
     "IdempotencyConflictError",
+    "QueueFullError",
     "UnknownJobError",
     "add_job",
+    "ask_job",
+    "change_schedule",
     "change_state",
+    "count_jobs",
     "find_job",
     "history_of",
     "list_jobs",
@@ -31,7 +38,7 @@ __all__ = [
     "recover_jobs",
 ]
 
-_COLUMNS = "id, spec, state, cause, submitted, updated, attempts, step, snapshot"
+_COLUMNS = "id, spec, state, cause, submitted, updated, attempts, step, snapshot, asked, asked_cause, schedule"
 _BY_CLASS = f"CASE priority_class WHEN '{PriorityClass.FOREGROUND}' THEN 0 ELSE 1 END, number"
 
 
@@ -59,19 +66,41 @@ class IdempotencyConflictError(AsyncpipeError, ValueError):
         return type(self), (self.key, self.job)
 
 
+class QueueFullError(AsyncpipeError, RuntimeError):
+    """As many jobs wait as may; nothing was submitted."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"{most} jobs wait, and no more may; submit this one when some of them have begun")
+        self.most = most
+
+    def __reduce__(self) -> tuple[type[QueueFullError], tuple[int]]:
+        return type(self), (self.most,)
+
+
 # Writing
 
 
 def add_job(
-    connection: sqlite3.Connection, job: str, text: str, priority: PriorityClass, at: float, key: str | None
+    connection: sqlite3.Connection,
+    job: str,
+    text: str,
+    priority: PriorityClass,
+    at: float,
+    key: str | None,
+    most_queued: int | None = None,
 ) -> JobRecord:
-    """The job that ``key`` made before, if it did so of the same ``text``, else a new one, queued."""
+    """The job that ``key`` made before, if it did so of the same ``text``, else a new one, queued.
+
+    Raises ``IdempotencyConflictError``, and ``QueueFullError`` where ``most_queued`` wait already.
+    """
     if key is not None:
         row = connection.execute("SELECT id, spec FROM jobs WHERE idempotency_key = ?", (key,)).fetchone()
         if row is not None and row[1] != text:
             raise IdempotencyConflictError(key, row[0])
         if row is not None:
             return find_job(connection, row[0])
+    if most_queued is not None and count_jobs(connection)[JobState.QUEUED] >= most_queued:
+        raise QueueFullError(most_queued)
     cause = "submitted"
     number = connection.execute(
         "INSERT INTO jobs (id, spec, priority_class, state, cause, submitted, updated, idempotency_key)"
@@ -89,10 +118,37 @@ def change_state(
     number, state = _number_and_state(connection, job)
     check_transition(job, state, to, expect)
     connection.execute(
-        "UPDATE jobs SET state = ?, cause = ?, updated = ?, attempts = attempts + ? WHERE number = ?",
+        "UPDATE jobs SET state = ?, cause = ?, updated = ?, attempts = attempts + ?, asked = NULL, asked_cause = NULL"
+        " WHERE number = ?",
         (to, cause, at, to is JobState.RUNNING, number),
     )
     _add_transition(connection, number, state, to, at, cause)
+    return find_job(connection, job)
+
+
+def ask_job(connection: sqlite3.Connection, job: str, to: JobState | None, at: float, cause: str) -> JobRecord:
+    """The running ``job``, of which is kept that it shall become ``to``; raises as ``check_asking``.
+
+    What it was asked already is kept with its first cause.
+    """
+    number, state = _number_and_state(connection, job)
+    record = find_job(connection, job)
+    check_asking(job, state, record.asked, to)
+    if to is record.asked:
+        return record
+    connection.execute(
+        "UPDATE jobs SET asked = ?, asked_cause = ?, updated = ? WHERE number = ?",
+        (to, None if to is None else cause, at, number),
+    )
+    return find_job(connection, job)
+
+
+def change_schedule(connection: sqlite3.Connection, job: str, schedule: str, at: float) -> JobRecord:
+    """``job`` with another schedule. Raises ``UnknownJobError``, ``JobStateError`` for one that is at its end."""
+    number, state = _number_and_state(connection, job)
+    if state in FINAL_STATES:
+        raise JobStateError(job, state, "change its schedule")
+    connection.execute("UPDATE jobs SET schedule = ?, updated = ? WHERE number = ?", (schedule, at, number))
     return find_job(connection, job)
 
 
@@ -108,9 +164,15 @@ def note_progress(connection: sqlite3.Connection, job: str, step: int, snapshot:
 
 
 def recover_jobs(connection: sqlite3.Connection, at: float, cause: str) -> tuple[JobRecord, ...]:
-    """Every job that was running, queued again; foreground first, then in the order of submission."""
-    rows = connection.execute(f"SELECT id FROM jobs WHERE state = ? ORDER BY {_BY_CLASS}", (JobState.RUNNING,))  # noqa: S608 - no input
-    return tuple(change_state(connection, job, JobState.QUEUED, at, cause) for (job,) in rows.fetchall())
+    """Every job that was running, queued again or what it was asked to become; foreground first, then by age."""
+    rows = connection.execute(
+        f"SELECT id, asked, asked_cause FROM jobs WHERE state = ? ORDER BY {_BY_CLASS}",  # noqa: S608 - no input
+        (JobState.RUNNING,),
+    )
+    return tuple(
+        change_state(connection, job, JobState(asked or JobState.QUEUED), at, asked_cause or cause)
+        for job, asked, asked_cause in rows.fetchall()
+    )
 
 
 def _add_transition(
@@ -146,6 +208,12 @@ def list_jobs(
     return tuple(map(_record, rows.fetchall()))
 
 
+def count_jobs(connection: sqlite3.Connection) -> dict[JobState, int]:
+    """How many jobs are in each state, 0 included."""
+    counts = connection.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall()
+    return dict.fromkeys(JobState, 0) | {JobState(state): count for state, count in counts}
+
+
 def history_of(connection: sqlite3.Connection, job: str) -> tuple[Transition, ...]:
     """Every transition of ``job``, the submission first. Raises ``UnknownJobError``."""
     number, _ = _number_and_state(connection, job)
@@ -165,8 +233,12 @@ def _number_and_state(connection: sqlite3.Connection, job: str) -> tuple[int, Jo
     return row[0], JobState(row[1])
 
 
-def _record(row: tuple[str, str, str, str, float, float, int, int, str | None]) -> JobRecord:
+def _record(row: tuple[Any, ...]) -> JobRecord:
+    values = dict(zip(_COLUMNS.split(", "), row, strict=True))
     try:
-        return JobRecord(row[0], JobSpec.from_json(row[1]), JobState(row[2]), *row[3:])
+        values["spec"] = JobSpec.from_json(values["spec"])
+        values["state"] = JobState(values["state"])
+        values["asked"] = None if values["asked"] is None else JobState(values["asked"])
+        return JobRecord(**values)
     except ValueError as error:
         raise sqlite3.DataError(f"job {row[0]}: {error}") from error

@@ -1,62 +1,61 @@
 """The training loop as a component: a job in, a summary out, on whatever loop the host runs.
 
-One step, walked: make the batch → ``pipe.step`` (forward and backward, task by task) → clip, AdamW, in a
-thread → tell the listeners and the progress sink → copy the state, where a snapshot is due. Between steps the loop is
-free for everything else; whoever watches the run cannot end it. A run that goes on from a snapshot does the steps that
-were left, with the numbers that they would have had.
+::
+
+    folders, newest snapshot ─▶ the entry makes the workload ─▶ Pipeline ─▶ steps ─▶ evaluation, sample ─▶ summary
+                                (in the run's own thread)                  (steps.py)  (evaluation.py)
+
+A run that goes on from a snapshot does the steps that were left, with the numbers that they would have had. Alone it
+has devices and random numbers for itself; on a ``DevicePool`` any number of runs share them and do not disturb one
+another: each has the losses that it would have had alone.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from math import cos, inf, pi
-from time import perf_counter
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor, nn
+from collections.abc import Callable, Sequence
 
 from asyncpipe.core.events import Observer
 from asyncpipe.core.registry import find_schedule
-from asyncpipe.core.schedule import Shape
+from asyncpipe.core.schedule import Schedule, Shape
+from asyncpipe.core.share import Share
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.pipeline import Pipeline
+from asyncpipe.pool import DevicePool
+from asyncpipe.service.evaluation import Learned, evaluate_and_sample
+from asyncpipe.service.faults import Attempts
+from asyncpipe.service.feed import Data, Feed
+from asyncpipe.service.own_thread import OwnThread
 from asyncpipe.service.paths import importable
 from asyncpipe.service.planning import choose_for, with_plan
-from asyncpipe.service.progress import (
-    Meter,
-    NullProgress,
-    ProgressSink,
-    RunStarted,
-    StepListener,
-    StepProgress,
-    TrainingSummary,
-)
+from asyncpipe.service.progress import Meter, NullProgress, ProgressSink, RunStarted, TrainingSummary
+from asyncpipe.service.randomness import RunRandom
 from asyncpipe.service.recording import Recorder, Written, make_folders
 from asyncpipe.service.resume import Resumed, join, open_folder, with_schedule_of
-from asyncpipe.service.run_state import Data, RunState, schedule_sha256
-from asyncpipe.service.settings import AUTO, Job, Training, job_file_error
+from asyncpipe.service.run_state import RunState, schedule_sha256
+from asyncpipe.service.schedule_changes import ScheduleChanges
+from asyncpipe.service.settings import AUTO, Job, job_file_error
 from asyncpipe.service.snapshots import Snapshots
+from asyncpipe.service.steps import Listeners, Steps
 from asyncpipe.service.threads import in_thread
-from asyncpipe.service.workload import Batch, Resumable, Workload
+from asyncpipe.service.updater import Updater
+from asyncpipe.service.workload import Resumable, Workload
 
-__all__ = ["TrainingRun", "learning_rate"]
+__all__ = ["TrainingRun"]
 
 _logger = logging.getLogger(__name__)
-
-BETAS = (0.9, 0.95)
-"""As is usual for transformers: the second moment forgets within some 20 steps."""
 
 
 class TrainingRun:
     """One run of a job: ``await run()`` once, ``stop()`` from anywhere on the same loop to end it early.
 
-    ``make_workload`` is called in a thread, with torch's global generator seeded. ``progress`` is told how it
-    goes; ``collector`` counts what it does for Prometheus, and registering it is the caller's part. ``observers`` are
-    shown every step's record, and those that are ``StepListener``s every training step's figures too; one that raises
-    is left out from then on. Where the job's ``[snapshots]`` say ``resume``, the run goes on from the newest one.
+    ``make_workload`` is called in a thread of the run's own. Alone, torch's global generators are seeded before; on a
+    ``pool``, what it draws is the same, but those generators are left to everybody. ``share`` says what the run gets
+    of the pool's devices. ``progress`` is told how it goes; ``collector`` counts what it does for Prometheus, and
+    registering it is the caller's part. ``observers`` are shown every step's record, and those that are
+    ``StepListener``s every training step's figures too; one that raises is left out from then on. Where the job's
+    ``[snapshots]`` say ``resume``, the run goes on from the newest one.
     """
 
     def __init__(
@@ -67,6 +66,8 @@ class TrainingRun:
         progress: ProgressSink | None = None,
         collector: PipelineCollector | None = None,
         observers: Sequence[Observer] = (),
+        pool: DevicePool | None = None,
+        share: Share | None = None,
     ) -> None:
         self._job = job
         self._make_workload = make_workload
@@ -74,36 +75,60 @@ class TrainingRun:
         self._collector = collector
         self._recorder = Recorder(job.observe.trace_steps)
         self._observers: list[Observer] = [*([] if collector is None else [collector]), *observers]
-        self._listeners = [observer for observer in self._observers if isinstance(observer, StepListener)]
+        self._pool, self._share = pool, share
+        self._random = RunRandom(shared=pool is not None)
+        self._changes = ScheduleChanges()
         self._meter = Meter(job.training.steps)
         self._resumed: Resumed | None = None
         self._stopping = False
 
     def stop(self) -> None:
-        """Let the run end after the step under way, with a last snapshot; evaluation and sample are left out."""
+        """Let the run end after the step under way, with a last snapshot; evaluation and sample are left out.
+
+        Before the first step, it ends as soon as what is being made is made; while it waits for a batch, with that.
+        """
         self._stopping = True
+
+    async def change_schedule(self, name: str) -> None:
+        """Follow another schedule from the next step on, or from the first one; returns when that is settled.
+
+        Snapshots say so from then on. Raises ``ScheduleError``, and nothing is changed, where the schedule is not
+        known, would place stages elsewhere or cannot serve the run's shape, or where no more training step follows.
+        """
+        await self._changes.ask(name)
 
     async def run(self) -> TrainingSummary:
         """Train, evaluate and sample. Closes the pipeline and writes the trace however it ends.
 
-        Cancellation takes effect between two tasks. Raises ``JobFileError`` where the job does not fit the
-        workload, this machine or the snapshots that it is to go on from, ``OptionError`` where it asks for an extra
-        that is not installed, ``TaskError`` for the first task that fails. A trace or a snapshot that cannot be
-        written is logged and counted.
+        Cancellation takes effect between two tasks, or when a thread has made what it is making. Raises
+        ``JobFileError`` where the job does not fit the workload, this machine or the snapshots that it is to go on
+        from, ``OptionError`` where it asks for an extra that is not installed, ``DataError`` where its data raises,
+        ``TaskError`` for a task that fails more often than ``[faults]`` allow (``OutOfMemoryError`` where that was
+        for want of memory), and ``NonFiniteLossError``. A trace or a snapshot that cannot be written is logged,
+        counted and noted.
         """
         if self._job.observe.opentelemetry:
             from asyncpipe.observe.otel import StepSpans
 
             self._observers.append(StepSpans(self._job.name))
+        try:
+            async with OwnThread(f"asyncpipe-{self._job.name}") as thread:
+                return await self._run(thread)
+        finally:
+            self._changes.close()
+
+    async def _run(self, thread: OwnThread) -> TrainingSummary:
         await in_thread(self._make_folders)
         if self._resumed is not None:
             self._progress.entered(str(self._resumed))
-        workload = await in_thread(self._build)
-        learned, written, snapshot = _Learned(), Written(), None
-        if await self._choose_schedule(workload):
+        workload = await thread.run(self._build)
+        learned, written = Learned(), Written()
+        snapshot = None if self._resumed is None else self._resumed.path
+        if not self._stopping and await self._choose_schedule(workload, thread):
+            snapshots = Snapshots(self._job, self._collector, self._resumed, self._progress)
             try:
-                async with Snapshots(self._job, self._collector, self._resumed) as snapshots:
-                    learned = await self._run_pipeline(workload, snapshots)
+                async with snapshots:
+                    learned = await self._run_pipeline(workload, snapshots, thread)
                 snapshot = snapshots.last
             finally:
                 written = await in_thread(self._write)
@@ -119,6 +144,7 @@ class TrainingRun:
             **learned._asdict(),
             **written._asdict(),
             snapshot=snapshot,
+            skipped=meter.skipped,
         )
 
     def _make_folders(self) -> None:
@@ -126,6 +152,7 @@ class TrainingRun:
         self._resumed = open_folder(self._job)
         if self._resumed is not None:
             self._job = with_schedule_of(self._job, self._resumed.parameters)
+            self._meter.step = self._resumed.step
 
     def _write(self) -> Written:
         return self._recorder.write(self._job, lambda: self._count_failure("trace"))
@@ -134,11 +161,14 @@ class TrainingRun:
         if self._collector is not None:
             self._collector.observer_failed(reason)
 
-    def _build(self) -> Workload:
-        torch.manual_seed(self._job.training.seed)
-        return self._make_workload()
+    def _note(self, level: int, text: str) -> None:
+        _logger.log(level, "job %s: %s", self._job.name, text)
+        self._progress.noted(level, text)
 
-    async def _choose_schedule(self, workload: Workload) -> bool:
+    def _build(self) -> Workload:
+        return self._random.build(self._job.training.seed, self._make_workload)
+
+    async def _choose_schedule(self, workload: Workload, thread: OwnThread) -> bool:
         """Measure and plan, if the job leaves the schedule to that; false if the run was stopped meanwhile."""
         if self._job.pipeline.schedule != AUTO:
             return True
@@ -149,43 +179,54 @@ class TrainingRun:
 
         self._progress.entered("measuring, to choose a schedule")
         try:
-            plan = await in_thread(lambda: choose_for(self._job, workload, progress=heed_stop))
+            plan = await thread.run(lambda: choose_for(self._job, workload, progress=heed_stop))
         except _Stopped:
             return False
         self._job = with_plan(self._job, plan)
         self._progress.entered(f"chosen: {plan}; predicted {plan.seconds * 1e3:.0f} ms a step")
         return True
 
-    async def _run_pipeline(self, workload: Workload, snapshots: Snapshots) -> _Learned:
+    async def _run_pipeline(self, workload: Workload, snapshots: Snapshots, thread: OwnThread) -> Learned:
         async with self._pipeline(workload) as pipe:
             self._progress.started(self._description(pipe))
-            await self._train(pipe, workload, snapshots)
-            pipe.eval()
+            await self._train(pipe, workload, snapshots, thread)
             # What follows is no training: it would bend the operator's view of bubbles and durations.
             pipe.observers.clear()
-            evaluation = await self._evaluate(pipe, workload)
-            return _Learned(evaluation, await self._sample(pipe, workload))
+            return await evaluate_and_sample(
+                pipe,
+                workload,
+                self._job.training.batch_size,
+                thread=thread,
+                random=self._random,
+                progress=self._progress,
+                stopping=lambda: self._stopping,
+            )
 
     def _pipeline(self, workload: Workload) -> Pipeline:
         table, observe = self._job.pipeline, self._job.observe
         try:
-            with importable(self._job.path.resolve().parent):
-                schedule = find_schedule(table.schedule, order=table.order)
             return Pipeline(
                 workload.model,
                 table.devices,
                 microbatches=table.microbatches,
                 balance=table.balance,
                 stages=table.stages,
-                schedule=schedule,
+                schedule=self._find_schedule(table.schedule),
                 checkpoint=table.checkpoint,
                 loss_fn=workload.loss_fn,
                 observers=[self._recorder, *self._observers],
                 nvtx=observe.nvtx,
                 sample_memory=observe.trace is not None,
+                pool=self._pool,
+                share=self._share,
+                generator=self._random.generator,
             )
         except OptionError as error:
             raise job_file_error(self._job.path, f"pipeline: {error}") from error
+
+    def _find_schedule(self, name: str) -> Schedule:
+        with importable(self._job.path.resolve().parent):
+            return find_schedule(name, order=self._job.pipeline.order)
 
     def _description(self, pipe: Pipeline) -> RunStarted:
         return RunStarted(
@@ -195,30 +236,46 @@ class TrainingRun:
             devices=self._job.pipeline.devices,
         )
 
-    # Steps
+    # Training
 
-    async def _train(self, pipe: Pipeline, workload: Workload, snapshots: Snapshots) -> None:
-        training = self._job.training
+    async def _train(self, pipe: Pipeline, workload: Workload, snapshots: Snapshots, thread: OwnThread) -> None:
+        job = self._job
         pipe.train()
-        updater = _Updater(pipe.parameters(), training)
-        data = Data(workload, training, lambda: self._stopping)
+        updater = Updater(pipe.parameters(), job.training, only_finite=job.faults.non_finite != "ignore")
+        data = await thread.run(lambda: self._data(workload))
+        feed = Feed(thread, data, self._random)
         own: dict[str, Resumable] = {"model": pipe, "optimizer": updater}
-        states = join(own, workload.states, RunState(self._meter, data), self._job)
-        await self._go_on(pipe, states, snapshots)
-        while self._meter.step < training.steps and not self._stopping:
-            start = perf_counter()
-            batch = data.next()
-            if batch is None:
-                break
-            await self._step(pipe, batch, workload.tokens_per_sample, updater, start)
-            await snapshots.after_step(self._meter.step, states)
-        await snapshots.after_last_step(self._meter.step, states)
+        states = join(own, workload.states, RunState(self._meter, feed), job)
+        await self._go_on(pipe, states, snapshots, thread)
+        steps = Steps(
+            job,
+            pipe,
+            feed=feed,
+            attempts=Attempts(pipe, job.faults, self._random, feed, self._note),
+            updater=updater,
+            meter=self._meter,
+            tokens_per_sample=workload.tokens_per_sample,
+            listeners=Listeners(self._observers, self._count_failure),
+            progress=self._progress,
+            note=self._note,
+        )
+        await steps.run(
+            snapshots,
+            states,
+            stopping=lambda: self._stopping,
+            at_border=lambda: self._changes.make(lambda name: self._change_schedule(name, pipe, snapshots)),
+        )
+        self._changes.close()
 
-    async def _go_on(self, pipe: Pipeline, states: dict[str, Resumable], snapshots: Snapshots) -> None:
+    def _data(self, workload: Workload) -> Data:
+        with self._random.drawing():
+            return Data(workload, self._job.training, lambda: self._stopping)
+
+    async def _go_on(
+        self, pipe: Pipeline, states: dict[str, Resumable], snapshots: Snapshots, thread: OwnThread
+    ) -> None:
         """Put back what the run goes on from, if there is something, and let snapshots say what follows."""
-        shape = Shape(len(pipe.stages), pipe.microbatches, len(pipe.devices))
-        follows = await in_thread(lambda: schedule_sha256(pipe.schedule, shape))
-        snapshots.describe(schedule_sha256=follows)
+        follows = await self._describe_schedule(pipe, snapshots)
         resumed = self._resumed
         if resumed is None:
             return
@@ -230,129 +287,23 @@ class TrainingRun:
                 self._job.pipeline.schedule,
                 resumed.path,
             )
-        await in_thread(lambda: resumed.restore(states, self._job))
+        await thread.run(lambda: resumed.restore(states, self._job))
 
-    async def _step(
-        self, pipe: Pipeline, batch: Batch, tokens_per_sample: int, updater: _Updater, start: float
-    ) -> None:
-        x, target = batch
-        result = await pipe.step(x, target, return_outputs=False)
-        assert result.loss is not None
-        rate = learning_rate(self._meter.step, self._job.training)
-        # In a thread: on a CPU the update takes a while, and on a GPU reading the loss waits for the device.
-        loss, norm = await in_thread(lambda: updater.update(rate, result.loss))
-        await result.completed()
-        progress = self._meter.add(
-            loss=loss,
-            learning_rate=rate,
-            gradient_norm=norm,
-            seconds=perf_counter() - start,
-            samples=len(x),
-            tokens=len(x) * tokens_per_sample,
-            report=result.report,
-        )
-        self._tell_listeners(progress)
-        self._progress.stepped(progress)
+    async def _describe_schedule(self, pipe: Pipeline, snapshots: Snapshots) -> str:
+        """Let snapshots say what the pipeline follows; returns its hash."""
+        shape = Shape(len(pipe.stages), pipe.microbatches, len(pipe.devices))
+        follows = await in_thread(lambda: schedule_sha256(pipe.schedule, shape))
+        snapshots.describe(self._job, schedule_sha256=follows)
+        return follows
 
-    def _tell_listeners(self, progress: StepProgress) -> None:
-        for listener in tuple(self._listeners):
-            try:
-                listener.training_step(progress.loss, progress.samples, progress.tokens, progress.seconds)
-            except Exception:
-                _logger.exception("listener %r failed and is removed", listener)
-                self._listeners = [other for other in self._listeners if other is not listener]
-                self._count_failure("raised")
-
-    # What the model has learned
-
-    async def _evaluate(self, pipe: Pipeline, workload: Workload) -> float | None:
-        """Mean loss over the held-out batches, weighted by their sizes."""
-        if workload.held_out is None or self._stopping:
-            return None
-        self._progress.entered("evaluating")
-        total = samples = 0.0
-        for x, target in workload.held_out(self._job.training.batch_size):
-            result = await pipe.step(x, target, return_outputs=False)
-            assert result.loss is not None
-            total += await in_thread(result.loss.item) * len(x)
-            samples += len(x)
-            if self._stopping:
-                return None
-        return total / samples if samples else None
-
-    async def _sample(self, pipe: Pipeline, workload: Workload) -> str | None:
-        if workload.sample is None or self._stopping:
-            return None
-        self._progress.entered("sampling")
-
-        async def forward(x: Tensor) -> Tensor:
-            if self._stopping:
-                raise _Stopped
-            outputs: Tensor = (await pipe.step(x)).outputs
-            return outputs
-
-        try:
-            return await workload.sample(forward)
-        except _Stopped:
-            return None
-
-
-class _Learned(NamedTuple):
-    """What the model shows when it is trained."""
-
-    evaluation: float | None = None
-    sample: str | None = None
+    async def _change_schedule(self, name: str, pipe: Pipeline, snapshots: Snapshots) -> None:
+        """Between two steps. In a thread: finding it may import a module, and lowering takes a while."""
+        order = self._job.pipeline.order
+        await in_thread(lambda: pipe.change_schedule(self._find_schedule(name), order=order))
+        self._job = self._job.override("pipeline", schedule=name)
+        await self._describe_schedule(pipe, snapshots)
+        self._note(logging.INFO, f"the schedule is {name} from step {self._meter.step + 1} on")
 
 
 class _Stopped(Exception):
-    """Ends a sampler or a measurement, which nobody else can ask to."""
-
-
-def learning_rate(step: int, training: Training) -> float:
-    """The rate of ``step``, from 0: a linear warm-up to the highest one, then half a cosine towards 0."""
-    warmup = min(training.warmup_steps, training.steps)
-    if step < warmup:
-        return training.learning_rate * (step + 1) / warmup
-    done = (step - warmup) / max(training.steps - warmup, 1)
-    return training.learning_rate * 0.5 * (1 + cos(pi * done))
-
-
-class _Updater:
-    """AdamW and clipping; used by one thread at a time."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], training: Training) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._clip = training.clip if training.clip is not None else inf
-        # Norms and biases are left out of weight decay, as is usual: decay is there to keep products small.
-        matrices = [parameter for parameter in self._parameters if parameter.dim() > 1]
-        others = [parameter for parameter in self._parameters if parameter.dim() <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": training.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, fused=True)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the optimizer's moments from ``state``; the job's own settings stay, as it may have other ones now."""
-        own = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
-        self.optimizer.load_state_dict(state)
-        for group, settings in zip(self._groups, own, strict=True):
-            group.update(settings)
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    def update(self, rate: float, loss: Tensor | None) -> tuple[float, float]:
-        """Move the weights along their gradients and clear these; returns ``loss`` and the gradient norm as numbers."""
-        assert loss is not None
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        norm = nn.utils.clip_grad_norm_(self._parameters, self._clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item(), norm.item()
+    """Ends a measurement, which nobody else can ask to."""

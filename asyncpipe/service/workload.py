@@ -1,4 +1,10 @@
-"""What a job's entry returns: the model, where its batches come from, and how it shows what it has learned."""
+"""What a job's entry returns: the model, where its batches come from, and how it shows what it has learned.
+
+Who calls what, where: the entry, ``batches``, each batch and ``held_out`` run one after the other in a thread of the
+run's own, so they may take their time and hold up nobody else; ``sample`` is a coroutine on the run's loop, which it
+must not block; model and loss function run on the devices' threads. All that they draw through torch follows from the
+job's seed, alone or among other jobs. Python's ``random`` and numpy are the process's: they are seeded by nobody.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +39,8 @@ class Workload:
     parameter that it cannot use.
 
     ``model`` is whatever ``asyncpipe.Pipeline`` takes. ``loss_fn(output, target)`` gives a scalar that is a
-    mean over the samples.
+    mean over the samples. A step that fails is tried again, as far as the job's ``[faults]`` allow; batch, random
+    numbers and buffers are then what they were, but not what a module keeps elsewhere, or a batch changed in place.
     """
 
     model: nn.Module
@@ -41,14 +48,16 @@ class Workload:
     batches: Callable[[int, Generator], Iterable[Batch]]
     """``batches(batch_size, generator)`` yields mini-batches; training takes one a step, and ends where they end.
 
-    They are made on the event loop, so one takes well under a millisecond; all randomness comes from the
-    generator, so the same seed gives the same batches.
+    Each is made while the step of the one before it runs, so making one may take as long as a step at no cost. All
+    randomness comes from the generator, so the same seed gives the same batches. Whatever this raises ends the run
+    with a ``DataError``.
 
     A run that goes on from the snapshot of step N finds its place by the first of these that applies:
 
     1. What it returns has ``state_dict`` and ``load_state_dict`` (as torchdata's ``StatefulDataLoader``): its state
        is saved and put back before ``iter()`` of it, and the generator's state behind that (so what making an
-       iterator takes from the generator, it takes at once).
+       iterator takes from the generator, it takes at once). It is asked for and copied before every batch, so it is
+       small.
     2. ``memoryless`` is true: the generator's state is put back.
     3. Else N batches are made from the seed on and dropped, which is right for all of them, and takes as long as
        making them does. Where the generator's state then is not the one that was saved, a line in the log says so.

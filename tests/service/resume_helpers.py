@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch import Generator, Tensor, nn
 
-from asyncpipe.service.progress import StepProgress
+from asyncpipe.service.progress import NullProgress, StepProgress
 from asyncpipe.service.settings import Job
 from asyncpipe.service.workload import Batch, Workload
 
@@ -78,16 +78,13 @@ def make_workload() -> Workload:
     return Workload(nn.Sequential(*layers).double(), nn.functional.mse_loss, batches)
 
 
-class Sink:
+class Sink(NullProgress):
     """Keeps what it is told; ``on_step`` runs with the number of every step."""
 
     def __init__(self, on_step: Callable[[int], object] = lambda step: None) -> None:
         self.losses: list[float] = []
         self.phases: list[str] = []
         self._on_step = on_step
-
-    def started(self, run: object) -> None:
-        pass
 
     def entered(self, phase: str) -> None:
         self.phases.append(phase)

@@ -23,6 +23,7 @@ from asyncpipe.service.job_states import (
     JobStateError,
     PriorityClass,
     Transition,
+    check_asking,
     check_history,
     check_transition,
     tidy_cause,
@@ -31,6 +32,7 @@ from asyncpipe.service.job_states import (
 # Spelled out once more, as in the issue: the table is what is tested.
 LEGAL = {
     "queued running",
+    "queued paused",
     "queued cancelled",
     "queued failed",
     "running paused",
@@ -70,6 +72,22 @@ def test_an_illegal_transition_is_told_with_what_would_be_possible():
 def test_a_job_in_another_state_than_expected_does_not_pass():
     with pytest.raises(JobStateError, match="job 7 is running: it cannot become cancelled as a job that is queued"):
         check_transition("7", JobState.RUNNING, JobState.CANCELLED, expect=JobState.QUEUED)
+
+
+@pytest.mark.parametrize("to", [*JobState, None])
+@pytest.mark.parametrize("asked", [None, JobState.PAUSED, JobState.CANCELLED])
+@pytest.mark.parametrize("state", JobState)
+def test_only_a_running_job_is_asked_and_a_cancellation_stands(state, asked, to):
+    legal = state is JobState.RUNNING and (
+        to is JobState.CANCELLED
+        or (to in (JobState.PAUSED, None) and asked is JobState.PAUSED)
+        or (to, asked) == (JobState.PAUSED, None)
+    )
+    if legal:
+        check_asking("7", state, asked, to)
+    else:
+        with pytest.raises(JobStateError, match=f"^job 7 is {state}: it cannot "):
+            check_asking("7", state, asked, to)
 
 
 def path(*states: str | None) -> list[Transition]:

@@ -19,7 +19,8 @@ from torch import Generator, nn
 
 from asyncpipe.service.snapshot_files import read_snapshot
 from asyncpipe.service.snapshots import Snapshots
-from asyncpipe.service.training import TrainingRun, learning_rate
+from asyncpipe.service.training import TrainingRun
+from asyncpipe.service.updater import learning_rate
 from asyncpipe.service.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

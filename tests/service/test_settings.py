@@ -10,7 +10,7 @@ import pytest
 from asyncpipe import cli
 from asyncpipe.errors import JobFileError
 from asyncpipe.service.entry import find_entry
-from asyncpipe.service.settings import Job, Observe, SnapshotTable, load_job
+from asyncpipe.service.settings import Faults, Job, Observe, SnapshotTable, load_job
 
 RIGHT = """\
 name = "linear"
@@ -80,6 +80,7 @@ def test_a_right_file_gives_its_values_and_the_defaults(write):
     assert (job.training.clip, job.training.warmup_steps, job.training.seed) == (None, 0, 0)
     assert job.observe == Observe(metrics_port=0, trace=Path("runs/linear.json"))
     assert job.snapshots is None
+    assert job.faults == Faults(step_retries=1, snapshot_retries=2, non_finite="fail", most_skipped=10)
     assert job.path.name == "linear.toml"
 
 
@@ -87,6 +88,12 @@ def test_snapshots_are_taken_where_the_table_is_there(write):
     job = load_job(write(("[observe]", '[snapshots]\nfolder = "runs/s"\n[observe]\nnvtx = true\nserve_port = 0')))
     assert job.snapshots == SnapshotTable(folder=Path("runs/s"), every=100, keep=3, keep_every=None, resume=False)
     assert (job.observe.nvtx, job.observe.opentelemetry, job.observe.serve_port) == (True, False, 0)
+
+
+def test_faults_are_what_the_table_says(write):
+    table = '[faults]\nstep_retries = 0\nsnapshot_retries = 5\nnon_finite = "skip"\nmost_skipped = 3\n[observe]'
+    faults = load_job(write(("[observe]", table))).faults
+    assert faults == Faults(step_retries=0, snapshot_retries=5, non_finite="skip", most_skipped=3)
 
 
 def test_a_table_that_is_absent_is_made_of_what_overrides_it(write):
@@ -160,6 +167,19 @@ WRONG = [
     ("[observe]", "[snapshots]\nfolder = 3\n[observe]", "snapshots.folder", ["path of a folder", "got 3"]),
     ("[observe]", '[snapshots]\nfolder = "s"\nevery = 0\n[observe]', "snapshots.every", ["at least 1", "got 0"]),
     ("[observe]", '[snapshots]\nfolder = "s"\nkeep = 0\n[observe]', "snapshots.keep", ["at least 1", "got 0"]),
+    ("[observe]", "[faults]\nstep_retries = -1\n[observe]", "faults.step_retries", ["at least 0", "got -1"]),
+    (
+        "[observe]",
+        '[faults]\nnon_finite = "hope"\n[observe]',
+        "faults.non_finite",
+        ['"fail", "skip" or "ignore"', "hope"],
+    ),
+    (
+        "[observe]",
+        "[faults]\nretries = 1\n[observe]",
+        "faults.retries",
+        ["did you mean 'step_retries'", "most_skipped"],
+    ),
     (
         "[observe]",
         '[snapshots]\nfolder = "s"\nkeep_every = 0\n[observe]',

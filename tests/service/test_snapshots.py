@@ -19,11 +19,12 @@ from torch import Generator, Tensor, nn
 
 from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.schedule import Shape
-from asyncpipe.service.progress import StepProgress
+from asyncpipe.service.progress import NullProgress, StepProgress
 from asyncpipe.service.run_state import schedule_sha256
 from asyncpipe.service.settings import Job
 from asyncpipe.service.snapshots import Snapshots
-from asyncpipe.service.training import BETAS, TrainingRun, learning_rate
+from asyncpipe.service.training import TrainingRun
+from asyncpipe.service.updater import BETAS, learning_rate
 from asyncpipe.service.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -64,18 +65,12 @@ class Part:
         return self.state
 
 
-class Sink:
+class Sink(NullProgress):
     """Calls ``on_step`` with the number of every step that is done."""
 
     def __init__(self, on_step: Any = lambda step: None) -> None:
         self.losses: list[float] = []
         self._on_step = on_step
-
-    def started(self, run: object) -> None:
-        pass
-
-    def entered(self, phase: str) -> None:
-        pass
 
     def stepped(self, progress: StepProgress) -> None:
         self.losses.append(progress.loss)

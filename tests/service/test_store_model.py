@@ -21,7 +21,7 @@ SPEC = JobSpec("job", "package.module:factory", {"parameters": {"width": 16}, "d
 QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
 
 LEGAL = {
-    QUEUED: {RUNNING, FAILED, CANCELLED},
+    QUEUED: {RUNNING, PAUSED, FAILED, CANCELLED},
     RUNNING: {QUEUED, PAUSED, FINISHED, FAILED, CANCELLED},
     PAUSED: {QUEUED, CANCELLED},
     FINISHED: set(),
@@ -63,7 +63,9 @@ class StoreMachine(RuleBasedStateMachine):
         old = self.jobs[job]
         self.paths[job].append((old.state, to, self.now, cause))
         attempts = old.attempts + (to is RUNNING)
-        self.jobs[job] = replace(old, state=to, cause=cause, updated=self.now, attempts=attempts)
+        self.jobs[job] = replace(
+            old, state=to, cause=cause, updated=self.now, attempts=attempts, asked=None, asked_cause=None
+        )
 
     @rule(spec=_SPECS, key=st.sampled_from([None, None, "a", "b"]))
     def submit(self, spec: JobSpec, key: str | None) -> None:
@@ -110,6 +112,36 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(JobStateError):
                 self.runner.run(self.store.progress(job, step, snapshot))
 
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), to=st.none() | _STATES, cause=st.text(min_size=1).filter(str.strip))
+    def ask(self, data: st.DataObject, to: JobState | None, cause: str) -> None:
+        self.now += 1
+        job = data.draw(st.sampled_from(sorted(self.jobs)))
+        old = self.jobs[job]
+        asking = self.store.ask(job, to, cause)
+        may_follow = {None: (PAUSED, CANCELLED), PAUSED: (None, PAUSED, CANCELLED), CANCELLED: (CANCELLED,)}
+        if old.state is not RUNNING or to not in may_follow[old.asked]:
+            with pytest.raises(JobStateError):
+                self.runner.run(asking)
+            return
+        if to is not old.asked:
+            cause = None if to is None else cause
+            self.jobs[job] = replace(old, asked=to, asked_cause=cause, updated=self.now)
+        assert self.runner.run(asking) == self.jobs[job]
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), schedule=st.sampled_from(["gpipe", "eager-1f1b(cap=5)"]))
+    def change_schedule(self, data: st.DataObject, schedule: str) -> None:
+        self.now += 1
+        job = data.draw(st.sampled_from(sorted(self.jobs)))
+        old = self.jobs[job]
+        if LEGAL[old.state]:
+            self.jobs[job] = replace(old, schedule=schedule, updated=self.now)
+            assert self.runner.run(self.store.change_schedule(job, schedule)) == self.jobs[job]
+        else:
+            with pytest.raises(JobStateError):
+                self.runner.run(self.store.change_schedule(job, schedule))
+
     @rule(recovers=st.booleans())
     def reopen(self, recovers: bool) -> None:
         self.close()
@@ -119,7 +151,8 @@ class StoreMachine(RuleBasedStateMachine):
             running = [job for job, record in self.jobs.items() if record.state is RUNNING]
             running.sort(key=lambda job: self.jobs[job].priority_class is PriorityClass.BACKGROUND)
             for job in running:
-                self.move(job, QUEUED, "the service was restarted")
+                old = self.jobs[job]
+                self.move(job, old.asked or QUEUED, old.asked_cause or "the service was restarted")
             assert self.runner.run(self.store.recover()) == tuple(self.jobs[job] for job in running)
 
     @invariant()
@@ -130,6 +163,8 @@ class StoreMachine(RuleBasedStateMachine):
                 history = await self.store.history(job)
                 assert [(step.from_state, step.to_state, step.at, step.cause) for step in history] == states
             living = await self.store.list([QUEUED, RUNNING], limit=2)
+            counts = {state: sum(job.state is state for job in self.jobs.values()) for state in JobState}
+            assert await self.store.count() == counts
             assert living == tuple(job for job in self.jobs.values() if job.state in (QUEUED, RUNNING))[:2]
 
         self.runner.run(look())

@@ -20,9 +20,10 @@ from asyncpipe.core.events import StepRecord
 from asyncpipe.errors import JobFileError, TaskError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.pipeline import Pipeline
-from asyncpipe.service.progress import RunStarted, StepProgress
+from asyncpipe.service.progress import NullProgress, RunStarted, StepProgress
 from asyncpipe.service.settings import Job, Training
-from asyncpipe.service.training import BETAS, TrainingRun, learning_rate
+from asyncpipe.service.training import TrainingRun
+from asyncpipe.service.updater import BETAS, learning_rate
 from asyncpipe.service.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -53,7 +54,7 @@ def make_workload() -> Workload:
     return Workload(model, nn.functional.mse_loss, batches, tokens_per_sample=5)
 
 
-class Sink:
+class Sink(NullProgress):
     """Keeps what it is told; ``on_step`` runs at every step."""
 
     def __init__(self, on_step: Callable[[], object] = lambda: None) -> None:

@@ -1,0 +1,197 @@
+"""How ``asyncpipe jobs`` shows jobs to people: tables, one job, and what happens to it, line by line.
+
+Whatever a service says may hold anything, an exception's message for instance, so it is made printable first: a
+terminal takes some characters for commands.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from asyncpipe.service.client import ServerEvent
+
+__all__ = [
+    "LOSSES_HEAD",
+    "EventPrinter",
+    "change_text",
+    "history_table",
+    "job_text",
+    "jobs_table",
+    "loss_line",
+    "plain",
+]
+
+LINE_SECONDS = 5.0
+"""Between two lines about steps, where they are not drawn over one another."""
+LEVELS = {10: "debug", 20: "info", 30: "warning", 40: "error", 50: "critical"}
+LOSSES_HEAD = f"{'STEP':>9}  {'LOSS':>10}  {'RATE':>9}  {'SECONDS':>8}  {'TOKENS':>8}"
+
+
+def plain(text: object) -> str:
+    """``text`` in one line, with an escape in place of whatever is not printable."""
+    shown = str(text).replace("\n", " ")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
+def jobs_table(jobs: Iterable[Mapping[str, Any]], width: int | None = None) -> str:
+    """A line for each job under a heading, cut to ``width`` columns, by default the terminal's."""
+    rows = [
+        (
+            job["id"],
+            job["name"][:24],
+            _state(job),
+            job["priority_class"][:4],
+            f"{job['weight']:g}",
+            job.get("schedule") or "",
+            _steps(job),
+            _when(job["updated"]),
+            job["cause"],
+        )
+        for job in jobs
+    ]
+    return _table(("ID", "NAME", "STATE", "CLASS", "WEIGHT", "SCHEDULE", "STEP", "UPDATED", "CAUSE"), rows, width)
+
+
+def history_table(history: Iterable[Mapping[str, Any]], width: int | None = None) -> str:
+    """A line for each change of a job's state under a heading."""
+    rows = [(_when(row["at"]), row.get("from") or "", row["to"], row["cause"]) for row in history]
+    return _table(("AT", "FROM", "TO", "CAUSE"), rows, width)
+
+
+def job_text(job: Mapping[str, Any]) -> str:
+    """All that is known of a job, a line each."""
+    rows = [
+        ("job", job["id"]),
+        ("name", job["name"]),
+        ("state", f"{_state(job)}: {job['cause']}"),
+        ("entry", job["entry"]),
+        ("class", f"{job['priority_class']}, weight {job['weight']:g}"),
+        ("schedule", job.get("schedule") or ""),
+        ("step", _steps(job)),
+        ("snapshot", job.get("snapshot") or "none yet"),
+        ("submitted", _when(job["submitted"])),
+        ("updated", f"{_when(job['updated'])}, begun {job['attempts']} times"),
+    ]
+    for table, values in job.get("document", {}).items():
+        shown = values.items() if isinstance(values, Mapping) else [("", values)]
+        rows += [(f"{table}.{key}".rstrip("."), json.dumps(value)) for key, value in shown if value is not None]
+    longest = max(len(name) for name, _ in rows)
+    return "\n".join(f"{plain(name):<{longest}}  {plain(value)}".rstrip() for name, value in rows)
+
+
+def change_text(job: Mapping[str, Any]) -> str:
+    """One line about what a job has become."""
+    return f"{plain(job['name'])} ({plain(job['id'])}) is {_state(job)} at step {_steps(job)}: {plain(job['cause'])}"
+
+
+def loss_line(row: Mapping[str, Any]) -> str:
+    """One line about a step, as ``LOSSES_HEAD`` says."""
+    loss, rate, seconds = (
+        f"{row[key]:{form}}" if row.get(key) is not None else "not finite"
+        for key, form in (("loss", ".6f"), ("learning_rate", ".3e"), ("seconds", ".3f"))
+    )
+    return f"{row['step']:>9}  {loss:>10}  {rate:>9}  {seconds:>8}  {row['tokens']:>8}"
+
+
+class EventPrinter:
+    """Prints what happens to a job. On a terminal, steps are drawn over one another; elsewhere there is a line now and
+    then, and one for the last step. ``steps`` is how many the job has in all."""
+
+    def __init__(self, out: TextIO, *, as_json: bool = False, steps: int | None = None) -> None:
+        self._out = out
+        self._as_json = as_json
+        self._steps = steps
+        self._draws = out.isatty()
+        self._drawn = 0
+        self._next_line = 0.0
+        self._unprinted: str | None = None
+
+    def show(self, event: ServerEvent) -> None:
+        """Print ``event``."""
+        if self._as_json:
+            table = {"id": event.id, "kind": event.kind, "at": event.at, "data": event.data}
+            print(json.dumps(table), file=self._out, flush=True)
+        elif event.kind == "step":
+            self._show_step(event.data)
+        else:
+            self._print(f"{_when(event.at)}  {_event_text(event)}")
+
+    def end(self) -> None:
+        """Print what is left to be printed, and leave the line."""
+        if self._unprinted is not None:
+            self._print(self._unprinted)
+        elif self._drawn:
+            print(file=self._out, flush=True)
+        self._drawn = 0
+
+    def _show_step(self, data: Mapping[str, Any]) -> None:
+        line = _step_text(data, self._steps)
+        if self._draws:
+            print(f"\r{line:<{self._drawn}}", end="", file=self._out, flush=True)
+            self._drawn = len(line)
+        elif (now := time.monotonic()) >= self._next_line:
+            self._next_line = now + LINE_SECONDS
+            self._print(line)
+        else:
+            self._unprinted = line
+
+    def _print(self, line: str) -> None:
+        if self._unprinted is not None and self._unprinted != line:
+            # What comes now is told to have come after the last step.
+            print(self._unprinted, file=self._out)
+        self._unprinted = None
+        print(f"\r{line:<{self._drawn}}" if self._drawn else line, file=self._out, flush=True)
+        self._drawn = 0
+
+
+def _event_text(event: ServerEvent) -> str:
+    data = event.data
+    match event.kind:
+        case "state":
+            before = f" (was {plain(data['from'])})" if data.get("from") else ""
+            return f"{plain(data.get('to'))}{before}: {plain(data.get('cause'))}"
+        case "snapshot":
+            return f"snapshot {plain(data.get('name'))}"
+        case "note":
+            return f"{LEVELS.get(data.get('level', 20), 'note')}: {plain(data.get('text'))}"
+        case kind:
+            return f"{plain(kind)}: {plain(json.dumps(data))}"
+
+
+def _step_text(data: Mapping[str, Any], steps: int | None) -> str:
+    loss, rate = (
+        f"{data[key]:{form}}" if isinstance(data.get(key), int | float) else "not finite"
+        for key, form in (("loss", ".4f"), ("learning_rate", ".2e"))
+    )
+    seconds, tokens = data.get("seconds"), data.get("tokens")
+    speed = f"  {tokens / seconds:,.0f} tokens/s" if tokens and isinstance(seconds, int | float) and seconds > 0 else ""
+    total = f"/{steps}" if steps else ""
+    return f"step {data.get('step')}{total}  loss {loss}  rate {rate}{speed}"
+
+
+def _state(job: Mapping[str, Any]) -> str:
+    asked = job.get("asked")
+    return f"{plain(job['state'])} (to be {plain(asked)})" if asked else plain(job["state"])
+
+
+def _steps(job: Mapping[str, Any]) -> str:
+    return f"{job['step']}/{job['steps']}" if job.get("steps") else str(job["step"])
+
+
+def _when(at: float) -> str:
+    """The local time of a Unix time."""
+    return datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _table(heading: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> str:
+    columns = shutil.get_terminal_size((160, 24)).columns if width is None else width
+    lines = [tuple(heading), *(tuple(map(plain, row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = ("  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(text if len(text) <= columns else f"{text[: columns - 1]}…" for text in texts)

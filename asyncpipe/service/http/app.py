@@ -1,0 +1,126 @@
+"""The application put together, and a server for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from aiohttp import web
+
+from asyncpipe.errors import OptionError
+from asyncpipe.service.http import openapi
+from asyncpipe.service.http.audit import Audit, audit_file
+from asyncpipe.service.http.connection import connections
+from asyncpipe.service.http.guard import Guard
+from asyncpipe.service.http.hosts import is_loopback, shown_address
+from asyncpipe.service.http.limits import Buckets, Places
+from asyncpipe.service.http.pages import Pages
+from asyncpipe.service.http.problems import Problem, catch_problems
+from asyncpipe.service.http.redact import Redactor
+from asyncpipe.service.http.routes import Routes
+from asyncpipe.service.http.stream import Streams
+from asyncpipe.service.live_http import add_headers
+from asyncpipe.service.service_settings import ServiceSettings
+from asyncpipe.service.training_service import TrainingService
+
+__all__ = ["make_api", "serve_api"]
+
+SHUTDOWN_SECONDS = 1.0
+"""For requests that are still being answered when a server closes."""
+BACKLOG = 128
+STREAM_SHARE = 4
+"""One connection in so many may be an event stream."""
+
+_AUDIT = web.AppKey("audit", Audit)
+
+
+def make_api(service: TrainingService, settings: ServiceSettings) -> web.Application:
+    """The application; see the package."""
+    redact, audit = _redactor(settings), Audit()
+    buckets = Buckets(settings.requests_per_second, settings.burst)
+    guard = Guard(settings.hosts, settings.token, buckets, audit)
+    places = Places(max(1, settings.max_connections // STREAM_SHARE))
+    streams, pages = Streams(places, redact), Pages(service, places)
+    routes = Routes(service, settings, streams, audit, redact)
+    app = web.Application(middlewares=[catch_problems(redact), guard.middleware])
+    app[_AUDIT] = audit
+    guard.free(*routes.add_to(app.router))
+    app.router.add_get("/v1/openapi.json", _describe(service, settings))
+    pages.add_to(app.router)
+    app.on_response_prepare.append(add_headers)
+    app.on_shutdown.append(streams.close)
+    app.on_shutdown.append(pages.close)
+    return app
+
+
+@asynccontextmanager
+async def serve_api(service: TrainingService, settings: ServiceSettings) -> AsyncIterator[str]:
+    """Serves the application; see the package."""
+    _check_address(settings)
+    app, redact = make_api(service, settings), _redactor(settings)
+    runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+    async with audit_file(app[_AUDIT], settings.folder):
+        try:
+            await runner.setup()
+            assert runner.server is not None
+            _tidy(runner.server, redact)
+            make = connections(runner.server, settings.max_connections, settings.header_seconds, redact)
+            listening = await _listen(make, settings)
+            try:
+                port = listening.sockets[0].getsockname()[1]
+                yield f"http://{shown_address(settings.address)}:{port}/"
+            finally:
+                listening.close()
+        finally:
+            await runner.cleanup()
+
+
+def _redactor(settings: ServiceSettings) -> Redactor:
+    folders = [settings.folder, settings.entry_path, settings.token_file, settings.config, Path.cwd(), Path.home()]
+    return Redactor(folders, [None if settings.token is None else settings.token.get_secret_value()])
+
+
+def _describe(service: TrainingService, settings: ServiceSettings) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """The handler of ``v1/openapi.json``."""
+
+    async def handle(request: web.Request) -> web.Response:
+        below = request.path.removesuffix("/v1/openapi.json")
+        # In a thread: it looks for installed schedules, and makes a schema of every model.
+        document = await asyncio.to_thread(openapi.describe, settings, service.entries.names, below)
+        return web.Response(body=json.dumps(document).encode(), content_type="application/json")
+
+    return handle
+
+
+def _tidy(server: web.Server, redact: Redactor) -> None:
+    """Give the form of all errors to what aiohttp refuses before a middleware runs: expectations, which it quotes."""
+    handle = server.request_handler
+
+    async def tidy(request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await handle(request)
+        except web.HTTPException as error:
+            return Problem(error.status, "refused", error.reason, close=True).answer(redact)
+
+    server.request_handler = tidy
+
+
+def _check_address(settings: ServiceSettings) -> None:
+    """The settings have checked it, too; this is the last moment before others can reach the service."""
+    if settings.token is not None:
+        if not settings.token.get_secret_value():
+            raise OptionError("the token is empty: anybody could show it")
+    elif not is_loopback(settings.address):
+        rule = "needs a token: give one, or listen on 127.0.0.1"
+        raise OptionError(f"address {settings.address}, which others can reach, {rule}")
+
+
+async def _listen(make: Callable[[], asyncio.Protocol], settings: ServiceSettings) -> asyncio.Server:
+    loop = asyncio.get_running_loop()
+    try:
+        return await loop.create_server(make, settings.address, settings.port, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise OptionError(f"cannot serve the API on {settings.address}:{settings.port}: {error}") from error

@@ -1,0 +1,139 @@
+"""Server-sent events: what happens to a job, as it happens, until it is over or this server is.
+
+::
+
+    service.follow(job, after) ──▶ event ──▶ "id: 7", "event: state", "data: {…}" ──▶ the client takes it ──▶ the next
+
+There is no queue here. A client that comes back says the last id that it saw and goes on behind it. The last event of a
+job that is over is ``end``; a stream that ends without it was cut off, or the service shuts down. Comments keep the
+line open meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from typing import Any
+
+from aiohttp import web
+
+from asyncpipe.service.http.limits import Full, Places
+from asyncpipe.service.http.models import EventAnswer
+from asyncpipe.service.http.problems import Problem
+from asyncpipe.service.http.redact import Redactor
+from asyncpipe.service.job_log import JobEvent
+
+__all__ = ["Streams"]
+
+KEEP_ALIVE_SECONDS = 15.0
+"""Proxies close connections on which nothing happens for a minute or so."""
+KEEP_ALIVE = b": nothing new\n\n"
+RETRY = b"retry: 1000\n\n"
+"""Milliseconds after which a page whose connection broke tries again."""
+END = b"event: end\ndata: {}\n\n"
+GOODBYE_SECONDS = 1.0
+"""For clients to take what was sent, when the server closes."""
+
+
+class Streams:
+    """All event streams of an API: not more than ``places`` at once, and ``close`` ends them."""
+
+    def __init__(self, places: Places, redact: Redactor) -> None:
+        self._places = places
+        self._redact = redact
+        self._closing = asyncio.Event()
+        self._open: dict[asyncio.Transport, None] = {}
+        self._left = asyncio.Event()
+
+    async def send(
+        self, request: web.Request, events: AsyncIterator[JobEvent], is_over: Callable[[], Awaitable[bool]]
+    ) -> web.StreamResponse:
+        """Answer ``request`` with ``events``; ``is_over`` says behind them whether more can ever come.
+
+        Raises ``Problem`` if there are too many streams.
+        """
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+        line = request.transport
+        if request.method == "HEAD" or line is None:
+            return response
+        try:
+            with self._places.one():
+                self._open[line] = None
+                try:
+                    await self._send(request, response, self._parts(events, is_over))
+                finally:
+                    self._open.pop(line, None)
+                    self._left.set()
+        except Full:
+            raise too_many() from None
+        return response
+
+    async def _send(
+        self, request: web.Request, response: web.StreamResponse, parts: AsyncGenerator[bytes, None]
+    ) -> None:
+        try:
+            await response.prepare(request)
+            await response.write(RETRY)
+            async with aclosing(parts):
+                async for part in parts:
+                    await response.write(part)
+            await response.write_eof()
+        except ConnectionError:
+            pass  # The client has gone.
+
+    async def _parts(
+        self, events: AsyncIterator[JobEvent], is_over: Callable[[], Awaitable[bool]]
+    ) -> AsyncGenerator[bytes, None]:
+        closing = asyncio.ensure_future(self._closing.wait())
+        coming: asyncio.Future[JobEvent | None] | None = None
+        try:
+            while not closing.done():
+                if coming is None:
+                    coming = asyncio.ensure_future(_next(events))
+                await asyncio.wait((closing, coming), timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                if coming.done():
+                    event, coming = coming.result(), None
+                    if event is None:
+                        if await is_over():
+                            yield END
+                        return
+                    yield self._bytes(event)
+                elif not closing.done():
+                    yield KEEP_ALIVE
+        finally:
+            for waiting in (closing, coming):
+                if waiting is not None:
+                    waiting.cancel()
+                    with suppress(asyncio.CancelledError, Exception):
+                        await waiting
+            await _close(events)
+
+    def _bytes(self, event: JobEvent) -> bytes:
+        data = EventAnswer.of(event, self._redact).model_dump_json()
+        return f"id: {event.id}\nevent: {event.kind}\ndata: {data}\n\n".encode()
+
+    async def close(self, _: web.Application) -> None:
+        """End every stream; lines that do not take it are cut."""
+        self._closing.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                while self._open:
+                    self._left.clear()
+                    await self._left.wait()
+        for line in list(self._open):
+            line.abort()
+
+
+def too_many() -> Problem:
+    """A 503: every place is taken."""
+    return Problem(503, "too-many-streams", "all event streams are in use", headers=[("Retry-After", "10")])
+
+
+async def _next(events: AsyncIterator[JobEvent]) -> JobEvent | None:
+    return await anext(events, None)
+
+
+async def _close(events: Any) -> None:
+    if hasattr(events, "aclose"):
+        await events.aclose()

@@ -1,0 +1,293 @@
+"""``asyncpipe serve`` as an operator uses it: started, given jobs, told to end, started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+from asyncpipe import cli
+from asyncpipe.cli import serve as serve_module
+from asyncpipe.service.client import ApiError, JobClient
+
+pytestmark = [
+    pytest.mark.timeout(120),  # Each starts a process or two that import torch.
+    pytest.mark.skipif(
+        find_spec("aiohttp") is None or find_spec("pydantic_settings") is None,
+        reason="a service needs aiohttp and pydantic-settings: pip install 'asyncpipe[service]'",
+    ),
+]
+
+CHARLM = Path(__file__).parents[2] / "examples" / "charlm"
+TOKEN = "correct-horse-battery-staple"
+SECONDS = 40.0
+"""For another process to get somewhere."""
+JOB: dict[str, Any] = {
+    "name": "tiny",
+    "entry": "charlm:build",
+    "parameters": {"width": 8, "blocks": 2, "heads": 2, "context": 16, "sample_length": 4},
+    "pipeline": {"devices": ["cpu:0", "cpu:1"], "microbatches": 2},
+    "training": {"steps": 5, "batch_size": 4, "learning_rate": 1e-2},
+    "snapshots": {"every": 2},
+}
+SLOW = """\
+import os
+from torch import nn
+from asyncpipe.service.workload import Workload
+import torch
+
+class Gate(nn.Module):
+    # A step that ends when somebody opens the pipe at the other end.
+    def forward(self, x):
+        print("in the gate", flush=True)
+        with open("gate", "rb") as gate:
+            gate.read()
+        return x
+
+def build(*, gated: bool = True) -> Workload:
+    model = nn.Sequential(nn.Linear(2, 2), Gate() if gated else nn.Identity())
+    def batches(batch_size, generator):
+        while True:
+            yield torch.randn(batch_size, 2, generator=generator), torch.zeros(batch_size, 2)
+    return Workload(model, nn.functional.mse_loss, batches, memoryless=True)
+"""
+
+
+class Served:
+    """A running service; what it has printed is in ``lines``."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self.process = process
+        self.log = log
+        self.lines: list[str] = []
+
+    def line(self, pattern: str) -> re.Match[str]:
+        """The next line that it prints with ``pattern`` in it."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(f"no {pattern!r} in {self.lines}; stderr: {self.log.read_text(encoding='utf-8')}")
+
+    def ends(self) -> int:
+        """Its status, when it has ended."""
+        assert self.process.stdout is not None
+        self.lines += self.process.stdout.read().splitlines()
+        return self.process.wait(SECONDS)
+
+    def ask(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory, and no settings of whoever runs the tests."""
+    for name in [name for name in os.environ if name.startswith("ASYNCPIPE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "code").mkdir()
+    shutil.copy(CHARLM / "charlm.py", tmp_path / "code")
+    (tmp_path / "code" / "slow.py").write_text(SLOW, encoding="utf-8")
+    (tmp_path / "service.toml").write_text(
+        'devices = ["cpu:0", "cpu:1"]\nentry_path = "code"\nport = 0\nmetrics_port = 0\n'
+        '[entries."charlm:build"]\nfixed = { max_bytes = 20_000 }\n[entries."slow:build"]\n',
+        encoding="utf-8",
+    )
+    for name in ("charlm", "slow"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield tmp_path
+    for name in ("charlm", "slow"):
+        sys.modules.pop(name, None)
+
+
+@contextmanager
+def serve(folder: Path, *options: str, code: str = "") -> Iterator[Served]:
+    """A service in ``folder``, killed at the end of the block if it has not ended; ``code`` runs in it first."""
+    script = f"import sys; from asyncpipe.cli import main, serve; {code or 'pass'}; sys.exit(main())"
+    arguments = [sys.executable, "-c", script, "serve", "--config", "service.toml", *options]
+    log = folder / "stderr"
+    with (
+        log.open("a", encoding="utf-8") as err,
+        subprocess.Popen(arguments, cwd=folder, stdout=subprocess.PIPE, stderr=err, text=True) as process,
+    ):
+        try:
+            yield Served(process, log)
+        finally:
+            process.kill()
+
+
+def until(client: JobClient, job: str, what: str, value: object) -> dict[str, Any]:
+    """The job, once it has ``value`` as its ``what``: another process gets there in its own time."""
+    deadline = time.monotonic() + SECONDS
+    while (found := client.show(job))[what] != value:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+    return found
+
+
+def test_a_service_trains_what_it_is_given_and_ends_in_peace(folder, capsys, monkeypatch):
+    (folder / "token").write_text(TOKEN, encoding="utf-8")
+    (folder / "token").chmod(0o600)
+    (folder / "tiny.toml").write_text(as_toml(), encoding="utf-8")
+    with serve(folder, "--token-file", "token") as served:
+        url, port = served.line(r"^service: (http://127\.0\.0\.1:(\d+))/$").groups()
+        metrics = served.line(r"^metrics: (http://\S+/metrics)$")[1]
+        served.line(r"^entries: charlm:build, slow:build; devices: cpu:0, cpu:1$")
+        served.line(r"^ready: 0 jobs run, 0 wait$")
+        with pytest.raises(ApiError, match=r"Unauthorized \(401\)"):
+            list(JobClient(url).list())
+        monkeypatch.setenv("ASYNCPIPE_URL", url)
+        monkeypatch.setenv("ASYNCPIPE_TOKEN_FILE", "token")
+        assert cli.main(["jobs", "submit", "tiny.toml", "--follow"]) == 0
+        out, err = capsys.readouterr()
+        job = err.split()[-1]
+        assert "step 5/5  loss " in out
+        assert out.splitlines()[-1].startswith(f"tiny ({job}) is finished at step 5/5: ")
+        client = JobClient(url, TOKEN)
+        assert [row["step"] for row in client.losses(job)] == [1, 2, 3, 4, 5]
+        assert [row["to"] for row in client.history(job)] == ["queued", "running", "finished"]
+        with urlopen(metrics, timeout=10) as answer:
+            assert b"asyncpipe_" in answer.read()
+        check_taken(port, capsys)
+        served.ask()
+        assert served.ends() == 0
+        assert "SIGTERM: no more jobs are taken; no job runs (once more: end at once)" in served.lines
+    assert (folder / "runs" / "service").stat().st_mode & 0o777 == 0o700
+    assert list((folder / "runs" / "service" / "jobs" / job / "snapshots").glob("step-*"))
+    assert TOKEN not in (folder / "stderr").read_text(encoding="utf-8")
+
+
+def check_taken(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second service cannot have the same port, and says so."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("ASYNCPIPE_URL")
+        options = ["--config", "service.toml", "--folder", "other", "--port", port, "--metrics-port", "none"]
+        assert cli.main(["serve", *options]) == 2
+    assert f"cannot serve the API on 127.0.0.1:{port}" in capsys.readouterr().err
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def as_toml() -> str:
+    tables = [f'name = "{JOB["name"]}"', "[job]", f'entry = "{JOB["entry"]}"', "[job.parameters]"]
+    tables += [f"{key} = {json.dumps(value)}" for key, value in JOB["parameters"].items()]
+    for table in ("pipeline", "training"):
+        tables += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in JOB[table].items())]
+    return "\n".join(tables)
+
+
+def test_a_job_goes_on_after_the_service_was_told_to_end(folder):
+    endless = {**JOB, "training": {**JOB["training"], "steps": 10**9}}
+    with serve(folder, "--port", "0") as served:
+        client = JobClient(served.line(r"^service: (\S+)$")[1])
+        job = client.submit(endless, "monday")["id"]
+        next(event for event in client.events(job) if event.kind == "step")
+        served.ask(signal.SIGINT)
+        assert served.ends() == 0
+        farewell = next(line for line in served.lines if line.startswith("SIGINT"))
+        assert farewell.startswith("SIGINT: no more jobs are taken; 1 running job ends its step and takes a snapshot")
+        assert served.lines[-1] == "ended; jobs go on at the next start"
+    with serve(folder) as served:
+        client = JobClient(served.line(r"^service: (\S+)$")[1])
+        assert client.submit(endless, "monday")["id"] == job, "the same key is the same job, also now"
+        found = until(client, job, "state", "running")
+        assert found["step"] > 0
+        assert found["snapshot"] is not None
+        client.cancel(job)
+        assert client.wait(job, SECONDS)["state"] == "cancelled"
+        states = [row["to"] for row in client.history(job)]
+        assert states == ["queued", "running", "queued", "running", "cancelled"]
+        served.ask()
+        assert served.ends() == 0
+
+
+GATED = {
+    "name": "slow",
+    "entry": "slow:build",
+    "pipeline": {"devices": ["cpu:0", "cpu:1"], "microbatches": 1},
+    "training": {"steps": 1, "batch_size": 2, "learning_rate": 0.1},
+}
+
+
+def test_a_second_signal_ends_it_at_once(folder):
+    os.mkfifo(folder / "gate")
+    with serve(folder, "--grace-seconds", "1000") as served:
+        client = JobClient(served.line(r"^service: (\S+)$")[1])
+        job = client.submit(GATED)["id"]
+        served.line("in the gate")
+        served.ask()
+        served.line("SIGTERM: no more jobs are taken; 1 running job ends its step")
+        with pytest.raises(ApiError, match=r"Service Unavailable \(503\)"):
+            JobClient(client.url, retries=0).submit(GATED)
+        assert client.show(job)["state"] == "running"
+        served.ask(signal.SIGINT)
+        assert served.ends() == 128 + signal.SIGINT
+
+
+def test_a_step_that_never_ends_does_not_hold_it_up_for_ever(folder):
+    os.mkfifo(folder / "gate")
+    with serve(folder, "--grace-seconds", "0.2", code="serve.SLACK_SECONDS = 0.2") as served:
+        client = JobClient(served.line(r"^service: (\S+)$")[1])
+        client.submit(GATED)
+        served.line("in the gate")
+        served.ask()
+        assert served.ends() == serve_module.GRACE_OVER
+        assert served.lines[-1] == "the grace period is over; jobs go on from their last snapshots at the next start"
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ((), ["devices: missing; must be", "entries: missing; must be"]),
+        (("--config", "nowhere.toml"), ["nowhere.toml: cannot be read: No such file"]),
+        (("--devices", "gpu:0", "--entry", "a:b", "--port", "x"), ["devices: must be", "port: must be a port from 0"]),
+        (
+            ("--devices", "cpu:0", "--entry", "a:b", "--address", "0.0.0.0"),
+            ["address: '0.0.0.0', which others can reach"],
+        ),
+        (
+            ("--devices", "cpu:0", "--entry", "a:b", "--max-running", "0"),
+            ["max_running: must be an integer of at least 1"],
+        ),
+    ],
+)
+def test_wrong_settings_are_told_before_anything_starts(options, lines, folder, capsys):
+    assert cli.main(["serve", *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    told = err.removeprefix("asyncpipe: error: ").splitlines()
+    assert len(told) == len(lines)
+    for line, wanted in zip(told, lines, strict=True):
+        assert line.startswith(wanted)
+    assert not (folder / "runs").exists()
+
+
+def test_help_helps_and_a_token_is_no_flag(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    for part in (
+        "--entry MODULE:FACTORY",
+        "asyncpipe serve --config service.toml",
+        "SIGTERM or SIGINT",
+        "[memory_limit]",
+    ):
+        assert part in out
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--token", TOKEN])
+    assert "unrecognized arguments" in capsys.readouterr().err

@@ -1,0 +1,248 @@
+"""The parts that refuse: JSON under limits, buckets, redaction, names, the audit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import stat
+from pathlib import Path
+
+import pytest
+from http_helpers import TOKEN, make_settings, mounted, served, submission
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncpipe.errors import OptionError
+from asyncpipe.service.http import audit as audit_module
+from asyncpipe.service.http import serve_api
+from asyncpipe.service.http.body import MOST_DEPTH, parse_json
+from asyncpipe.service.http.hosts import is_own_page
+from asyncpipe.service.http.limits import Buckets, Full, Places, client_of
+from asyncpipe.service.http.problems import Problem
+from asyncpipe.service.http.redact import Redactor, shorten
+
+pytestmark = [pytest.mark.one_loop]
+
+TEXTS = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda values: st.lists(values, max_size=4) | st.dictionaries(TEXTS, values, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(VALUES, st.booleans())
+def test_what_json_can_say_is_read(value: object, ascii_only: bool) -> None:
+    assert parse_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+
+
+@given(st.binary(max_size=200) | st.text(alphabet='[]{}",:\\u0d8 1e.-', max_size=60).map(str.encode))
+def test_anything_else_is_a_400(body: bytes) -> None:
+    try:
+        read = parse_json(body), json.loads(body)
+    except Problem as problem:
+        read = problem.status, 400
+    assert read[0] == read[1]
+
+
+def test_the_depth_that_is_allowed_is_the_depth_that_is_said() -> None:
+    for opening, closing in (("[", "]"), ('{"a":', "}")):
+        inner = "" if opening == "[" else "1"
+        parse_json((opening * MOST_DEPTH + inner + closing * MOST_DEPTH).encode())
+        with pytest.raises(Problem, match="nested"):
+            parse_json((opening * (MOST_DEPTH + 1) + inner + closing * (MOST_DEPTH + 1)).encode())
+    assert parse_json(json.dumps("[" * 1000 + '"' + "\\").encode()) == "[" * 1000 + '"' + "\\"
+
+
+@pytest.mark.timeout(10)
+def test_no_body_takes_long() -> None:
+    size = 128 * 1024
+    for body in (b'"' * size, b'\\"' * (size // 2), b'"' + b'\\"' * (size // 2), b"[]" * (size // 2), b"{" * size,
+                 b"[" * (size // 2) + b"]" * (size // 2), b"1" * size, b'"' + b"\\" * size):  # fmt: skip
+        with pytest.raises(Problem):
+            parse_json(body)
+
+
+def test_a_bucket_empties_and_fills_again() -> None:
+    now = [100.0]
+    buckets = Buckets(2.0, 3, clock=lambda: now[0])
+    assert [buckets.take("a") for _ in range(4)] == [0, 0, 0, 0.5]
+    assert buckets.take("b") == 0
+    now[0] += 0.5
+    assert (buckets.take("a"), buckets.take("a")) == (0, 0.5)
+    now[0] += 1000
+    assert [buckets.take("a") for _ in range(4)] == [0, 0, 0, 0.5]
+
+
+def test_the_table_of_clients_is_bounded_and_forgets_the_quietest() -> None:
+    buckets = Buckets(1.0, 1, most=3, clock=lambda: 0.0)
+    for client in "abcabcd":
+        buckets.take(client)
+    assert len(buckets) == 3
+    assert buckets.take("c") > 0
+    assert buckets.take("a") == 0
+
+
+def test_a_network_is_one_client() -> None:
+    assert client_of("2001:db8::1") == client_of("2001:db8::ffff:2") == "2001:db8::"
+    assert client_of("2001:db8:0:1::1") != client_of("2001:db8::1")
+    assert client_of("::ffff:10.0.0.1") == client_of("10.0.0.1") == "10.0.0.1"
+    assert client_of("fe80::1%eth0") == "fe80::"
+    assert client_of(None) == "unknown"
+
+
+def test_places_are_given_back() -> None:
+    places = Places(1)
+    with places.one(), pytest.raises(Full), places.one():
+        pass
+    with places.one():
+        assert places.held == 1
+    assert places.held == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[Errno 2] No such file: '/home/me/data/x.bin'", "[Errno 2] No such file: '…/x.bin'"),
+        ("/srv/service/jobs/1/snapshots", "…/jobs/1/snapshots"),
+        ("at /srv/service", "at …/"),
+        ("runs/service/jobs", "…/jobs"),
+        (f"the token {TOKEN} is in it", "the token [hidden] is in it"),
+        ('File "/usr/lib/python3/x.py", line 7', 'File "…/x.py", line 7'),
+        ("csv:/etc/passwd", "csv:…/passwd"),
+        (r"C:\Users\me\x.bin", "…/x.bin"),
+        ("file:///srv/x", "…"),
+        ("~/secrets/key", "…/key"),
+        ("1/2 of it and/or 3 / 4, step 7/10", "1/2 of it and/or 3 / 4, step 7/10"),
+        ("see http://host/a/b", "see http://host/a/b"),
+    ],
+)
+def test_texts_lose_paths_and_secrets(text: str, told: str) -> None:
+    assert Redactor(["runs/service", "/srv/service", None, "."], [TOKEN, None, ""])(text) == told
+
+
+def test_texts_are_shortened() -> None:
+    assert shorten("x" * 101) == "x" * 99 + "…"
+    assert shorten("x" * 100) == "x" * 100
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "own"),
+    [
+        ("http://a:80", "a", True),
+        ("http://a", "a:80", True),
+        ("https://a", "a", True),
+        ("https://a", "a:80", False),
+        ("http://A", "a", True),
+        ("http://a:81", "a", False),
+        ("http://b", "a", False),
+        ("null", "a", False),
+        ("ftp://a", "a", False),
+        ("http://", "", False),
+        ("http://[::1]:8080", "[::1]:8080", True),
+        ("http://a:99999", "a", False),
+        ("https://known:1", "a", True),
+    ],
+)
+def test_which_pages_are_ours(origin: str, host: str, own: bool) -> None:
+    assert is_own_page(origin, host, {"known"}) is own
+
+
+# The audit
+
+
+async def test_every_change_and_refusal_is_in_the_audit(tmp_path: Path) -> None:
+    level = logging.getLogger(audit_module.LOGGER).level
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+    async with served(tmp_path, token=TOKEN) as api:
+        _, job, _ = await api.ask("POST", "/v1/jobs", submission(), Idempotency_Key="my-key", **bearer)
+        await api.ask("POST", f"/v1/jobs/{job['id']}/pause", {}, **bearer)
+        await api.ask("POST", f"/v1/jobs/{job['id']}/pause", {}, **bearer)
+        await api.ask("POST", "/v1/jobs", submission(entry="os:system"), **bearer)
+        await api.ask("GET", "/v1/jobs", **bearer)
+        await api.ask("GET", "/v1/jobs?token=" + TOKEN)
+        await api.ask("POST", "/v1/jobs", submission(), Origin="http://evil.example", **bearer)
+        await api.ask("GET", "/" + "p" * 5000, Host="evil.example", **bearer)
+    file = tmp_path / "audit.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    told = [(line["what"][:20], line["outcome"], line.get("status"), line["job"]) for line in lines]
+    assert told == [
+        ("submit", "ok", None, job["id"]),
+        ("pause", "ok", None, job["id"]),
+        ("pause", "refused", 409, job["id"]),
+        ("submit", "refused", 422, None),
+        ("GET /v1/jobs", "refused", 401, None),
+        ("POST /v1/jobs", "refused", 403, None),
+        ("GET /" + "p" * 15, "refused", 421, None),
+    ]
+    assert lines[0]["client"] == "127.0.0.1"
+    assert len(lines[0]["key"]) == 16
+    assert lines[0]["when"].endswith("Z")
+    assert TOKEN not in file.read_text()
+    assert "my-key" not in file.read_text()
+    assert max(map(len, file.read_text().splitlines())) < 500
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    logger = logging.getLogger(audit_module.LOGGER)
+    assert (logger.level, logger.handlers) == (level, [])
+
+
+async def test_two_services_of_a_process_have_an_audit_each(tmp_path: Path) -> None:
+    async with served(tmp_path / "one") as one, served(tmp_path / "two") as two:
+        await one.submitted()
+        await two.submitted()
+        await two.submitted()
+    counts = [len((tmp_path / name / "audit.jsonl").read_text().splitlines()) for name in ("one", "two")]
+    assert counts == [1, 2]
+
+
+async def test_a_mounted_api_tells_the_logger_of_the_host(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, audit_module.LOGGER):
+        async with mounted(tmp_path) as api:
+            await api.submitted()
+    assert json.loads(caplog.messages[-1])["what"] == "submit"
+    assert not (tmp_path / "audit.jsonl").exists()
+
+
+async def test_a_full_disk_ends_nothing(tmp_path: Path, full: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path.joinpath("service").mkdir(mode=0o700)
+    (tmp_path / "service" / "audit.jsonl").symlink_to(full)
+    async with served(tmp_path / "service") as api:
+        await api.submitted()
+        await api.submitted()
+    assert caplog.text.count("the audit file cannot be written") == 1
+
+
+async def test_a_disk_that_is_behind_loses_lines_and_not_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(audit_module, "MOST_WAITING", 2)
+    import threading
+
+    may_write = threading.Event()
+    emit = audit_module._File.emit
+    monkeypatch.setattr(audit_module._File, "emit", lambda *given: may_write.wait(10) and emit(*given))
+    async with served(tmp_path) as api:
+        for _ in range(8):
+            await api.submitted()
+        may_write.set()
+    assert "lines are lost" in caplog.text
+    assert 2 <= len((tmp_path / "audit.jsonl").read_text().splitlines()) < 8
+
+
+async def test_a_folder_that_is_not_there_is_an_option_error(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path / "nothing")
+    with pytest.raises(OptionError, match="audit file"):
+        async with serve_api(object(), settings):  # type: ignore[arg-type]
+            pass
+
+
+async def test_a_port_that_is_taken_is_an_option_error(tmp_path: Path) -> None:
+    async with served(tmp_path) as api:
+        port = int(api.base.rpartition(":")[2])
+        (tmp_path / "other").mkdir()
+        settings = make_settings(tmp_path / "other", port=port)
+        with pytest.raises(OptionError, match=f"127.0.0.1:{port}: .*in use"):
+            async with serve_api(api.service, settings):  # type: ignore[arg-type]
+                pass
+    assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

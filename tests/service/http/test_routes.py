@@ -1,0 +1,263 @@
+"""Every route: what it answers, and what it says of a job that cannot do what it is asked."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from http_helpers import ENTRY, NOBODY, mounted, served, submission
+from yarl import URL
+
+from asyncpipe.service.http import openapi
+from asyncpipe.service.job_log import LossRow
+from asyncpipe.service.job_states import JobState
+from asyncpipe.service.store import StoreError, StoreProblem
+
+pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
+
+
+async def test_a_job_is_submitted_and_shown(tmp_path: Path) -> None:
+    async with mounted(tmp_path) as api:
+        status, job, headers = await api.ask("POST", "/v1/jobs", submission(weight=3))
+        assert status == 201
+        assert headers["Location"] == f"/v1/jobs/{job['id']}"
+        assert (job["state"], job["name"], job["entry"], job["weight"]) == ("queued", "demo", ENTRY, 3.0)
+        assert (job["schedule"], job["step"], job["steps"], job["waits_for"]) == ("gpipe", 0, 100, "a place")
+        assert job["document"]["parameters"] == {"width": 8}
+        status, shown, _ = await api.ask("GET", headers["Location"])
+        assert (status, shown) == (200, job)
+
+
+async def test_the_same_key_gives_the_same_job(tmp_path: Path) -> None:
+    async with mounted(tmp_path) as api:
+        first = await api.ask("POST", "/v1/jobs", submission(), Idempotency_Key="one")
+        again = await api.ask("POST", "/v1/jobs", submission(), Idempotency_Key="one")
+        other = await api.ask("POST", "/v1/jobs", submission(name="else"), Idempotency_Key="one")
+        assert (first[0], again[0], other[0]) == (201, 200, 409)
+        assert first[1]["id"] == again[1]["id"] == other[1]["job"]
+        assert again[2]["Location"] == first[2]["Location"]
+        assert other[1]["type"].endswith(":idempotency-conflict")
+
+
+async def test_jobs_are_listed_page_by_page_and_by_state(tmp_path: Path) -> None:
+    async with mounted(tmp_path) as api:
+        ids = [await api.submitted(name=f"job {number}") for number in range(5)]
+        await api.ask("POST", f"/v1/jobs/{ids[1]}/cancel", {})
+        found, after = [], ""
+        while True:
+            _, page, _ = await api.ask("GET", f"/v1/jobs?limit=2{after}")
+            found += [job["id"] for job in page["jobs"]]
+            if page["next"] is None:
+                break
+            after = f"&after={page['next']}"
+        assert found == ids
+        assert "document" not in page["jobs"][0]
+        _, cancelled, _ = await api.ask("GET", "/v1/jobs?state=cancelled")
+        assert [job["id"] for job in cancelled["jobs"]] == [ids[1]]
+        _, both, _ = await api.ask("GET", "/v1/jobs?state=cancelled&state=queued")
+        assert len(both["jobs"]) == 5
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["limit=0", "limit=1001", "limit=x", "limit=1&limit=2", "limit=-1", "limit=%D9%A1", "state=odd", "after=..",
+     "what=1", f"after={NOBODY}", "limit=" + "9" * 5000],
+)  # fmt: skip
+async def test_a_wrong_query_is_a_422_that_names_the_key(tmp_path: Path, query: str) -> None:
+    async with mounted(tmp_path) as api:
+        status, answer, headers = await api.ask("GET", f"/v1/jobs?{query}")
+        assert status == 422
+        assert [problem["key"] for problem in answer["problems"]] == [query.split("=")[0]]
+        assert headers["Content-Type"].startswith("application/problem+json")
+
+
+async def test_actions_change_the_state_and_history_tells(tmp_path: Path) -> None:
+    async with mounted(tmp_path) as api:
+        job = await api.submitted()
+        for act, state in (("pause", "paused"), ("resume", "queued"), ("cancel", "cancelled")):
+            status, answer, _ = await api.ask("POST", f"/v1/jobs/{job}/{act}", {})
+            assert (status, answer["state"]) == (200, state)
+        status, answer, _ = await api.ask("POST", f"/v1/jobs/{job}/resume", {})
+        assert (status, answer["state"], answer["job"], answer["possible"]) == (409, "cancelled", job, [])
+        status, answer, _ = await api.ask("GET", f"/v1/jobs/{job}/history")
+        steps = [(row["from"], row["to"]) for row in answer["transitions"]]
+        assert steps == [(None, "queued"), ("queued", "paused"), ("paused", "queued"), ("queued", "cancelled")]
+        assert {row["cause"] for row in answer["transitions"][1:]} == {"asked for over HTTP"}
+
+
+async def test_a_schedule_is_changed_by_name_only(tmp_path: Path) -> None:
+    async with mounted(tmp_path) as api:
+        job = await api.submitted()
+        assert (await api.ask("PUT", f"/v1/jobs/{job}/schedule", {"schedule": "1f1b"}))[0] == 200
+        for wrong in ("csv:/etc/passwd", "os:system", "nothing", "", 1, None, "1f1b\n"):
+            status, answer, _ = await api.ask("PUT", f"/v1/jobs/{job}/schedule", {"schedule": wrong})
+            assert (status, [row["key"] for row in answer["problems"]]) == (422, ["schedule"]), wrong
+        for body in ({}, [], {"schedule": "1f1b", "more": 1}):
+            assert (await api.ask("PUT", f"/v1/jobs/{job}/schedule", body))[0] == 422
+
+
+async def test_losses_are_pages_of_numbers(tmp_path: Path) -> None:
+    async with mounted(tmp_path) as api:
+        job = await api.submitted()
+        losses = [0.5, math.nan, math.inf, 0.25]
+        api.service.rows[job] = [LossRow(step, loss, 0.01, 0.1, 8) for step, loss in enumerate(losses, 1)]
+        _, first, _ = await api.ask("GET", f"/v1/jobs/{job}/losses?limit=3")
+        _, second, _ = await api.ask("GET", f"/v1/jobs/{job}/losses?limit=3&after={first['next']}")
+        assert [row["loss"] for row in first["losses"] + second["losses"]] == [0.5, None, None, 0.25]
+        assert second["next"] is None
+        assert second["losses"][0] == {"step": 4, "loss": 0.25, "learning_rate": 0.01, "seconds": 0.1, "tokens": 8}
+
+
+async def test_what_may_be_named(tmp_path: Path) -> None:
+    async with mounted(tmp_path) as api:
+        _, schedules, _ = await api.ask("GET", "/v1/schedules")
+        assert {"gpipe", "1f1b"} <= set(schedules["schedules"])
+        _, entries, _ = await api.ask("GET", "/v1/entries")
+        assert [entry["name"] for entry in entries["entries"]] == [ENTRY]
+        assert set(entries["entries"][0]["parameters"]["properties"]) == {"width", "scale"}
+
+
+async def test_probes(tmp_path: Path) -> None:
+    async with mounted(tmp_path) as api:
+        assert (await api.ask("GET", "/livez"))[0] == (await api.ask("GET", "/readyz"))[0] == 200
+        await api.service.drain("shutting down")
+        assert (await api.ask("GET", "/livez"))[0] == 200
+        status, answer, headers = await api.ask("GET", "/readyz")
+        assert (status, answer["detail"]) == (503, "shutting down")
+        assert int(headers["Retry-After"]) > 0
+        api.service.live = False
+        assert (await api.ask("GET", "/livez"))[0] == 503
+
+
+async def test_a_service_that_drains_takes_no_job(tmp_path: Path) -> None:
+    async with mounted(tmp_path) as api:
+        await api.service.drain("shutting down")
+        status, answer, headers = await api.ask("POST", "/v1/jobs", submission())
+        assert (status, answer["type"].rpartition(":")[2]) == (503, "draining")
+        assert int(headers["Retry-After"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("problem", "status"), [(StoreProblem.FULL, 507), (StoreProblem.LOCKED, 503), (StoreProblem.CLOSED, 503)]
+)
+async def test_a_store_that_fails_is_told_without_its_path(tmp_path: Path, problem: StoreProblem, status: int) -> None:
+    async with mounted(tmp_path) as api:
+        api.service.error = StoreError(tmp_path / "jobs.sqlite3", problem, "has trouble", "help it")
+        found, answer, _ = await api.ask("POST", "/v1/jobs", submission())
+        assert found == status
+        assert str(tmp_path) not in str(answer)
+
+
+async def test_an_unexpected_error_is_a_number_that_the_log_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with mounted(tmp_path) as api:
+        job = await api.submitted()
+        api.service.error = RuntimeError(f"secret in {tmp_path}")
+        status, answer, _ = await api.ask("GET", f"/v1/jobs/{job}")
+        assert (status, set(answer)) == (500, {"type", "title", "status", "detail", "error"})
+        assert "secret" not in str(answer)
+        assert answer["error"] in caplog.text
+        assert "secret in" in caplog.text
+
+
+async def test_a_cause_is_shown_without_paths(tmp_path: Path) -> None:
+    async with mounted(tmp_path) as api:
+        job = await api.submitted()
+        await api.service.become(job, JobState.RUNNING)
+        cause = f"OSError: [Errno 28] No space left: '{tmp_path}/jobs/{job}/step-7.incomplete' and /usr/lib/x/y.py:7"
+        await api.service.become(job, JobState.FAILED, cause)
+        for path in (f"/v1/jobs/{job}", f"/v1/jobs/{job}/history", "/v1/jobs"):
+            _, answer, _ = await api.ask("GET", path)
+            assert str(tmp_path) not in str(answer)
+            assert "/usr/lib" not in str(answer)
+            assert "No space left" in str(answer)
+
+
+ODD = [
+    NOBODY,
+    "x",
+    "..",
+    "%2e%2e",
+    "%2e%2e%2f",
+    "%00",
+    "a%0ab",
+    "%ff",
+    "%C3%A9",
+    "';%20drop%20table%20jobs;%20--",
+    "1" * 3000,
+]
+
+
+@pytest.mark.parametrize("path", ["", "/history", "/losses", "/events", "/pause", "/resume", "/cancel", "/schedule"])
+async def test_unknown_jobs_are_404(tmp_path: Path, path: str) -> None:
+    method, body = ("GET", None)
+    if path in ("/pause", "/resume", "/cancel"):
+        method, body = "POST", {}
+    elif path == "/schedule":
+        method, body = "PUT", {"schedule": "gpipe"}
+    async with mounted(tmp_path) as api:
+        for job in ODD:
+            # What cannot be an id is not even looked for.
+            api.service.error = None if job == NOBODY else AssertionError(job)
+            place = URL(str(api.session.make_url("/")) + f"v1/jobs/{job}{path}", encoded=True)
+            async with api.session.session.request(method, place, json=body) as answer:
+                assert answer.status == 404, job
+                assert len(await answer.text()) < 300
+
+
+async def test_a_wrong_method_is_told_the_right_ones(tmp_path: Path) -> None:
+    async with mounted(tmp_path) as api:
+        for path, allowed in (
+            ("/v1/jobs", "GET, HEAD, POST"),
+            (f"/v1/jobs/{NOBODY}/pause", "POST"),
+            ("/", "GET, HEAD"),
+        ):
+            status, answer, headers = await api.ask("DELETE", path)
+            assert (status, headers["Allow"], answer["status"]) == (405, allowed, 405)
+
+
+async def test_below_a_host_everything_is_the_same(tmp_path: Path) -> None:
+    async with mounted(tmp_path, "/training") as api:
+        status, job, headers = await api.ask("POST", "/v1/jobs", submission())
+        assert (status, headers["Location"]) == (201, f"/training/v1/jobs/{job['id']}")
+        _, document, _ = await api.ask("GET", "/v1/openapi.json")
+        assert document["servers"] == [{"url": "/training"}]
+        assert (await api.ask("GET", "/nothing"))[1]["status"] == 404
+        assert (await api.ask("GET", "/v1/jobs", Host="evil.example"))[0] == 421
+        _, page, _ = await api.ask("GET", "/")
+        assert "jobs.js" in page
+        status, _, headers = await api.ask("GET", f"/jobs/{job['id']}")
+        assert (status, headers["Location"]) == (308, f"{job['id']}/")
+
+
+async def test_the_document_has_every_route_and_no_other(tmp_path: Path) -> None:
+    async with mounted(tmp_path) as api:
+        _, document, _ = await api.ask("GET", "/v1/openapi.json")
+        app = api.session.app
+        routes = {
+            (route.method.lower(), route.resource.canonical)
+            for route in app.router.routes()
+            if route.method != "HEAD" and re.match("/v1|/livez|/readyz", route.resource.canonical)
+        }
+        described = {(method, path) for path, methods in document["paths"].items() for method in methods}
+        assert described == routes
+        assert document["components"]["schemas"]["Submission"]["properties"]["entry"]["enum"] == [ENTRY]
+        text = str(document)
+        assert str(tmp_path) not in text
+        references = set(re.findall(r"#/components/schemas/(\w+)", text))
+        assert references <= set(document["components"]["schemas"])
+
+
+async def test_an_operation_that_is_not_described_would_be_found() -> None:
+    names = [operation.name for operation in openapi.OPERATIONS]
+    assert len(names) == len(set(names)) == 15
+
+
+async def test_it_listens_where_it_says(tmp_path: Path) -> None:
+    async with served(tmp_path) as api:
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", api.base)
+        assert (await api.ask("GET", "/v1/jobs"))[0] == 200
+        assert (await api.ask("GET", "/v1/jobs", Expect="odd" * 100))[1]["status"] == 417

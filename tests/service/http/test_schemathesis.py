@@ -1,0 +1,148 @@
+"""The OpenAPI document against the API: whatever fits or nearly fits it is answered as it says, and never with a 5xx.
+
+``ASYNCPIPE_SCHEMATHESIS`` is how many requests are made for each operation; 400 take some minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_helpers import NOBODY, TOKEN, Api, job, real, served
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+
+schemathesis = pytest.importorskip("schemathesis", reason="no schemathesis: pip install 'asyncpipe[dev]'")
+import requests  # noqa: E402 - it comes with schemathesis
+from schemathesis.specs.openapi.checks import positive_data_acceptance  # noqa: E402
+
+EXAMPLES = int(os.environ.get("ASYNCPIPE_SCHEMATHESIS", "8"))
+SECONDS = 5.0
+"""For one answer; a server that hangs fails the test."""
+
+pytestmark = [pytest.mark.timeout(60 + 10 * EXAMPLES)]
+
+
+Make = Callable[..., AbstractAsyncContextManager[Api]]
+
+
+@dataclass
+class Running:
+    """Where the API is, and jobs that are there; of these, one that has ended."""
+
+    url: str
+    jobs: list[str]
+    ended: str
+
+
+@contextmanager
+def running(make: Make, folder: Path, **settings: Any) -> Iterator[Running]:
+    """The API in a thread with a loop of its own, since schemathesis blocks; with a few jobs to be found."""
+    found: list[Running] = []
+    loops: list[asyncio.AbstractEventLoop] = []
+    begun, over = threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        async with make(folder, **settings) as api:
+            service = api.service
+            jobs = [(await service.submit(job(steps=10**6, name=str(number))))[0].id for number in range(4)]
+            await service.cancel(jobs[-1], "test")
+            loops.append(asyncio.get_running_loop())
+            found.append(Running(api.base, jobs, jobs[-1]))
+            begun.set()
+            await over.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert begun.wait(20)
+        yield found[0]
+    finally:
+        if loops:
+            loops[0].call_soon_threadsafe(over.set)
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def each_operation(url: str, test: Callable[[Any], None]) -> int:
+    """Runs ``test`` on cases of every operation; gives how many operations there were."""
+    document = requests.get(f"{url}/v1/openapi.json", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=SECONDS)
+    schema = schemathesis.openapi.from_dict(document.json())
+    schema.config.update(base_url=url)
+    operations = 0
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+            strategy = operation.as_strategy(generation_mode=mode)
+            limits = settings(
+                max_examples=EXAMPLES,
+                deadline=None,
+                database=None,
+                derandomize=True,
+                phases=[Phase.explicit, Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
+            with suppress(Unsatisfiable):  # Nothing can be wrong where nothing is asked for.
+                limits(_given(strategy, test))()
+        operations += 1
+    return operations
+
+
+def _given(strategy: Any, test: Callable[[Any], None]) -> Any:
+    @given(case=strategy)
+    def run(case: Any) -> None:
+        test(case)
+
+    return run
+
+
+@pytest.mark.parametrize("make", [served, real])
+def test_every_answer_is_as_the_document_says(tmp_path: Path, make: Make) -> None:
+    statuses: Counter[tuple[str, int]] = Counter()
+    with running(make, tmp_path, token=TOKEN) as api, requests.Session() as session:
+        session.headers["Authorization"] = f"Bearer {TOKEN}"
+        turns = count()
+
+        def check(case: Any) -> None:
+            # Ids at random are those of no job. A stream of a job that goes on has no end.
+            if case.meta.generation.mode is schemathesis.GenerationMode.POSITIVE and "id" in case.path_parameters:
+                # Some jobs are left to be paused and to change their schedules.
+                known = {"events": [api.ended], "cancel": api.jobs[2:]}.get(case.path.rpartition("/")[2], api.jobs)
+                turn = next(turns)
+                case.path_parameters["id"] = known[turn % len(known)] if turn % 4 else NOBODY
+                if case.path.endswith("/schedule") and turn % 2:
+                    case.body = {"schedule": "1f1b"}
+            response = case.call(base_url=api.url, session=session, timeout=SECONDS)
+            statuses[f"{case.method} {case.path}", response.status_code] += 1
+            # A JSON schema cannot say all that makes a job: whether the schedule fits the devices, for one.
+            case.validate_response(response, excluded_checks=[positive_data_acceptance])
+            assert response.status_code < 500
+            assert tmp_path.name not in response.text
+
+        assert each_operation(api.url, check) == 15
+    reached = {status for _, status in statuses}
+    assert {200, 201, 404, 409, 422} <= reached, statuses
+    unanswered = {operation for operation, _ in statuses} - {name for name, status in statuses if status < 300}
+    assert not unanswered, "\n".join(map(str, sorted(statuses.items())))
+
+
+def test_without_a_token_nothing_is_answered(tmp_path: Path) -> None:
+    probes = {"/livez", "/readyz"}
+    with running(served, tmp_path, token=TOKEN) as api, requests.Session() as session:
+
+        def check(case: Any) -> None:
+            response = case.call(base_url=api.url, session=session, timeout=SECONDS)
+            assert response.status_code < 500
+            if case.path not in probes:
+                assert response.status_code in (400, 401, 421, 431), response.text
+
+        assert each_operation(api.url, check) == 15

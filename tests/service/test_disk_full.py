@@ -1,0 +1,200 @@
+"""A disk that is full is trouble that jobs are told of, never a torn snapshot, and training goes on meanwhile.
+
+Where a file system can be mounted, the service's folder is on a small one of its own that is really full; elsewhere
+snapshots fail as on one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from manager_helpers import ENTRY, make_settings, submission
+from torch import Generator, Tensor, nn
+
+from asyncpipe.service import snapshots
+from asyncpipe.service.entries import Entries
+from asyncpipe.service.job_log import JobEvent
+from asyncpipe.service.job_states import JobState
+from asyncpipe.service.resume import snapshots_in
+from asyncpipe.service.snapshot_files import read_snapshot
+from asyncpipe.service.store import StoreError, StoreProblem
+from asyncpipe.service.training_service import TrainingService
+from asyncpipe.service.workload import Workload
+
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
+
+DISK = "12m"
+ENDLESS = 10**9
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a small disk of its own."""
+    mount = shutil.which("mount")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = [str(mount), "-t", "tmpfs", "-o", f"size={DISK},mode=700", "tmpfs", str(folder)]
+    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("as this user, no small file system can be mounted; run as root where mount(8) is allowed")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+class Ballast:
+    """What takes all room that is left."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "ballast"
+
+    def load(self) -> None:
+        """Fill the disk."""
+        with self._path.open("ab", buffering=0) as file:
+            try:
+                while True:
+                    os.write(file.fileno(), bytes(4096))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+
+    def drop(self) -> None:
+        """Make room."""
+        self._path.unlink()
+
+
+def batches(batch_size: int, generator: Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    while True:
+        x = torch.randn(batch_size, 64, generator=generator)
+        yield x, x.flip(1)
+
+
+class Gate(nn.Module):
+    """Waits in every step until it was opened once."""
+
+    opened = threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.opened.wait(30)
+        return x
+
+
+def wide(gated: bool = False) -> Workload:
+    """Two layers, whose snapshots take more than the last page of a file."""
+    model = nn.Sequential(nn.Linear(64, 64), Gate() if gated else nn.Dropout(0.2), nn.Linear(64, 64))
+    return Workload(model, nn.functional.mse_loss, batches, memoryless=True)
+
+
+def service(folder: Path) -> TrainingService:
+    return TrainingService(make_settings(folder), entries=Entries({ENTRY: wide}), retry_seconds=0.05)
+
+
+def job(steps: int, **changed: Any) -> dict[str, Any]:
+    training = {"steps": steps, "batch_size": 4, "learning_rate": 0.01}
+    return submission(training=training, snapshots={"every": 3, "keep": 2}, **changed)
+
+
+async def first(events: AsyncIterator[JobEvent], true: Callable[[JobEvent], object]) -> JobEvent:
+    """The next event of which ``true`` is."""
+    async for event in events:
+        if true(event):
+            return event
+    raise AssertionError("the events ended before that")
+
+
+def failed(event: JobEvent) -> bool:
+    return event.kind == "note" and str(event.data["text"]).startswith("no snapshot of step")
+
+
+def is_snapshot(event: JobEvent) -> bool:
+    return event.kind == "snapshot"
+
+
+def check_snapshots(folder: Path) -> list[int]:
+    """That nothing else than whole snapshots is there; their steps."""
+    assert not list(folder.glob("*.incomplete"))
+    return [read_snapshot(path).step for path in snapshots_in(folder)]
+
+
+async def test_training_goes_on_while_the_disk_is_full(disk):
+    ballast = Ballast(disk)
+    async with service(disk) as opened:
+        record, _ = await opened.submit(job(ENDLESS))
+        events = opened.follow(record.id)
+        await first(events, is_snapshot)
+        ballast.load()
+        note = await first(events, failed)
+        assert "No space left on device" in str(note.data["text"])
+        step = (await first(events, lambda event: event.kind == "step")).data["step"]
+        await first(events, lambda event: event.kind == "step" and event.data["step"] > step + 20)
+        await first(events, failed)
+        assert opened.status().ready
+        assert await opened.get(record.id) is not None, "it can be read"
+        with pytest.raises(StoreError) as refused:
+            await opened.submit(job(3))
+        assert refused.value.problem is StoreProblem.FULL
+        assert len(await opened.list()) == 1, "nothing is there of what was refused"
+        ballast.drop()
+        found = await first(events, is_snapshot)
+        asked = await opened.pause(record.id)
+        assert JobState.PAUSED in (asked.state, asked.asked)
+        await first(events, lambda event: event.kind == "state" and event.data["to"] == "paused")
+        await events.aclose()
+        there = await opened.get(record.id)
+        assert there.step > found.data["step"]
+        steps = [row.step for row in await opened.losses(record.id, limit=10_000)]
+        assert steps == list(range(1, there.step + 1)), "those are there, too, for which there was no room"
+        await opened.cancel(record.id)
+        again = [event async for event in opened.follow(record.id)]
+        assert any(map(failed, again)), "what could not be written down then was written later"
+        numbers = [event.data["number"] for event in again if event.kind == "state"]
+        assert numbers == list(range(1, len(await opened.history(record.id)) + 1))
+    assert check_snapshots(disk / "jobs" / record.id / "snapshots")[-1] == there.step
+
+
+async def test_a_job_that_ends_while_the_disk_is_full_has_ended_when_there_is_room(disk):
+    Gate.opened.clear()
+    ballast = Ballast(disk)
+    async with service(disk) as opened:
+        record, _ = await opened.submit(job(2, parameters={"gated": True}))
+        events = opened.follow(record.id)
+        await first(events, lambda event: event.kind == "state" and event.data["to"] == "running")
+        ballast.load()
+        Gate.opened.set()
+        await first(events, failed)
+        with pytest.raises(StoreError):
+            await opened.cancel(record.id)
+        assert (await opened.get(record.id)).state is JobState.RUNNING
+        ballast.drop()
+        states = [event.data["to"] async for event in events if event.kind == "state"]
+        assert states == ["finished"]
+        assert (await opened.get(record.id)).state is JobState.FINISHED
+        assert [row.step for row in await opened.losses(record.id)] == [1, 2]
+    assert check_snapshots(disk / "jobs" / record.id / "snapshots") == []
+
+
+async def test_snapshots_that_find_no_room_are_notes_and_the_next_one_is_taken(tmp_path, monkeypatch):
+    write, left = snapshots.write_snapshot, [2]
+
+    def fail_at_first(*arguments: Any) -> Path:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*arguments)
+
+    monkeypatch.setattr(snapshots, "write_snapshot", fail_at_first)
+    async with service(tmp_path) as opened:
+        record, _ = await opened.submit(job(20))
+        told = [event async for event in opened.follow(record.id)]
+        assert [bool(failed(event)) for event in told if failed(event) or is_snapshot(event)][:3] == [True, True, False]
+        assert (await opened.get(record.id)).state is JobState.FINISHED
+        again = [event async for event in opened.follow(record.id)]
+        assert sum(map(failed, again)) == 2, "it can be read later, too"
+    assert check_snapshots(tmp_path / "jobs" / record.id / "snapshots")[-1] == 20

@@ -1,0 +1,329 @@
+"""What a service does where a job fails, its store cannot be written, or memory is short; with fake trainings."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from manager_helpers import Fakes, opened, until
+
+from asyncpipe.core.memory import format_bytes
+from asyncpipe.errors import HungTaskError, JobFileError, LossError, OptionError, TaskError
+from asyncpipe.service.faults import NonFiniteLossError, OutOfMemoryError
+from asyncpipe.service.feed import DataError
+from asyncpipe.service.job_run import Outcome, Result, is_permanent, next_state
+from asyncpipe.service.job_states import JobState, check_transition
+from asyncpipe.service.store import StoreError, StoreProblem
+
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
+
+QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
+
+
+def task_error(cause: BaseException) -> TaskError:
+    return TaskError("F(0,1)", "F", 0, 1, "cpu:1", cause)
+
+
+def full() -> StoreError:
+    from pathlib import Path
+
+    return StoreError(Path("jobs"), StoreProblem.FULL, "has no room on its disk", "free some space")
+
+
+# What it becomes
+
+
+@given(
+    st.sampled_from(Result),
+    st.sampled_from([None, PAUSED, CANCELLED]),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.none() | st.just("SIGTERM"),
+)
+def test_whatever_a_run_comes_to_the_job_goes_where_it_may(result, asked, failures, retries, shutdown):
+    to, cause = next_state(Outcome(result, "because"), asked, "asked for", failures, retries, shutdown)
+    check_transition("7", RUNNING, to)
+    assert cause
+    if result is Result.FINISHED:
+        assert to is FINISHED
+    elif asked is CANCELLED:
+        assert (to, cause) == (CANCELLED, "asked for")
+    elif result is Result.HOPELESS or (result is Result.FAILED and failures > retries):
+        assert to is FAILED
+        assert cause.startswith("because")
+    else:
+        assert to is (PAUSED if asked is PAUSED else QUEUED)
+
+
+@pytest.mark.parametrize(
+    ("error", "permanent"),
+    [
+        (task_error(RuntimeError("a cable")), False),
+        (task_error(ValueError("of the model's own")), False),
+        (task_error(LossError("no scalar")), True),
+        (DataError("no file"), False),
+        (OSError("no file"), False),
+        (OptionError("width"), True),
+        (JobFileError("no"), True),
+        (NonFiniteLossError("NaN"), True),
+    ],
+)
+def test_which_errors_a_snapshot_cannot_help(error, permanent):
+    assert is_permanent(error) is permanent
+
+
+def test_memory_and_hangs_may_be_better_next_time():
+    for error in (OutOfMemoryError("no room"), HungTaskError.__new__(HungTaskError)):
+        assert not is_permanent(error)
+
+
+# Retries
+
+
+async def test_a_run_that_fails_goes_back_to_its_last_snapshot(tmp_path):
+    fakes = Fakes()
+    fakes.free = True
+    failures = [1, 3, 3]
+    fakes.fails = lambda fake: (
+        task_error(OSError("a cable")) if failures and fake.step == failures[0] and failures.pop(0) else None
+    )
+    async with opened(tmp_path, fakes) as service:
+        job = await service.submit(snapshots={"every": 2}, faults={"snapshot_retries": 1})
+        await service.comes(job.id, FINISHED, FAILED)
+        # One failure before the first snapshot; one after step 2's; and one more since it: one too many.
+        history = await service.store.history(job.id)
+        assert [str(each.to_state) for each in history] == [
+            *["queued", "running", "queued", "running", "queued", "running", "failed"]
+        ]
+        assert [fake.first for fake in fakes.made["job"]] == [0, 0, 2]
+        assert history[2].cause.startswith("tried again from its last snapshot (1 of 1): F(0,1) failed")
+        assert history[4].cause.startswith("tried again from its last snapshot (1 of 1)")
+        assert history[6].cause.endswith("OSError: a cable (2 times since the last snapshot)")
+        again = await service.submit("other")
+        await service.comes(again.id, FINISHED)
+
+
+@pytest.mark.parametrize("error", [JobFileError("job 7: no"), NonFiniteLossError("the loss is NaN"), OptionError("no")])
+async def test_what_would_fail_again_fails_at_once(tmp_path, error):
+    fakes = Fakes()
+    fakes.free = True
+    fakes.fails = lambda fake: error
+    async with opened(tmp_path, fakes) as service:
+        job = await service.submit()
+        failed = await service.comes(job.id, FAILED)
+        assert failed.cause == str(error)
+        assert len(fakes.made["job"]) == 1
+    error.__traceback__ = None
+
+
+async def test_a_failing_job_that_was_asked_to_end_ends(tmp_path):
+    fakes = Fakes()
+    async with opened(tmp_path, fakes) as service:
+        job = await service.running()
+        fake = fakes["job"]
+        fake.cancelled = asyncio.Event()
+        fakes.fails = lambda fake: OSError("at the same moment")
+        fake.go(1)
+        await service.requests.pause(job.id, "ann asked")
+        assert (await service.comes(job.id, PAUSED, QUEUED, FAILED)).state is PAUSED
+
+
+# A store that cannot be written
+
+
+async def test_an_end_that_the_store_does_not_take_is_written_later(tmp_path, monkeypatch):
+    async with opened(tmp_path) as service:
+        job = await service.running()
+        transition, refused = service.store.transition, 0
+
+        async def failing(job, to, cause, *, expect=None):
+            nonlocal refused
+            if to is FINISHED and refused < 3:
+                refused += 1
+                raise full()
+            return await transition(job, to, cause, expect=expect)
+
+        monkeypatch.setattr(service.store, "transition", failing)
+        service.fakes["job"].go()
+        await service.comes(job.id, FINISHED)
+        assert refused == 3
+        assert await service.path(job.id) == ["queued", "running", "finished"]
+
+
+async def test_an_end_that_the_store_never_takes_is_found_at_the_next_start(tmp_path, monkeypatch):
+    fakes = Fakes()
+    async with opened(tmp_path, fakes, grace_seconds=0.05) as service:
+        job = await service.running()
+
+        async def failing(*_, **__):
+            raise full()
+
+        monkeypatch.setattr(service.store, "transition", failing)
+        fakes["job"].go()
+        await until(lambda: fakes["job"].ended)
+        await service.manager.drain("SIGTERM")
+        assert not service.manager.jobs.running
+    fakes.free = True
+    async with opened(tmp_path, fakes) as service:
+        await service.comes(job.id, FINISHED)
+        assert await service.path(job.id) == ["queued", "running", "queued", "running", "finished"]
+
+
+async def test_a_job_that_cannot_begin_begins_later(tmp_path, monkeypatch):
+    async with opened(tmp_path) as service:
+        transition, refused = service.store.transition, 0
+
+        async def failing(job, to, cause, *, expect=None):
+            nonlocal refused
+            if to is RUNNING and refused < 3:
+                refused += 1
+                raise full()
+            return await transition(job, to, cause, expect=expect)
+
+        monkeypatch.setattr(service.store, "transition", failing)
+        service.fakes.free = True
+        job = await service.submit()
+        await service.comes(job.id, FINISHED)
+        assert refused == 3
+
+
+async def test_a_request_that_the_store_does_not_take_changes_nothing(tmp_path, monkeypatch):
+    async with opened(tmp_path) as service:
+        job = await service.running()
+
+        async def failing(*_, **__):
+            raise full()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(service.store, "ask", failing)
+            patched.setattr(service.store, "change_schedule", failing)
+            for asking in (service.requests.pause(job.id, "a"), service.requests.cancel(job.id, "a")):
+                with pytest.raises(StoreError):
+                    await asking
+            with pytest.raises(StoreError):
+                await service.requests.change_schedule(job.id, "gpipe")
+        # It went back to the schedule that is kept.
+        assert service.fakes["job"].schedules == ["gpipe", "1f1b"]
+        assert not service.fakes["job"].stopping
+        service.fakes["job"].go()
+        await service.comes(job.id, FINISHED)
+
+
+async def test_progress_that_the_store_does_not_take_is_told_and_kept_later(tmp_path, monkeypatch):
+    async with opened(tmp_path) as service:
+        job = await service.running(snapshots={"every": 1})
+        log = service.manager.logs.of(job.id)
+        progress, refused = service.store.progress, 0
+
+        async def failing(*args):
+            nonlocal refused
+            refused += 1
+            if refused < 3:
+                raise full()
+            await progress(*args)
+
+        monkeypatch.setattr(service.store, "progress", failing)
+        fake = service.fakes["job"]
+        for step in (1, 2, 3):
+            fake.go(1)
+            await until(lambda step=step: fake.step == step)
+            await until(lambda step=step: refused >= step)
+        fake.go()
+        await service.comes(job.id, FINISHED)
+        events = [event for _, event in log.since(0, 0, 0)]
+        notes = [event.data["text"] for event in events if event.kind == "note"]
+        assert [note for note in notes if "not in the store" in note] != []
+        # Acknowledged in order, each once, and only when the store knew.
+        assert [event.data["step"] for event in events if event.kind == "snapshot"][:3] == [1, 2, 3]
+        assert (await service.store.get(job.id)).snapshot == "step-5"
+
+
+# Memory
+
+
+def measuring(peaks, measured):
+    def measure(job, workload, *, progress):
+        progress("measuring")
+        measured.append(job.name)
+        found = peaks[job.name]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return {"measure": measure}
+
+
+async def test_jobs_are_measured_and_wait_for_memory(tmp_path):
+    peaks = {"a": {"cpu:0": 600, "cpu:1": 10**9}, "b": {"cpu:0": 600}, "huge": {"cpu:0": 1001}, "c": {"cpu:0": 100}}
+    measured: list[str] = []
+    async with opened(
+        tmp_path, options=measuring(peaks, measured), memory_limit={"cpu:0": 1000}, max_running=3
+    ) as service:
+        await service.running("a")
+        waiting = [await service.submit(name) for name in ("b", "c", "huge")]
+        await until(lambda: "b" in measured and service.manager._measuring is None)
+        reason = f"waits for memory on cpu:0: needs 600 B, 400 B of {format_bytes(1000)} are free"
+        assert service.manager.waits_for(waiting[0].id) == reason
+        # It would fit, and does not overtake.
+        assert service.manager.waits_for(waiting[1].id) == "waits behind another job"
+        service.fakes["a"].go()
+        await until(lambda: service.fakes.made["c"])
+        failed = await service.comes(waiting[2].id, FAILED)
+        assert failed.cause == "needs 1001 B on cpu:0, whose limit is 1000 B"
+        assert await service.path(failed.id) == ["queued", "failed"]
+        assert measured == ["a", "b", "c", "huge"]
+        for name in ("b", "c"):
+            service.fakes[name].go()
+        for job in waiting[:2]:
+            await service.comes(job.id, FINISHED)
+        assert not service.manager._peaks
+
+
+async def test_a_job_that_cannot_be_measured_fails(tmp_path):
+    peaks = {"wrong": OptionError("width must be even"), "flaky": OSError("no file")}
+    measured: list[str] = []
+    async with opened(tmp_path, options=measuring(peaks, measured), memory_limit={"cpu:0": 1000}) as service:
+        wrong, flaky = await service.submit("wrong"), await service.submit("flaky", faults={"snapshot_retries": 2})
+        assert (await service.comes(wrong.id, FAILED)).cause == "its memory could not be measured: width must be even"
+        assert (await service.comes(flaky.id, FAILED)).cause == "its memory could not be measured: no file"
+        assert measured == ["wrong", "flaky", "flaky", "flaky"]
+
+
+async def test_what_is_being_measured_can_be_cancelled_and_the_service_can_end(tmp_path):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def measure(job, workload, *, progress):
+        begun.set()
+        go_on.wait(30)
+        progress("next round")
+        return {"cpu:0": 1}
+
+    fakes = Fakes()
+    async with opened(tmp_path, fakes, options={"measure": measure}, memory_limit={"cpu:0": 1000}) as service:
+        job = await service.submit("first")
+        await until(begun.is_set)
+        assert service.manager.waits_for(job.id) == "its memory is being measured"
+        await service.requests.cancel(job.id, "ann asked")
+        go_on.set()
+        await until(lambda: service.manager._measuring is None)
+        assert not service.manager._peaks
+        begun.clear()
+        go_on.clear()
+        second = await service.submit("second")
+        await until(begun.is_set)
+        asyncio.get_running_loop().call_soon(go_on.set)
+        await service.manager.drain("SIGTERM")
+        assert (await service.store.get(second.id)).state is QUEUED
+        assert not fakes.made
+
+
+async def test_jobs_on_devices_without_a_limit_are_not_measured(tmp_path):
+    measured: list[str] = []
+    async with opened(tmp_path, options=measuring({}, measured), memory_limit={"cpu:1": 1000}) as service:
+        service.fakes.free = True
+        job = await service.submit(pipeline={"devices": ["cpu:0"], "microbatches": 2})
+        await service.comes(job.id, FINISHED)
+        assert measured == []

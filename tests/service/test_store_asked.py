@@ -1,0 +1,97 @@
+"""What the job store keeps for a service: what running jobs were asked, their schedules, how many may wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from asyncpipe.errors import OptionError
+from asyncpipe.service.job_states import JobSpec, JobState, JobStateError
+from asyncpipe.service.store import JobStore, QueueFullError
+
+pytestmark = pytest.mark.one_loop
+
+SPEC = JobSpec("job", "package.module:factory", {"parameters": {"width": 16}, "devices": ["cpu", "cpu"]})
+QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "jobs.sqlite"
+
+
+def ticking() -> Callable[[], float]:
+    """A clock that goes on by a second each time it is looked at."""
+    numbers = count(1000)
+    return lambda: float(next(numbers))
+
+
+def numbered() -> Callable[[float], str]:
+    """Ids that say in which order they were made."""
+    numbers = count(1)
+    return lambda at: f"job-{next(numbers)}"
+
+
+async def test_what_a_running_job_was_asked_survives_a_kill(path):
+    async with JobStore(path, clock=ticking(), make_id=numbered()) as store:
+        ids = [(await store.submit(SPEC)).id for _ in range(4)]
+        for job in ids:
+            await store.transition(job, RUNNING, "because")
+        asked = await store.ask(ids[0], PAUSED, "ann asked")
+        assert (asked.state, asked.asked, asked.asked_cause) == (RUNNING, PAUSED, "ann asked")
+        assert await store.ask(ids[0], PAUSED, "bob asked") == asked
+        await store.ask(ids[1], PAUSED, "ann asked")
+        await store.ask(ids[1], CANCELLED, "bob asked")
+        with pytest.raises(JobStateError, match="cannot become paused, as it is being cancelled"):
+            await store.ask(ids[1], PAUSED, "ann asked")
+        await store.ask(ids[2], PAUSED, "ann asked")
+        await store.ask(ids[2], None, "bob asked")
+        with pytest.raises(OptionError, match="has a cause"):
+            await store.ask(ids[3], PAUSED, " ")
+        assert [len(await store.history(job)) for job in ids] == [2] * 4
+    # Its process was killed.
+    async with JobStore(path) as store:
+        recovered = {job.id: job for job in await store.recover()}
+        assert [recovered[job].state for job in ids] == [PAUSED, CANCELLED, QUEUED, QUEUED]
+        assert [recovered[job].cause for job in ids[:3]] == ["ann asked", "bob asked", "the service was restarted"]
+        assert all(recovered[job].asked is recovered[job].asked_cause is None for job in ids)
+
+
+async def test_a_schedule_is_kept_until_the_end(path):
+    async with JobStore(path) as store:
+        job = await store.submit(SPEC)
+        assert job.schedule is None
+        assert (await store.change_schedule(job.id, "gpipe")).schedule == "gpipe"
+        await store.transition(job.id, RUNNING, "because")
+        assert (await store.change_schedule(job.id, "zb-h1")).schedule == "zb-h1"
+        for schedule in ("", "x" * 201, "\udcff", 3):
+            with pytest.raises(OptionError, match="a schedule's name"):
+                await store.change_schedule(job.id, schedule)
+    async with JobStore(path) as store:
+        assert (await store.transition(job.id, FAILED, "because")).schedule == "zb-h1"
+        with pytest.raises(JobStateError, match="is failed: it cannot change its schedule"):
+            await store.change_schedule(job.id, "gpipe")
+
+
+async def test_a_full_queue_takes_no_more_but_answers_for_what_it_has(path):
+    async with JobStore(path) as store:
+        first, new = await store.add(SPEC, "key", most_queued=2)
+        assert new
+        await store.add(SPEC, most_queued=2)
+        with pytest.raises(QueueFullError, match="2 jobs wait, and no more may"):
+            await store.add(SPEC, most_queued=2)
+        assert await store.add(SPEC, "key", most_queued=2) == (first, False)
+        await store.transition(first.id, PAUSED, "because")
+        assert (await store.add(SPEC, most_queued=2))[1]
+        assert await store.count() == dict.fromkeys(JobState, 0) | {QUEUED: 2, PAUSED: 1}
+
+
+async def test_whether_the_thread_is_there(path):
+    store = JobStore(path)
+    assert not store.is_alive
+    async with store:
+        assert store.is_alive
+    assert not store.is_alive

@@ -1,0 +1,368 @@
+"""The service as a component, with real trainings of a small model, on a loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from manager_helpers import ENTRY, Fakes, make_settings, submission, until
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from torch import Generator, Tensor, nn
+
+from asyncpipe.service.entries import Entries
+from asyncpipe.service.job_states import JobState, JobStateError, check_history
+from asyncpipe.service.store import IdempotencyConflictError, UnknownJobError
+from asyncpipe.service.submission import SubmissionError
+from asyncpipe.service.training_service import ServiceDrainingError, TrainingService
+from asyncpipe.service.workload import Workload
+
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
+
+QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
+STEPS = 30
+
+
+def batches(batch_size: int, generator: Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    while True:
+        x = torch.randn(batch_size, 3, generator=generator, dtype=torch.float64)
+        yield x, x.flip(1)
+
+
+def mlp(width: int = 8) -> Workload:
+    layers = [nn.Linear(3, width), nn.Dropout(0.2), nn.Linear(width, 3)]
+    return Workload(nn.Sequential(*layers).double(), nn.functional.mse_loss, batches)
+
+
+def service(folder: Path, **changed: object) -> TrainingService:
+    return TrainingService(make_settings(folder, **changed), entries=Entries({ENTRY: mlp}))
+
+
+def job(name: str = "job", seed: int = 1, steps: int = STEPS, **changed: object) -> dict[str, object]:
+    training = {"steps": steps, "batch_size": 4, "learning_rate": 0.05, "seed": seed}
+    return submission(name, training=training, snapshots={"every": 4}, **changed)
+
+
+async def ended(opened: TrainingService, job: str) -> list[str]:
+    """The kinds of all events until the job is at its end."""
+    return [event.kind async for event in opened.follow(job)]
+
+
+async def curve(opened: TrainingService, job: str) -> list[tuple[int, float, float, int]]:
+    rows = await opened.losses(job)
+    return [(row.step, row.loss, row.learning_rate, row.tokens) for row in rows]
+
+
+async def alone(folder: Path, **changed: object) -> list[tuple[int, float, float, int]]:
+    async with service(folder) as opened:
+        record, _ = await opened.submit(job(**changed))
+        await ended(opened, record.id)
+        return await curve(opened, record.id)
+
+
+@pytest.mark.parametrize("loop", ["own", "running"])
+async def test_a_job_trains_to_its_end(tmp_path, loop):
+    async with service(tmp_path, loop=loop) as opened:
+        assert opened.status().ready
+        record, new = await opened.submit(job(), "key")
+        assert new
+        assert await opened.submit(job(), "key") == (await opened.get(record.id), False)
+        with pytest.raises(IdempotencyConflictError):
+            await opened.submit(job("other"), "key")
+        kinds = await ended(opened, record.id)
+        assert kinds.count("state") == 3
+        assert kinds.count("snapshot") >= 2
+        done = await opened.get(record.id)
+        assert (done.state, done.step, done.snapshot) == (FINISHED, STEPS, f"step-{STEPS}")
+        rows = await opened.losses(record.id)
+        assert [row.step for row in rows] == list(range(1, STEPS + 1))
+        assert all(math.isfinite(row.loss) and row.seconds > 0 for row in rows)
+        assert await opened.losses(record.id, after=28) == rows[28:]
+        assert [record.id for record in await opened.list([FINISHED])] == [record.id]
+        check_history(await opened.history(record.id))
+        assert opened.view(record.id) is None
+    assert not opened.status().ready
+    with pytest.raises(ServiceDrainingError, match="is closed"):
+        await opened.get(record.id)
+
+
+async def test_a_curve_is_the_same_to_the_last_bit_whatever_interrupts_it(tmp_path):
+    whole = await alone(tmp_path / "alone", steps=100)
+    async with service(tmp_path / "other") as opened:
+        record, _ = await opened.submit(job(steps=100))
+        neighbour, _ = await opened.submit(job("neighbour", seed=2, steps=100_000))
+        for _ in range(2):
+            await moved(opened, record.id)
+            await opened.pause(record.id)
+            await comes(opened, record.id, PAUSED)
+            await opened.resume(record.id)
+        await moved(opened, record.id)
+        await opened.drain("SIGTERM")
+    async with service(tmp_path / "other") as opened:
+        await ended(opened, record.id)
+        assert await curve(opened, record.id) == whole
+        assert (await opened.get(record.id)).attempts == 4
+        check_history(await opened.history(record.id))
+        await opened.cancel(neighbour.id)
+        await comes(opened, neighbour.id, CANCELLED)
+        steps = [step for step, *_ in await curve(opened, neighbour.id)]
+        assert steps == list(range(1, len(steps) + 1))
+
+
+async def moved(opened: TrainingService, job: str) -> None:
+    """Wait for a step of the job, or its end."""
+    events = opened.follow(job, after=10**9)
+    async for _ in events:
+        break
+    await events.aclose()
+
+
+async def comes(opened: TrainingService, job: str, *states: JobState) -> None:
+    while (await opened.get(job)).state not in states:
+        pass
+
+
+class Flaky(nn.Module):
+    """Fails at each of these forwards, counted over all runs of the process."""
+
+    calls = 0
+    fails: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        Flaky.calls += 1
+        if Flaky.calls in Flaky.fails:
+            raise OSError("a cable")
+        return x
+
+
+def flaky() -> Workload:
+    layers = [nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 3), Flaky()]
+    return Workload(nn.Sequential(*layers).double(), nn.functional.mse_loss, batches)
+
+
+@pytest.mark.parametrize(("fails", "steps", "snapshots"), [((8,), 1, 0), ((8, 9), 1, 1), ((8, 20, 21), 2, 1)])
+async def test_faults_leave_no_trace_in_the_curve(tmp_path, monkeypatch, fails, steps, snapshots):
+    async def train(folder: Path, fails: tuple[int, ...]) -> tuple[object, object, dict[str, float]]:
+        monkeypatch.setattr(Flaky, "calls", 0)
+        monkeypatch.setattr(Flaky, "fails", fails)
+        async with TrainingService(make_settings(folder), entries=Entries({ENTRY: flaky})) as opened:
+            # One forward for each attempt at a step.
+            pipeline = {"devices": ["cpu:0", "cpu:1"], "microbatches": 1, "checkpoint": "never"}
+            record, _ = await opened.submit(job(pipeline=pipeline))
+            await ended(opened, record.id)
+            retries = {
+                sample.labels["how"]: sample.value
+                for family in opened.collector.collect()
+                if family.name == "asyncpipe_job_retries"
+                for sample in family.samples
+            }
+            return await curve(opened, record.id), (await opened.get(record.id)).state, retries
+
+    whole = await train(tmp_path / "whole", ())
+    assert whole[1:] == (FINISHED, {"step": 0, "snapshot": 0})
+    assert await train(tmp_path / "faults", fails) == (*whole[:2], {"step": steps, "snapshot": snapshots})
+
+
+class Stuck(nn.Module):
+    """Blocks in one of its forwards, until it is let go."""
+
+    calls = 0
+    blocks = 0
+    go_on = threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        Stuck.calls += 1
+        if Stuck.calls == Stuck.blocks:
+            Stuck.go_on.wait(50)
+        return x
+
+
+def stuck() -> Workload:
+    return Workload(nn.Sequential(nn.Linear(3, 3), Stuck()).double(), nn.functional.mse_loss, batches)
+
+
+async def test_a_task_that_hangs_costs_a_snapshot_and_no_more(tmp_path, monkeypatch):
+    async def train(folder: Path, blocks: int) -> object:
+        monkeypatch.setattr(Stuck, "calls", 0)
+        monkeypatch.setattr(Stuck, "blocks", blocks)
+        settings = make_settings(folder, watchdog_floor=0.3)
+        async with TrainingService(settings, entries=Entries({ENTRY: stuck})) as opened:
+            pipeline = {"devices": ["cpu:0", "cpu:1"], "microbatches": 1, "checkpoint": "never"}
+            # On a busy machine another task may be taken for hung, too.
+            record, _ = await opened.submit(job(pipeline=pipeline, faults={"snapshot_retries": 9}))
+            await ended(opened, record.id)
+            causes = [each.cause for each in await opened.history(record.id)]
+            assert (await opened.get(record.id)).state is FINISHED, causes
+            assert opened._manager.hung_tasks >= (blocks > 0)
+            assert any("did not end within" in cause for cause in causes) or not blocks
+            return await curve(opened, record.id)
+
+    try:
+        assert await train(tmp_path / "hangs", 20) == await train(tmp_path / "whole", 0)
+    finally:
+        Stuck.go_on.set()
+
+
+async def test_a_schedule_is_changed_between_steps_and_stays_changed(tmp_path):
+    async with service(tmp_path) as opened:
+        record, _ = await opened.submit(job(steps=100_000))
+        await moved(opened, record.id)
+        assert (await opened.change_schedule(record.id, "gpipe")).schedule == "gpipe"
+        with pytest.raises(SubmissionError):
+            await opened.change_schedule(record.id, "nothing")
+        await moved(opened, record.id)
+    async with service(tmp_path) as opened:
+        await moved(opened, record.id)
+        assert opened._manager.jobs.running[record.id].job.pipeline.schedule == "gpipe"
+        await opened.cancel(record.id)
+        await comes(opened, record.id, CANCELLED)
+
+
+async def test_bad_requests_are_refused(tmp_path):
+    async with service(tmp_path) as opened:
+        with pytest.raises(SubmissionError):
+            await opened.submit({"name": "job"})
+        with pytest.raises(SubmissionError, match="parameters"):
+            await opened.submit(job(parameters={"depth": 3}))
+        for asking in (opened.get("7"), opened.pause("7"), opened.losses("7"), ended(opened, "7")):
+            with pytest.raises(UnknownJobError):
+                await asking
+        assert await opened.list() == ()
+        await opened.drain("SIGTERM")
+        assert not opened.status().ready
+        assert opened.status().live
+        assert "SIGTERM" in opened.status().reason
+        with pytest.raises(ServiceDrainingError, match="SIGTERM"):
+            await opened.submit(job())
+        with pytest.raises(ServiceDrainingError, match="opens once"):
+            await opened.__aenter__()
+
+
+async def test_a_service_that_cannot_open_leaves_nothing(tmp_path):
+    (tmp_path / "jobs.sqlite3").write_text("no database, and long enough to be taken for one" * 100)
+    opened = service(tmp_path)
+    with pytest.raises(Exception, match="damaged"):
+        await opened.__aenter__()
+    assert not opened.status().ready
+
+
+def test_every_loop_may_ask(tmp_path):
+    """Also one in another thread, and one whose own thread is blocked meanwhile does not stop training."""
+
+    async def main() -> None:
+        async with service(tmp_path) as opened:
+            record, _ = await opened.submit(job())
+            found: list[list[str]] = []
+            other = threading.Thread(target=lambda: found.append(asyncio.run(ended(opened, record.id))))
+            other.start()
+            other.join(50)  # This loop does not turn.
+            assert found[0].count("state") == 3
+            assert (await opened.get(record.id)).state is FINISHED
+
+    asyncio.run(main())
+
+
+async def test_whoever_leaves_a_request_does_not_undo_it(tmp_path):
+    async with service(tmp_path) as opened:
+        record, _ = await opened.submit(job(steps=100_000))
+        await moved(opened, record.id)
+        pausing = asyncio.create_task(opened.pause(record.id, "ann asked"))
+        await asyncio.sleep(0)
+        pausing.cancel()
+        await asyncio.wait([pausing])
+        await comes(opened, record.id, PAUSED)
+        assert (await opened.get(record.id)).cause == "ann asked"
+        follower = asyncio.create_task(ended(opened, record.id))
+        await asyncio.sleep(0)
+        follower.cancel()
+        await asyncio.wait([follower])
+
+
+async def test_followers_end_with_the_service(tmp_path):
+    async with service(tmp_path) as opened:
+        record, _ = await opened.submit(job(steps=100_000))
+        follower = asyncio.create_task(ended(opened, record.id))
+        await moved(opened, record.id)
+    kinds = await follower
+    assert kinds.count("state") == 3  # Submitted, begun, queued again.
+    assert kinds.count("step") >= 1
+
+
+async def test_prometheus_is_told_of_all_jobs_at_once(tmp_path):
+    async with service(tmp_path) as opened:
+        registry = CollectorRegistry()
+        registry.register(opened.collector)
+        records = [(await opened.submit(job("same")))[0] for _ in range(2)]
+        for record in records:
+            await ended(opened, record.id)
+        families = {
+            family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())
+        }
+    states = {sample.labels["state"]: sample.value for sample in families["asyncpipe_jobs"].samples}
+    assert states == dict.fromkeys(map(str, JobState), 0) | {"finished": 2}
+    to = {sample.labels["to"]: sample.value for sample in families["asyncpipe_job_transitions"].samples}
+    assert (to["queued"], to["running"], to["finished"]) == (2, 2, 2)
+    assert families["asyncpipe_service_ready"].samples[0].value == 1
+    assert families["asyncpipe_store_commits"].samples[0].value >= 6
+    waited = {sample.name: sample.value for sample in families["asyncpipe_job_queue_seconds"].samples}
+    assert waited["asyncpipe_job_queue_seconds_count"] == 2
+    steps = {
+        sample.labels["job"]: sample.value
+        for sample in families["asyncpipe_steps"].samples
+        if sample.labels["outcome"] == "ok"
+    }
+    assert set(steps.values()) == {STEPS}
+    assert "same" in steps
+    assert len(steps) == 2
+    assert {"asyncpipe_hung_tasks", "asyncpipe_job_retries"} <= families.keys()
+
+
+async def test_a_service_that_does_not_answer_is_not_live(tmp_path, monkeypatch):
+    async with service(tmp_path) as opened:
+        assert opened.status().live
+        opened._beat -= 60
+        stuck = opened.status()
+        assert (stuck.ready, stuck.live) == (False, False)
+        assert "has not answered for 6" in stuck.reason
+        opened._beat += 60
+        assert opened.status().live
+        monkeypatch.setattr(opened._manager._store._writer._thread, "is_alive", lambda: False)
+        assert "store's thread" in opened.status().reason
+        monkeypatch.undo()
+    assert opened.status().live
+
+
+async def test_a_scheduler_of_jobs_that_broke_is_told(tmp_path, monkeypatch):
+    fakes = Fakes()
+    opened = TrainingService(make_settings(tmp_path), entries=Entries({ENTRY: mlp}), make_training=fakes)
+    async with opened:
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("a mistake")
+
+        monkeypatch.setattr(opened._manager, "_decide", broken)
+        await opened.submit(job())
+        await until(lambda: not opened.status().live)
+        assert opened.status().reason == "the scheduler of jobs broke"
+
+
+async def test_memory_is_measured_where_there_is_a_limit(tmp_path):
+    async with service(tmp_path, memory_limit={"cpu:0": 4096, "cpu:1": 2**30}) as opened:
+        small, _ = await opened.submit(job("small"))
+        huge, _ = await opened.submit(job("huge", parameters={"width": 4000}))
+        await ended(opened, small.id)
+        await ended(opened, huge.id)
+        assert (await opened.get(small.id)).state is FINISHED
+        failed = await opened.get(huge.id)
+        assert failed.state is FAILED
+        assert "on cpu:0, whose limit is 4 KiB" in failed.cause
+        with pytest.raises(JobStateError):
+            await opened.resume(huge.id)
+    whole = await alone(tmp_path / "alone")
+    async with service(tmp_path) as opened:
+        assert await curve(opened, small.id) == whole
