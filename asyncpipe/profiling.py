@@ -183,7 +183,7 @@ class Measuring:
 
     def __enter__(self) -> Measuring:
         with ExitStack() as stack:
-            stack.enter_context(_undisturbed(self._devices))
+            stack.enter_context(_gradients())
             count = len(self._layers)
             self._fine = stack.enter_context(self._open(self._devices[:count], [1] * count))
             self._coarse = self._fine
@@ -221,10 +221,9 @@ class Measuring:
 
 
 @contextmanager
-def _undisturbed(devices: Sequence[Device]) -> Iterator[None]:
-    """Whatever the caller's modes, gradients are on inside; torch's generators are restored afterwards."""
-    cuda = sorted({device.physical.index for device in devices if device.is_cuda})
-    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(cuda):
+def _gradients() -> Iterator[None]:
+    """Whatever the caller's modes, gradients are on inside."""
+    with torch.inference_mode(False), torch.enable_grad():
         yield
 
 
@@ -286,6 +285,8 @@ class _Bench:
                 batch_dim=sample.batch_dim,
                 optimizer=None,
                 deferred_batch_norm=False,
+                # The caller's shall be as it was, also while others draw from it.
+                generator=torch.Generator(),
             ),
         )
         self.wiring: Wiring = self._machinery.graphs(1, Phase.STEP, CheckpointMode.NEVER, False).wiring

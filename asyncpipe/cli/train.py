@@ -262,6 +262,8 @@ def _print_summary(summary: TrainingSummary) -> None:
         f"{summary.name}: {summary.steps} steps in {summary.seconds:.1f} s, {summary.tokens_per_second:,.0f} tokens/s, "
         f"loss {summary.loss:.3f} and bubble {summary.bubble_ratio:.0%} (mean of the last 20 steps)"
     )
+    if summary.skipped:
+        print(f"{summary.skipped} updates were left out: loss or gradients were no finite numbers")
     if summary.evaluation is not None:
         print(f"held-out loss {summary.evaluation:.3f}")
     if summary.trace is not None:

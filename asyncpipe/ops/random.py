@@ -7,10 +7,11 @@ recognises the torch functions that draw and hands them these generators. Functi
 lock, with the default generators set to the task's state and set back behind them.
 
 The contract: a step takes one number from the pipeline's CPU generator, torch's default one unless it has its own.
-Draws depend on that number, on the micro-batch and on the stage; not on schedule, device, thread or recomputation. They are not those of the
-unsplit model. Python's ``random``, numpy and custom kernels with generators of their own are not replayed. While
-a step runs, other threads may draw from the default generators; but what they draw *during* one of the functions
-that take no generator (CUDA dropout, recurrent layers and attention with dropout, ``rrelu`` …) disturbs it.
+Draws depend on that number, on the micro-batch and on the stage; not on schedule, device, thread or recomputation.
+They are not those of the unsplit model. Python's ``random``, numpy and custom kernels with generators of their own
+are not replayed. While a step runs, other threads may draw from the default generators; but what they draw *during*
+one of the functions that take no generator (CUDA dropout, recurrent layers and attention with dropout, ``rrelu`` …)
+disturbs it.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ __all__ = ["Manager"]
 _logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5.0
-"""After which a store that failed is asked again."""
+"""After which a store that failed is asked again; and the longest rest of a job that failed again and again."""
 
 Measure = Callable[..., Mapping[str, int]]
 
@@ -89,6 +89,8 @@ class Manager:
         self._drained: asyncio.Task[None] | None = None
         self._shutdown: str | None = None
         """Why no job begins any more."""
+        self._ending = asyncio.Event()
+        """Set when no job begins any more."""
         self._giving_up = asyncio.Event()
         """Set when the grace period is over."""
 
@@ -123,6 +125,7 @@ class Manager:
 
     async def _drain(self) -> None:
         assert self._scheduler is not None
+        self._ending.set()
         self.jobs.changed.set()
         loop = asyncio.get_running_loop()
         over = loop.call_later(self.settings.grace_seconds, self._give_up)
@@ -271,6 +274,8 @@ class Manager:
             if is_permanent(error) or failures > _retries(record):
                 with suppress(StoreError):  # It is measured again, then.
                     await self._refuse(record, words)
+            else:
+                await self._rest(failures)
         finally:
             self._measuring = None
             self.jobs.changed.set()
@@ -281,10 +286,7 @@ class Manager:
             if self._shutdown is not None or record not in self.jobs.queued:
                 raise _Obsolete
 
-        random = RunRandom(shared=True)
-        random.seed(job.training.seed)
-        with random.drawing():
-            workload = make_workload()
+        workload = RunRandom(shared=True).build(job.training.seed, make_workload)
         heed()
         return self._measure(job, workload, progress=heed)
 
@@ -324,6 +326,8 @@ class Manager:
         job = run.record.id
         failed = outcome.result is Result.FAILED
         failures = (0 if run.has_snapshot else self._failures.get(job, 0)) + failed
+        if failed and failures <= _retries(run.record):
+            await self._rest(failures)
         while True:
             try:
                 async with self.jobs.turn(job):
@@ -339,6 +343,11 @@ class Manager:
             self._failures[job] = failures
         if failed and after.state is JobState.QUEUED:
             self.metrics.retried("snapshot")
+
+    async def _rest(self, failures: int) -> None:
+        """Wait longer and longer before something is tried again that failed more than once."""
+        if failures > 1:
+            await _set_within(self._ending, min(2.0 ** (failures - 2), self._retry_seconds))
 
     def _forget(self, job: str) -> None:
         self._failures.pop(job, None)

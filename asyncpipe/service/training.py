@@ -187,7 +187,8 @@ class TrainingRun:
         return True
 
     async def _run_pipeline(self, workload: Workload, snapshots: Snapshots, thread: OwnThread) -> Learned:
-        async with self._pipeline(workload) as pipe:
+        # In a thread: to lower large graphs, and to bring a model to its devices, takes a while.
+        async with await thread.run(lambda: self._pipeline(workload)) as pipe:
             self._progress.started(self._description(pipe))
             await self._train(pipe, workload, snapshots, thread)
             # What follows is no training: it would bend the operator's view of bubbles and durations.
@@ -241,7 +242,9 @@ class TrainingRun:
     async def _train(self, pipe: Pipeline, workload: Workload, snapshots: Snapshots, thread: OwnThread) -> None:
         job = self._job
         pipe.train()
-        updater = Updater(pipe.parameters(), job.training, only_finite=job.faults.non_finite != "ignore")
+        only_finite = job.faults.non_finite != "ignore"
+        # The first optimizer of a process imports torch's compiler, which takes seconds.
+        updater = await thread.run(lambda: Updater(pipe.parameters(), job.training, only_finite=only_finite))
         data = await thread.run(lambda: self._data(workload))
         feed = Feed(thread, data, self._random)
         own: dict[str, Resumable] = {"model": pipe, "optimizer": updater}

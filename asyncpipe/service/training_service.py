@@ -318,6 +318,7 @@ class TrainingService:
         except asyncio.CancelledError:
             call.cancel()
             await outlast(future)
+            future.cancelled() or future.exception()  # Retrieved: the cancellation is what the caller learns.
             raise
         finally:
             # An exception holds the frames it passed; one that held it in turn would wait for the cycle collector.

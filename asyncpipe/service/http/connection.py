@@ -88,7 +88,9 @@ class Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """The answer to what is no HTTP; without what it was, which aiohttp would quote, and log with a traceback."""
         if status >= 500:
-            _logger.error("a request could not be answered", exc_info=exc)
+            # A client that has gone is no trouble of ours.
+            level = logging.DEBUG if isinstance(exc, ConnectionError) else logging.ERROR
+            _logger.log(level, "a request could not be answered", exc_info=exc)
             return Problem(500, "internal", "something went wrong", close=True).answer(self._redact)
         if isinstance(exc, LineTooLong):
             detail = f"a request line and a header may have {MOST_HEAD} bytes each"
