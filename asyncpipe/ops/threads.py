@@ -31,6 +31,11 @@ class IntraOpThreads:
             # A thread takes over the global number when it first asks or computes; it must have done so before.
             torch.get_num_threads()
             torch.set_num_threads(self._threads)
+            if done.is_set():
+                # In the place of a thread that was given up: nobody settles again.
+                restoring = threading.Thread(target=torch.set_num_threads, args=(self._before,))
+                restoring.start()
+                restoring.join()
             done.set()
 
         return set_threads

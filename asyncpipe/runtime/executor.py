@@ -17,7 +17,8 @@ new thread, which takes over what was queued, and the old one reports nothing an
     give_up                    └────▶ claim taken ─▶ new thread; the old one finds its claim gone, and ends
 
 Who takes the claim, of which there is one for each task, has the last word on it: taking is a list's ``pop``, which is
-one instruction of the interpreter.
+one instruction of the interpreter. A thread without its claim touches nothing any more, so its successor goes on with
+the same queue: nothing that another thread puts there meanwhile can be lost or overtaken.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from queue import Empty, SimpleQueue
+from copy import copy
+from queue import SimpleQueue
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from asyncpipe.core.events import Event, TaskCompleted, TaskDropped, TaskFailed, TaskIssued
@@ -146,8 +147,12 @@ class ThreadExecutor:
 
     @property
     def current(self) -> Current | None:
-        """As ``Replaceable`` has it; what its completion is waited for counts if the thread itself is idle."""
-        return self._line.current or self._line.watcher.current
+        """As ``Replaceable`` has it: of the thread's and of what is waited for, the one that began first."""
+        run, waited = self._line.current, self._line.watcher.current
+        if run is None or waited is None:
+            return run or waited
+        # A busy thread must not hide a completion that never comes.
+        return min(run, waited, key=lambda current: current[2])
 
     def start(self, report: Report) -> None:
         self._line = _Line(self.device, report)
@@ -160,13 +165,22 @@ class ThreadExecutor:
         if not _take(current[3]):
             return False
         fail()
-        old = self._line
-        if not old.watcher.give_up(current):
-            assert self._thread is not None
-            self._given_up.append(self._thread)
-            self._line = old.succeeded()
-            self._start()
+        try:
+            fail()
+        finally:
+            self._replace(current)
         return True
+
+    def _replace(self, current: Current) -> None:
+        """Give the thread that is at this task a successor."""
+        old = self._line.watcher.give_up(current)
+        if old is None:
+            old = self._thread
+            self._line = self._line.succeeded()
+            self._start()
+        assert old is not None
+        old.name += " (given up)"
+        self._given_up = [*(thread for thread in self._given_up if thread.is_alive()), old]
 
     def close(self) -> None:
         self._line.queue.put(None)
@@ -191,27 +205,20 @@ def _report_nothing(event: Event, *, wake: bool = True) -> None:
 
 
 class _Line:
-    """What one thread of a device works on. What waits can be handed to another thread."""
+    """What one thread of a device works on. Another thread can take over what waits."""
 
-    def __init__(self, device: str, report: Report, watcher: _CompletionWatcher | None = None) -> None:
+    def __init__(self, device: str, report: Report) -> None:
         self.queue: SimpleQueue[Sequence[Assignment] | None] = SimpleQueue()
         self.batch: deque[Assignment] = deque()
         """The rest of what was taken from the queue last."""
         self.current: Current | None = None
         self.report = report
-        self.watcher = watcher or _CompletionWatcher(device, report)
-        self._device = device
+        self.watcher = _CompletionWatcher(device, report)
 
     def succeeded(self) -> _Line:
-        """A line with all that waits on this one, whose thread hangs."""
-        line = _Line(self._device, self.report, self.watcher)
-        if self.batch:
-            line.queue.put([*self.batch])
-            self.batch.clear()
-        with suppress(Empty):
-            while True:
-                line.queue.put(self.queue.get_nowait())
-        self.current = None
+        """The same line for another thread; that of this one hangs, and has lost its claim."""
+        line = copy(self)
+        line.current = self.current = None
         return line
 
 
@@ -220,13 +227,15 @@ def _serve(line: _Line, on_start: Callable[[], None] | None) -> None:
     if on_start is not None:
         on_start()
     batch = line.batch
-    while (assignments := line.queue.get()) is not None:
-        batch.extend(assignments)
-        # An idle thread must not keep the last step alive.
-        del assignments
+    while True:
         while batch:
             if not _run(line, batch.popleft()):
                 return
+        if (assignments := line.queue.get()) is None:
+            break
+        batch.extend(assignments)
+        # An idle thread must not keep the last step alive.
+        del assignments
     line.watcher.close()
 
 
@@ -279,7 +288,7 @@ class _CompletionWatcher:
     def __init__(self, device: str, report: Report) -> None:
         self.device = device
         self.report = report
-        self._waiting = _Waiting()
+        self._waiting = _Waiting(SimpleQueue())
         self._thread: threading.Thread | None = None
 
     @property
@@ -292,17 +301,15 @@ class _CompletionWatcher:
             self._start()
         self._waiting.queue.put((step, task, completion))
 
-    def give_up(self, current: Current) -> bool:
-        """Wait for those behind that task, if it is the one that is waited for."""
-        old = self._waiting
-        if old.current is not current:
-            return False
-        self._waiting = _Waiting()
-        with suppress(Empty):
-            while True:
-                self._waiting.queue.put(old.queue.get_nowait())
+    def give_up(self, current: Current) -> threading.Thread | None:
+        """Wait for those behind that task on a new thread, if it is the one that is waited for; which thread hangs."""
+        if self._waiting.current is not current:
+            return None
+        old = self._thread
+        # The device's thread may be about to put something there.
+        self._waiting = _Waiting(self._waiting.queue)
         self._start()
-        return True
+        return old
 
     def close(self) -> None:
         self._waiting.queue.put(None)
@@ -324,8 +331,8 @@ class _CompletionWatcher:
 class _Waiting:
     """What one thread of a watcher waits for."""
 
-    def __init__(self) -> None:
-        self.queue: SimpleQueue[tuple[StepHandle, int, Completion] | None] = SimpleQueue()
+    def __init__(self, queue: SimpleQueue[tuple[StepHandle, int, Completion] | None]) -> None:
+        self.queue = queue
         self.current: Current | None = None
 
 

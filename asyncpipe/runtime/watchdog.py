@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 import threading
 import time
@@ -31,6 +32,8 @@ _logger = logging.getLogger(__name__)
 
 FIRST = 10.0
 """A task that has not run before may take so many floors: the first ones compile kernels and fill caches."""
+LATE = 4.0
+"""A look that comes after so many pauses was held up: the loop was blocked, or the process stopped."""
 LOOKS = 4
 """Within the floor, bounded by ..."""
 SHORTEST, LONGEST = 0.05, 5.0
@@ -60,6 +63,10 @@ class Watchdog:
         self._floor = floor
         self._clock = clock
         self._sleep = sleep
+        self._pause = min(max(floor / LOOKS, SHORTEST), LONGEST)
+        self._looked = -math.inf
+        self._blind = -math.inf
+        """Until when nobody watched, nor maybe worked: what ran then counts from there."""
         self._watching: asyncio.Task[None] | None = None
         self.hung = 0
         """How many tasks were given up."""
@@ -74,9 +81,8 @@ class Watchdog:
             await asyncio.wait([self._watching])
 
     async def _watch(self) -> None:
-        pause = min(max(self._floor / LOOKS, SHORTEST), LONGEST)
         while True:
-            await self._sleep(pause)
+            await self._sleep(self._pause)
             try:
                 self.look()
             except Exception:
@@ -85,8 +91,12 @@ class Watchdog:
     def look(self) -> None:
         """Give up what hangs now; on the driver's loop."""
         now = self._clock()
+        # A machine that is frozen for a minute must not lose every step that it was at.
+        if now - self._looked > LATE * self._pause and self._looked > -math.inf:
+            self._blind = now
+        self._looked = now
         for running in self._driver.running():
-            if now - running.started > self._patience(running.expected):
+            if now - max(running.started, self._blind) > self._patience(running.expected):
                 self._give_up(running, now - running.started)
 
     def _patience(self, expected: float | None) -> float:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from asyncpipe.core.graph import TaskGraph
-from asyncpipe.core.lower import CheckpointMode
-from asyncpipe.core.memory import format_bytes
+from asyncpipe.core.lower import CheckpointMode, lower
+from asyncpipe.core.memory import StageMemory, format_bytes, memory_over_time
+from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.report import report
 from asyncpipe.core.simulate import simulate
-from asyncpipe.errors import TaskError
+from asyncpipe.core.task import TaskKind
+from asyncpipe.errors import ScheduleError, TaskError
 from asyncpipe.ops.memory import device_memory
 from asyncpipe.ops.stage import Stage
 from asyncpipe.pipeline import Pipeline
@@ -20,14 +26,18 @@ from asyncpipe.pipeline import Pipeline
 __all__ = ["explain_out_of_memory"]
 
 ON_CPU = "DefaultCPUAllocator: can't allocate memory"
-"""So torch's allocator for CPUs begins, whose error has no class of its own."""
+"""So torch's allocator for CPUs says it on Linux, whose error has no class of its own ..."""
+ON_CPU_ELSEWHERE = "DefaultCPUAllocator: not enough memory"
+"""... and so on other systems."""
+SAVED, INPUT = 1000, 1
+"""Stand for the bytes of a micro-batch's activations and input: only which of two ways keeps more is asked."""
 
 
 def explain_out_of_memory(error: TaskError, pipe: Pipeline) -> str | None:
-    """In words, what was full and what would help, if memory is what ``error`` of a step of ``pipe`` is about.
+    """In words, what was full and what would help, if memory is what ``error`` of a training step is about.
 
-    Says only what would help this pipeline: ``checkpoint="always"`` if it recomputes less, say. Blocks for some
-    milliseconds: the step is simulated, to see how many micro-batches the stage keeps.
+    Says only what would help this pipeline, which is tried: the step is simulated as it is and as it could be, and what
+    the device's micro-batches keep is compared. Blocks for milliseconds, or seconds where a step has 100,000 tasks.
     """
     if not _is_about_memory(error):
         return None
@@ -35,18 +45,11 @@ def explain_out_of_memory(error: TaskError, pipe: Pipeline) -> str | None:
     graph = pipe.graph
     kept = report(simulate(graph)).peak_in_flight[stage.index]
     memory = device_memory(stage.device.physical)
-    holds = [
-        f"{format_bytes(count)} of {what}"
-        for what, count in (
-            ("parameters", _size(stage.module.parameters())),
-            ("gradients", _size(p.grad for p in stage.module.parameters() if p.grad is not None)),
-            ("buffers", _size(stage.module.buffers())),
-        )
-        if count
-    ]
+    holds = [f"{format_bytes(count)} of {what}" for what, count in _fixed(pipe, stage) if count]
     used = f"{format_bytes(memory.allocated)} of {format_bytes(memory.limit)} are in use"
-    held = f"stage {stage.index} holds {', '.join([*holds, 'activations'])} of up to {kept} micro-batches at once"
-    helps = "; ".join(_advice(pipe, stage, graph, kept))
+    most = "1 micro-batch" if kept == 1 else f"up to {kept} micro-batches at once"
+    held = f"stage {stage.index} holds {', '.join([*holds, 'activations'])} of {most}"
+    helps = "; ".join(_advice(error, pipe, stage, graph))
     return f"no memory left on {error.device} in {error.task_id}: {used}; {held}. What would help: {helps}"
 
 
@@ -55,26 +58,72 @@ def _is_about_memory(error: TaskError) -> bool:
     while link is not None:
         if isinstance(link, torch.OutOfMemoryError | MemoryError):
             return True
-        if isinstance(link, RuntimeError) and ON_CPU in str(link):
+        if isinstance(link, RuntimeError) and (ON_CPU in str(link) or ON_CPU_ELSEWHERE in str(link)):
             return True
-        link = link.__cause__
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return False
+
+
+def _fixed(pipe: Pipeline, stage: Stage) -> Iterator[tuple[str, int]]:
+    """What a stage holds through the whole step, and its bytes; of an optimizer that is not the pipeline's, nothing."""
+    parameters = list(stage.module.parameters())
+    yield "parameters", _size(parameters)
+    # Those of a step that failed are gone already; while it ran there were as many as there are parameters to train.
+    yield "gradients", _size(p for p in parameters if p.requires_grad)
+    yield "buffers", _size(stage.module.buffers())
+    if (optimizer := pipe.optimizers.get(stage.index)) is not None:
+        states = (value for state in optimizer.state.values() for value in state.values())
+        yield "optimizer state", _size(value for value in states if isinstance(value, Tensor))
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _advice(pipe: Pipeline, stage: Stage, graph: TaskGraph, kept: int) -> Iterator[str]:
+def _advice(error: TaskError, pipe: Pipeline, stage: Stage, graph: TaskGraph) -> Iterator[str]:
     """What makes less of what fills the device, the simplest first."""
-    shape = graph.shape
-    if pipe.checkpoint is not CheckpointMode.ALWAYS:
-        yield 'checkpoint = "always", which keeps the inputs of stages in place of all activations'
-    if kept > min(shape.stages - stage.index, shape.microbatches):
-        yield f'schedule = "1f1b", which keeps {min(shape.stages - stage.index, shape.microbatches)} here'
-    yield f"more micro-batches than {shape.microbatches}, which makes each smaller, or a smaller batch_size"
+    physical = stage.device.physical
+    here = [other for other in pipe.stages if other.device.physical == physical]
+    # When a stage is updated, its micro-batches have left it.
+    if error.kind != TaskKind.UPDATE:
+        yield from _ways_to_keep_less(pipe, graph, {graph.placement[other.index] for other in here})
+        yield "a smaller batch_size"
     leaves = [module for module in stage.module.modules() if not [*module.children()]]
-    if shape.stages > 1 and len(leaves) > 1:
+    if len(here) < len(pipe.stages) and len(leaves) > 1:
         yield f"fewer layers on stage {stage.index}, by balance"
-    alone = graph.placement.count(graph.placement[stage.index]) == 1
-    yield "more devices" if alone else "more devices, since this one has several stages"
+    yield f"more memory than {physical} has" + (
+        "" if len(here) == 1 else f", or other devices for some of the {len(here)} stages there"
+    )
+
+
+def _ways_to_keep_less(pipe: Pipeline, graph: TaskGraph, devices: Collection[int]) -> Iterator[str]:
+    """Other ways to run the step in which micro-batches keep less on ``devices``, which are one physical device."""
+    microbatches = graph.shape.microbatches
+    now = _most_kept(graph, devices)
+    for words, schedule, checkpoint, cut in (
+        (
+            'checkpoint = "always", which keeps the inputs of stages in place of all activations',
+            pipe.schedule,
+            CheckpointMode.ALWAYS,
+            1,
+        ),
+        ('schedule = "1f1b", which keeps fewer micro-batches at once', find_schedule("1f1b"), pipe.checkpoint, 1),
+        (f"more micro-batches than {microbatches}, which makes each smaller", pipe.schedule, pipe.checkpoint, 2),
+    ):
+        with suppress(ScheduleError):  # It cannot serve this shape.
+            shape = replace(graph.shape, microbatches=cut * microbatches)
+            other = lower(schedule, shape, devices=graph.devices, checkpoint=checkpoint, wiring=graph.wiring)
+            if _most_kept(other, devices) < cut * now:
+                yield words
+
+
+def _most_kept(graph: TaskGraph, devices: Collection[int]) -> int:
+    """The most that micro-batches of ``graph`` keep at one moment on all of ``devices``, by ``SAVED`` and ``INPUT``."""
+    stages = graph.shape.stages
+    held: dict[int, int] = {}
+    most = 0
+    changes = memory_over_time(simulate(graph), StageMemory([SAVED] * stages, [INPUT] * stages, [0] * stages))
+    for _, together in groupby(changes, key=itemgetter(0)):
+        held.update({device: count for _, device, count in together})
+        most = max(most, sum(held[device] for device in devices))
+    return most

@@ -341,3 +341,100 @@ def test_one_is_heard_whoever_comes_first(executor):
         events = [executor.events.get(timeout=30) for _ in range(1 if given_up else 2)]
         assert [event.task for event in events] == ([] if given_up else [number]) + [1000 + number]
         assert not any(isinstance(event, TaskFailed) for event in events)
+
+
+class HeldQueue(SimpleQueue):
+    """Lets nobody put anything before it is let go."""
+
+    def __init__(self):
+        super().__init__()
+        self.putting, self.let_go = threading.Event(), threading.Event()
+        self.let_go.set()
+
+    def put(self, item):
+        self.putting.set()
+        assert self.let_go.wait(30)
+        super().put(item)
+
+
+def test_what_comes_to_be_waited_for_meanwhile_is_not_lost(executor):
+    """The device's thread hands over a completion while the thread that waits for them is replaced."""
+    queue = HeldQueue()
+    waiting = executor._line.watcher._waiting
+    waiting.queue = queue
+    first, second, step = Queued(), Queued(), Step()
+    executor.submit([Assignment(step, 0, lambda: first)])
+    assert first.waited.wait(30)
+    queue.putting.clear()
+    queue.let_go.clear()
+    executor.submit([Assignment(step, 1, lambda: second)])
+    assert queue.putting.wait(30)
+    assert executor.give_up(executor.current, told)
+    queue.let_go.set()
+    second.done.set()
+    assert [executor.events.get(timeout=5) for _ in range(3)] == [
+        TaskIssued(3, 0),
+        TaskIssued(3, 1),
+        TaskCompleted(3, 1, 1.0, 2.0),
+    ]
+    first.done.set()
+
+
+def test_a_busy_thread_does_not_hide_a_completion_that_never_comes(executor):
+    queued, busy, step = Queued(), Hung(), Step()
+    executor.submit([Assignment(step, 0, lambda: queued)])
+    assert queued.waited.wait(30)
+    executor.submit([Assignment(step, 1, busy.work)])
+    assert busy.begun.wait(30)
+    assert executor.current[1] == 0
+    assert executor.give_up(executor.current, told)
+    queued.done.set()
+    assert executor.current[1] == 1
+    busy.let_go.set()
+    assert [executor.events.get(timeout=30).task for _ in range(2)] == [0, 1]
+
+
+def test_threads_that_were_given_up_are_told_apart_and_forgotten(executor):
+    step = Step()
+    for number in range(3):
+        hung = Hung()
+        executor.submit([Assignment(step, number, hung.work)])
+        assert hung.begun.wait(30)
+        assert executor.give_up(executor.current, told)
+        (thread,) = hung.threads
+        assert thread.name == "asyncpipe cpu:0 (given up)"
+        assert executor._given_up == [thread]
+        hung.let_go.set()
+        thread.join(30)
+
+
+async def test_what_nobody_watched_does_not_count(driver, clock):
+    """The process was stopped, or the loop was blocked: tasks get their time again."""
+    hung = Hung()
+    step = await begin(driver, hung)
+    watchdog = Watchdog(driver, floor=8.0, clock=clock)
+    for ahead in (0.0, 1000.0, 1004.0, *range(1006, 1080, 4)):
+        clock.ahead = ahead
+        watchdog.look()
+        assert watchdog.hung == 0
+    clock.ahead = 1080.1
+    watchdog.look()
+    assert watchdog.hung == 1
+    with pytest.raises(TaskError):
+        await step
+    hung.let_go.set()
+
+
+async def test_the_loop_is_not_said_to_be_late_because_of_it(driver, monkeypatch):
+    hung = Hung()
+    step = await begin(driver, hung)
+    (running,) = driver.running()
+    monkeypatch.setattr(driver, "_clock", lambda: time.perf_counter() + 600.0)
+    assert running.executor.give_up(
+        running.current, lambda: driver.fail(running.execution, running.task, ValueError("hung"))
+    )
+    with pytest.raises(TaskError):
+        await step
+    record = await asyncio.shield(running.execution.done)
+    assert max([late for late, _ in record[1].notes.wakeups]) < 300.0
+    hung.let_go.set()
