@@ -100,7 +100,7 @@ def test_a_loader_that_raises_is_told_with_how_far_it_came():
 
     data = data_of(workload_of(make))
     data.next(), data.next()
-    with pytest.raises(DataError, match="^the job's data failed after 2 batches: OSError: no route to") as caught:
+    with pytest.raises(DataError, match=r"^the job's data failed after 2 batches: OSError: no route to") as caught:
         data.next()
     assert caught.value.batches == 2
     assert isinstance(caught.value.__cause__, OSError)
@@ -108,7 +108,7 @@ def test_a_loader_that_raises_is_told_with_how_far_it_came():
     def refuse(batch_size: int, generator: Generator) -> Iterator[Batch]:
         raise KeyError("train")
 
-    with pytest.raises(DataError, match="^the job's data failed after 0 batches: KeyError: 'train'"):
+    with pytest.raises(DataError, match=r"^the job's data failed after 0 batches: KeyError: 'train'"):
         data_of(workload_of(refuse))
 
 
