@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from weakref import WeakKeyDictionary
 
 from asyncpipe.core.events import TaskCompleted, TaskDropped, TaskFailed
+from asyncpipe.core.graph import TaskGraph
 from asyncpipe.core.task import Lane, Task
 from asyncpipe.runtime.executor import Assignment, Report, StepHandle
 
@@ -50,6 +51,8 @@ class EmulatedExecutor:
     instance ``Costs(forward=0.01, backward=0.02, copy=0.005)``. Every lane has a thread of its own, so that copies
     run beside compute, as on a GPU; sleeping devices do not compete for cores, so more of them than this machine
     has cores behave like so many GPUs. For work that is done when its call returns, so on CPU devices only.
+
+    Where several jobs share a ``DevicePool``, a subclass tells their costs apart by overriding ``seconds``.
     """
 
     def __init__(self, device: str, cost: Callable[[Task], float]) -> None:
@@ -84,6 +87,10 @@ class EmulatedExecutor:
         for thread in self._threads:
             thread.join()
 
+    def seconds(self, graph: TaskGraph, task: Task) -> float:
+        """What ``task`` of ``graph`` takes here. Called on the lane's thread."""
+        return self._cost(task)
+
     def _open(self, lane: Lane) -> None:
         queue = self._lanes[lane] = SimpleQueue()
         thread = threading.Thread(target=self._serve, args=(queue,), name=f"asyncpipe {lane}", daemon=True)
@@ -97,7 +104,7 @@ class EmulatedExecutor:
             for dependency in graph.dependencies[assignment.task]:
                 if dependency in ended:
                     ended[dependency].wait()
-            _run(assignment, self._report, self._cost(graph.tasks[assignment.task]))
+            _run(assignment, self._report, self.seconds(graph, graph.tasks[assignment.task]))
             ended[assignment.task].set()
             del assignment, ended, graph
 

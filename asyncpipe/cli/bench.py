@@ -12,6 +12,9 @@ from asyncpipe.bench import BENCHMARKS
 
 __all__ = ["add_parser"]
 
+OPTIONS = ("device", "size", "minutes", "report")
+"""Of all benchmarks; each has some of them."""
+
 
 def add_parser(subparsers: Any) -> None:
     """Register ``asyncpipe bench``."""
@@ -26,6 +29,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS), help=", ".join(sorted(BENCHMARKS)))
     parser.add_argument("--device", help="where to run, e.g. cuda:0 (unet; by default a CPU)")
     parser.add_argument("--size", help="small or paper (unet; by default small on a CPU, paper on a CUDA device)")
+    parser.add_argument("--minutes", help="how long it goes on (soak; 30 by default)")
+    parser.add_argument("--report", metavar="FILE", help="where to write the report (soak; by default it is printed)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 
@@ -33,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark that ``args`` name; progress goes to standard error."""
     benchmark = BENCHMARKS[args.name]
-    options = {name: value for name in ("device", "size") if (value := getattr(args, name)) is not None}
+    options = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     figures = benchmark.run(lambda text: print(f"… {text}", file=sys.stderr), **options)
     if args.json:
         print(json.dumps({"benchmark": benchmark.name, "machine": _machine(), **figures}))

@@ -22,18 +22,21 @@ event that cannot follow what happened raises ``InvalidTransition`` and changes 
 The steps of a ruled schedule choose as late as they can: a task is ready when its dependencies are *completed*, its
 device holds ``ahead`` tasks at most, and among the ready ones the lowest rank comes first that ``core/admission.py``
 lets in. They choose in ``settle``, once everything that has happened is known.
+
+So do lanes that several jobs share: whose turn it is says ``core/lanes.py``, and whether a background task may begin
+``core/outlook.py``. Within a job the order is the one above. Where that job is the only one, nothing is different.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from heapq import heappop, heappush
+from math import inf
 
 from asyncpipe.core.admission import Admission
+from asyncpipe.core.dispatch import Dispatcher
 from asyncpipe.core.events import (
     Abort,
     Command,
-    Dispatch,
     Event,
     GateOpened,
     Outcome,
@@ -47,15 +50,16 @@ from asyncpipe.core.events import (
     TaskFailed,
     TaskIssued,
 )
-from asyncpipe.core.state import LaneState, StepState, TaskState, check_invariants
-from asyncpipe.core.task import WHOLE_STEP, Lane, Queue
+from asyncpipe.core.jobs import Jobs
+from asyncpipe.core.lanes import Claim
+from asyncpipe.core.state import StepState, TaskState, check_invariants
 from asyncpipe.errors import InvalidTransition, OptionError, ScheduleError
 
 __all__ = ["SchedulerState", "TaskState"]
 
 
 # Module constants: an enum attribute costs a lookup in the hottest loop.
-_WAITING, _READY, _DISPATCHED, _ISSUED, _COMPLETED, _FAILED, _DROPPED = TaskState
+_WAITING, _, _DISPATCHED, _ISSUED, _COMPLETED, _FAILED, _DROPPED = TaskState
 
 
 class SchedulerState:
@@ -67,9 +71,10 @@ class SchedulerState:
             raise OptionError(f"in_flight must be a positive integer, got {in_flight}")
         self._cap = in_flight
         self._steps: dict[int, StepState] = {}
-        self._lanes: dict[Lane, LaneState] = {}
-        self._unsettled: dict[int, LaneState] = {}
-        """Compute lanes where a ruled step has something to choose."""
+        self._jobs = Jobs()
+        self._lanes = Dispatcher(in_flight)
+        # Bound once, for the hottest path.
+        self._make_ready, self._dispatch_ready = self._lanes.make_ready, self._lanes.dispatch_ready
         self._last_step = -1
 
     @property
@@ -98,24 +103,46 @@ class SchedulerState:
         return self._cancelled(event, now)
 
     def settle(self, now: float) -> list[Command]:
-        """Let ruled steps choose; call it when every event that is known has been handled."""
+        """Let rules and jobs choose; call it when every event that is known has been handled, and at ``wake_at``."""
         commands: list[Command] = []
-        if not self._unsettled:
-            return commands
-        while self._unsettled:
-            _, lane = self._unsettled.popitem()
-            self._choose(lane, commands, now)
-        for step in [step for step in self._steps.values() if step.is_stuck]:
-            assert step.admission is not None
-            task = min(step.admission.refused())
-            commands += self._fail(step, task, _refused(step, task, "although nothing else can run"), now)
+        while self._lanes.settle(commands, now) and (broken := self._broken()):
+            for step, task, error in broken:
+                if step.outcome is Outcome.OK:
+                    commands += self._fail(step, task, error, now)
         return commands
 
+    def _broken(self) -> list[tuple[StepState, int, ScheduleError]]:
+        """The ruled steps that cannot go on, with the task at which they stand and why."""
+        broken = self._lanes.take_broken()
+        for step in self._steps.values():
+            if step.is_stuck:
+                assert step.admission is not None
+                task = min(step.admission.refused())
+                broken.append((step, task, step.refused(task, "although nothing else can run")))
+        return broken
+
     def wake_at(self, now: float) -> float | None:
-        return None
+        """When to call ``settle`` although nothing has happened; ``None`` if that is of no use. Ask after ``settle``.
+
+        A background task is held back for foreground tasks that are expected; they may not come.
+        """
+        return None if self._lanes.again == inf else max(now, self._lanes.again)
 
     def expected(self, step: int, task: int) -> float | None:
-        return None
+        """The seconds that such a task took the last times in its job; ``None`` if that is not known.
+
+        It is known of steps with a named job, once one task of the kind at the stage is completed.
+        """
+        found = self._steps.get(step)
+        return None if found is None else found.job.expected(found.graph.tasks[task])
+
+    def forget(self, job: str) -> None:
+        """Drop what is known of ``job``, now or when its last step is over, unless it submits another one till then.
+
+        Its charges and measured times are kept from step to step, however long that takes: so call this when its
+        last pipeline is closed. Forgetting a job that is unknown, or that comes back later, does no harm.
+        """
+        self._jobs.forget(job)
 
     def take_record(self, step: int) -> StepRecord:
         """The record of a completed step, which the scheduler then forgets."""
@@ -132,11 +159,12 @@ class SchedulerState:
             raise InvalidTransition(f"step {event.step} was submitted before, or after a later one")
         self._last_step = event.step
         graph = event.graph
-        lanes = [self._lanes.setdefault(lane, LaneState(lane)) for lane in graph.lanes]
+        job, claims = self._jobs.begin(event.share, graph.lanes)
         step = StepState(
             number=event.step,
             graph=graph,
-            lanes=[lanes[lane] for lane in graph.lane_of],
+            job=job,
+            claims=[claims[lane] for lane in graph.lane_of],
             unmet=[len(before) for before in graph.dependencies],
             states=[_WAITING] * len(graph.tasks),
             to_issue=len(graph.tasks),
@@ -145,12 +173,14 @@ class SchedulerState:
         )
         self._steps[event.step] = step
         step.journal.append((now, event))
+        if job.is_named:
+            step.open_visits()
         for gated in graph.gates:
             step.unmet[gated] += 1
         for task, unmet in enumerate(step.unmet):
             if not unmet:
-                self._make_ready(step, task)
-        return self._decide(step, lanes, now)
+                self._make_ready(step, task, now)
+        return self._decide(step, claims, now)
 
     def _gate_opened(self, event: GateOpened, now: float) -> list[Command]:
         step = self._steps.get(event.step)
@@ -162,7 +192,7 @@ class SchedulerState:
         step.unmet[gated] -= 1
         if step.unmet[gated] or step.outcome is not Outcome.OK:
             return []
-        return self._decide(step, [self._make_ready(step, gated)], now)
+        return self._decide(step, [self._make_ready(step, gated, now)], now)
 
     def _cancelled(self, event: StepCancelled, now: float) -> list[Command]:
         step = self._steps.get(event.step)
@@ -180,11 +210,11 @@ class SchedulerState:
 
     def _abort(self, step: StepState, outcome: Outcome, now: float) -> list[Command]:
         step.outcome = outcome
-        for lane in {id(lane): lane for lane in step.lanes}.values():
-            lane.ready = [entry for entry in lane.ready if entry[2] is not step]
-            lane.ready.sort()
+        for claim in {id(claim): claim for claim in step.claims}.values():
+            claim.ready = [entry for entry in claim.ready if entry[2] is not step]
+            claim.ready.sort()
         step.journal.append((now, Abort(step.number)))
-        return [Abort(step.number), *self._decide(step, self._lanes.values(), now)]
+        return [Abort(step.number), *self._decide(step, self._jobs.claims(), now)]
 
     # Tasks
 
@@ -203,41 +233,46 @@ class SchedulerState:
     def _issued(self, event: TaskIssued, now: float) -> list[Command]:
         step = self._find(event, _DISPATCHED)
         step.journal.append((now, event))
-        return self._decide(step, self._release(step, event.task), now)
+        return self._decide(step, self._release(step, event.task, now), now)
 
     def _completed(self, event: TaskCompleted, now: float) -> list[Command]:
         step = self._find(event, _DISPATCHED, _ISSUED)
         step.journal.append((now, event))
         task = event.task
-        touched = self._release(step, task) if step.states[task] is _DISPATCHED else []
+        touched = self._release(step, task, now) if step.states[task] is _DISPATCHED else []
         step.states[task] = _COMPLETED
-        touched.append(self._give_back(step, task))
+        claim = self._give_back(step, task)
+        if claim.timed:
+            step.measure(event)
+        touched.append(claim)
         if step.admission is not None and step.outcome is Outcome.OK:
-            touched += self._completed_ruled(step, step.admission, task)
+            touched += self._completed_ruled(step, step.admission, task, now)
         return self._decide(step, touched, now)
 
-    def _completed_ruled(self, step: StepState, admission: Admission, task: int) -> list[LaneState]:
+    def _completed_ruled(self, step: StepState, admission: Admission, task: int, now: float) -> list[Claim]:
         """All dependents of a ruled step's task wait for its completion, and its micro-batch may leave the device."""
         graph = step.graph
         touched = []
         for dependent in (*graph.local_dependents[task], *graph.remote_dependents[task]):
             step.unmet[dependent] -= 1
             if not step.unmet[dependent]:
-                touched.append(self._make_ready(step, dependent))
-        if _is_admitted(step, task):
-            touched += [self._make_ready(step, other) for other in admission.leave(task)]
+                touched.append(self._make_ready(step, dependent, now))
+        if step.is_admitted(task):
+            touched += [self._make_ready(step, other, now) for other in admission.leave(task)]
         return touched
 
     def _failed(self, event: TaskFailed, now: float) -> list[Command]:
         step = self._find(event, _DISPATCHED, _ISSUED)
         step.journal.append((now, event))
         step.states[event.task] = _FAILED
-        lane = self._give_back(step, event.task)
+        claim = self._give_back(step, event.task)
+        if claim.timed:
+            claim.end(event.step, event.task, None, now)
         if step.outcome is Outcome.OK:
             return self._fail(step, event.task, event.error, now)
         if step.error is None:
             step.failed_task, step.error = event.task, event.error
-        return self._decide(step, [lane], now)
+        return self._decide(step, [claim], now)
 
     def _dropped(self, event: TaskDropped, now: float) -> list[Command]:
         step = self._find(event, _DISPATCHED)
@@ -246,10 +281,13 @@ class SchedulerState:
             raise InvalidTransition(message, step.story(event.task))
         step.journal.append((now, event))
         step.states[event.task] = _DROPPED
-        return self._decide(step, [self._give_back(step, event.task)], now)
+        claim = self._give_back(step, event.task)
+        if claim.timed:
+            claim.end(event.step, event.task, 0.0, now)
+        return self._decide(step, [claim], now)
 
-    def _release(self, step: StepState, task: int) -> list[LaneState]:
-        """Issue ``task``: its dependents on other devices need not wait for it. Returns their lanes."""
+    def _release(self, step: StepState, task: int, now: float) -> list[Claim]:
+        """Issue ``task``: its dependents on other devices need not wait for it. Returns their claims."""
         step.states[task] = _ISSUED
         step.to_issue -= 1
         if step.outcome is not Outcome.OK or step.admission is not None:
@@ -259,97 +297,25 @@ class SchedulerState:
         for dependent in step.graph.remote_dependents[task]:
             unmet[dependent] -= 1
             if not unmet[dependent]:
-                touched.append(self._make_ready(step, dependent))
+                touched.append(self._make_ready(step, dependent, now))
         return touched
 
-    def _make_ready(self, step: StepState, task: int) -> LaneState:
-        step.states[task] = _READY
-        lane = step.lanes[task]
-        rule = step.graph.rule
-        heappush(lane.ready, (step.number, task if rule is None else rule.ranks[task], step))
-        return lane
-
-    def _give_back(self, step: StepState, task: int) -> LaneState:
-        lane = step.lanes[task]
-        lane.in_flight -= 1
+    @staticmethod
+    def _give_back(step: StepState, task: int) -> Claim:
+        claim = step.claims[task]
+        claim.in_flight -= 1
         step.held -= 1
-        return lane
+        return claim
 
     # Decisions
 
-    def _decide(self, step: StepState, touched: Iterable[LaneState], now: float) -> list[Command]:
-        """Dispatch what ``touched`` lanes have ready, then see whether ``step`` is at its end."""
+    def _decide(self, step: StepState, touched: Iterable[Claim], now: float) -> list[Command]:
+        """Dispatch what ``touched`` claims have ready, then see whether ``step`` is at its end."""
         commands: list[Command] = []
-        pending = list(touched)
-        while pending:
-            pending += self._dispatch_ready(pending.pop(), commands, now)
+        self._dispatch_ready(touched, commands, now)
         if not step.to_issue or (step.outcome is not Outcome.OK and not step.held):
             self._end(step, commands, now)
         return commands
-
-    def _dispatch_ready(self, lane: LaneState, commands: list[Command], now: float) -> list[LaneState]:
-        """Dispatch what the lane has ready and room for. Returns other lanes that have more to do by that."""
-        others: list[LaneState] = []
-        while lane.ready and lane.in_flight < self._cap:
-            _, rank, owner = lane.ready[0]
-            if owner.admission is not None and lane.lane.queue is Queue.COMPUTE:
-                self._unsettled[id(lane)] = lane
-                break
-            heappop(lane.ready)
-            task = rank if owner.graph.rule is None else owner.graph.rule.by_rank[rank]
-            others += self._dispatch(owner, task, lane, commands, now)
-        return others
-
-    def _choose(self, lane: LaneState, commands: list[Command], now: float) -> None:
-        """Dispatch the tasks of ruled steps that come first among those that the lane has ready and may run."""
-        while lane.ready and lane.in_flight < self._cap:
-            _, rank, owner = lane.ready[0]
-            rule = owner.graph.rule
-            if rule is None:
-                commands += self._decide(owner, [lane], now)
-                return
-            if lane.in_flight >= rule.ahead:
-                return
-            heappop(lane.ready)
-            task = rule.by_rank[rank]
-            try:
-                freed = self._enter(owner, task)
-            except Exception as error:  # noqa: BLE001 - anybody's code: it ends the step, not the scheduler
-                commands += self._fail(owner, task, _refused(owner, task, f"but raises {error!r}", error), now)
-                continue
-            if freed is None:
-                continue
-            for other in freed:
-                self._make_ready(owner, other)
-            self._dispatch(owner, task, lane, commands, now)
-
-    @staticmethod
-    def _enter(step: StepState, task: int) -> list[int] | None:
-        """As ``Admission.enter``; what belongs to no micro-batch needs no admission."""
-        assert step.admission is not None
-        return step.admission.enter(task) if _is_admitted(step, task) else []
-
-    def _dispatch(
-        self, step: StepState, task: int, lane: LaneState, commands: list[Command], now: float
-    ) -> list[LaneState]:
-        """Hand ``task`` over: its dependents on the same device queue up behind it. Returns other lanes of theirs."""
-        command = Dispatch(step.number, task)
-        step.journal.append((now, command))
-        commands.append(command)
-        step.states[task] = _DISPATCHED
-        step.held += 1
-        lane.in_flight += 1
-        others: list[LaneState] = []
-        if step.admission is not None:
-            return others
-        unmet = step.unmet
-        for dependent in step.graph.local_dependents[task]:
-            unmet[dependent] -= 1
-            if not unmet[dependent]:
-                other = self._make_ready(step, dependent)
-                if other is not lane:
-                    others.append(other)
-        return others
 
     def _end(self, step: StepState, commands: list[Command], now: float) -> None:
         ends: list[Command] = []
@@ -357,26 +323,12 @@ class SchedulerState:
             step.finished = True
             ends.append(StepFinished(step.number, step.outcome, step.failed_task, step.error))
         if not step.held:
+            step.close_visits(now)
+            self._jobs.end(step.job)
             ends.append(StepCompleted(step.number, step.outcome, step.failed_task, step.error))
         step.journal.extend((now, end) for end in ends)
         commands.extend(ends)
 
     def check(self) -> None:
-        """Assert what must hold between two events; tests call it after each and at teardown."""
-        check_invariants(self._steps.values(), self._lanes.values(), self._cap)
-
-
-def _is_admitted(step: StepState, task: int) -> bool:
-    """Whether ``task`` counts for the micro-batches that its device holds: compute of a micro-batch."""
-    return step.lanes[task].lane.queue is Queue.COMPUTE and step.graph.tasks[task].microbatch != WHOLE_STEP
-
-
-def _refused(step: StepState, task: int, how: str, cause: Exception | None = None) -> ScheduleError:
-    """Why a rule cannot go on at ``task``."""
-    found = step.graph.tasks[task]
-    error = ScheduleError(
-        f"schedule {step.graph.schedule!r}, device {found.lane.device}: admit does not let {found.id} in, {how}; it "
-        "must answer the same every time"
-    )
-    error.__cause__ = cause
-    return error
+        """Assert what must hold between two events, once ``settle`` was called; tests do after each and at teardown."""
+        check_invariants(self._steps.values(), self._jobs.lanes, self._cap)

@@ -1,4 +1,4 @@
-"""Where tasks, lanes and steps stand. Mutated by ``SchedulerState`` alone (``core/scheduler.py``)."""
+"""Where tasks and steps stand. Mutated by ``SchedulerState`` alone (``core/scheduler.py``)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from asyncpipe.core.admission import Admission
-from asyncpipe.core.events import Command, Event, Outcome
+from asyncpipe.core.events import Command, Event, Outcome, TaskCompleted
 from asyncpipe.core.graph import TaskGraph
-from asyncpipe.core.task import Lane
+from asyncpipe.core.lanes import MOST_AHEAD, Claim, LaneState
+from asyncpipe.core.share import JobState
+from asyncpipe.core.task import WHOLE_STEP, Queue
+from asyncpipe.errors import ScheduleError
 
-__all__ = ["LaneState", "StepState", "TaskState", "check_invariants"]
+__all__ = ["StepState", "TaskState", "Visit", "check_invariants"]
 
 
 class TaskState(IntEnum):
@@ -27,13 +30,33 @@ class TaskState(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class LaneState:
-    """A lane's ready tasks, lowest (step, rank) first, and how many tasks its device holds."""
+class Visit:
+    """One step of a named job on one lane."""
 
-    lane: Lane
-    ready: list[tuple[int, int, StepState]] = field(default_factory=list)
-    """A task's rank is its number, unless a rule ranks it."""
-    in_flight: int = 0
+    step: StepState
+    lane: int
+    """Its position among the lanes of the graph."""
+    left: int
+    """Tasks that are not done."""
+    seconds: float = 0.0
+    """Device time of those that are."""
+    _waiting: list[int] | None = None
+
+    def waiting(self) -> list[int]:
+        """The tasks of the lane that wait for others and can be the next one there.
+
+        In an ordered graph that is the first one, since the others come after it; a rule may choose any.
+        """
+        graph, states = self.step.graph, self.step.states
+        if self._waiting is None:
+            self._waiting = [task for task, lane in enumerate(graph.lane_of) if lane == self.lane]
+            self._waiting.reverse()
+        if graph.rule is not None:
+            self._waiting = [task for task in self._waiting if states[task] is TaskState.WAITING]
+            return self._waiting
+        while self._waiting and states[self._waiting[-1]] is not TaskState.WAITING:
+            self._waiting.pop()
+        return self._waiting[-1:]
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +65,9 @@ class StepState:
 
     number: int
     graph: TaskGraph
-    lanes: list[LaneState]
-    """The lane of each task."""
+    job: JobState
+    claims: list[Claim]
+    """The claim of the step's job on the lane of each task."""
     unmet: list[int]
     """How many dependencies of each task still hold it back."""
     states: list[TaskState]
@@ -59,6 +83,8 @@ class StepState:
     """Micro-batches whose gradient the caller has not given yet."""
     admission: Admission | None = None
     """Of a ruled schedule."""
+    visits: dict[Claim, Visit] = field(default_factory=dict)
+    """Of a named job."""
 
     def story(self, task: int) -> list[tuple[float, Event | Command]]:
         """What happened to a task, oldest first."""
@@ -69,24 +95,83 @@ class StepState:
         """Whether a rule refuses everything although nothing runs: it would wait for ever."""
         if self.admission is None or self.held or not self.to_issue or self.outcome is not Outcome.OK:
             return False
-        return not any(owner is self for lane in self.lanes for _, _, owner in lane.ready)
+        return not any(owner is self for claim in self.claims for _, _, owner in claim.ready)
+
+    def is_admitted(self, task: int) -> bool:
+        """Whether ``task`` counts for the micro-batches that its device holds: compute of a micro-batch."""
+        return self.claims[task].lane.lane.queue is Queue.COMPUTE and self.graph.tasks[task].microbatch != WHOLE_STEP
+
+    def refused(self, task: int, how: str, cause: Exception | None = None) -> ScheduleError:
+        """Why a rule cannot go on at ``task``."""
+        found = self.graph.tasks[task]
+        error = ScheduleError(
+            f"schedule {self.graph.schedule!r}, device {found.lane.device}: admit does not let {found.id} in, {how}; "
+            "it must answer the same every time"
+        )
+        error.__cause__ = cause
+        return error
+
+    def open_visits(self) -> None:
+        """Tell the lanes of a named job what is to come."""
+        tasks: dict[int, int] = {}
+        for lane in self.graph.lane_of:
+            tasks[lane] = tasks.get(lane, 0) + 1
+        claims = dict(zip(self.graph.lane_of, self.claims, strict=True))
+        for lane, left in tasks.items():
+            visit = self.visits[claims[lane]] = Visit(self, lane, left)
+            claims[lane].visits.append(visit)
+
+    def close_visits(self, now: float) -> None:
+        """Tell the lanes where something was left undone that it will not come any more."""
+        for claim, visit in self.visits.items():
+            if visit.left:
+                visit.left = 0
+                claim.leave(visit, now)
+
+    def measure(self, event: TaskCompleted) -> None:
+        """Charge the job for a task, and remember for the next ones how long it took."""
+        claim, seconds = self.claims[event.task], event.ended - event.started
+        claim.end(self.number, event.task, seconds, event.ended)
+        visit = self.visits.get(claim)
+        if visit is None:
+            return
+        self.job.took(self.graph.tasks[event.task], seconds)
+        visit.left -= 1
+        visit.seconds += seconds
+        if not visit.left:
+            claim.step_seconds = visit.seconds
+            claim.leave(visit, event.ended)
 
 
 def check_invariants(steps: Iterable[StepState], lanes: Iterable[LaneState], cap: int) -> None:
-    """Assert what must hold between two events, once ruled steps have settled."""
+    """Assert what must hold between two events, once all lanes have settled."""
     held: dict[int, int] = {}
     for step in steps:
         counts = [step.states.count(state) for state in TaskState]
         assert step.held == counts[TaskState.DISPATCHED] + counts[TaskState.ISSUED], "held tasks are miscounted"
-        for task, (state, lane) in enumerate(zip(step.states, step.lanes, strict=True)):
+        for task, (state, claim) in enumerate(zip(step.states, step.claims, strict=True)):
             if state in (TaskState.DISPATCHED, TaskState.ISSUED):
-                held[id(lane)] = held.get(id(lane), 0) + 1
+                held[id(claim)] = held.get(id(claim), 0) + 1
             if state is TaskState.WAITING and step.outcome is Outcome.OK:
                 assert step.unmet[task] > 0, f"{step.graph.tasks[task]} waits for nothing"
     for lane in lanes:
-        assert lane.in_flight == held.get(id(lane), 0), f"{lane.lane} is miscounted"
+        for claim in lane.claims:
+            assert claim.in_flight == held.get(id(claim), 0), f"{lane.lane} is miscounted"
         assert lane.in_flight <= cap, f"{lane.lane} holds too many tasks"
-        if lane.ready:
-            rule = lane.ready[0][2].graph.rule
-            room = cap if rule is None else min(cap, rule.ahead)
-            assert lane.in_flight >= room, f"{lane.lane} has work and room, but stands still"
+        _check_shares(lane)
+        room = min(cap, MOST_AHEAD) if lane.shared else cap
+        for claim in lane.claims:
+            if claim.ready and not claim.job.share.background:
+                assert lane.in_flight >= room or not claim.has_room, f"{lane.lane} has work and room, but stands still"
+
+
+def _check_shares(lane: LaneState) -> None:
+    """Assert what must hold where jobs meet."""
+    assert lane.shared or len(lane.claims) < 2, f"{lane.lane} is shared"
+    background = [claim for claim in lane.claims if claim.job.share.background]
+    assert sum(claim.in_flight for claim in background) <= 1, f"{lane.lane} holds several background tasks"
+    for claim in lane.claims:
+        assert claim.promised >= 0.0, f"{lane.lane} is promised less than nothing"
+        assert claim.in_flight or not claim.promised, f"{lane.lane} is promised to what is not in flight"
+        assert all(visit.left > 0 for visit in claim.visits), f"{lane.lane} waits for a step that is over there"
+    assert len(lane.holding) <= lane.in_flight, f"{lane.lane} remembers what it does not hold"

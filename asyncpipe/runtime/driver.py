@@ -122,13 +122,16 @@ class Driver:
     async def drain(self, tenant: Tenant | None = None) -> None:
         """Wait until every step under way, or every one of ``tenant``, has completed, failed or been cancelled.
 
-        A backward that still waits for its caller's gradients is cancelled: they may never come.
+        A backward that still waits for its caller's gradients is cancelled: they may never come. What was measured of
+        a tenant's job is forgotten.
         """
         for execution in self._of(tenant):
             if execution.closed_gates and execution.number in self._executions:
                 self._handle(StepCancelled(execution.number))
         while executions := self._of(tenant):
             await asyncio.wait([execution.done for execution in executions])
+        if tenant is not None:
+            self._state.forget(tenant.share.job)
 
     def _of(self, tenant: Tenant | None) -> list[Execution]:
         return [step for step in self._executions.values() if tenant is None or step.tenant is tenant]
@@ -149,7 +152,8 @@ class Driver:
 
     def fail(self, execution: Execution, task: int, error: BaseException) -> None:
         """End the step because ``task``, which its executor will not report any more, came to ``error``."""
-        # It may have been reported just before its executor was told not to.
+        # It may have been reported just before its executor was told not to. Nobody woke the loop for this.
+        self._woken = self._clock()
         self._drain_inbox()
         if execution.number in self._executions:
             with suppress(InvalidTransition):

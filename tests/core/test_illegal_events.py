@@ -84,14 +84,17 @@ def snapshot(state: SchedulerState) -> Any:
         if isinstance(value, list | tuple):
             return [plain(item) for item in value]
         name = type(value).__name__
-        if name == "LaneState":
+        if name == "Claim":
             ready = [(step, task) for step, task, _ in value.ready]
-            return str(value.lane), ready, value.in_flight
-        if name == "StepState":
+            return str(value.lane.lane), ready, value.in_flight, value.virtual, dict(value.lane.holding)
+        if name in ("StepState", "JobState"):
             return {slot: plain(getattr(value, slot)) for slot in value.__slots__}
+        if name in ("Jobs", "Dispatcher"):
+            return {slot: plain(item) for slot, item in vars(value).items() if slot != "_lanes"}
         return value
 
-    return {name: plain(value) for name, value in vars(state).items()}
+    remembered = {name: plain(value) for name, value in vars(state).items() if not callable(value)}
+    return {**remembered, "claims": plain(list(state._jobs.claims()))}
 
 
 @pytest.mark.parametrize(("before", "event", "message"), ILLEGAL.values(), ids=ILLEGAL.keys())

@@ -1,0 +1,304 @@
+"""A training service inside a web application: what its requests wait for training, and training for its requests.
+
+::
+
+    a process of its own ── 200 requests a second ──▶ ┌ aiohttp application ┐
+      (load.py)          ◀── latency, from when due ─ │  TrainingService    │── the example's model, on 2 CPU devices
+                                                      └─────────────────────┘
+
+Turns with and without requests alternate, and each is compared with the one beside it. Then a handler blocks its loop
+for a second, again and again: what did training do meanwhile, on a loop of its own and on the handler's?
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import tomllib
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+from urllib.request import urlopen
+
+from asyncpipe.bench import Figures, Progress
+from asyncpipe.bench.example import example_folder
+from asyncpipe.bench.load import Load, load
+from asyncpipe.errors import OptionError
+from asyncpipe.runtime.portal import new_event_loop
+from asyncpipe.service.service_settings import ServiceSettings
+from asyncpipe.service.training_service import LossRow, TrainingService
+
+__all__ = ["Size", "run", "show"]
+
+Loop = Literal["own", "running"]
+
+DEVICES = ["cpu:0", "cpu:1"]
+BLOCKED_SECONDS = 1.0
+LOOPS: tuple[Loop, ...] = ("own", "running")
+ENDLESS = 10**6
+"""Steps of a job that is cancelled at the end."""
+FIRST_STEPS_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How long is measured, and at which rate."""
+
+    rate: float = 200.0
+    """Requests a second."""
+    seconds: float = 1.5
+    """Of a turn: short, so that both kinds see the same weather."""
+    rounds: int = 40
+    """Turns with requests, and as many without."""
+    blocked: int = 12
+    """How often a handler blocks its loop."""
+    warm_up: int = 20
+    """Steps."""
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"max_bytes": 2_000_000})
+    """Of the example's entry, in the place of those of its job file."""
+
+
+def run(progress: Progress, *, size: Size | None = None) -> Figures:
+    """Latencies of requests and seconds of steps; what was done while a handler blocked. All times are seconds.
+
+    Raises ``OptionError`` without aiohttp, and where the example is not there.
+    """
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError as error:
+        raise OptionError("this benchmark needs aiohttp: pip install 'asyncpipe[service]'") from error
+    size = size or Size()
+    figures: Figures = {"rate": size.rate, "rounds": size.rounds, "seconds": size.seconds, "blocked": {}}
+    for loop in LOOPS:
+        with (
+            TemporaryDirectory(prefix="asyncpipe-embedded-") as folder,
+            asyncio.Runner(loop_factory=new_event_loop) as runner,
+        ):
+            found = runner.run(_Embedded(Path(folder) / "service", loop, size, progress).run())
+        figures["blocked"][loop] = found.pop("blocked")
+        figures |= found
+    return figures
+
+
+def show(figures: Figures) -> str:
+    """The figures, a line each."""
+    requests, steps = figures["requests"], figures["steps"]
+    low, _, high = quantiles(steps["ratios"], n=4)
+    lines = [
+        f"examples/charlm on {len(DEVICES)} CPU devices, in an aiohttp application; {figures['rounds']} turns of "
+        f"{figures['seconds']:g} s with {figures['rate']:g} requests/s, as many without",
+        f"{'':28}{'p50':>8} {'p99':>8} {'max':>8}  ms from when the request was due",
+    ]
+    for title, name in (("without training", "idle"), ("while training", "training"), ("  sent too late by", "late")):
+        row = requests[name]
+        lines.append(f"{title:28}" + " ".join(f"{row[key] * 1e3:8.2f}" for key in ("p50", "p99", "max")))
+    lines += [
+        f"requests answered           {requests['training']['answered']:8}   failed {requests['training']['failed']}",
+        f"a step without requests     {steps['without_seconds'] * 1e3:8.2f} ms",
+        f"a step with requests        {steps['with_seconds'] * 1e3:8.2f} ms",
+        f"with / without              {steps['ratio']:8.4f}   (half of the rounds: {low:.3f} to {high:.3f})",
+        f"while a handler blocks its loop for {BLOCKED_SECONDS:g} s, steps against the second before:",
+    ]
+    for loop in LOOPS:
+        for what, row in figures["blocked"][loop].items():
+            title = f'  it {what}, loop="{loop}"'
+            ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+            lines.append(f"{title:28}{ratio:>8}   ({row['during']:.1f} steps, {row['before']:.1f} before)")
+    return "\n".join(lines)
+
+
+class _Embedded:
+    """The application and its measurements, on the running loop."""
+
+    def __init__(self, folder: Path, loop: Loop, size: Size, progress: Progress) -> None:
+        self._size = size
+        self._progress = progress
+        self._loop = loop
+        example = example_folder("charlm")
+        self._settings = ServiceSettings(
+            folder=folder, devices=DEVICES, entries=["charlm:build"], entry_path=example, loop=loop
+        )
+        self._job = _submission(tomllib.loads((example / "charlm.toml").read_text(encoding="utf-8")), size)
+        self._blocked = (0.0, 0.0)
+        """When a handler blocked the loop last, as Unix times."""
+
+    async def run(self) -> Figures:
+        """The figures of this kind of loop; requests are measured where training has a loop of its own."""
+        async with TrainingService(self._settings) as service, self._served() as port:
+            if self._loop == "running":
+                async with self._training(service) as job:
+                    return {"blocked": await self._blockings(service, job, port, ("sleeps",))}
+            with load(port) as requests:
+                self._progress("requests without training")
+                idle = await self._turn(requests)
+                async with self._training(service) as job:
+                    figures = await self._turns(service, job, requests)
+                    figures["requests"]["idle"] = _latencies([idle], "latencies")
+                    return {**figures, "blocked": await self._blockings(service, job, port, tuple(BLOCKS))}
+
+    # The application
+
+    @asynccontextmanager
+    async def _served(self) -> AsyncIterator[int]:
+        """The application's port, while the block runs."""
+        from aiohttp import web
+
+        async def trivial(_: web.Request) -> web.Response:
+            return web.Response(text="hello")
+
+        async def block(request: web.Request) -> web.Response:
+            begun = time.time()
+            BLOCKS[request.match_info["how"]]()
+            self._blocked = begun, time.time()
+            return web.Response(text="done")
+
+        app = web.Application()
+        app.router.add_get("/", trivial)
+        app.router.add_get("/block/{how}", block)
+        runner = web.AppRunner(app, handle_signals=False, access_log=None)
+        try:
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield runner.addresses[0][1]
+        finally:
+            await runner.cleanup()
+
+    @asynccontextmanager
+    async def _training(self, service: TrainingService) -> AsyncIterator[str]:
+        """A job that has got into its stride, and is cancelled behind the block."""
+        job, _ = await service.submit(self._job)
+        following: Any = service.follow(job.id)
+        async with asyncio.timeout(FIRST_STEPS_SECONDS), aclosing(following):
+            async for event in following:
+                if event.kind == "step" and event.data["step"] >= self._size.warm_up:
+                    break
+        yield job.id
+        await service.cancel(job.id)
+
+    # Requests
+
+    async def _turns(self, service: TrainingService, job: str, requests: Load) -> Figures:
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        turns: list[dict[str, Any]] = []
+        for number in range(self._size.rounds):
+            self._progress(f"round {number + 1} of {self._size.rounds}")
+            for with_requests in (False, True) if number % 2 else (True, False):
+                after = await _last_step(service, job)
+                steps: tuple[LossRow, ...] = ()
+                while not steps:  # Again, where the machine is so busy that no whole step fitted in.
+                    if with_requests:
+                        turns.append(await self._turn(requests))
+                    else:
+                        await asyncio.sleep(self._size.seconds)
+                    # The first one began before the turn.
+                    steps = tuple(await service.losses(job, after=after))[1:]
+                seconds[with_requests].append(fmean(step.seconds for step in steps))
+        ratios = [on / off for on, off in zip(seconds[True], seconds[False], strict=True)]
+        return {
+            "requests": {"training": _latencies(turns, "latencies"), "late": _latencies(turns, "late")},
+            "steps": {
+                "with_seconds": median(seconds[True]),
+                "without_seconds": median(seconds[False]),
+                "ratio": median(ratios),
+                "ratios": ratios,
+            },
+        }
+
+    async def _turn(self, requests: Load) -> dict[str, Any]:
+        return await asyncio.to_thread(requests.turn, self._size.rate, self._size.seconds)
+
+    # A handler that blocks
+
+    async def _blockings(self, service: TrainingService, job: str, port: int, hows: tuple[str, ...]) -> Figures:
+        return {how: await self._blocking(service, job, f"http://127.0.0.1:{port}/block/{how}") for how in hows}
+
+    async def _blocking(self, service: TrainingService, job: str, url: str) -> dict[str, float | None]:
+        """Steps a second that ended while the loop was blocked, and in a second before."""
+        during, before = [], []
+        async with _ends(service, job) as times:
+            for number in range(self._size.blocked):
+                self._progress(f'loop="{self._loop}", blocked for the {number + 1}. time')
+                await asyncio.sleep(1.5 * BLOCKED_SECONDS)
+                await asyncio.to_thread(_fetch, url)
+                begun, ended = self._blocked
+                while not times or times[-1] <= ended:  # noqa: ASYNC110 - it has come when it has come
+                    await asyncio.sleep(0.05)
+                during.append(sum(begun < at <= ended for at in times) / (ended - begun))
+                before.append(sum(begun - BLOCKED_SECONDS < at <= begun for at in times) / BLOCKED_SECONDS)
+        ratio = sum(during) / sum(before) if any(before) else None
+        return {"ratio": ratio, "during": fmean(during), "before": fmean(before)}
+
+
+def _sleep() -> None:
+    time.sleep(BLOCKED_SECONDS)
+
+
+def _compute() -> None:
+    """Hold the loop and, in turns with all other threads, the interpreter."""
+    over = time.perf_counter() + BLOCKED_SECONDS
+    while time.perf_counter() < over:
+        pass
+
+
+BLOCKS: Mapping[str, Callable[[], None]] = {"sleeps": _sleep, "computes": _compute}
+"""How a handler blocks its loop."""
+
+
+def _submission(job: dict[str, Any], size: Size) -> dict[str, Any]:
+    """The example's job, on the devices of this benchmark, without end."""
+    return {
+        "name": job["name"],
+        "entry": job["job"]["entry"],
+        "parameters": {**job["job"]["parameters"], **size.parameters},
+        "pipeline": {**job["pipeline"], "devices": DEVICES},
+        "training": {**job["training"], "steps": ENDLESS},
+        "snapshots": {"every": ENDLESS},
+    }
+
+
+async def _last_step(service: TrainingService, job: str) -> int:
+    """The step that was done last."""
+    last = 0
+    while rows := await service.losses(job, after=last, limit=10_000):
+        last = rows[-1].step
+    return last
+
+
+def _latencies(turns: list[dict[str, Any]], name: str) -> dict[str, float]:
+    found = sorted(value for turn in turns for value in turn[name])
+    return {
+        "p50": found[len(found) // 2],
+        "p99": found[len(found) * 99 // 100],
+        "max": found[-1],
+        "answered": len(found),
+        "failed": sum(turn["failed"] for turn in turns),
+    }
+
+
+@asynccontextmanager
+async def _ends(service: TrainingService, job: str) -> AsyncIterator[list[float]]:
+    """Unix times at which steps ended, as they come; those during a block of this loop come behind it."""
+    times: list[float] = []
+
+    async def follow() -> None:
+        following: Any = service.follow(job)
+        async with aclosing(following):
+            async for event in following:
+                if event.kind == "step":
+                    times.append(event.at)  # noqa: PERF401 - at once
+
+    task = asyncio.create_task(follow())
+    try:
+        yield times
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def _fetch(url: str) -> None:
+    with urlopen(url) as answer:  # noqa: S310 - always http
+        answer.read()

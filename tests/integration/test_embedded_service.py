@@ -1,0 +1,129 @@
+"""The example of an application that embeds the service: it trains what is asked of it, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.skipif(
+        find_spec("aiohttp") is None or find_spec("pydantic_settings") is None,
+        reason="the example needs aiohttp and pydantic-settings: pip install 'asyncpipe[service]'",
+    ),
+]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+APP = EXAMPLES / "embedded_service" / "app.py"
+MOST_LINES = 100
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example's module, whose models say little when they are trained."""
+    spec = spec_from_file_location("embedded_service_app", APP)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(module.JOB["parameters"], "sample_length", 2)
+    return module
+
+
+@asynccontextmanager
+async def running(example: ModuleType, folder: Path) -> AsyncIterator[Any]:
+    """A client of the application, which runs during the block."""
+    from aiohttp.test_utils import TestClient, TestServer
+
+    from asyncpipe.service.service_settings import ServiceSettings
+
+    settings = ServiceSettings(
+        devices=["cpu:0", "cpu:1"], entries=["charlm:build"], entry_path=EXAMPLES / "charlm", folder=folder
+    )
+    async with TestClient(TestServer(example.make_app(settings))) as client:
+        yield client
+
+
+async def post(client: Any, steps: object, key: str | None = None) -> tuple[int, Any]:
+    async with client.post(f"/models?steps={steps}", headers={} if key is None else {"Idempotency-Key": key}) as answer:
+        return answer.status, await (answer.json() if answer.status < 400 else answer.text())
+
+
+async def get(client: Any, path: str) -> Any:
+    async with client.get(path) as answer:
+        assert answer.status == 200, await answer.text()
+        return await (answer.json() if answer.content_type == "application/json" else answer.text())
+
+
+async def events(client: Any, job: str) -> list[str]:
+    """The names of all events until there are no more."""
+    async with client.get(f"/training/v1/jobs/{job}/events") as answer:
+        lines = [line.decode() async for line in answer.content]
+    return [line.removeprefix("event: ").strip() for line in lines if line.startswith("event: ")]
+
+
+def test_it_is_short():
+    assert len(APP.read_text(encoding="utf-8").splitlines()) < MOST_LINES
+
+
+async def test_it_trains_what_is_asked_of_it(example, tmp_path):
+    async with running(example, tmp_path / "service") as client:
+        assert "Hello! 0 models are in training" in await get(client, "/")
+        status, made = await post(client, 4, "mine")
+        assert status == 201
+        status, again = await post(client, 4, "mine")
+        assert (status, again["id"]) == (200, made["id"])
+        told = await events(client, made["id"])
+        assert told[-1] == "end"
+        assert {"state", "note", "snapshot"} <= set(told)
+        found = await get(client, f"/models/{made['id']}")
+        assert (found["state"], found["step"]) == ("finished", 4)
+        assert 0 < found["loss"] < 6
+        (job,) = (await get(client, "/training/v1/jobs"))["jobs"]
+        assert (job["id"], job["state"], job["snapshot"]) == (made["id"], "finished", "step-4")
+        page = await get(client, "/training/")
+        assert "<html" in page
+        assert (await get(client, "/training/readyz"))["ready"]
+        curve = (await get(client, f"/training/v1/jobs/{made['id']}/losses"))["losses"]
+        assert [row["step"] for row in curve] == [1, 2, 3, 4]
+
+
+async def test_it_refuses_in_words(example, tmp_path):
+    async with running(example, tmp_path / "service") as client:
+        for steps in ("0", "-1", "many", "1e3"):
+            status, text = await post(client, steps)
+            assert status == 422
+            assert text.startswith("training.steps: must be an integer from 1 to"), text
+        async with client.get("/models/nothing") as answer:
+            assert answer.status == 404
+            assert "nothing" in await answer.text()
+
+
+@pytest.mark.one_loop
+async def test_a_model_goes_on_when_the_application_starts_again(example, tmp_path):
+    async with running(example, tmp_path / "service") as client:
+        _, made = await post(client, 10**9, "long")
+        async with client.get(f"/training/v1/jobs/{made['id']}/events") as answer:
+            async for line in answer.content:
+                if line.startswith(b"event: step"):
+                    break
+    async with running(example, tmp_path / "service") as client:
+        assert (await post(client, 10**9, "long"))[1]["id"] == made["id"]
+        async with client.get(f"/training/v1/jobs/{made['id']}/events") as answer:
+            text = ""
+            async for line in answer.content:
+                text += line.decode()
+                if "going on after step" in text and line.startswith(b"event: step"):
+                    break
+        assert (await get(client, f"/models/{made['id']}"))["state"] == "running"
+        headers = {"Content-Type": "application/json"}
+        async with client.post(f"/training/v1/jobs/{made['id']}/cancel", data=b"{}", headers=headers) as answer:
+            assert answer.status == 200
+        assert (await events(client, made["id"]))[-1] == "end"
+        assert (await get(client, f"/models/{made['id']}"))["state"] == "cancelled"
