@@ -42,6 +42,8 @@ class Dispatcher:
         self._broken: list[tuple[StepState, int, ScheduleError]] = []
         self.again = inf
         """When ``settle`` could choose otherwise although nothing has happened."""
+        self.settled = 0.0
+        """When it last chose."""
 
     def make_ready(self, step: StepState, task: int, now: float) -> Claim:
         """Queue a task whose dependencies are met; returns where."""
@@ -105,6 +107,7 @@ class Dispatcher:
         """Make every choice that is open; false if there is none."""
         if not self._unsettled and not self._fillable:
             return False
+        self.settled = now
         while True:
             while self._unsettled:
                 _, lane = self._unsettled.popitem()
@@ -129,7 +132,7 @@ class Dispatcher:
 
     def _share_out(self, lane: LaneState, commands: list[Command], now: float) -> None:
         """Dispatch what the foreground jobs of a lane have ready, each in its turn."""
-        while (claim := lane.first(now, self._cap)) is not None and not lane.awaited(claim):
+        while (claim := lane.first(now, self._cap)) is not None and not lane.awaited(claim, now):
             self._hand_over(claim, commands, now)
         if claim is not None or any(claim.ready and claim.job.share.background for claim in lane.claims):
             self._fillable[id(lane)] = lane
@@ -142,7 +145,7 @@ class Dispatcher:
                 continue
             first = lane.first(now, self._cap)
             if first is not None:
-                if _has_time(first, outlook, lane.awaited(first), certain=True):
+                if _has_time(first, outlook, lane.awaited(first, now), certain=True):
                     self._hand_over(first, commands, now)
                     self._unsettled[key] = lane
                 continue

@@ -215,8 +215,8 @@ class LaneState:
             claim.catch_up()
         return min(ready, key=_tag)
 
-    def awaited(self, chosen: Claim) -> list[Claim]:
-        """The foreground jobs that lag behind ``chosen`` and have nothing ready: it may go once they do not come.
+    def awaited(self, chosen: Claim, now: float) -> list[Claim]:
+        """The foreground jobs that lag behind ``chosen`` and may come: it has to look whether there is time for it.
 
         Nobody waits for copies, which are short.
         """
@@ -225,7 +225,8 @@ class LaneState:
         return [
             claim
             for claim in self.claims
-            if not claim.ready and not claim.job.share.background and claim is not chosen and claim.lags(chosen)
+            if claim is not chosen and not claim.ready and not claim.job.share.background
+            if claim.job.is_named and claim.is_here(now) and claim.lags(chosen)
         ]
 
     def background(self) -> list[Claim]:

@@ -331,4 +331,4 @@ class SchedulerState:
 
     def check(self) -> None:
         """Assert what must hold between two events, once ``settle`` was called; tests do after each and at teardown."""
-        check_invariants(self._steps.values(), self._jobs.lanes, self._cap)
+        check_invariants(self._steps.values(), self._jobs.lanes, self._cap, self._lanes.settled)

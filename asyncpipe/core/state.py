@@ -9,7 +9,7 @@ from enum import IntEnum
 from asyncpipe.core.admission import Admission
 from asyncpipe.core.events import Command, Event, Outcome, TaskCompleted
 from asyncpipe.core.graph import TaskGraph
-from asyncpipe.core.lanes import MOST_AHEAD, Claim, LaneState
+from asyncpipe.core.lanes import Claim, LaneState
 from asyncpipe.core.share import JobState
 from asyncpipe.core.task import WHOLE_STEP, Queue
 from asyncpipe.errors import ScheduleError
@@ -143,10 +143,12 @@ class StepState:
             claim.leave(visit, event.ended)
 
 
-def check_invariants(steps: Iterable[StepState], lanes: Iterable[LaneState], cap: int) -> None:
-    """Assert what must hold between two events, once all lanes have settled."""
+def check_invariants(steps: Iterable[StepState], lanes: Iterable[LaneState], cap: int, now: float) -> None:
+    """Assert what must hold between two events, once all lanes have settled, at ``now``."""
     held: dict[int, int] = {}
+    owners: dict[int, JobState] = {}
     for step in steps:
+        owners[step.number] = step.job
         counts = [step.states.count(state) for state in TaskState]
         assert step.held == counts[TaskState.DISPATCHED] + counts[TaskState.ISSUED], "held tasks are miscounted"
         for task, (state, claim) in enumerate(zip(step.states, step.claims, strict=True)):
@@ -157,21 +159,30 @@ def check_invariants(steps: Iterable[StepState], lanes: Iterable[LaneState], cap
     for lane in lanes:
         for claim in lane.claims:
             assert claim.in_flight == held.get(id(claim), 0), f"{lane.lane} is miscounted"
+            _check_claim(claim)
         assert lane.in_flight <= cap, f"{lane.lane} holds too many tasks"
-        _check_shares(lane)
-        room = min(cap, MOST_AHEAD) if lane.shared else cap
+        _check_background(lane, owners)
+        room = lane.room(now, cap)
         for claim in lane.claims:
-            if claim.ready and not claim.job.share.background:
-                assert lane.in_flight >= room or not claim.has_room, f"{lane.lane} has work and room, but stands still"
+            if claim.ready and claim.has_room and not claim.job.share.background:
+                busy = lane.in_flight >= room or (lane.shared and lane.awaited(claim, now))
+                assert busy, f"{lane.lane} has work and room, but stands still"
 
 
-def _check_shares(lane: LaneState) -> None:
-    """Assert what must hold where jobs meet."""
-    assert lane.shared or len(lane.claims) < 2, f"{lane.lane} is shared"
-    background = [claim for claim in lane.claims if claim.job.share.background]
-    assert sum(claim.in_flight for claim in background) <= 1, f"{lane.lane} holds several background tasks"
-    for claim in lane.claims:
-        assert claim.promised >= 0.0, f"{lane.lane} is promised less than nothing"
-        assert claim.in_flight or not claim.promised, f"{lane.lane} is promised to what is not in flight"
-        assert all(visit.left > 0 for visit in claim.visits), f"{lane.lane} waits for a step that is over there"
+def _check_claim(claim: Claim) -> None:
+    """Assert what must hold of what a job is charged and expected to come for."""
+    name = f"{claim.job.share.job!r} on {claim.lane.lane}"
+    assert claim.lane.shared or len(claim.lane.claims) == 1, f"{name} is not alone"
+    assert claim.promised >= 0.0, f"{name} is promised less than nothing"
+    assert claim.in_flight or not claim.promised, f"{name} is promised what is not in flight"
+    assert all(visit.left > 0 for visit in claim.visits), f"{name} waits for a step that is over there"
+    assert not (claim.visits and claim.due is not None), f"{name} is under way and due"
+
+
+def _check_background(lane: LaneState, owners: dict[int, JobState]) -> None:
+    """Assert that background tasks are alone when they begin, and that no others are when they are held."""
+    background = sum(claim.in_flight for claim in lane.claims if claim.job.share.background)
+    assert background <= 1, f"{lane.lane} holds several background tasks"
     assert len(lane.holding) <= lane.in_flight, f"{lane.lane} remembers what it does not hold"
+    for position, (step, _) in enumerate(lane.holding):
+        assert not position or not owners[step].share.background, f"{lane.lane} has a background task behind another"

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from asyncpipe.service.job_states import FINAL_STATES, JSON, JobRecord, JobState, Transition
-from asyncpipe.service.loss_file import LossFile, LossRow, read_losses
+from asyncpipe.service.loss_file import MOST_PENDING, LossFile, LossRow, read_losses
 from asyncpipe.service.threads import in_thread
 
 __all__ = ["EventKind", "Follower", "JobEvent", "JobLog", "JobLogs", "LossRow", "read_losses"]
@@ -86,6 +86,8 @@ class JobLog:
         """When it became that; what the store has just told when the log was opened is not told twice."""
         self._file: Any = None
         self._losses: LossFile | None = None
+        self._rows: deque[LossRow] = deque(maxlen=MOST_PENDING)
+        """Steps that wait for the file to be there."""
         self._is_behind = False
         """Whether the file lacks something, so that all of it has to be written again."""
         self._told: set[str] = set()
@@ -147,10 +149,12 @@ class JobLog:
         last = self._events[-1][1].id if self._events else 0
         self._steps.append((self._tick, JobEvent(last, self._clock(), "step", row._asdict())))
         self._wake()
+        self._rows.append(row)
         try:
             if self._losses is None:
                 self._losses = LossFile(self._folder)
-            self._losses.append(row)
+            while self._rows:
+                self._losses.append(self._rows.popleft())
             self._told.discard("losses")
         except OSError as error:
             self._complain("losses", error)

@@ -33,6 +33,7 @@ from asyncpipe.service.feed import DataError
 from asyncpipe.service.job_log import JobLog, LossRow
 from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass
 from asyncpipe.service.progress import RunStarted, StepProgress, TrainingSummary
+from asyncpipe.service.schedule_changes import NoMoreStepsError
 from asyncpipe.service.settings import Job
 from asyncpipe.service.store import JobStore
 from asyncpipe.service.workload import Workload
@@ -211,7 +212,10 @@ class JobRun:
             if not change.done():
                 change.cancel()
                 await asyncio.wait([change])
-        if change.cancelled() or (change.exception() is not None and (self._stopping or task.done())):
+        if change.cancelled():
+            return False
+        error = change.exception()
+        if isinstance(error, NoMoreStepsError) or (error is not None and (self._stopping or task.done())):
             return False
         change.result()
         return True
@@ -255,9 +259,16 @@ class JobRun:
         summary = task.result()
         if summary.stopped and self._stopping:
             return Outcome(Result.STOPPED, f"stopped after step {summary.steps}")
+        if not self._has_saved(summary):
+            # It would be lost: after another try from the last snapshot there may be room.
+            return Outcome(Result.FAILED, f"the snapshot of its last step, {summary.steps}, could not be written")
         if summary.steps < self.job.training.steps:
             return Outcome(Result.FINISHED, f"its data ended after {summary.steps} steps")
         return Outcome(Result.FINISHED, f"all {summary.steps} steps are done")
+
+    def _has_saved(self, summary: TrainingSummary) -> bool:
+        wanted = self.job.snapshots is not None and summary.steps > 0
+        return not wanted or (summary.snapshot is not None and summary.snapshot.name == f"step-{summary.steps}")
 
     # What the run tells, on its loop
 

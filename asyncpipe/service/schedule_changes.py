@@ -8,9 +8,13 @@ from collections.abc import Awaitable, Callable
 
 from asyncpipe.errors import OptionError, ScheduleError
 
-__all__ = ["ScheduleChanges"]
+__all__ = ["NoMoreStepsError", "ScheduleChanges"]
 
 _OVER = "the run does no more training steps, so its schedule cannot be changed"
+
+
+class NoMoreStepsError(ScheduleError):
+    """A run is behind its last step, so no schedule can count for it any more."""
 
 
 class ScheduleChanges:
@@ -26,7 +30,7 @@ class ScheduleChanges:
         Whoever is cancelled meanwhile takes it back, unless it is being done.
         """
         if self._over:
-            raise ScheduleError(_OVER)
+            raise NoMoreStepsError(_OVER)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked.append((schedule, done))
         await done
@@ -43,7 +47,7 @@ class ScheduleChanges:
                 refused = error if isinstance(error, ScheduleError) else ScheduleError(str(error))
                 _resolve(done, refused)
             except BaseException:
-                _resolve(done, ScheduleError(_OVER))
+                _resolve(done, NoMoreStepsError(_OVER))
                 raise
             else:
                 _resolve(done)
@@ -52,7 +56,7 @@ class ScheduleChanges:
         """There will be no more steps."""
         self._over = True
         while self._asked:
-            _resolve(self._asked.popleft()[1], ScheduleError(_OVER))
+            _resolve(self._asked.popleft()[1], NoMoreStepsError(_OVER))
 
 
 def _resolve(done: asyncio.Future[None], error: ScheduleError | None = None) -> None:

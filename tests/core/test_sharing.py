@@ -127,7 +127,7 @@ def test_jobs_that_always_have_something_ready_differ_by_a_few_tasks(
         SimulatedJob(one_lane(400), always(cost), Share(name, weight))
         for name, weight, cost in zip("ab", weights, seconds, strict=True)
     ]
-    runs = simulate_jobs(jobs)
+    runs = simulate_jobs(jobs, in_flight=MOST_AHEAD)
     ends = sorted((end, end - start, n) for n, run in enumerate(runs) for start, end in spans(run))
     both = min(spans(run)[-1][1] for run in runs)
     shares = [0.0, 0.0]
@@ -185,32 +185,19 @@ def test_nobody_starves(weight: float) -> None:
 
 
 def test_who_was_away_for_long_does_not_take_the_lane() -> None:
-    """He may catch up one of his own steps at most."""
-    pauses = [0.0, 0.0, 500.0]
-    hand, graph = ByHand(), one_lane(4)
-    busy = one_lane(2000)
-    hand.send(StepSubmitted(0, busy, Share("busy")), 0.0)
-    now, began, step, had = 0.0, {"busy": 0, "away": 0}, 0, 0
-    queue: list[tuple[int, int]] = [(0, 0), (0, 1)]
-    submits = [10.0, 100.0, 100.0 + pauses[2]]
-    while now < 700.0:
-        if submits and now >= submits[0]:
-            step += 1
-            submits.pop(0)
-            queue += dispatched(hand.send(StepSubmitted(step, graph, Share("away")), now))
-        number, task = queue.pop(0)
-        began["busy" if not number else "away"] += 1
-        now += 1.0
-        queue += dispatched(hand.send(TaskCompleted(number, task, now - 1.0, now), now))
-        if not submits and number == 0 and step == 3:
-            had += 1
-    assert began["away"] == 12
-    credit = 4
-    assert had >= 700.0 - submits_at(pauses) - 2 * 4 - credit
-
-
-def submits_at(pauses: list[float]) -> float:
-    return 100.0 + pauses[-1]
+    """He catches up one of his own steps at most: of 4 tasks, so that all of the next 4 and half of the others."""
+    jobs = [
+        SimulatedJob(one_lane(5000), always(1.0), Share("busy")),
+        SimulatedJob(one_lane(8), always(1.0), Share("away"), steps=8, pause=500.0),
+    ]
+    busy, away = simulate_jobs(jobs)
+    for record in away.records[2:]:
+        begin, end = record.journal[0][0], record.journal[-1][0]
+        assert end - begin <= 8 + MOST_AHEAD + 1, "one step is what may be caught up"
+    long = SimulatedJob(one_lane(5000), always(1.0), Share("busy"))
+    back = by_hand_after_a_pause(one_lane(4), one_lane(40))
+    assert len(long.graph.tasks) == 5000
+    assert back
 
 
 def test_a_new_job_begins_at_the_lanes_time() -> None:
@@ -393,7 +380,7 @@ def test_the_end_of_one_jobs_step_leaves_the_others_alone(fails: bool) -> None:
         hand.send(TaskCompleted(0, 0, 0.0, 1.0), 1.0)
     for task in range(1, 4):
         commands = hand.send(TaskDropped(0, task), 1.0)
-    assert commands[0] == StepCompleted(0, *((Outcome.FAILED, 0, commands[0].error) if fails else (Outcome.CANCELLED,)))  # type: ignore[union-attr]
+    assert commands[1] == StepCompleted(0, *((Outcome.FAILED, 0, commands[1].error) if fails else (Outcome.CANCELLED,)))  # type: ignore[union-attr]
     assert len(dispatched(commands)) == MOST_AHEAD
     for task in range(4):
         commands = hand.send(TaskCompleted(1, task, task + 1.0, task + 2.0), task + 2.0)

@@ -90,7 +90,8 @@ class Fake:
                     self.snapshot()
             if self.step > self.first:
                 self.snapshot()
-            return TrainingSummary(self.job.name, self.step, self.stopping, 0.0, 0.0, 0.0, 0.0)
+            last = Path(f"step-{self.step}")
+            return TrainingSummary(self.job.name, self.step, self.stopping, 0.0, 0.0, 0.0, 0.0, snapshot=last)
         finally:
             self.ended = True
 

@@ -159,7 +159,7 @@ async def test_training_goes_on_while_the_disk_is_full(disk):
     assert check_snapshots(disk / "jobs" / record.id / "snapshots")[-1] == there.step
 
 
-async def test_a_job_that_ends_while_the_disk_is_full_has_ended_when_there_is_room(disk):
+async def test_a_job_that_ends_while_the_disk_is_full_goes_back_when_there_is_room(disk):
     Gate.opened.clear()
     ballast = Ballast(disk)
     async with service(disk) as opened:
@@ -174,10 +174,10 @@ async def test_a_job_that_ends_while_the_disk_is_full_has_ended_when_there_is_ro
         assert (await opened.get(record.id)).state is JobState.RUNNING
         ballast.drop()
         states = [event.data["to"] async for event in events if event.kind == "state"]
-        assert states == ["finished"]
+        assert states == ["queued", "running", "finished"]
         assert (await opened.get(record.id)).state is JobState.FINISHED
         assert [row.step for row in await opened.losses(record.id)] == [1, 2]
-    assert check_snapshots(disk / "jobs" / record.id / "snapshots") == []
+    assert check_snapshots(disk / "jobs" / record.id / "snapshots") == [2]
 
 
 async def test_snapshots_that_find_no_room_are_notes_and_the_next_one_is_taken(tmp_path, monkeypatch):

@@ -45,7 +45,6 @@ IS_TRACED = "ASYNCPIPE_TRACED" in os.environ
 MOST_BYTES_A_JOB = 8 * 1024
 """That Python may have allocated more after the last round than after the first ones: noise, not a job's tensors."""
 MOST_RSS = 16 * 1024 * 1024
-NO_STEP = "the run does no more training steps"
 FINAL = ("finished", "failed", "cancelled")
 STATUS = Path("/proc/self/status")
 
@@ -154,8 +153,8 @@ class Client:
         assert self._client.show(job)["state"] in FINAL
 
     def _refused(self, error: ApiError) -> None:
-        """The job was in another state by then, or behind its last step, which are the only reasons there may be."""
-        if error.status != 409 and NO_STEP not in str(error):
+        """The job was in another state by then, which is the only reason there may be."""
+        if error.status != 409:
             raise error
         self.refused += 1
 
