@@ -63,10 +63,11 @@ class BackgroundSize:
     microbatches: int = 4
     costs: Costs = field(default_factory=lambda: Costs(0.01, 0.02))
     """Seconds of a forward and of a backward."""
-    background_microbatches: int = 32
+    background_microbatches: int = 64
+    """So many that there is something ready at every stage when its device idles."""
     background_schedule: str = "gpipe"
     """As a hint: of what is ready anything may run. In 1F1B's strict order a background has bubbles of its own."""
-    background_costs: Costs = field(default_factory=lambda: Costs(0.00125, 0.0025))
+    background_costs: Costs = field(default_factory=lambda: Costs(0.0025, 0.005))
     steps: int = 5
     """Of the foreground, in a turn."""
     rounds: int = 12
