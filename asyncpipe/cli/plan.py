@@ -18,7 +18,7 @@ from asyncpipe.core.profile import ADAMW_SCALE, Profile
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
-    from asyncpipe.service.settings import Job
+    from asyncpipe.service.run.settings import Job
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -91,7 +91,7 @@ def _bytes(text: str) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from asyncpipe.service.settings import load_job
+    from asyncpipe.service.run.settings import load_job
 
     job = load_job(args.job)
     show = ticker(sys.stderr)

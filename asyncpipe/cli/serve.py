@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
-    from asyncpipe.service.service_settings import ServiceSettings
+    from asyncpipe.service.intake.service_settings import ServiceSettings
     from asyncpipe.service.training_service import TrainingService
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -129,7 +129,7 @@ def _give_up() -> None:
 
 def _settings(given: dict[str, Any]) -> ServiceSettings:
     try:
-        from asyncpipe.service.service_settings import ServiceSettings
+        from asyncpipe.service.intake.service_settings import ServiceSettings
     except ImportError as error:
         needs = "a service needs pydantic-settings and aiohttp"
         raise OptionError(f"{needs}, and not all is installed: pip install 'asyncpipe[service]'") from error

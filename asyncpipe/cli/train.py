@@ -15,9 +15,9 @@ from asyncpipe.errors import DeviceError, OptionError
 if TYPE_CHECKING:
     from asyncpipe.observe.live import LiveView
     from asyncpipe.observe.metrics import PipelineCollector
-    from asyncpipe.service.progress import TrainingSummary
-    from asyncpipe.service.settings import Job
-    from asyncpipe.service.training import TrainingRun
+    from asyncpipe.service.run.progress import TrainingSummary
+    from asyncpipe.service.run.settings import Job
+    from asyncpipe.service.run.training import TrainingRun
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -113,15 +113,15 @@ def _devices(text: str) -> tuple[str, ...]:
 
 def _train(args: argparse.Namespace) -> int:
     # Imported here and not above, so that neither the other commands, nor --help, nor a wrong job wait for torch.
-    from asyncpipe.service.settings import load_job
+    from asyncpipe.service.run.settings import load_job
 
     job = _with_options(load_job(args.job), args)
 
     from asyncpipe.cli.progress import choose_progress
     from asyncpipe.observe.metrics import PipelineCollector
     from asyncpipe.runtime.portal import new_event_loop
-    from asyncpipe.service.entry import find_entry
-    from asyncpipe.service.training import TrainingRun
+    from asyncpipe.service.run.entry import find_entry
+    from asyncpipe.service.run.training import TrainingRun
 
     make_workload = find_entry(job)
     collector = PipelineCollector(job.name)
@@ -217,7 +217,7 @@ async def _shown(job: Job, view: LiveView | None) -> AsyncIterator[None]:
     if view is None or job.observe.serve_port is None:
         yield
         return
-    from asyncpipe.service.live import serve_live
+    from asyncpipe.service.live.server import serve_live
 
     async with serve_live(view, job.observe.serve_port) as server:
         print(f"live view: {server.url}", flush=True)

@@ -32,16 +32,16 @@ from asyncpipe.errors import AsyncpipeError
 from asyncpipe.observe.live import LiveView
 from asyncpipe.runtime.portal import Call, Portal
 from asyncpipe.runtime.waiting import outlast
-from asyncpipe.service.entries import Entries
-from asyncpipe.service.job_log import JobEvent, JobLog, LossRow, read_losses
+from asyncpipe.service.intake.entries import Entries
+from asyncpipe.service.intake.service_settings import ServiceSettings
+from asyncpipe.service.intake.submission import Submission, check_submission
 from asyncpipe.service.job_states import JobRecord, JobState, Transition
-from asyncpipe.service.manager import Manager
-from asyncpipe.service.requests import Requests
-from asyncpipe.service.service_metrics import ServiceMetrics
-from asyncpipe.service.service_settings import ServiceSettings
-from asyncpipe.service.store import JobStore
-from asyncpipe.service.submission import Submission, check_submission
-from asyncpipe.service.threads import in_thread
+from asyncpipe.service.jobs.job_log import JobEvent, JobLog, LossRow, read_losses
+from asyncpipe.service.jobs.manager import Manager
+from asyncpipe.service.jobs.requests import Requests
+from asyncpipe.service.jobs.service_metrics import ServiceMetrics
+from asyncpipe.service.run.threads import in_thread
+from asyncpipe.service.store.job_store import JobStore
 
 __all__ = ["JobEvent", "LossRow", "ServiceDrainingError", "ServiceStatus", "TrainingService"]
 

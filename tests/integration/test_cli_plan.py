@@ -22,9 +22,9 @@ from asyncpipe.errors import JobFileError, MicrobatchError, PlanError, TaskError
 from asyncpipe.ops.skip import pop, skippable, stash
 from asyncpipe.ops.trace import trace
 from asyncpipe.profiling import Sample, choose, measure
-from asyncpipe.service.settings import Job, load_job
-from asyncpipe.service.training import TrainingRun
-from asyncpipe.service.workload import Workload
+from asyncpipe.service.run.settings import Job, load_job
+from asyncpipe.service.run.training import TrainingRun
+from asyncpipe.service.run.workload import Workload
 
 JOB = """\
 name = "tiny"
@@ -46,7 +46,7 @@ learning_rate = 1e-2
 MODULE = """\
 import torch
 from torch import nn
-from asyncpipe.service.workload import Workload
+from asyncpipe.service.run.workload import Workload
 
 def build():
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))

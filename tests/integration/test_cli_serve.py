@@ -46,7 +46,7 @@ JOB: dict[str, Any] = {
 SLOW = """\
 import os
 from torch import nn
-from asyncpipe.service.workload import Workload
+from asyncpipe.service.run.workload import Workload
 import torch
 
 class Gate(nn.Module):

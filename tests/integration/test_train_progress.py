@@ -14,7 +14,7 @@ from asyncpipe.core.report import Report, report
 from asyncpipe.core.schedule import Shape
 from asyncpipe.core.simulate import simulate
 from asyncpipe.errors import OptionError
-from asyncpipe.service.progress import Meter, NullProgress, RunStarted, StepProgress
+from asyncpipe.service.run.progress import Meter, NullProgress, RunStarted, StepProgress
 
 RUN = RunStarted("tiny", 41, 1234567, ("dev:0", "dev:1"))
 

@@ -29,9 +29,9 @@ import torch
 
 from asyncpipe.service.client import ApiError, JobClient, ServerEvent, UnreachableError
 from asyncpipe.service.job_states import JobState, Transition, check_history
-from asyncpipe.service.loss_file import read_losses
-from asyncpipe.service.resume import snapshots_in
-from asyncpipe.service.snapshot_files import read_snapshot
+from asyncpipe.service.jobs.loss_file import read_losses
+from asyncpipe.service.run.resume import snapshots_in
+from asyncpipe.service.run.snapshot_files import read_snapshot
 
 __all__ = [
     "FINAL",

@@ -13,16 +13,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from asyncpipe.core.report import Report
-from asyncpipe.service.entries import Entries
+from asyncpipe.service.intake.entries import Entries
+from asyncpipe.service.intake.service_settings import ServiceSettings
+from asyncpipe.service.intake.submission import check_submission
 from asyncpipe.service.job_states import JobRecord, JobState
-from asyncpipe.service.manager import Manager
-from asyncpipe.service.progress import StepProgress, TrainingSummary
-from asyncpipe.service.requests import Requests
-from asyncpipe.service.service_settings import ServiceSettings
-from asyncpipe.service.settings import Job
-from asyncpipe.service.store import JobStore
-from asyncpipe.service.submission import check_submission
-from asyncpipe.service.workload import Workload
+from asyncpipe.service.jobs.manager import Manager
+from asyncpipe.service.jobs.requests import Requests
+from asyncpipe.service.run.progress import StepProgress, TrainingSummary
+from asyncpipe.service.run.settings import Job
+from asyncpipe.service.run.workload import Workload
+from asyncpipe.service.store.job_store import JobStore
 
 __all__ = ["ENTRY", "Fake", "Fakes", "Service", "make_settings", "opened", "submission", "until"]
 

@@ -11,9 +11,9 @@ import numpy
 import torch
 from torch import Generator, Tensor, nn
 
-from asyncpipe.service.progress import NullProgress, StepProgress
-from asyncpipe.service.settings import Job
-from asyncpipe.service.workload import Batch, Workload
+from asyncpipe.service.run.progress import NullProgress, StepProgress
+from asyncpipe.service.run.settings import Job
+from asyncpipe.service.run.workload import Batch, Workload
 
 __all__ = [
     "STEPS",

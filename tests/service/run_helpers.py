@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from asyncpipe import Share
 from asyncpipe.pool import DevicePool
-from asyncpipe.service.settings import Job
-from asyncpipe.service.snapshot_files import read_snapshot
-from asyncpipe.service.training import TrainingRun
-from asyncpipe.service.workload import Batch, Workload
+from asyncpipe.service.run.settings import Job
+from asyncpipe.service.run.snapshot_files import read_snapshot
+from asyncpipe.service.run.training import TrainingRun
+from asyncpipe.service.run.workload import Batch, Workload
 
 __all__ = [
     "MICROBATCHES",

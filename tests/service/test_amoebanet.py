@@ -13,10 +13,10 @@ import torch
 from torch import Generator, Tensor, nn
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.entry import find_entry
-from asyncpipe.service.progress import NullProgress, StepProgress
-from asyncpipe.service.settings import load_job
-from asyncpipe.service.training import TrainingRun
+from asyncpipe.service.run.entry import find_entry
+from asyncpipe.service.run.progress import NullProgress, StepProgress
+from asyncpipe.service.run.settings import load_job
+from asyncpipe.service.run.training import TrainingRun
 
 pytestmark = pytest.mark.one_loop
 

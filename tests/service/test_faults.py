@@ -18,12 +18,12 @@ from torch import Generator, Tensor, nn
 
 from asyncpipe.errors import HungTaskError, TaskError
 from asyncpipe.pool import DevicePool
-from asyncpipe.service import faults as module
-from asyncpipe.service.buffers import Buffers
-from asyncpipe.service.faults import NonFiniteLossError, OutOfMemoryError
-from asyncpipe.service.settings import Job
-from asyncpipe.service.training import TrainingRun
-from asyncpipe.service.workload import Batch, Workload
+from asyncpipe.service.run import faults as module
+from asyncpipe.service.run.buffers import Buffers
+from asyncpipe.service.run.faults import NonFiniteLossError, OutOfMemoryError
+from asyncpipe.service.run.settings import Job
+from asyncpipe.service.run.training import TrainingRun
+from asyncpipe.service.run.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -12,9 +12,9 @@ from asyncpipe.core.lower import CheckpointMode
 from asyncpipe.core.memory import StageMemory
 from asyncpipe.core.registry import find_schedule
 from asyncpipe.errors import JobFileError
-from asyncpipe.service.footprint import footprint, peaks_of
-from asyncpipe.service.settings import Job
-from asyncpipe.service.workload import Workload
+from asyncpipe.service.jobs.footprint import footprint, peaks_of
+from asyncpipe.service.run.settings import Job
+from asyncpipe.service.run.workload import Workload
 
 WIDTH, LAYERS, BATCH = 64, 4, 32
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.service import job_log, loss_file
-from asyncpipe.service.job_log import JobEvent, JobLog, JobLogs, LossRow, read_losses
 from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, Transition
-from asyncpipe.service.loss_file import LossFile
+from asyncpipe.service.jobs import job_log, loss_file
+from asyncpipe.service.jobs.job_log import JobEvent, JobLog, JobLogs, LossRow, read_losses
+from asyncpipe.service.jobs.loss_file import LossFile
 
 QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
 

@@ -208,5 +208,5 @@ def test_every_transition_says_why(cause):
 
 
 def test_neither_states_nor_store_need_torch():
-    code = "import sys, asyncpipe.service.store; assert 'torch' not in sys.modules"
+    code = "import sys, asyncpipe.service.store.job_store; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=30)

@@ -24,9 +24,11 @@ from asyncpipe.core.schedule import Shape
 from asyncpipe.core.simulate import simulate
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.live import LiveView
-from asyncpipe.service import live, live_feed, live_http
-from asyncpipe.service.live import live_app, serve_live
-from asyncpipe.service.live_feed import KEEP_ALIVE, Feed
+from asyncpipe.service.live import feed as live_feed
+from asyncpipe.service.live import handlers as live_http
+from asyncpipe.service.live import server as live
+from asyncpipe.service.live.feed import KEEP_ALIVE, Feed
+from asyncpipe.service.live.server import live_app, serve_live
 
 pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
 
@@ -574,6 +576,6 @@ async def test_without_aiohttp_the_error_says_what_to_install(
 
 
 def test_importing_it_imports_neither_aiohttp_nor_torch() -> None:
-    code = "import sys, asyncpipe.service.live; print({'aiohttp', 'torch'} & set(sys.modules))"
+    code = "import sys, asyncpipe.service.live.server; print({'aiohttp', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

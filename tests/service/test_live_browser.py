@@ -18,7 +18,7 @@ from torch import nn
 
 from asyncpipe import Pipeline
 from asyncpipe.observe.live import LiveView
-from asyncpipe.service.live import serve_live
+from asyncpipe.service.live.server import serve_live
 
 NODE = Path(__file__).resolve().parents[1] / "node"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -9,9 +9,9 @@ import pytest
 from manager_helpers import Fakes, opened, until
 
 from asyncpipe.errors import ScheduleError
+from asyncpipe.service.intake.submission import SubmissionError
 from asyncpipe.service.job_states import JobState, JobStateError, PriorityClass, check_history
-from asyncpipe.service.store import QueueFullError, UnknownJobError
-from asyncpipe.service.submission import SubmissionError
+from asyncpipe.service.store.job_store import QueueFullError, UnknownJobError
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
 
@@ -230,7 +230,7 @@ class Deaf:
 
     def __getattr__(self, name):
         async def refuse(*_, **__):
-            from asyncpipe.service.store import StoreError, StoreProblem
+            from asyncpipe.service.store.job_store import StoreError, StoreProblem
 
             raise StoreError("jobs", StoreProblem.FULL, "has no room on its disk", "free some")
 

@@ -12,11 +12,11 @@ from manager_helpers import Fakes, opened, until
 
 from asyncpipe.core.memory import format_bytes
 from asyncpipe.errors import HungTaskError, JobFileError, LossError, OptionError, TaskError
-from asyncpipe.service.faults import NonFiniteLossError, OutOfMemoryError
-from asyncpipe.service.feed import DataError
-from asyncpipe.service.job_run import Outcome, Result, is_permanent, next_state
 from asyncpipe.service.job_states import JobState, check_transition
-from asyncpipe.service.store import StoreError, StoreProblem
+from asyncpipe.service.jobs.job_run import Outcome, Result, is_permanent, next_state
+from asyncpipe.service.run.faults import NonFiniteLossError, OutOfMemoryError
+from asyncpipe.service.run.feed import DataError
+from asyncpipe.service.store.job_store import StoreError, StoreProblem
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
 

@@ -30,12 +30,12 @@ from torch import Generator, Tensor, nn
 pytest.importorskip("aiohttp", reason="the API needs aiohttp: pip install 'asyncpipe[service]'")
 
 from asyncpipe.service.client import ApiError, JobClient
-from asyncpipe.service.entries import Entries
 from asyncpipe.service.http import serve_api
+from asyncpipe.service.intake.entries import Entries
 from asyncpipe.service.job_states import JobState, Transition, check_history
-from asyncpipe.service.loss_file import read_losses
+from asyncpipe.service.jobs.loss_file import read_losses
+from asyncpipe.service.run.workload import Workload
 from asyncpipe.service.training_service import TrainingService
-from asyncpipe.service.workload import Workload
 
 JOBS = int(os.environ.get("ASYNCPIPE_JOBS", "100"))
 CLIENTS = 20

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from asyncpipe import Pipeline, TaskError
 from asyncpipe.core.events import DeviceMemory
-from asyncpipe.service import out_of_memory
-from asyncpipe.service.out_of_memory import explain_out_of_memory
+from asyncpipe.service.run import out_of_memory
+from asyncpipe.service.run.out_of_memory import explain_out_of_memory
 
 DEVICES = ["cpu:0", "cpu:1"]
 

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncpipe.service.queue import Answer, Candidate, decide, place_of, too_large
+from asyncpipe.service.jobs.queue import Answer, Candidate, decide, place_of, too_large
 
 GiB = 2**30
 DEVICES = ("cpu:0", "cpu:1", "cpu:2")

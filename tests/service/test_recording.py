@@ -18,9 +18,9 @@ from asyncpipe.core.lower import lower
 from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.schedule import Shape
 from asyncpipe.core.simulate import simulate
-from asyncpipe.service import recording
-from asyncpipe.service.recording import Recorder, Written
-from asyncpipe.service.settings import Job
+from asyncpipe.service.run import recording
+from asyncpipe.service.run.recording import Recorder, Written
+from asyncpipe.service.run.settings import Job
 
 
 def make_job(**observe: object) -> Job:

@@ -17,11 +17,11 @@ import torch
 from resume_helpers import STEPS, Loader, Sink, assert_same, batches, disturb, make_job, make_workload, names
 from torch import Generator, nn
 
-from asyncpipe.service.snapshot_files import read_snapshot
-from asyncpipe.service.snapshots import Snapshots
-from asyncpipe.service.training import TrainingRun
-from asyncpipe.service.updater import learning_rate
-from asyncpipe.service.workload import Batch, Workload
+from asyncpipe.service.run.snapshot_files import read_snapshot
+from asyncpipe.service.run.snapshots import Snapshots
+from asyncpipe.service.run.training import TrainingRun
+from asyncpipe.service.run.updater import learning_rate
+from asyncpipe.service.run.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -70,7 +70,7 @@ def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
             await super().after_step(step, states)
             await self._finish()
 
-    monkeypatch.setattr("asyncpipe.service.training.Snapshots", Prompt)
+    monkeypatch.setattr("asyncpipe.service.run.training.Snapshots", Prompt)
 
 
 @pytest.mark.one_loop

@@ -13,12 +13,12 @@ from resume_helpers import Sink, batches, make_job, make_workload, names
 from torch import nn
 
 from asyncpipe.errors import JobFileError
-from asyncpipe.service.resume import open_folder
-from asyncpipe.service.settings import Job
-from asyncpipe.service.snapshot_files import read_snapshot
-from asyncpipe.service.snapshots import Snapshots
-from asyncpipe.service.training import TrainingRun
-from asyncpipe.service.workload import Workload
+from asyncpipe.service.run.resume import open_folder
+from asyncpipe.service.run.settings import Job
+from asyncpipe.service.run.snapshot_files import read_snapshot
+from asyncpipe.service.run.snapshots import Snapshots
+from asyncpipe.service.run.training import TrainingRun
+from asyncpipe.service.run.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -42,7 +42,7 @@ def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
             await super().after_step(step, states)
             await self._finish()
 
-    monkeypatch.setattr("asyncpipe.service.training.Snapshots", Prompt)
+    monkeypatch.setattr("asyncpipe.service.run.training.Snapshots", Prompt)
 
 
 # A state that joins in
@@ -146,7 +146,7 @@ async def test_another_model_or_job_is_refused_and_nothing_is_touched(tmp_path):
 @pytest.mark.one_loop
 async def test_a_schedule_that_was_chosen_is_not_chosen_again(tmp_path, monkeypatch):
     await TrainingRun(make_job(tmp_path, pipeline={"balance": [2, 4], "checkpoint": "never"}), make_workload).run()
-    monkeypatch.setattr("asyncpipe.service.training.choose_for", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr("asyncpipe.service.run.training.choose_for", lambda *_, **__: pytest.fail("measured again"))
     job = make_job(tmp_path, pipeline={"schedule": "auto"}, training={"steps": 7})
     sink = Sink()
     await TrainingRun(job, make_workload, progress=sink).run()
@@ -156,7 +156,7 @@ async def test_a_schedule_that_was_chosen_is_not_chosen_again(tmp_path, monkeypa
     assert (pipeline["schedule"], pipeline["balance"], pipeline["checkpoint"]) == ("1f1b", [2, 4], "never")
     monkeypatch.undo()
     chosen: list[Job] = []
-    monkeypatch.setattr("asyncpipe.service.training.choose_for", lambda job, *_, **__: chosen.append(job) or 1 / 0)
+    monkeypatch.setattr("asyncpipe.service.run.training.choose_for", lambda job, *_, **__: chosen.append(job) or 1 / 0)
     other = make_job(tmp_path, pipeline={"schedule": "auto", "devices": ["cpu:0"]})
     with pytest.raises(ZeroDivisionError):
         await TrainingRun(other, make_workload).run()
@@ -166,7 +166,7 @@ async def test_a_schedule_that_was_chosen_is_not_chosen_again(tmp_path, monkeypa
 @pytest.mark.one_loop
 async def test_a_schedule_that_has_changed_behind_its_name_is_told(tmp_path, monkeypatch, caplog):
     await TrainingRun(make_job(tmp_path, training={"steps": 2}), make_workload).run()
-    monkeypatch.setattr("asyncpipe.service.training.schedule_sha256", lambda *_: "another")
+    monkeypatch.setattr("asyncpipe.service.run.training.schedule_sha256", lambda *_: "another")
     await TrainingRun(make_job(tmp_path, training={"steps": 3}), make_workload).run()
     (record,) = caplog.records
     assert record.getMessage().startswith("the schedule '1f1b' does its tasks in another order than when ")

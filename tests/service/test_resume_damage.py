@@ -18,13 +18,13 @@ import torch
 from torch import Generator, nn
 
 from asyncpipe.errors import JobFileError, OptionError
-from asyncpipe.service import snapshot_files
-from asyncpipe.service.resume import newest_snapshot, open_folder
-from asyncpipe.service.settings import Job
-from asyncpipe.service.snapshot_files import read_about, read_snapshot, write_snapshot
-from asyncpipe.service.snapshots import Snapshots
-from asyncpipe.service.training import TrainingRun
-from asyncpipe.service.workload import Batch, Workload
+from asyncpipe.service.run import snapshot_files
+from asyncpipe.service.run.resume import newest_snapshot, open_folder
+from asyncpipe.service.run.settings import Job
+from asyncpipe.service.run.snapshot_files import read_about, read_snapshot, write_snapshot
+from asyncpipe.service.run.snapshots import Snapshots
+from asyncpipe.service.run.training import TrainingRun
+from asyncpipe.service.run.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -59,7 +59,7 @@ def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
             await super().after_step(step, states)
             await self._finish()
 
-    monkeypatch.setattr("asyncpipe.service.training.Snapshots", Prompt)
+    monkeypatch.setattr("asyncpipe.service.run.training.Snapshots", Prompt)
 
 
 def make_snapshots(folder: Path, *steps: int) -> list[Path]:

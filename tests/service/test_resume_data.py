@@ -14,14 +14,14 @@ import torch
 from resume_helpers import Loader, assert_same, batches, disturb
 from torch import Generator, nn
 
-from asyncpipe.service.feed import Data, DataError, Feed
-from asyncpipe.service.own_thread import OwnThread
-from asyncpipe.service.progress import Meter
-from asyncpipe.service.randomness import RunRandom
-from asyncpipe.service.resume import Resumed
-from asyncpipe.service.run_state import RunState
-from asyncpipe.service.settings import Training
-from asyncpipe.service.workload import Batch, Workload
+from asyncpipe.service.run.feed import Data, DataError, Feed
+from asyncpipe.service.run.own_thread import OwnThread
+from asyncpipe.service.run.progress import Meter
+from asyncpipe.service.run.randomness import RunRandom
+from asyncpipe.service.run.resume import Resumed
+from asyncpipe.service.run.run_state import RunState
+from asyncpipe.service.run.settings import Training
+from asyncpipe.service.run.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from asyncpipe.service import service_metrics
 from asyncpipe.service.job_states import JobRecord, JobSpec, JobState
-from asyncpipe.service.service_metrics import ServiceMetrics
+from asyncpipe.service.jobs import service_metrics
+from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 
 QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
 

@@ -9,8 +9,8 @@ import pytest
 
 from asyncpipe import cli
 from asyncpipe.errors import JobFileError
-from asyncpipe.service.entry import find_entry
-from asyncpipe.service.settings import Faults, Job, Observe, SnapshotTable, load_job
+from asyncpipe.service.run.entry import find_entry
+from asyncpipe.service.run.settings import Faults, Job, Observe, SnapshotTable, load_job
 
 RIGHT = """\
 name = "linear"
@@ -38,7 +38,7 @@ trace = "runs/linear.json"
 
 MODULE = """\
 from torch import nn
-from asyncpipe.service.workload import Workload
+from asyncpipe.service.run.workload import Workload
 
 def build(*, width, depth=3):
     layers = [nn.Linear(width, width) for _ in range(depth)]

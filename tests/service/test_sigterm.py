@@ -23,7 +23,7 @@ import pytest
 from killing import Served, curve, make_folder, poll, serving
 
 from asyncpipe.service.client import ApiError, JobClient
-from asyncpipe.service.resume import snapshots_in
+from asyncpipe.service.run.resume import snapshots_in
 
 pytestmark = [
     pytest.mark.timeout(150),
@@ -37,7 +37,7 @@ pytestmark = [
 GATED = """\
 import torch
 from torch import nn
-from asyncpipe.service.workload import Workload
+from asyncpipe.service.run.workload import Workload
 
 class Gate(nn.Module):
     def forward(self, x):

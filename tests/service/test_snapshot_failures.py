@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from asyncpipe.errors import JobFileError
-from asyncpipe.service import snapshot_files as module
-from asyncpipe.service.resume import open_folder
-from asyncpipe.service.settings import Job
-from asyncpipe.service.snapshots import Snapshots
-from asyncpipe.service.training import TrainingRun
+from asyncpipe.service.run import snapshot_files as module
+from asyncpipe.service.run.resume import open_folder
+from asyncpipe.service.run.settings import Job
+from asyncpipe.service.run.snapshots import Snapshots
+from asyncpipe.service.run.training import TrainingRun
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

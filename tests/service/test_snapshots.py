@@ -19,13 +19,13 @@ from torch import Generator, Tensor, nn
 
 from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.schedule import Shape
-from asyncpipe.service.progress import NullProgress, StepProgress
-from asyncpipe.service.run_state import schedule_sha256
-from asyncpipe.service.settings import Job
-from asyncpipe.service.snapshots import Snapshots
-from asyncpipe.service.training import TrainingRun
-from asyncpipe.service.updater import BETAS, learning_rate
-from asyncpipe.service.workload import Batch, Workload
+from asyncpipe.service.run.progress import NullProgress, StepProgress
+from asyncpipe.service.run.run_state import schedule_sha256
+from asyncpipe.service.run.settings import Job
+from asyncpipe.service.run.snapshots import Snapshots
+from asyncpipe.service.run.training import TrainingRun
+from asyncpipe.service.run.updater import BETAS, learning_rate
+from asyncpipe.service.run.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

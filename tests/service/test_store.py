@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service import store_writer
 from asyncpipe.service.job_states import JobRecord, JobSpec, JobSpecError, JobState, JobStateError, PriorityClass
-from asyncpipe.service.store import (
+from asyncpipe.service.store import writer as store_writer
+from asyncpipe.service.store.job_store import (
     IdempotencyConflictError,
     JobStore,
     StoreError,

@@ -10,7 +10,7 @@ import pytest
 
 from asyncpipe.errors import OptionError
 from asyncpipe.service.job_states import JobSpec, JobState, JobStateError
-from asyncpipe.service.store import JobStore, QueueFullError
+from asyncpipe.service.store.job_store import JobStore, QueueFullError
 
 pytestmark = pytest.mark.one_loop
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from asyncpipe.service.job_states import JobSpec, JobState
-from asyncpipe.service.store import JobStore, StoreError, StoreProblem
-from asyncpipe.service.store_file import MIGRATIONS, explain, open_database
+from asyncpipe.service.store.file import MIGRATIONS, explain, open_database
+from asyncpipe.service.store.job_store import JobStore, StoreError, StoreProblem
 
 pytestmark = pytest.mark.one_loop
 
@@ -76,7 +76,7 @@ async def test_what_is_acknowledged_is_on_disk_and_rows_hang_together(path):
 
 SECOND = """
 import asyncio, sys
-from asyncpipe.service.store import JobStore
+from asyncpipe.service.store.job_store import JobStore
 asyncio.run(JobStore(sys.argv[1], busy_seconds=0).__aenter__())
 """
 
@@ -216,7 +216,7 @@ async def test_a_full_store_says_so_and_goes_on_when_there_is_room(path):
 LIMITED = """
 import asyncio, resource, sys
 from asyncpipe.service.job_states import JobSpec
-from asyncpipe.service.store import JobStore, StoreError, StoreProblem
+from asyncpipe.service.store.job_store import JobStore, StoreError, StoreProblem
 
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size or resource.RLIM_INFINITY, resource.RLIM_INFINITY))

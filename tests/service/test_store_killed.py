@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, check_history
-from asyncpipe.service.store import RECOVERED, JobStore
+from asyncpipe.service.store.job_store import RECOVERED, JobStore
 
 KILLS = int(os.environ.get("ASYNCPIPE_KILLS", "8"))
 MOST_LINES = 400
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 CHILD = """
 import asyncio, itertools, json, os, random, sys
 from asyncpipe.service.job_states import JobSpec, JobState, JobStateError
-from asyncpipe.service.store import JobStore
+from asyncpipe.service.store.job_store import JobStore
 
 steps = itertools.count(1)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, JobStateError, PriorityClass
-from asyncpipe.service.store import IdempotencyConflictError, JobStore
+from asyncpipe.service.store.job_store import IdempotencyConflictError, JobStore
 
 SPEC = JobSpec("job", "package.module:factory", {"parameters": {"width": 16}, "devices": ["cpu", "cpu"]})
 QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState

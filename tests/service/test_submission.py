@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from pydantic import Field
 from torch import nn
 
-from asyncpipe.service.entries import Entries
-from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, PriorityClass
-from asyncpipe.service.service_settings import ServiceSettings
-from asyncpipe.service.settings import Job
-from asyncpipe.service.submission import (
+from asyncpipe.service.intake.entries import Entries
+from asyncpipe.service.intake.service_settings import ServiceSettings
+from asyncpipe.service.intake.submission import (
     MOST_ACTIONS,
     Submission,
     SubmissionError,
@@ -27,7 +25,9 @@ from asyncpipe.service.submission import (
     check_submission,
     job_of,
 )
-from asyncpipe.service.workload import Workload
+from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, PriorityClass
+from asyncpipe.service.run.settings import Job
+from asyncpipe.service.run.workload import Workload
 
 RIGHT: dict[str, Any] = {
     "name": "a job",

@@ -20,11 +20,11 @@ from asyncpipe.core.events import StepRecord
 from asyncpipe.errors import JobFileError, TaskError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.pipeline import Pipeline
-from asyncpipe.service.progress import NullProgress, RunStarted, StepProgress
-from asyncpipe.service.settings import Job, Training
-from asyncpipe.service.training import TrainingRun
-from asyncpipe.service.updater import BETAS, learning_rate
-from asyncpipe.service.workload import Batch, Workload
+from asyncpipe.service.run.progress import NullProgress, RunStarted, StepProgress
+from asyncpipe.service.run.settings import Job, Training
+from asyncpipe.service.run.training import TrainingRun
+from asyncpipe.service.run.updater import BETAS, learning_rate
+from asyncpipe.service.run.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -270,7 +270,7 @@ async def test_a_job_may_ask_for_spans_and_ranges_and_a_trace_samples_memory(tmp
             super().__init__(*arguments, **(given | {"nvtx": False}))
 
     monkeypatch.setattr("asyncpipe.observe.otel.StepSpans", Spans)
-    monkeypatch.setattr("asyncpipe.service.training.Pipeline", Noted)
+    monkeypatch.setattr("asyncpipe.service.run.training.Pipeline", Noted)
     await TrainingRun(make_job(), make_workload).run()
     assert (spans, options["nvtx"], options["sample_memory"]) == ([], False, False)
     observe = {"opentelemetry": True, "nvtx": True, "trace": str(tmp_path / "t.json")}

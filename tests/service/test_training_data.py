@@ -15,12 +15,12 @@ from run_helpers import Told, assert_same_end, plain
 from torch import Generator
 
 from asyncpipe.pool import DevicePool
-from asyncpipe.service.feed import DataError
-from asyncpipe.service.progress import TrainingSummary
-from asyncpipe.service.settings import Job
-from asyncpipe.service.snapshot_files import read_snapshot
-from asyncpipe.service.training import TrainingRun
-from asyncpipe.service.workload import Batch, Workload
+from asyncpipe.service.run.feed import DataError
+from asyncpipe.service.run.progress import TrainingSummary
+from asyncpipe.service.run.settings import Job
+from asyncpipe.service.run.snapshot_files import read_snapshot
+from asyncpipe.service.run.training import TrainingRun
+from asyncpipe.service.run.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -19,10 +19,10 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional
 
 from asyncpipe.pool import DevicePool
-from asyncpipe.service.randomness import RunRandom
-from asyncpipe.service.snapshot_files import read_snapshot
-from asyncpipe.service.training import TrainingRun
-from asyncpipe.service.workload import Batch, Forward, Workload
+from asyncpipe.service.run.randomness import RunRandom
+from asyncpipe.service.run.snapshot_files import read_snapshot
+from asyncpipe.service.run.training import TrainingRun
+from asyncpipe.service.run.workload import Batch, Forward, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -17,10 +17,10 @@ from torch import Generator
 
 from asyncpipe.errors import ScheduleError, UnknownScheduleError
 from asyncpipe.pool import DevicePool
-from asyncpipe.service.settings import Job
-from asyncpipe.service.snapshot_files import read_snapshot
-from asyncpipe.service.training import TrainingRun
-from asyncpipe.service.workload import Batch, Workload
+from asyncpipe.service.run.settings import Job
+from asyncpipe.service.run.snapshot_files import read_snapshot
+from asyncpipe.service.run.training import TrainingRun
+from asyncpipe.service.run.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -15,12 +15,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from torch import Generator, Tensor, nn
 
-from asyncpipe.service.entries import Entries
+from asyncpipe.service.intake.entries import Entries
+from asyncpipe.service.intake.submission import SubmissionError
 from asyncpipe.service.job_states import JobState, JobStateError, check_history
-from asyncpipe.service.store import IdempotencyConflictError, UnknownJobError
-from asyncpipe.service.submission import SubmissionError
+from asyncpipe.service.run.workload import Workload
+from asyncpipe.service.store.job_store import IdempotencyConflictError, UnknownJobError
 from asyncpipe.service.training_service import ServiceDrainingError, TrainingService
-from asyncpipe.service.workload import Workload
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
 

@@ -11,8 +11,8 @@ import pytest
 from resume_helpers import STEPS, make_job
 from run_helpers import Told, plain
 
-from asyncpipe.service.progress import StepProgress
-from asyncpipe.service.training import TrainingRun
+from asyncpipe.service.run.progress import StepProgress
+from asyncpipe.service.run.training import TrainingRun
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from asyncpipe import Arguments, trace
-from asyncpipe.service.training import TrainingRun
-from asyncpipe.service.workload import Workload
+from asyncpipe.service.run.training import TrainingRun
+from asyncpipe.service.run.workload import Workload
 
 
 def traced() -> Workload:

@@ -15,10 +15,10 @@ from torch import Generator, Tensor
 
 from asyncpipe.errors import JobFileError, OptionError
 from asyncpipe.ops.skip import skip_layout
-from asyncpipe.service.entry import find_entry
-from asyncpipe.service.progress import NullProgress, StepProgress
-from asyncpipe.service.settings import load_job
-from asyncpipe.service.training import TrainingRun
+from asyncpipe.service.run.entry import find_entry
+from asyncpipe.service.run.progress import NullProgress, StepProgress
+from asyncpipe.service.run.settings import load_job
+from asyncpipe.service.run.training import TrainingRun
 
 pytestmark = pytest.mark.one_loop
 

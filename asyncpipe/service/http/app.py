@@ -11,19 +11,19 @@ from pathlib import Path
 from aiohttp import web
 
 from asyncpipe.errors import OptionError
+from asyncpipe.service.hosts import is_loopback, shown_address
 from asyncpipe.service.http import openapi
 from asyncpipe.service.http.audit import Audit, audit_file
 from asyncpipe.service.http.connection import connections
 from asyncpipe.service.http.guard import Guard
-from asyncpipe.service.http.hosts import is_loopback, shown_address
 from asyncpipe.service.http.limits import Buckets, Places
 from asyncpipe.service.http.pages import Pages
 from asyncpipe.service.http.problems import Problem, catch_problems
 from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.http.routes import Routes
 from asyncpipe.service.http.stream import Streams
-from asyncpipe.service.live_http import add_headers
-from asyncpipe.service.service_settings import ServiceSettings
+from asyncpipe.service.intake.service_settings import ServiceSettings
+from asyncpipe.service.live.handlers import add_headers
 from asyncpipe.service.training_service import TrainingService
 
 __all__ = ["make_api", "serve_api"]

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from asyncpipe.service.http.redact import Redactor
-from asyncpipe.service.job_log import JobEvent, LossRow
 from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass, Transition
+from asyncpipe.service.jobs.job_log import JobEvent, LossRow
 
 __all__ = [
     "ID",

@@ -14,10 +14,10 @@ from pydantic.json_schema import models_json_schema
 
 from asyncpipe.core.registry import known_schedules
 from asyncpipe.service.http import models
+from asyncpipe.service.intake.service_settings import ServiceSettings
+from asyncpipe.service.intake.submission import Submission, SubmittedPipeline
 from asyncpipe.service.job_states import JobState
-from asyncpipe.service.service_settings import ServiceSettings
-from asyncpipe.service.settings import AUTO
-from asyncpipe.service.submission import Submission, SubmittedPipeline
+from asyncpipe.service.run.settings import AUTO
 
 __all__ = ["describe"]
 

@@ -15,8 +15,8 @@ from asyncpipe.service.http.limits import Full, Places
 from asyncpipe.service.http.routes import job_id
 from asyncpipe.service.http.stream import too_many
 from asyncpipe.service.job_states import JobRecord
-from asyncpipe.service.live_feed import Feed
-from asyncpipe.service.live_http import FILES, LiveHandlers, add_files
+from asyncpipe.service.live.feed import Feed
+from asyncpipe.service.live.handlers import FILES, LiveHandlers, add_files
 from asyncpipe.service.training_service import TrainingService
 
 __all__ = ["Pages"]
@@ -45,9 +45,9 @@ class Pages:
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add all pages."""
         add_files(router, "/", __package__ or "", OWN_FILES)
-        add_files(router, "/", "asyncpipe.service", SHARED_FILES)
+        add_files(router, "/", "asyncpipe.service.live", SHARED_FILES)
         router.add_get("/jobs/{id}", self._to_page)
-        add_files(router, "/jobs/{id}/", "asyncpipe.service", FILES)
+        add_files(router, "/jobs/{id}/", "asyncpipe.service.live", FILES)
         router.add_get("/jobs/{id}/state", self._live.state)
         router.add_get("/jobs/{id}/events", self._events)
 

@@ -22,12 +22,12 @@ from asyncpipe.service.http.body import read_json
 from asyncpipe.service.http.problems import Problem, draining, invalid, problem_of
 from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.http.stream import Streams
+from asyncpipe.service.intake.service_settings import ServiceSettings
+from asyncpipe.service.intake.submission import SubmissionError
+from asyncpipe.service.intake.wrong_keys import wrong_keys
 from asyncpipe.service.job_states import FINAL_STATES, JSON, JobRecord, JobState
-from asyncpipe.service.service_settings import ServiceSettings
-from asyncpipe.service.store import StoreError, UnknownJobError
-from asyncpipe.service.submission import SubmissionError
+from asyncpipe.service.store.job_store import StoreError, UnknownJobError
 from asyncpipe.service.training_service import ServiceDrainingError, TrainingService
-from asyncpipe.service.wrong_keys import wrong_keys
 
 __all__ = ["Routes", "job_id"]
 

@@ -22,7 +22,7 @@ from asyncpipe.service.http.limits import Full, Places
 from asyncpipe.service.http.models import EventAnswer
 from asyncpipe.service.http.problems import Problem
 from asyncpipe.service.http.redact import Redactor
-from asyncpipe.service.job_log import JobEvent
+from asyncpipe.service.jobs.job_log import JobEvent
 
 __all__ = ["Streams"]
 

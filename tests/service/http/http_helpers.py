@@ -17,15 +17,15 @@ from torch import Generator, Tensor, nn
 
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.live import LiveView
-from asyncpipe.service.entries import Entries
 from asyncpipe.service.http import make_api, serve_api
-from asyncpipe.service.job_log import JobEvent, LossRow
+from asyncpipe.service.intake.entries import Entries
+from asyncpipe.service.intake.service_settings import ServiceSettings
+from asyncpipe.service.intake.submission import check_new_schedule, check_submission
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError
-from asyncpipe.service.service_settings import ServiceSettings
-from asyncpipe.service.store import JobStore
-from asyncpipe.service.submission import check_new_schedule, check_submission
+from asyncpipe.service.jobs.job_log import JobEvent, LossRow
+from asyncpipe.service.run.workload import Workload
+from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.training_service import ServiceDrainingError, ServiceStatus, TrainingService
-from asyncpipe.service.workload import Workload
 
 TOKEN = "quite-a-secret-token-0123456789"
 ENTRY = "tiny:build"

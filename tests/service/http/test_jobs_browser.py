@@ -14,8 +14,8 @@ import pytest
 from http_helpers import TOKEN, FakeService, served, submission
 
 from asyncpipe.observe.live import LiveView
-from asyncpipe.service.job_log import LossRow
 from asyncpipe.service.job_states import JobState
+from asyncpipe.service.jobs.job_log import LossRow
 
 NODE = Path(__file__).resolve().parents[2] / "node"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncpipe.errors import OptionError
+from asyncpipe.service.hosts import is_own_page
 from asyncpipe.service.http import audit as audit_module
 from asyncpipe.service.http import serve_api
 from asyncpipe.service.http.body import MOST_DEPTH, parse_json
-from asyncpipe.service.http.hosts import is_own_page
 from asyncpipe.service.http.limits import Buckets, Full, Places, client_of
 from asyncpipe.service.http.problems import Problem
 from asyncpipe.service.http.redact import Redactor, shorten

@@ -11,9 +11,9 @@ from http_helpers import ENTRY, NOBODY, mounted, served, submission
 from yarl import URL
 
 from asyncpipe.service.http import openapi
-from asyncpipe.service.job_log import LossRow
 from asyncpipe.service.job_states import JobState
-from asyncpipe.service.store import StoreError, StoreProblem
+from asyncpipe.service.jobs.job_log import LossRow
+from asyncpipe.service.store.job_store import StoreError, StoreProblem
 
 pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
 

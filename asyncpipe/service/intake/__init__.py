@@ -1,0 +1,1 @@
+"""What operators set and what clients may say, checked before anything runs."""

@@ -1,0 +1,258 @@
+"""The entries that jobs may name: the operator's factories, and what clients may say to each.
+
+::
+
+    settings.entries ── imported once, at the start ──▶ factory ── its signature ──▶ a pydantic model of its parameters
+                                                                                        │
+    a client's parameters (JSON) ──────── validate: strict, no unknown keys ────────────┘
+                                                │
+                                                ▼
+                                  make ──▶ factory(**fixed, **parameters) ──▶ Workload
+
+A parameter can be given by clients if JSON can say it (numbers, texts, lists, tables, ``Literal``, ``Enum``), and is no
+path. What a text says cannot be a path that leads elsewhere, a URL, or anything with control characters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, NotRequired, Required, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+from typing_extensions import TypedDict  # Pydantic reads typing's own from Python 3.12 on.
+
+from asyncpipe.errors import OptionError
+from asyncpipe.service.intake.parameter_rules import can_be_given, unsafe_values
+from asyncpipe.service.intake.service_settings import ServiceSettings, SettingsError
+from asyncpipe.service.intake.wrong_keys import WrongKey, adapter_wrong_keys, similar
+from asyncpipe.service.run.paths import importable
+from asyncpipe.service.run.workload import Workload
+
+__all__ = ["Entries", "EntryError", "Factory"]
+
+Factory = Callable[..., Workload]
+"""What an entry names."""
+
+
+class EntryError(OptionError):
+    """An entry cannot make its workload of these parameters, or makes something else; the message says why."""
+
+
+class Entries:
+    """The registered factories by their names. Does not change; any thread may use it.
+
+    ``factories`` are functions that take all they need by keyword; ``fixed`` has, by entry, the arguments that
+    the operator sets. Raises ``SettingsError`` with a line for each entry that cannot serve.
+    """
+
+    def __init__(
+        self, factories: Mapping[str, Factory], fixed: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    ) -> None:
+        self._entries: dict[str, _Entry] = {}
+        problems: list[str] = []
+        for name, factory in factories.items():
+            try:
+                self._entries[name] = _Entry(name, factory, fixed.get(name, {}))
+            except SettingsError as error:
+                problems.append(str(error))
+        if problems:
+            raise SettingsError("\n".join(problems))
+
+    @classmethod
+    def load(cls, settings: ServiceSettings) -> Entries:
+        """Import what ``settings.entries`` names, which runs those modules' code. Blocks.
+
+        ``settings.entry_path`` comes before Python's own path meanwhile, and only meanwhile. Raises ``SettingsError``.
+        """
+        factories: dict[str, Factory] = {}
+        problems: list[str] = []
+        for name in settings.entries:
+            try:
+                if settings.entry_path is None:
+                    factories[name] = _imported(name)
+                else:
+                    with importable(settings.entry_path.resolve()):
+                        factories[name] = _imported(name)
+            except SettingsError as error:
+                problems.append(str(error))
+        if problems:
+            raise SettingsError("\n".join(problems))
+        return cls(factories, {name: entry.fixed for name, entry in settings.entries.items()})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all entries, in order."""
+        return tuple(sorted(self._entries))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def schema(self, entry: str) -> dict[str, Any]:
+        """The JSON schema of the parameters that clients may give to ``entry``. Raises ``EntryError``: unknown."""
+        return self._find(entry).schema()
+
+    def validate(self, entry: str, parameters: Mapping[str, Any]) -> list[WrongKey]:
+        """What is wrong with ``parameters``, by key; empty if nothing is. Raises ``EntryError``: unknown entry."""
+        return self._find(entry).read(parameters)[1]
+
+    def make(self, entry: str, parameters: Mapping[str, Any]) -> Callable[[], Workload]:
+        """A function that makes the workload, which may take long. Raises ``EntryError`` for wrong parameters.
+
+        So does the function where the factory raises ``OptionError`` (its way to turn a value down) or returns
+        something else than a ``Workload``; any other error is the factory's own.
+        """
+        found = self._find(entry)
+        arguments, problems = found.read(parameters)
+        if problems:
+            raise EntryError(f"entry {entry}: {'; '.join(map(str, problems))}")
+        return lambda: found.make(arguments)
+
+    def _find(self, entry: str) -> _Entry:
+        try:
+            return self._entries[entry]
+        except KeyError:
+            raise EntryError(f"entry {entry!r:.100} is not registered; {', '.join(self.names)} are") from None
+
+
+class _Entry:
+    """One factory, with the model of what clients may give it."""
+
+    def __init__(self, name: str, factory: Factory, fixed: Mapping[str, Any]) -> None:
+        self._name = name
+        self._factory = factory
+        self._parameters = dict(_named_parameters(name, factory))
+        hints = _hints(name, factory)
+        self._fixed = self._read_fixed(fixed, hints)
+        self._open = {
+            key: hints.get(key, _UNANNOTATED)
+            for key in self._parameters
+            if key not in fixed and can_be_given(hints.get(key, _UNANNOTATED))
+        }
+        for key, parameter in self._parameters.items():
+            if parameter.default is parameter.empty and key not in self._open and key not in fixed:
+                raise self._unusable(f"nobody could give parameter {key!r}, which has no default: set it in fixed")
+        self._model = self._make_model()
+
+    def _make_model(self) -> TypeAdapter[dict[str, Any]]:
+        """A table with the open parameters; a ``TypedDict``, whose keys may have names that a model's cannot."""
+        fields = {
+            key: (Required if self._parameters[key].default is inspect.Parameter.empty else NotRequired)[hint]
+            for key, hint in self._open.items()
+        }
+        make_table: Any = TypedDict
+        table = make_table(self._name.partition(":")[2], fields)
+        table.__pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+        try:
+            return TypeAdapter(table)
+        except (PydanticUserError, TypeError) as error:
+            raise self._unusable(f"its annotations make no model: {error}") from error
+
+    def _read_fixed(self, fixed: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+        """What the operator sets, as the annotations have it: a text becomes a ``Path`` where one is wanted."""
+        read: dict[str, Any] = {}
+        for key, value in fixed.items():
+            if key not in self._parameters:
+                raise self._unusable(f"fixed.{key}: {similar(key, self._parameters)}it takes {self._listed()}")
+            try:
+                adapter = TypeAdapter[Any](hints.get(key, Any))
+            except PydanticUserError:
+                read[key] = value  # A type of its own, which only the factory knows.
+                continue
+            try:
+                read[key] = adapter.validate_python(value)
+            except ValidationError as error:
+                problem = adapter_wrong_keys(error, f"fixed.{key}", value)[0]
+                raise self._unusable(str(problem)) from None
+        return read
+
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of the open parameters, with the defaults that JSON can say."""
+        schema = self._model.json_schema()
+        for key, described in schema.get("properties", {}).items():
+            default = self._parameters[key].default
+            if default is None or isinstance(default, str | int | float | bool):
+                described["default"] = default
+        return schema
+
+    def read(self, parameters: Mapping[str, Any]) -> tuple[dict[str, Any], list[WrongKey]]:
+        """The factory's arguments, and what is wrong with them."""
+        unknown = [self._refused(key) for key in parameters if key not in self._open][:10]
+        if unknown:
+            return {}, unknown
+        if unsafe := list(unsafe_values("parameters", parameters)):
+            return {}, unsafe
+        try:
+            # Through JSON, in which a list may stand for a tuple or a set, and a text for a member of an enum.
+            text = json.dumps(dict(parameters), allow_nan=False)
+            arguments = self._model.validate_json(text)
+        except ValidationError as error:
+            return {}, adapter_wrong_keys(error, "parameters", parameters)
+        except (ValueError, TypeError, RecursionError):
+            return {}, [WrongKey("parameters", "must be what JSON can say, with finite numbers")]
+        return {**arguments, **self._fixed}, []
+
+    def make(self, arguments: dict[str, Any]) -> Workload:
+        """What the factory makes of ``arguments``."""
+        try:
+            made: object = self._factory(**arguments)
+        except OptionError as error:
+            raise EntryError(f"entry {self._name}: parameters: {error}") from error
+        if isinstance(made, Workload):
+            return made
+        raise EntryError(f"entry {self._name} must return a Workload, not {type(made).__name__}")
+
+    def _refused(self, key: str) -> WrongKey:
+        place = f"parameters.{key[:60].encode('ascii', 'backslashreplace').decode()}"
+        if key in self._parameters:
+            return WrongKey(place, "is set by the operator of the service; leave it out")
+        return WrongKey(place, f"unknown parameter; {similar(key, self._open)}the entry takes: {self._listed()}")
+
+    def _listed(self) -> str:
+        return ", ".join(getattr(self, "_open", self._parameters)) or "none"
+
+    def _unusable(self, problem: str) -> SettingsError:
+        return SettingsError(f"entries.{self._name}: {problem}")
+
+
+_UNANNOTATED = bool | int | float | str | None
+
+
+def _imported(name: str) -> Factory:
+    module_name, _, attribute = name.partition(":")
+    try:
+        found: object = getattr(import_module(module_name), attribute, None)
+    except Exception as error:  # Whatever the module's code raises.
+        story = f"module {module_name!r} could not be imported: {type(error).__name__}: {error}"
+        raise SettingsError(f"entries.{name}: {story}") from error
+    if not callable(found):
+        raise SettingsError(f"entries.{name}: module {module_name!r} has no function {attribute!r}")
+    return found
+
+
+def _named_parameters(name: str, factory: Factory) -> Iterator[tuple[str, inspect.Parameter]]:
+    """Those that can be given by keyword."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"entries.{name}: its parameters cannot be known: {error}") from error
+    for key, parameter in parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise SettingsError(f"entries.{name}: parameter {key!r} cannot be given by keyword, as all must be")
+        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            yield key, parameter
+
+
+def _hints(name: str, factory: Factory) -> dict[str, Any]:
+    target = factory.__init__ if inspect.isclass(factory) else factory
+    if not hasattr(target, "__annotations__") and callable(target):
+        target = type(target).__call__
+    try:
+        return get_type_hints(target, include_extras=True)
+    except Exception as error:  # Annotations are code, too.
+        problem = f"its annotations cannot be read: {type(error).__name__}: {error}"
+        raise SettingsError(f"entries.{name}: {problem}") from error

@@ -1,0 +1,320 @@
+"""What a client may say of a job, how that is checked before anything runs, and the job that comes of it.
+
+::
+
+    JSON ──▶ Submission ──▶ JobSpec, which the store keeps ──▶ Job, which TrainingRun takes
+             check_submission                          job_of
+             every wrong key, at once                  folder and resumption are the service's own
+
+A client chooses among what the operator has registered: entries, devices, schedules by name. There is no way to say a
+path, a module or an address. Whatever costs memory or time has a bound here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+
+from asyncpipe.core.registry import find_schedule, known_schedules
+from asyncpipe.core.schedule import Schedule, Shape
+from asyncpipe.core.validate import blaming
+from asyncpipe.errors import AsyncpipeError
+from asyncpipe.service.intake.entries import Entries
+from asyncpipe.service.intake.service_settings import ServiceSettings
+from asyncpipe.service.intake.wrong_keys import WrongKey, shown, wrong_keys
+from asyncpipe.service.job_states import (
+    JSON,
+    MAX_NAME,
+    MAX_WEIGHT,
+    JobRecord,
+    JobSpec,
+    JobSpecError,
+    PriorityClass,
+)
+from asyncpipe.service.run.settings import AUTO, Faults, Job, PipelineTable, Training
+
+__all__ = [
+    "SnapshotChoices",
+    "Submission",
+    "SubmissionError",
+    "SubmittedPipeline",
+    "SubmittedTraining",
+    "check_new_schedule",
+    "check_submission",
+    "job_of",
+]
+
+MOST_STEPS = 10**9
+MOST_SAMPLES = 10**6
+MOST_MICROBATCHES = 4096
+MOST_STAGES = 1024
+MOST_ACTIONS = 2**16
+"""Stages times micro-batches: the task graph of so many takes a second or two to make."""
+MOST_DEVICES = 1024
+MOST_RETRIES = 1000
+LONGEST_SCHEDULE = 200
+
+Raw: TypeAlias = "Submission | Mapping[str, Any] | str | bytes"
+"""A submission, or the JSON of one, read or not."""
+
+
+class SubmissionError(AsyncpipeError, ValueError):
+    """A submission cannot become a job; ``problems`` has every wrong key with what is wrong and would be right."""
+
+    def __init__(self, problems: Sequence[tuple[str, str]]) -> None:
+        self.problems = [WrongKey(*problem) for problem in problems]
+        super().__init__("\n".join(map(str, self.problems)))
+
+    def __reduce__(self) -> tuple[type[SubmissionError], tuple[list[WrongKey]]]:
+        return type(self), (self.problems,)
+
+
+def _up_to(most: int, least: int = 1) -> Any:
+    return Field(ge=least, le=most, description=f"must be an integer from {least} to {most}")
+
+
+def _printable(name: str) -> str:
+    if name.isprintable() and name.strip() == name:
+        return name
+    raise ValueError(_NAME)
+
+
+def _named_schedule(value: object) -> object:
+    short = isinstance(value, str) and len(value) <= LONGEST_SCHEDULE
+    if short and (value == AUTO or re.sub(r"\([\w\s=,-]*\)$", "", str(value)) in _registered()):
+        return value
+    raise ValueError(f'must be one of {", ".join(_registered())}, or "{AUTO}"')
+
+
+@cache
+def _registered() -> tuple[str, ...]:
+    # Looking for plug-ins reads what is installed; that takes milliseconds and does not change.
+    return tuple(known_schedules())
+
+
+_NAME = f"must be a printable text of 1 to {MAX_NAME} characters, without spaces at its ends"
+_WEIGHT = f"must be a number above 0, up to {MAX_WEIGHT:g}"
+
+
+class SubmittedPipeline(PipelineTable):
+    """``pipeline``: as in a job file, with the operator's devices and with schedules that are registered by name."""
+
+    microbatches: Annotated[int, _up_to(MOST_MICROBATCHES)] = 8
+    schedule: Annotated[str, BeforeValidator(_named_schedule)] = "1f1b"
+    stages: Annotated[int, _up_to(MOST_STAGES)] | None = Field(
+        default=None, description=f"must be an integer from 1 to {MOST_STAGES}"
+    )
+
+
+class SubmittedTraining(Training):
+    """``training``: as in a job file, within bounds."""
+
+    steps: Annotated[int, _up_to(MOST_STEPS)]
+    batch_size: Annotated[int, _up_to(MOST_SAMPLES)]
+    warmup_steps: Annotated[int, _up_to(MOST_STEPS, least=0)] = 0
+
+
+class _Submitted(BaseModel):
+    """Strict about types, without unknown keys, frozen."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class SnapshotChoices(_Submitted):
+    """``snapshots``: when they are taken and which are kept; where they are is the service's own affair."""
+
+    every: Annotated[int, _up_to(MOST_STEPS)] = 100
+    keep: Annotated[int, _up_to(100)] = 3
+    keep_every: Annotated[int, _up_to(MOST_STEPS)] | None = Field(
+        default=None, description=f"must be an integer from 1 to {MOST_STEPS}"
+    )
+
+
+class Submission(_Submitted):
+    """A job as a client submits it."""
+
+    name: Annotated[str, AfterValidator(_printable), Field(min_length=1, max_length=MAX_NAME, description=_NAME)]
+    """What people and metrics call it."""
+    entry: str = Field(max_length=MAX_NAME, description="must be the name of a registered entry")
+    parameters: dict[str, JsonValue] = Field(default_factory=dict, description="must be a table of keyword arguments")
+    pipeline: SubmittedPipeline
+    training: SubmittedTraining
+    snapshots: SnapshotChoices = SnapshotChoices()
+    faults: Faults = Faults()
+    priority_class: PriorityClass = Field(
+        default=PriorityClass.FOREGROUND, description=f"must be one of {', '.join(PriorityClass)}"
+    )
+    weight: float = Field(default=1.0, gt=0, le=MAX_WEIGHT, allow_inf_nan=False, description=_WEIGHT)
+    """Its share of the devices' time, against those of other foreground jobs."""
+
+
+# Before anything runs
+
+
+def check_submission(submission: Raw, settings: ServiceSettings, entries: Entries) -> JobSpec:
+    """What the store keeps of ``submission``, which could run on this service as far as can be said without running it.
+
+    Raises ``SubmissionError``. Takes well under a millisecond, and longer only where an installed plug-in has to be
+    imported for its schedule.
+    """
+    read = _read(submission, settings, entries)
+    problems = [*_wrong_entry(read.entry, read.parameters, entries), *_wrong_devices(read.pipeline.devices, settings)]
+    problems += _wrong_faults(read.faults)
+    if len(read.pipeline.devices) <= len(settings.devices):
+        problems += _wrong_schedule(read.pipeline)
+    if problems:
+        raise SubmissionError(problems)
+    document = read.model_dump(mode="json", exclude={"name", "entry", "priority_class", "weight"})
+    try:
+        spec = JobSpec(read.name, read.entry, document, read.priority_class, read.weight)
+        spec.to_json()
+    except JobSpecError as error:
+        raise SubmissionError([("", str(error))]) from error
+    return spec
+
+
+def check_new_schedule(spec: JobSpec, schedule: str) -> None:
+    """Raise ``SubmissionError`` where the job of ``spec`` cannot go on with ``schedule``, a registered name."""
+    if schedule == AUTO:
+        raise SubmissionError([("schedule", "must be a schedule's name; what is chosen by measuring is, at the start")])
+    changed = {**_table(spec, "pipeline"), "schedule": schedule}
+    try:
+        pipeline = SubmittedPipeline.model_validate_json(json.dumps(changed))
+    except ValidationError as error:
+        raise SubmissionError(wrong_keys(error, SubmittedPipeline)) from None
+    if problems := list(_wrong_schedule(pipeline)):
+        raise SubmissionError([(problem.key.removeprefix("pipeline."), problem.text) for problem in problems])
+
+
+def _read(submission: Raw, settings: ServiceSettings, entries: Entries) -> Submission:
+    if isinstance(submission, Submission):
+        return submission
+    try:
+        # JSON has no tuples, so a strict reading of Python's objects would want what it cannot say.
+        text = json.dumps(dict(submission), allow_nan=False) if isinstance(submission, Mapping) else submission
+    except (TypeError, ValueError, RecursionError):
+        raise SubmissionError([("", "must be a JSON object with texts as keys and finite numbers")]) from None
+    try:
+        return Submission.model_validate_json(text)
+    except ValidationError as error:
+        problems = wrong_keys(error, Submission)
+        told = {problem.key for problem in problems}
+        also = (problem for problem in _wrong_anyhow(text, settings, entries) if problem.key not in told)
+        raise SubmissionError([*problems, *also]) from None
+
+
+def _wrong_anyhow(text: str | bytes, settings: ServiceSettings, entries: Entries) -> Iterator[WrongKey]:
+    """What only this service can say of a submission that is wrong in itself, too: all shall be told at once."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return
+    match found:
+        case {"entry": str() as entry, "parameters": dict() as parameters}:
+            yield from _wrong_entry(entry, parameters, entries)
+        case {"entry": str() as entry} if "parameters" not in found:
+            yield from _wrong_entry(entry, {}, entries)
+    match found:
+        case {"pipeline": {"devices": [*devices]}} if all(isinstance(device, str) for device in devices):
+            yield from _wrong_devices(devices, settings)
+
+
+def _wrong_entry(entry: str, parameters: Mapping[str, Any], entries: Entries) -> Iterator[WrongKey]:
+    if entry not in entries:
+        yield WrongKey("entry", f"must be a registered entry: {', '.join(entries.names)}; got {shown(entry)}")
+    else:
+        yield from entries.validate(entry, parameters)
+
+
+def _wrong_devices(devices: Sequence[str], settings: ServiceSettings) -> Iterator[WrongKey]:
+    there = Counter(settings.devices)
+    if len(devices) > len(settings.devices):
+        yield WrongKey("pipeline.devices", f"must be {len(settings.devices)} at most, got {len(devices)}")
+        return
+    for device, wanted in Counter(devices).items():
+        if device not in there:
+            known = ", ".join(there)
+            yield WrongKey("pipeline.devices", f"must be devices of this service: {known}; got {shown(device)}")
+        elif wanted > there[device]:
+            rule = f"must have {device} {there[device]} times at most"
+            yield WrongKey("pipeline.devices", f"{rule}, got it {wanted} times")
+
+
+def _wrong_faults(faults: Faults) -> Iterator[WrongKey]:
+    for key, value in faults:
+        if isinstance(value, int) and value > MOST_RETRIES:
+            yield WrongKey(f"faults.{key}", f"must be an integer up to {MOST_RETRIES}, got {shown(value)}")
+
+
+def _wrong_schedule(pipeline: PipelineTable) -> Iterator[WrongKey]:
+    """Whether the schedule can serve the stages, micro-batches and devices, as far as these are known."""
+    if pipeline.schedule == AUTO:
+        if pipeline.order != "strict":
+            yield WrongKey("pipeline.order", f'must be "strict" with schedule "{AUTO}"')
+        if pipeline.stages is not None:
+            yield WrongKey("pipeline.stages", f'leave it out with schedule "{AUTO}", which chooses it')
+        return
+    try:
+        schedule = find_schedule(pipeline.schedule, order=pipeline.order)
+        stages = _stages(pipeline, schedule)
+        if stages > MOST_STAGES or stages * pipeline.microbatches > MOST_ACTIONS:
+            most = f"{MOST_STAGES} stages, and {MOST_ACTIONS} stages times micro-batches"
+            yield WrongKey("pipeline", f"{stages} stages of {pipeline.microbatches} micro-batches: at most {most}")
+            return
+        with blaming(f"schedule {schedule.name!r}: check"):
+            schedule.check(Shape(stages, pipeline.microbatches, len(pipeline.devices)))
+    except AsyncpipeError as error:
+        yield WrongKey("pipeline.schedule", str(error))
+
+
+def _stages(pipeline: PipelineTable, schedule: Schedule) -> int:
+    """How many stages there will be; of a model that is traced, as many as the schedule likes."""
+    if pipeline.stages is not None:
+        return pipeline.stages
+    if pipeline.balance != AUTO:
+        return len(pipeline.balance)
+    return len(pipeline.devices) * schedule.virtual
+
+
+# What runs
+
+
+def job_of(spec: JobSpec, record: JobRecord, settings: ServiceSettings) -> Job:
+    """The job that runs for ``record``: with its snapshots in the service's folder, going on from the newest there.
+
+    Messages about it begin with ``job ID``. Raises ``SubmissionError`` for a specification that another version kept
+    and this one cannot read.
+    """
+    pipeline = _table(spec, "pipeline")
+    if record.schedule is not None:
+        pipeline = {**pipeline, "schedule": record.schedule}
+    tables = {
+        "name": spec.name,
+        "job": {"entry": spec.entry, "parameters": _table(spec, "parameters")},
+        "pipeline": pipeline,
+        "training": _table(spec, "training"),
+        "faults": _table(spec, "faults"),
+        "snapshots": {
+            **_table(spec, "snapshots"),
+            "folder": str(settings.folder / "jobs" / record.id / "snapshots"),
+            "resume": True,
+        },
+    }
+    try:
+        job = Job.model_validate_json(json.dumps(tables))
+    except ValidationError as error:
+        raise SubmissionError(wrong_keys(error, Job)) from None
+    job._path = Path(f"job {record.id}")
+    return job
+
+
+def _table(spec: JobSpec, name: str) -> dict[str, JSON]:
+    table = spec.document.get(name, {})
+    return table if isinstance(table, dict) else {}

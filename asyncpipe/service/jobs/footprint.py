@@ -1,0 +1,92 @@
+"""How many bytes of each device a job needs at its fullest moment, measured before it is let in.
+
+A few real steps of copies of its model say what every layer keeps for a micro-batch; the job's own schedule, on the
+simulator, says how many micro-batches are kept at once; and AdamW's averages come on top of parameters and gradients::
+
+    measure_job ──▶ Profile ──▶ StageMemory ─┐
+    schedule ─────▶ simulate ─▶ record ──────┴─▶ peak_memory ─▶ bytes by device
+
+``core/memory.py`` says what is not counted. The measurement itself needs its memory too, and the devices for some
+steps, so it is made only where the operator has set a limit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import ceil
+
+from asyncpipe.core.graph import Wiring
+from asyncpipe.core.lower import CheckpointMode, lower
+from asyncpipe.core.memory import StageMemory, peak_memory
+from asyncpipe.core.profile import ADAMW_SCALE
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Schedule, Shape
+from asyncpipe.core.simulate import simulate
+from asyncpipe.errors import OptionError
+from asyncpipe.ops.sequential import as_sequential, split
+from asyncpipe.ops.stage import StagedModel
+from asyncpipe.service.run.planning import choose_for, measure_job
+from asyncpipe.service.run.settings import AUTO, Job, PipelineTable, job_file_error
+from asyncpipe.service.run.workload import Workload
+
+__all__ = ["footprint", "peaks_of"]
+
+
+def footprint(job: Job, workload: Workload, *, progress: Callable[[str], None] | None = None) -> dict[str, int]:
+    """The most bytes that the job is predicted to hold at once, by device as the job names them.
+
+    Blocks for a few steps, on threads of its own. ``progress`` is told how it goes; what it raises ends it. Raises
+    ``JobFileError`` where the job does not fit the workload or this machine, ``TaskError`` where the model fails.
+    """
+    table = job.pipeline
+    if table.schedule == AUTO:
+        return _by_name(table.devices, choose_for(job, workload, progress=progress).memory)
+    microbatches = _cut(job.training.batch_size, table.microbatches)
+    profile = measure_job(job, workload, [microbatches], steps=1, progress=progress)
+    try:
+        schedule = find_schedule(table.schedule, order=table.order)
+        balance = _balance(table, workload, schedule)
+        memory = profile.memory(balance, microbatches, ADAMW_SCALE)
+        peaks = peaks_of(memory, schedule, microbatches, len(table.devices), table.checkpoint, profile.wiring(balance))
+    except OptionError as error:
+        raise job_file_error(job.path, f"pipeline: {error}") from error
+    return _by_name(table.devices, peaks)
+
+
+def peaks_of(
+    memory: StageMemory,
+    schedule: Schedule,
+    microbatches: int,
+    devices: int,
+    checkpoint: CheckpointMode,
+    wiring: Wiring | None = None,
+) -> list[int]:
+    """The most bytes that each device holds at once, when ``schedule`` runs stages that keep ``memory``."""
+    shape = Shape(len(memory.saved), microbatches, devices)
+    graph = lower(schedule, shape, checkpoint=checkpoint, wiring=wiring)
+    return peak_memory(simulate(graph), memory)
+
+
+def _balance(table: PipelineTable, workload: Workload, schedule: Schedule) -> list[int]:
+    """The layers of each stage, as the pipeline will cut them."""
+    if isinstance(workload.model, StagedModel):
+        return [1] * len(workload.model.stages)
+    if table.stages is not None:
+        stages = table.stages
+    else:
+        stages = len(table.devices) * schedule.virtual if isinstance(table.balance, str) else len(table.balance)
+    return [len(part) for part in split(as_sequential(workload.model), table.balance, stages)]
+
+
+def _cut(samples: int, microbatches: int) -> int:
+    """Into how many micro-batches so many samples are cut; fewer than were asked for where the parts come out even."""
+    return ceil(samples / ceil(samples / microbatches))
+
+
+def _by_name(names: Sequence[str], peaks: Sequence[int]) -> dict[str, int]:
+    """Sums over the logical devices of one name."""
+    found: Counter[str] = Counter()
+    for name, peak in zip(names, peaks, strict=True):
+        found[name] += peak
+    return dict(found)

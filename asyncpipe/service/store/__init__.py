@@ -1,0 +1,1 @@
+"""Every job in one SQLite file: what was acknowledged is on disk."""

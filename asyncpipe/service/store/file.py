@@ -1,0 +1,215 @@
+"""The store's file: opened safely, brought to this version's schema, and its troubles put into words.
+
+What is said to be done is on disk: write-ahead log, and a sync at every commit. One process has the file to itself
+while it is open (``locking_mode`` is exclusive), since two services would run the same jobs twice.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+
+from asyncpipe.errors import AsyncpipeError
+from asyncpipe.service.job_states import JobState, PriorityClass
+
+__all__ = ["MIGRATIONS", "StoreError", "StoreProblem", "explain", "open_database"]
+
+APPLICATION_ID = 0x61_70_6A_73
+"""Marks the file as a store of jobs ("apjs"); other programs' databases are left alone."""
+
+
+class StoreProblem(StrEnum):
+    """What kind of trouble a store has; a service can tell from it whether to ask again."""
+
+    FULL = "full"
+    LOCKED = "locked"
+    DAMAGED = "damaged"
+    FOREIGN = "foreign"
+    NEWER = "newer"
+    FORBIDDEN = "forbidden"
+    CLOSED = "closed"
+    FAILED = "failed"
+
+
+class StoreError(AsyncpipeError, RuntimeError):
+    """The job store cannot do what was asked; the message names the file, what is wrong and what would help.
+
+    Nothing of the request was kept. ``problem`` is the kind of trouble, ``path`` the file; the original error, if there
+    is one, is the ``__cause__``.
+    """
+
+    def __init__(self, path: Path, problem: StoreProblem, what: str, advice: str) -> None:
+        super().__init__(f"the job store {path} {what}; {advice}")
+        self.path = path
+        self.problem = problem
+        self._words = (what, advice)
+
+    def __reduce__(self) -> tuple[type[StoreError], tuple[Path, StoreProblem, str, str]]:
+        return type(self), (self.path, self.problem, *self._words)
+
+
+_RESTORE = "restore it from a backup, or move it and its -wal file away to begin with an empty store"
+_ONE_SERVICE = "only one process can use a store: stop the other one, or name another file"
+_LET_IN = "the user of this process needs to read and write the file and its folder"
+_WORDS: dict[int, tuple[StoreProblem, str, str]] = {
+    sqlite3.SQLITE_FULL: (StoreProblem.FULL, "has no room on its disk", "free some space and ask again"),
+    sqlite3.SQLITE_BUSY: (StoreProblem.LOCKED, "is in use by another process", _ONE_SERVICE),
+    sqlite3.SQLITE_LOCKED: (StoreProblem.LOCKED, "is in use by another process", _ONE_SERVICE),
+    sqlite3.SQLITE_CORRUPT: (StoreProblem.DAMAGED, "is damaged", _RESTORE),
+    sqlite3.SQLITE_NOTADB: (StoreProblem.DAMAGED, "is damaged, or no SQLite database", _RESTORE),
+    sqlite3.SQLITE_CANTOPEN: (StoreProblem.FORBIDDEN, "cannot be opened", _LET_IN),
+    sqlite3.SQLITE_PERM: (StoreProblem.FORBIDDEN, "cannot be opened", _LET_IN),
+    sqlite3.SQLITE_READONLY: (StoreProblem.FORBIDDEN, "cannot be written", _LET_IN),
+    sqlite3.SQLITE_IOERR: (
+        StoreProblem.FAILED,
+        "could not be read or written",
+        "see whether its disk, or this user's quota, is full, or the disk is failing",
+    ),
+}
+"""By SQLite's primary result code."""
+
+
+def explain(path: Path, error: sqlite3.Error) -> StoreError:
+    """The ``StoreError`` that says what ``error`` means for the store at ``path``."""
+    code = getattr(error, "sqlite_errorcode", None)
+    default = (StoreProblem.FAILED, "refused a request", "this looks like a mistake in asyncpipe; please report it")
+    if isinstance(error, sqlite3.DataError) and code is None:  # Of queries.py, which knows no path.
+        default = (StoreProblem.DAMAGED, "holds what it cannot have written", _RESTORE)
+    problem, what, advice = default if code is None else _WORDS.get(code & 0xFF, default)
+    explained = StoreError(path, problem, f"{what} ({error})", advice)
+    explained.__cause__ = error
+    return explained
+
+
+def _first_schema(connection: sqlite3.Connection) -> None:
+    states = ", ".join(f"'{state}'" for state in JobState)
+    classes = ", ".join(f"'{priority}'" for priority in PriorityClass)
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(
+        f"""CREATE TABLE jobs (
+            number INTEGER PRIMARY KEY AUTOINCREMENT, -- the order of submission; clocks may go back
+            id TEXT NOT NULL UNIQUE,
+            spec TEXT NOT NULL,
+            priority_class TEXT NOT NULL CHECK (priority_class IN ({classes})),
+            state TEXT NOT NULL CHECK (state IN ({states})),
+            cause TEXT NOT NULL,
+            submitted REAL NOT NULL,
+            updated REAL NOT NULL,
+            attempts INTEGER NOT NULL DEFAULT 0,
+            step INTEGER NOT NULL DEFAULT 0,
+            snapshot TEXT,
+            asked TEXT CHECK (asked IN ({states})), -- of a running job, which needs a moment to become that
+            asked_cause TEXT,
+            schedule TEXT, -- in the place of the specification's
+            idempotency_key TEXT UNIQUE
+        )"""
+    )
+    connection.execute("CREATE INDEX jobs_by_state ON jobs (state, number)")
+    connection.execute(
+        f"""CREATE TABLE transitions (
+            sequence INTEGER PRIMARY KEY AUTOINCREMENT,
+            job INTEGER NOT NULL REFERENCES jobs (number),
+            from_state TEXT CHECK (from_state IN ({states})),
+            to_state TEXT NOT NULL CHECK (to_state IN ({states})),
+            at REAL NOT NULL,
+            cause TEXT NOT NULL
+        )"""
+    )
+    connection.execute("CREATE INDEX transitions_by_job ON transitions (job, sequence)")
+
+
+MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_first_schema,)
+"""The n-th brings a store from schema n to n + 1, counted from 0; an old one never changes, a new one comes last."""
+
+
+def open_database(
+    path: Path,
+    busy_seconds: float,
+    migrations: Sequence[Callable[[sqlite3.Connection], None]] = MIGRATIONS,
+) -> sqlite3.Connection:
+    """A connection to the store at ``path``, made if it is not there (0600, a new folder 0700). Blocks.
+
+    It is for the calling thread, and begins and commits by hand. Waits up to ``busy_seconds`` for another process to
+    let go of the file. Raises ``StoreError`` where the file cannot be used, which is then left as it was.
+    """
+    try:
+        _make_file(path)
+    except OSError as error:
+        what = f"cannot be opened ({error.strerror or error})"
+        raise StoreError(path, StoreProblem.FORBIDDEN, what, _LET_IN) from error
+    try:
+        connection = sqlite3.connect(path, timeout=busy_seconds, isolation_level=None)
+        try:
+            _prepare(connection, path, migrations)
+        except BaseException:
+            connection.close()
+            raise
+    except sqlite3.Error as error:
+        raise explain(path, error) from error
+    return connection
+
+
+def _make_file(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        # SQLite gives its other files the mode of this one. One that is there is not opened: closing it would give up
+        # the locks that another store of this process has on it.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        return
+    if hasattr(os, "O_DIRECTORY"):
+        # A file whose name is lost with the power is lost.
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _prepare(
+    connection: sqlite3.Connection, path: Path, migrations: Sequence[Callable[[sqlite3.Connection], None]]
+) -> None:
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+    connection.execute("PRAGMA trusted_schema = OFF")
+    version = _check_ours(connection, path, len(migrations))
+    mode = _pragma(connection, "journal_mode = WAL")
+    if mode != "wal":
+        advice = "put it on a local disk"
+        raise StoreError(path, StoreProblem.FAILED, f"cannot have a write-ahead log (its journal is {mode!r})", advice)
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA foreign_keys = ON")
+    if (found := _pragma(connection, "quick_check(1)")) != "ok":
+        raise StoreError(path, StoreProblem.DAMAGED, f"is damaged ({found})", _RESTORE)
+    # Begun even if there is nothing to change: it takes the lock that keeps other processes out.
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for migrate in migrations[version:]:
+            migrate(connection)
+        connection.execute(f"PRAGMA user_version = {len(migrations)}")
+        connection.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _check_ours(connection: sqlite3.Connection, path: Path, newest: int) -> int:
+    """The version of the file's schema, 0 for an empty file."""
+    version = _pragma(connection, "user_version")
+    (entries,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if entries and _pragma(connection, "application_id") != APPLICATION_ID:
+        what = "is another program's database"
+        raise StoreError(path, StoreProblem.FOREIGN, what, "name a file that is not there yet")
+    if not isinstance(version, int) or version > newest:
+        what = f"was written by a newer asyncpipe (schema {version}; this one knows up to {newest})"
+        raise StoreError(path, StoreProblem.NEWER, what, "upgrade asyncpipe, or name another file")
+    return version if entries else 0
+
+
+def _pragma(connection: sqlite3.Connection, pragma: str) -> object:
+    (value,) = connection.execute(f"PRAGMA {pragma}").fetchone()
+    return value
