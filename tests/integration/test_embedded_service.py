@@ -82,6 +82,10 @@ async def test_it_trains_what_is_asked_of_it(example, tmp_path):
         told = await events(client, made["id"])
         assert told[-1] == "end"
         assert {"state", "note", "snapshot"} <= set(told)
+        async with client.get(f"/training/v1/jobs/{made['id']}/events") as answer:
+            text = await answer.text()
+        assert "held-out loss" in text
+        assert "sample: def " in text, "what the model has learned"
         found = await get(client, f"/models/{made['id']}")
         assert (found["state"], found["step"]) == ("finished", 4)
         assert 0 < found["loss"] < 6

@@ -257,6 +257,10 @@ class JobRun:
         if error is not None:
             return _failed(error)
         summary = task.result()
+        if summary.evaluation is not None:
+            self.noted(logging.INFO, f"held-out loss {summary.evaluation:.4f}")
+        if summary.sample is not None:
+            self.noted(logging.INFO, f"sample: {summary.sample}")
         if summary.stopped and self._stopping:
             return Outcome(Result.STOPPED, f"stopped after step {summary.steps}")
         if not self._has_saved(summary):
