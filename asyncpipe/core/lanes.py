@@ -54,7 +54,7 @@ PATIENCE = 0.25
 _LAST_GAPS = 5
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Claim:
     """What one job has on one lane."""
 
@@ -153,7 +153,7 @@ class Claim:
             self.away = True
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class LaneState:
     """A lane, and who has something there."""
 

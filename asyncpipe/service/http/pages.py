@@ -21,7 +21,7 @@ from asyncpipe.service.training_service import TrainingService
 
 __all__ = ["Pages"]
 
-MOST_FEEDS = 16
+MOST_FEEDS = 4
 """Of jobs that nobody looks at any more; each has a thread, which mostly sleeps."""
 OWN_FILES = {
     "/": ("jobs.html", "text/html"),
