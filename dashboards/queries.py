@@ -11,9 +11,29 @@ from typing import NamedTuple
 
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.totals import COUNTERS, GAUGES, HISTOGRAMS
+from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 
-__all__ = ["SERVED", "Expression", "mean", "quantile", "quantile_of_all", "rate", "series", "substituted", "total"]
+__all__ = [
+    "OF_SERVICE",
+    "SERVED",
+    "Expression",
+    "increase",
+    "mean",
+    "quantile",
+    "quantile_of_all",
+    "quantile_of_range",
+    "rate",
+    "series",
+    "substituted",
+    "total",
+]
 
+OF_SERVICE: dict[str, tuple[str, ...]] = {
+    sample.name.removeprefix("asyncpipe_"): tuple(sample.labels)
+    for family in ServiceMetrics().collect()
+    for sample in family.samples
+}
+"""Every series that a service tells of itself, and its labels: no job's. One without jobs serves no others."""
 HISTOGRAM_LABELS = {"bucket": ("le",), "sum": (), "count": ()}
 SERVED: dict[str, tuple[str, ...]] = {
     **{f"{name}_total": labels for name, (_, labels) in COUNTERS.items()},
@@ -24,6 +44,8 @@ SERVED: dict[str, tuple[str, ...]] = {
         for suffix, further in HISTOGRAM_LABELS.items()
     },
     "build_info": ("version",),
+    "job_running": (),
+    **OF_SERVICE,
 }
 """Every series that asyncpipe serves, without its prefix, and its labels besides the job."""
 PHYSICAL = "memory_"
@@ -42,8 +64,8 @@ class Expression(NamedTuple):
 def series(metric: str, *matchers: str) -> str:
     """The selector of ``metric`` for the jobs that are chosen, and for the devices where it has them.
 
-    ``matchers`` are further conditions, such as ``'reason="copy"'``. Raises ``OptionError`` for a metric or a label
-    that is not served.
+    What a service tells of itself is there whatever is chosen. ``matchers`` are further conditions, such as
+    ``'reason="copy"'``. Raises ``OptionError`` for a metric or a label that is not served.
     """
     labels = SERVED.get(metric)
     if labels is None:
@@ -51,16 +73,23 @@ def series(metric: str, *matchers: str) -> str:
     for matcher in matchers:
         label = re.split(r"[=!]", matcher, maxsplit=1)[0]
         if label not in labels:
-            raise OptionError(f"asyncpipe_{metric} has no label {label}; it has job, {', '.join(labels)}")
-    chosen = ['job=~"$job"']
+            there = labels if metric in OF_SERVICE else ("job", *labels)
+            raise OptionError(f"asyncpipe_{metric} has no label {label}; it has {', '.join(there) or 'none'}")
+    chosen = [] if metric in OF_SERVICE else ['job=~"$job"']
     if "device" in labels and not metric.startswith(PHYSICAL):
         chosen.append('device=~"$device"')
-    return f"asyncpipe_{metric}{{{', '.join((*chosen, *matchers))}}}"
+    selected = ", ".join((*chosen, *matchers))
+    return f"asyncpipe_{metric}{{{selected}}}" if selected else f"asyncpipe_{metric}"
 
 
 def rate(metric: str, *matchers: str) -> str:
     """What a counter gains in a second."""
     return f"rate({series(metric, *matchers)}[$__rate_interval])"
+
+
+def increase(metric: str, *matchers: str) -> str:
+    """What a counter gains in the time range that is shown."""
+    return f"increase({series(metric, *matchers)}[$__range])"
 
 
 def total(by: str, expression: str) -> str:
@@ -82,6 +111,11 @@ def quantile(share: float, histogram: str, by: str, *matchers: str) -> str:
 def quantile_of_all(share: float, histogram: str, by: str, *matchers: str) -> str:
     """The same of everything since the job began: of what happens too rarely to be in every interval."""
     return f"histogram_quantile({share}, {total(f'{by}, le', series(f'{histogram}_bucket', *matchers))})"
+
+
+def quantile_of_range(share: float, histogram: str, *matchers: str) -> str:
+    """The same within the time range that is shown, over all that there is: of what happens a few times a day."""
+    return f"histogram_quantile({share}, {total('le', increase(f'{histogram}_bucket', *matchers))})"
 
 
 def substituted(expression: str, rate_interval: str = "1m", **variables: str) -> str:

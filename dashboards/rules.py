@@ -6,70 +6,22 @@ Recording rules are named ``level:metric:operation``; the level names the labels
                  (step seconds a second)                (shares of the step time)              │
                                                                     alerts: value > threshold ◀┘
 
-All rules are in one group, in this order, so that each sees what those before it have just computed. An alert
-is a value and a threshold rather than one expression, since the value has data also when nothing is wrong: a test
-can ask for it, and a panel can show how far away the alert is.
+All rules are in one group, in this order, so that each sees what those before it have just computed. Alerts about a
+service come last (``service_rules.py``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
+from dashboards.rule import WINDOW, Alert, Recording
+from dashboards.service_rules import RESTING, SERVICE_ALERTS
+
 __all__ = ["ALERTS", "RECORDINGS", "WINDOW", "Alert", "Recording", "expressions", "rules_yaml"]
 
-WINDOW = "5m"
-"""What rates are taken over: several scrapes at any usual interval, and a step also of jobs with steps of minutes."""
-RUNBOOK = "dashboards/RUNBOOK.md"
 HEADER = "# Made by `python -m dashboards.build` from dashboards/rules.py; edit that.\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """A recording rule. ``[WINDOW]`` in its expression stands for the range of its rates."""
-
-    name: str
-    template: str
-
-    def expression(self, window: str = WINDOW) -> str:
-        """The expression with its rates over ``window``."""
-        return _over(self.template, window)
-
-
-@dataclass(frozen=True, slots=True)
-class Alert:
-    """An alert: it fires when ``value`` has compared so with ``threshold`` for ``hold`` seconds."""
-
-    name: str
-    value: str
-    """Has data also when nothing is wrong. ``[WINDOW]`` stands for the range of its rates."""
-    comparison: str
-    threshold: float
-    hold: int
-    severity: str
-    summary: str
-    description: str
-    runbook: str
-    """The heading of its entry in the runbook."""
-    labels: dict[str, str] = field(default_factory=dict)
-    """Further labels, for alerts that several rules may fire."""
-
-    def value_expression(self, window: str = WINDOW) -> str:
-        """What is compared, with its rates over ``window``."""
-        return _over(self.value, window)
-
-    def expression(self, window: str = WINDOW) -> str:
-        """The whole condition."""
-        value = self.value_expression(window)
-        whole = f"(\n{_indented(value)}\n)" if "\n" in value else f"({value})" if " " in value else value
-        return f"{whole} {self.comparison} {self.threshold:g}"
-
-    @property
-    def anchor(self) -> str:
-        """Where the runbook has its entry."""
-        return f"{RUNBOOK}#{self.runbook.lower().replace(' ', '-')}"
 
 
 def rules_yaml(window: str = WINDOW, hold: float = 1.0) -> str:
@@ -115,14 +67,6 @@ def _duration(milliseconds: int) -> str:
         if milliseconds % size == 0:
             return f"{milliseconds // size}{unit}"
     return f"{milliseconds}ms"
-
-
-def _over(template: str, window: str) -> str:
-    return template.replace("[WINDOW]", f"[{window}]")
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 class _Dumper(yaml.SafeDumper):
@@ -215,15 +159,19 @@ max by (instance, device) (
     ),
 )
 
-_STALLED = """\
-(time() - max by (job) (asyncpipe_last_step_timestamp_seconds))
+_STALLED = f"""\
+(time() - max by (job) (
+  asyncpipe_last_step_timestamp_seconds {RESTING}
+))
 / on (job) clamp_min(
   10 * sum by (job) (asyncpipe_step_duration_seconds_sum)
     / (sum by (job) (asyncpipe_step_duration_seconds_count) > 0)
   or on (job) 0 * max by (job) (asyncpipe_last_step_timestamp_seconds),
   60
 )
-or on (job) 2 + 0 * max by (job) (asyncpipe_observer_failures_total offset 15m)"""
+or on (job) 2 + 0 * max by (job) (
+  asyncpipe_observer_failures_total offset 15m {RESTING}
+)"""
 """How many times over the time is up. The mean is over all steps, since a job that stalls has none in the window.
 A job that has been there for a while without any step counts as well."""
 
@@ -326,7 +274,10 @@ sum by (job) (
     ),
     Alert(
         name="AsyncpipeSnapshotTooOld",
-        value="time() - max by (job) (asyncpipe_last_snapshot_timestamp_seconds)",
+        value=f"""\
+time() - max by (job) (
+  asyncpipe_last_snapshot_timestamp_seconds {RESTING}
+)""",
         comparison=">",
         threshold=3600,
         hold=60,
@@ -346,4 +297,5 @@ sum by (job) (
         description="Training goes on, but an observer of {{ $labels.job }} fails: {{ $labels.reason }}.",
         runbook="AsyncpipeObserverFailing",
     ),
+    *SERVICE_ALERTS,
 )

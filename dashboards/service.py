@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from asyncpipe.core.task import TaskKind
 from asyncpipe.observe.kinds import COLOURS, NAMES
 from dashboards.board import Band, Section, board
+from dashboards.jobs import jobs
 from dashboards.panels import SERVICE, Face, Property, Query, called, lines, number, table, thresholds
-from dashboards.queries import mean, quantile, quantile_of_all, rate, series, total
+from dashboards.queries import increase, mean, quantile, quantile_of_all, rate, series, total
 from dashboards.sdk import Dashboard, Panel
 from dashboards.states import in_steps
 
@@ -38,7 +39,8 @@ def service(runbook: Sequence[Band]) -> Dashboard:
     """The dashboard, ready to be written, with the ``runbook``'s panels at its end."""
     sections = (
         Section("", (Band(6, ((_jobs(), 24),)), _progress())),
-        Section("Queue and scheduler", _scheduler()),
+        Section("Jobs of the service", jobs()),
+        Section("Tasks and scheduler", _scheduler()),
         Section("What fails", _failures()),
         Section("Snapshots and versions", _snapshots()),
         Section("Runbook", runbook),
@@ -192,7 +194,7 @@ def _snapshots() -> tuple[Band, ...]:
         Query(quantile_of_all(share, "snapshot_duration_seconds", "job"), f"{name} {{{{job}}}}")
         for share, name in (MEDIAN, MOST)
     ]
-    made = Query(f"sum by (outcome) (increase({series('snapshots_total')}[$__range]))", "{{outcome}}")
+    made = Query(total("outcome", increase("snapshots_total")), "{{outcome}}")
     shown = (
         (lines(took, *durations), 8),
         (lines(age, Query(_since("last_snapshot"), "{{job}}")), 6),
@@ -212,8 +214,12 @@ def _quantiles(histogram: str, by: str, legend: str, *shares: Quantile) -> list[
 
 
 def _since(what: str) -> str:
-    return f"time() - max by (job) ({series(f'{what}_timestamp_seconds')})"
+    # A service shows jobs for a while that have ended or pause; those are not late.
+    return (
+        f"time() - max by (job) ({series(f'{what}_timestamp_seconds')}\n"
+        f"  unless on (instance, job) {series('job_running')} == 0)"
+    )
 
 
 def _lately(metric: str, *matchers: str) -> str:
-    return f"sum by (job) (increase({series(metric, *matchers)}[$__range]))"
+    return total("job", increase(metric, *matchers))

@@ -70,6 +70,7 @@ def job_text(job: Mapping[str, Any]) -> str:
         ("job", job["id"]),
         ("name", job["name"]),
         ("state", f"{_state(job)}: {job['cause']}"),
+        *([("waits for", job["waits_for"])] if job.get("waits_for") else []),
         ("entry", job["entry"]),
         ("class", f"{job['priority_class']}, weight {job['weight']:g}"),
         ("schedule", job.get("schedule") or ""),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["CONTRACT", "HISTOGRAMS", "nodes"]
+__all__ = ["CONTRACT", "HISTOGRAMS", "SERVICE", "nodes"]
 
 HISTOGRAMS = {
     "step_duration_seconds": (),
@@ -14,7 +14,21 @@ HISTOGRAMS = {
     "scheduler_loop_lag_seconds": (),
     "scheduler_dispatch_seconds": (),
     "snapshot_duration_seconds": (),
+    "job_queue_seconds": (),
 }
+SERVICE = {
+    "jobs": ("state",),
+    "job_transitions_total": ("to",),
+    "job_retries_total": ("how",),
+    "job_queue_seconds_bucket": ("le",),
+    "job_queue_seconds_sum": (),
+    "job_queue_seconds_count": (),
+    "service_ready": (),
+    "store_commits_total": (),
+    "hung_tasks_total": (),
+    "job_log_failures_total": (),
+}
+"""What a service tells of itself; these alone have no label for a job."""
 CONTRACT = {
     "steps_total": ("outcome",),
     "tasks_total": ("kind", "outcome"),
@@ -39,8 +53,10 @@ CONTRACT = {
     "last_step_timestamp_seconds": (),
     "last_snapshot_timestamp_seconds": (),
     "build_info": ("version",),
+    "job_running": (),
     **{f"{name}_bucket": (*labels, "le") for name, labels in HISTOGRAMS.items()},
     **{f"{name}_{part}": labels for name, labels in HISTOGRAMS.items() for part in ("sum", "count")},
+    **SERVICE,
 }
 """What dashboards, rules and people's own queries count on: a name that goes, or loses a label, breaks them."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import promql_parser
 import pytest
 import yaml
-from contract import CONTRACT, nodes
+from contract import CONTRACT, SERVICE, nodes
 
 from asyncpipe.errors import OptionError
 from dashboards import build
@@ -20,7 +20,7 @@ from dashboards.board import Band, Section, board
 from dashboards.build import FOLDER, expressions, rendered
 from dashboards.panels import Face, Query, lines, panel_id, text
 from dashboards.pipeline import pipeline
-from dashboards.queries import SERVED, Expression, series, substituted
+from dashboards.queries import OF_SERVICE, SERVED, Expression, series, substituted
 from dashboards.states import STATES, dominating, dominating_code, share
 
 BOARDS = {name: json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")) for name in ("pipeline", "service")}
@@ -73,6 +73,12 @@ def test_the_json_has_the_form_that_reviews_can_read(board):
 def test_the_metrics_are_those_that_were_promised():
     assert SERVED.keys() == CONTRACT.keys()
     assert {name: set(labels) for name, labels in SERVED.items()} == {n: set(labels) for n, labels in CONTRACT.items()}
+    assert OF_SERVICE.keys() == SERVICE.keys()
+
+
+def test_every_metric_of_the_service_is_shown():
+    asked = {selector.name.removeprefix("asyncpipe_") for found in EXPRESSIONS for selector in selectors(found)}
+    assert {name for name in SERVICE if not name.endswith(("_sum", "_count"))} <= asked
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS, ids=lambda found: f"{found.panel} {found.ref}")
@@ -80,9 +86,10 @@ def test_every_expression_asks_for_what_is_served(expression):
     asked = selectors(expression)
     assert asked
     for selector in asked:
-        labels = CONTRACT[selector.name.removeprefix("asyncpipe_")]
+        name = selector.name.removeprefix("asyncpipe_")
+        labels = CONTRACT[name]
         matched = {matcher.name: matcher.value for matcher in selector.matchers.matchers}
-        assert matched["job"] == "$job"
+        assert matched.get("job") == (None if name in SERVICE else "$job")
         assert set(matched) <= {"job", *labels}
         if "device" in labels and "_memory_" not in selector.name:
             assert matched["device"] == "$device"
@@ -92,9 +99,13 @@ def test_every_expression_asks_for_what_is_served(expression):
 def test_sums_are_by_labels_that_are_there(expression):
     there = {
         "job",
+        "instance",
         "reason",
         *(label for s in selectors(expression) for label in CONTRACT[s.name[len("asyncpipe_") :]]),
     }
+    if any(selector.name.removeprefix("asyncpipe_") in SERVICE for selector in selectors(expression)):
+        # Prometheus gives these the name of its scrape configuration for a job.
+        there.remove("job")
     for labels in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression.expr):
         assert set(labels.split(", ")) <= there
     assert re.search(r"\bby \(", expression.expr)
@@ -102,7 +113,7 @@ def test_sums_are_by_labels_that_are_there(expression):
 
 def test_rates_are_of_counters_over_the_interval_of_the_panel():
     for expression in EXPRESSIONS:
-        for metric, window in re.findall(r"asyncpipe_(\w+)\{[^}]*\}\[(.*?)\]", expression.expr):
+        for metric, window in re.findall(r"asyncpipe_(\w+)(?:\{[^}]*\})?\[(.*?)\]", expression.expr):
             assert metric.endswith(("_total", "_bucket", "_sum", "_count"))
             assert window in ("$__rate_interval", "$__range")
 
@@ -220,6 +231,10 @@ def test_what_is_not_served_cannot_be_asked_for():
         series("bubbles")
     with pytest.raises(OptionError, match="asyncpipe_loss has no label stage"):
         series("loss", 'stage="1"')
+    with pytest.raises(OptionError, match="asyncpipe_service_ready has no label job; it has none"):
+        series("service_ready", 'job="x"')
+    with pytest.raises(OptionError, match="asyncpipe_jobs has no label stage; it has state"):
+        series("jobs", 'stage="1"')
 
 
 def test_substitution_leaves_no_variable():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 
 import promql_parser
 import pytest
 from contract import CONTRACT, HISTOGRAMS, nodes
 
+from asyncpipe.cli import _parser
 from asyncpipe.errors import OptionError
 from dashboards import build, runbook
 from dashboards.build import FOLDER
@@ -67,6 +69,16 @@ def test_the_panels_that_the_runbook_names_are_there():
     assert [(title, board) for title, board in named if title not in titles[board.lower()]] == []
     words = {" ".join(title.split()) for title in re.findall(r"(?<!\*)\*([A-Z][^*]+)\*(?!\*)", RUNBOOK)}
     assert words - titles["pipeline"] - titles["service"] <= {"Pipeline", "Service", "Explore"}
+
+
+def test_the_commands_that_the_runbook_gives_are_there():
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", RUNBOOK)]
+    commands = [span for span in spans if span.startswith("asyncpipe jobs ")]
+    assert len(set(commands)) > 6
+    for command in commands:
+        assert _parser().parse_args(shlex.split(command)[1:]).run
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["jobs", "explain", "JOB"])
 
 
 def test_a_link_within_the_runbook_leads_to_its_panel():

@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real training run: every expression of every panel and every rule has data.
+"""A real Prometheus scrapes a real service that trains: every expression of every panel and every rule has data.
 
 A metric that was renamed, a label that is not there, a rate of something that begins with its first failure: all
 leave a panel empty or an alert silent, and nobody would notice.
@@ -7,17 +7,18 @@ leave a panel empty or an alert silent, and nobody would notice.
 from __future__ import annotations
 
 import math
-import shutil
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 import pytest
 from prometheus import Prometheus, poll, running
 
+from asyncpipe.service.client import JobClient
 from dashboards import rules
 from dashboards.build import expressions, substituted
 
@@ -26,64 +27,58 @@ WINDOW = "5s"
 PATIENCE = 25.0
 """Seconds in which everything must have data: a window, a snapshot, and what a busy machine takes."""
 
-JOB = """\
-name = "charlm"
+DEVICES = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+JOB = {
+    "name": "charlm",
+    "entry": "charlm:build",
+    "parameters": {"width": 8, "blocks": 4, "heads": 2, "context": 16, "max_bytes": 20_000},
+    "pipeline": {"devices": DEVICES, "microbatches": 4},
+    "training": {"steps": 1_000_000, "batch_size": 8, "learning_rate": 1e-2},
+    "snapshots": {"every": 20},
+}
+SHORT = {**JOB, "name": "short", "training": {**JOB["training"], "steps": 2}}
 
-[job]
-entry = "charlm:build"
-[job.parameters]
-width = 8
-blocks = 4
-heads = 2
-context = 16
-max_bytes = 20000
 
-[pipeline]
-devices = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
-microbatches = 4
+class Served(NamedTuple):
+    """Where a service is, and its metrics."""
 
-[training]
-steps = 1000000
-batch_size = 8
-learning_rate = 1e-2
-
-[observe]
-metrics_port = 0
-
-[snapshots]
-folder = "snapshots"
-every = 20
-"""
+    url: str
+    metrics: str
 
 
 @pytest.fixture(scope="module")
-def scraped(tmp_path_factory: pytest.TempPathFactory, prometheus_program: str) -> Iterator[str]:
-    """The address of a training run of the example that serves metrics."""
+def served(tmp_path_factory: pytest.TempPathFactory, prometheus_program: str) -> Iterator[Served]:
+    """A service that trains the example."""
     folder: Path = tmp_path_factory.mktemp("run")
-    shutil.copy(CHARLM / "charlm.py", folder)
-    (folder / "job.toml").write_text(JOB, encoding="utf-8")
-    command = [sys.executable, "-m", "asyncpipe", "train", "job.toml", "--no-progress"]
+    command = [sys.executable, "-m", "asyncpipe", "serve", "--devices", ",".join(DEVICES), "--entry", "charlm:build"]
+    command += ["--entry-path", str(CHARLM), "--port", "0", "--metrics-port", "0"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCPIPE_")}
     log = folder / "stderr"
     with (
         log.open("w") as errors,
-        subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
     ):
         try:
             assert process.stdout is not None
-            url = next((line for line in process.stdout if line.startswith("metrics: ")), None)
-            assert url is not None, log.read_text(encoding="utf-8")
-            yield url.removeprefix("metrics: ").strip()
+            found = Served(*(process.stdout.readline().strip().partition(": ")[2] for _ in Served._fields))
+            assert found.metrics.endswith("/metrics"), log.read_text(encoding="utf-8")
+            JobClient(found.url).submit(JOB)
+            yield found
             assert process.poll() is None, log.read_text(encoding="utf-8")
         finally:
             process.kill()
 
 
 @pytest.fixture(scope="module")
-def watching(scraped: str, prometheus_program: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """The Prometheus that scrapes it."""
-    target = scraped.removeprefix("http://").removesuffix("/metrics")
+def watching(served: Served, prometheus_program: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """The Prometheus that scrapes it, and sees another job begin and end."""
+    target = served.metrics.removeprefix("http://").removesuffix("/metrics")
     text = rules.rules_yaml(WINDOW, hold=0.005)
     with running(prometheus_program, tmp_path_factory.mktemp("prometheus"), [target], text) as prometheus:
+        assert poll(lambda: prometheus.query("asyncpipe_job_queue_seconds_count"), PATIENCE)
+        JobClient(served.url).submit(SHORT)
         yield prometheus
 
 
@@ -131,9 +126,15 @@ def test_the_label_job_is_the_training_jobs(watching: Prometheus) -> None:
     def jobs() -> set[str]:
         return {series["metric"].get("job", "") for series in watching.query("asyncpipe_steps_total")}
 
-    assert poll(jobs, PATIENCE)
-    assert jobs() == {"charlm"}
+    assert poll(lambda: len(jobs()) == 2, PATIENCE)
+    assert jobs() == {"charlm", "short"}
     assert watching.query("asyncpipe_steps_total{exported_job!=''}") == []
+
+
+def test_the_service_itself_is_told_by_its_address(served: Served, watching: Prometheus) -> None:
+    [ready] = watching.query("min by (instance) (asyncpipe_service_ready)")
+    assert ready["metric"] == {"instance": served.metrics.removeprefix("http://").removesuffix("/metrics")}
+    assert ready["value"][1] == "1"
 
 
 def test_every_rule_is_evaluated_without_an_error(watching: Prometheus) -> None:
@@ -144,8 +145,8 @@ def test_every_rule_is_evaluated_without_an_error(watching: Prometheus) -> None:
     assert [(rule["name"], rule["lastError"]) for rule in evaluated() if rule["health"] != "ok"] == []
 
 
-def test_promtool_has_nothing_to_say_about_the_metrics(scraped: str, promtool: str) -> None:
-    with urlopen(scraped, timeout=10) as answer:
+def test_promtool_has_nothing_to_say_about_the_metrics(served: Served, promtool: str) -> None:
+    with urlopen(served.metrics, timeout=10) as answer:
         text = answer.read()
     done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")

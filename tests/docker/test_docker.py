@@ -15,6 +15,8 @@ import pytest
 import torch
 import yaml
 
+from asyncpipe.service.intake.service_settings import ServiceSettings
+
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 COMPOSE_FILES = ["compose.yaml", "compose.cuda.yaml"]
@@ -72,10 +74,12 @@ def test_layers_go_from_what_seldom_changes_to_what_often_does(image):
 
 
 def test_all_that_the_image_installs_is_pinned():
-    command = [sys.executable, "-I", str(DOCKER / "requirements.py"), "cli"]
+    command = [sys.executable, "-I", str(DOCKER / "requirements.py"), "cli", "service"]
     printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert printed == project["dependencies"] + project["optional-dependencies"]["cli"]
+    extras = project["optional-dependencies"]
+    assert printed == project["dependencies"] + extras["cli"] + extras["service"]
+    assert "python requirements.py cli service >" in (DOCKER / "Dockerfile").read_text(encoding="utf-8")
     pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     wanted = {re.match(r"[\w-]+", line)[0] for line in [*printed, "torch"]}
     assert {name.replace("-", "_") for name in wanted} <= {name.replace("-", "_") for name in pinned}
@@ -128,15 +132,20 @@ def test_docker_compose_reads_them_as_meant(names, tool, compose, compose_cuda):
     resolved = json.loads(run.stdout)["services"]
     written = (compose if len(names) == 1 else compose_cuda)["services"]
     for name, service in resolved.items():
-        assert [port["host_ip"] for port in service["ports"]] == ["127.0.0.1"]
+        assert {port["host_ip"] for port in service.get("ports", ())} <= {"127.0.0.1"}
         assert service["image"] == written[name]["image"]
         for volume in service["volumes"]:
             assert volume["type"] == "volume" or Path(volume["source"]).exists()
     training = resolved["training"]
-    assert training["command"] == written["training"]["command"]
+    for name in ("training", "submit"):
+        assert resolved[name]["command"] == written[name]["command"]
+        assert resolved[name]["entrypoint"] == written[name]["entrypoint"]
+    device = "cpu:0" if len(names) == 1 else "cuda:0"
+    assert {resolved[name]["environment"]["ASYNCPIPE_DEVICES"].split(",")[0] for name in ("training", "submit")} == {
+        device
+    }
     assert Path(training["build"]["context"]) == ROOT
     assert training["build"]["target"] == written["training"]["image"].removeprefix("asyncpipe:")
-    assert training["entrypoint"] == written["training"]["entrypoint"]
 
 
 def test_every_mount_exists_and_cannot_be_written(compose):
@@ -161,7 +170,10 @@ def test_every_service_is_locked_down_and_pinned(compose, compose_cuda):
         assert service["restart"] in {"unless-stopped", "on-failure:3"}
         assert "privileged" not in service
         assert "network_mode" not in service
-        if "build" not in service:
+        if service["image"].startswith("asyncpipe:"):
+            # Built here, and asked for nowhere else.
+            assert "build" in service or service["pull_policy"] == "never"
+        else:
             assert re.fullmatch(r"\w+/\w+:v?\d+\.\d+\.\d+", service["image"])
 
 
@@ -172,57 +184,98 @@ def test_a_service_starts_when_what_it_needs_is_healthy(compose):
             assert condition == {"condition": "service_healthy"}
             assert services[other]["healthcheck"]["test"][0] == "CMD"
     assert set(services["training"]["depends_on"]) == set(services["grafana"]["depends_on"]) == {"prometheus"}
+    assert set(services["submit"]["depends_on"]) == {"training"}
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_port_of_the_metrics_is_the_same_everywhere(target, image, compose, compose_cuda, in_docker):
+def test_ports_are_the_same_everywhere(target, image, compose, compose_cuda, in_docker):
     built = image(target)
     files = compose if target == "cpu" else compose_cuda
     training = files["services"]["training"]
-    (port,) = built.ports
+    metrics, api = built.ports
     for command in (built.command, training["command"]):
-        assert int(option(command, "--metrics-port")) == port
+        assert int(option(command, "--metrics-port")) == metrics
         assert option(command, "--metrics-address") == "0.0.0.0"
-    assert f"http://127.0.0.1:{port}/metrics" in built.healthcheck[2]
-    assert list(published(training)) == [(port, port)]
+    assert f"http://127.0.0.1:{metrics}/metrics" in built.healthcheck[2]
+    assert (int(option(training["command"], "--port")), option(training["command"], "--address")) == (api, "0.0.0.0")
+    assert f"http://127.0.0.1:{api}/readyz" in training["healthcheck"]["test"][3]
+    assert sorted(published(training)) == [(api, api), (metrics, metrics)]
+    assert files["services"]["submit"]["environment"]["ASYNCPIPE_URL"] == f"http://training:{api}"
+    assert option(training["command"], "--host") == "training"
     (scrape,) = in_docker("prometheus/prometheus.yml")["scrape_configs"]
-    assert scrape["static_configs"] == [{"targets": [f"training:{port}"]}]
-    assert training["networks"] == ["metrics"]
+    assert scrape["static_configs"] == [{"targets": [f"training:{metrics}"]}]
+    assert training["networks"] == files["services"]["submit"]["networks"] == ["metrics"]
     assert "metrics" in files["services"]["prometheus"]["networks"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_commands_name_a_job_that_the_image_has(target, image, compose, compose_cuda):
+def test_commands_name_files_that_the_image_has(target, image, compose, compose_cuda):
     built = image(target)
-    files = compose if target == "cpu" else compose_cuda
+    services = (compose if target == "cpu" else compose_cuda)["services"]
     copied = {destination: ROOT / source for source, destination in built.copies}
-    for command in (built.command, files["services"]["training"]["command"]):
-        assert command[0] == "train"
-        job = Path(command[1])
-        folder = next(parent for parent in job.parents if str(parent) in copied)
-        assert (copied[str(folder)] / job.relative_to(folder)).is_file()
-        assert ("--device-type" in " ".join(command)) == (target == "cuda")
+
+    def in_repository(path):
+        folder = next(parent for parent in Path(path).parents if str(parent) in copied)
+        return copied[str(folder)] / Path(path).relative_to(folder)
+
+    assert built.command[0] == "train"
+    assert in_repository(built.command[1]).is_file()
+    assert ("--device-type" in " ".join(built.command)) == (target == "cuda")
+    job = in_repository(services["submit"]["command"][0])
+    command = services["training"]["command"]
+    assert command[0] == "serve"
+    assert in_repository(option(command, "--entry-path")) == job.parent
+    assert option(command, "--entry") == tomllib.loads(job.read_text(encoding="utf-8"))["job"]["entry"]
 
 
 def test_the_cuda_file_changes_nothing_but_the_devices(compose, compose_cuda):
-    command = compose_cuda["services"]["training"]["command"]
-    assert command == [*compose["services"]["training"]["command"], "--device-type=cuda"]
+    for name in ("training", "submit"):
+        plain, cuda = compose["services"][name], compose_cuda["services"][name]
+        changed = {key for key in cuda if cuda[key] != plain.get(key)}
+        assert changed <= {"image", "build", "environment", "mem_limit", "deploy"}
+        assert cuda["image"] == "asyncpipe:cuda"
+        without = {key: value for key, value in plain["environment"].items() if key != "ASYNCPIPE_DEVICES"}
+        assert without.items() <= cuda["environment"].items()
+        default = re.fullmatch(r"\$\{ASYNCPIPE_DEVICES:-(.+)\}", cuda["environment"]["ASYNCPIPE_DEVICES"])[1]
+        assert len(default.split(",")) == len(plain["environment"]["ASYNCPIPE_DEVICES"].split(","))
     assert compose_cuda["services"]["training"]["build"]["target"] == "cuda"
     assert {name: compose_cuda["services"][name] for name in ("prometheus", "grafana")} == {
         name: compose["services"][name] for name in ("prometheus", "grafana")
     }
 
 
-def test_what_the_job_writes_goes_to_its_volume(compose, image):
+def test_the_service_is_set_as_its_settings_want(compose, tmp_path, monkeypatch):
     training = compose["services"]["training"]
-    assert training["volumes"] == [f"training:{image('cpu').workdir}"]
-    job = tomllib.loads((ROOT / "examples" / "charlm" / "charlm.toml").read_text(encoding="utf-8"))
-    written = [job["observe"]["trace"], job["observe"]["timeline"], "snapshots/"]
-    assert not [path for path in written if Path(path).is_absolute()]
-    shell = training["entrypoint"][2]
-    assert '--snapshots "snapshots/' in shell
-    # A single one is a variable of Compose's own.
-    assert "$" not in shell.replace("$$", "")
+    flags = dict(word.removeprefix("--").split("=", 1) for word in training["command"][1:])
+    (token := tmp_path / "token").write_text("0123456789abcdef\n")
+    token.chmod(0o600)
+    for name, value in training["environment"].items():
+        monkeypatch.setenv(name, str(token) if name == "ASYNCPIPE_TOKEN_FILE" else value)
+    renamed = {"entry": "entries", "host": "hosts"}
+    given = {renamed.get(key, key.replace("-", "_")): value for key, value in flags.items()}
+    settings = ServiceSettings(**given | {"entry_path": ROOT / "examples" / "charlm"})
+    assert settings.token is not None
+    assert list(settings.entries) == ["charlm:build"]
+    assert int(training["stop_grace_period"].removesuffix("s")) == settings.grace_seconds + 10
+    assert len(settings.devices) == 4  # As the example has.
+
+
+def test_what_the_service_writes_goes_to_its_volume(compose, image):
+    workdir = image("cpu").workdir
+    training, submit = compose["services"]["training"], compose["services"]["submit"]
+    assert training["volumes"] == [f"training:{workdir}"]
+    assert submit["volumes"] == [f"training:{workdir}:ro"]
+    assert Path(option(training["command"], "--folder")).parent == Path(workdir)
+    for service in (training, submit):
+        assert service["environment"]["ASYNCPIPE_TOKEN_FILE"] == f"{workdir}/token"
+        # A single one is a variable of Compose's own.
+        assert "$" not in service["entrypoint"][2].replace("$$", "")
+
+
+def test_the_example_is_submitted_once(compose):
+    submit = compose["services"]["submit"]
+    assert option(submit["command"], "--key")
+    assert (submit["restart"], submit["healthcheck"]) == ("on-failure:3", {"disable": True})
 
 
 # Prometheus

@@ -10,13 +10,14 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
@@ -50,38 +51,58 @@ class Container:
             "PYTHONSAFEPATH": "1",
         }
 
+    def here(self, text: str) -> str:
+        """``text`` with paths of the image as they are here, and free ports on loopback for the container's own."""
+        for path in ("/opt/asyncpipe", self.image.workdir):
+            text = re.sub(rf"(?<![\w/]){path}\b", f"{self.root}{path}", text)
+        return re.sub(r"\b(9400|8080)\b", "0", text).replace("0.0.0.0", "127.0.0.1")
+
     @contextmanager
-    def running(self, command: list[str]) -> Iterator[tuple[subprocess.Popen[str], int]]:
-        """The process that ``command`` starts, and the port of its metrics, when it serves them."""
-        # Any free port on loopback stands for the container's own, of which there is one per container.
-        words = [word.replace("/opt/asyncpipe", f"{self.root}/opt/asyncpipe") for word in command]
-        words = [word.replace("9400", "0").replace("0.0.0.0", "127.0.0.1") for word in words]
+    def running(self, command: list[str], **environment: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
+        """The process that ``command`` starts, and its ports, once it has told that of its metrics."""
         process = subprocess.Popen(
-            words,
+            [self.here(word) for word in command],
             cwd=self.workdir,
-            env=self.environment,
+            env=self.environment | {name: self.here(value) for name, value in environment.items()},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
+        ports: dict[str, int] = {}
         try:
             assert process.stdout is not None
-            line = process.stdout.readline()
-            found = re.search(r"^metrics: http://127.0.0.1:(\d+)/metrics$", line)
-            assert found, line + process.stdout.read()
-            yield process, int(found[1])
+            printed = ""
+            while "metrics" not in ports:
+                line = process.stdout.readline()
+                printed += line
+                assert line, printed
+                if found := re.match(r"(service|metrics): http://127.0.0.1:(\d+)", line):
+                    ports[found[1]] = int(found[2])
+            yield process, ports
         finally:
             # With all that it has started, should one of them have outlived it.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
 
-    def healthy(self, port: int) -> bool:
-        """What the image's health check says, asked as the engine asks."""
-        test = [word.replace("9400", str(port)) for word in self.image.healthcheck]
-        run = subprocess.run(test, cwd=self.workdir, env=self.environment, check=False, capture_output=True)
-        return run.returncode == 0
+    def run(self, command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+        """What ``command`` came to. Its environment is taken as it is, with paths as they are here."""
+        return subprocess.run(
+            [self.here(word) for word in command],
+            cwd=self.workdir,
+            env=self.environment | environment,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+
+    def healthy(self, test: list[str], ports: dict[str, int]) -> bool:
+        """What a health check says, asked as the engine asks."""
+        named = {"9400": ports["metrics"], "8080": ports.get("service", 0)}
+        words = [re.sub(r"\b(9400|8080)\b", lambda found: str(named[found[0]]), word) for word in test]
+        return subprocess.run(words, cwd=self.workdir, env=self.environment, capture_output=True).returncode == 0
 
     def files(self) -> set[str]:
         """Everything in it, but for its working directory."""
@@ -97,28 +118,53 @@ def container(image, tmp_path) -> Container:
 def test_the_image_trains_is_healthy_meanwhile_and_writes_to_its_working_directory_alone(container):
     before = container.files()
     command = [*container.image.entrypoint, *container.image.command, "--steps", "2"]
-    with container.running(command) as (process, port):
-        assert container.healthy(port)
+    with container.running(command) as (process, ports):
+        assert container.healthy(container.image.healthcheck, ports)
         printed, _ = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, printed
     assert "charlm: 2 steps in " in printed
     assert "held-out loss" in printed
     assert {path.name for path in (container.workdir / "runs").iterdir()} == {"charlm.json", "charlm.svg"}
     assert container.files() == before
-    assert not container.healthy(port)
+    assert not container.healthy(container.image.healthcheck, ports)
 
 
-def test_the_compose_services_work_together(container, compose, mounts, tool, tmp_path):
-    prometheus = tool("prometheus", "Debian's package prometheus")
-    service = compose["services"]["training"]
+@contextmanager
+def serving(container: Container, service) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
+    """The compose file's service that trains."""
     entrypoint = [word.replace("$$", "$") for word in service["entrypoint"]]
-    with container.running([*entrypoint, *service["command"]]) as (job, metrics):
+    with container.running([*entrypoint, *service["command"]], **service["environment"]) as found:
+        yield found
+
+
+def submitted(container: Container, service, ports: dict[str, int]) -> str:
+    """The id of the job that the compose file's ``submit`` has submitted."""
+    entrypoint = [word.replace("$$", "$") for word in service["entrypoint"]]
+    environment = {name: container.here(value) for name, value in service["environment"].items()}
+    environment["ASYNCPIPE_URL"] = f"http://127.0.0.1:{ports['service']}"
+    done = container.run([*entrypoint, *service["command"]], **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.timeout(150)
+def test_the_compose_services_work_together(container, compose, mounts, tool, tmp_path):
+    """A fresh ``up`` trains the example and Prometheus sees it; after a stop, the next one goes on with it."""
+    prometheus = tool("prometheus", "Debian's package prometheus")
+    before = container.files()
+    training, submit = compose["services"]["training"], compose["services"]["submit"]
+    with serving(container, training) as (service, ports):
+        assert eventually(lambda: container.healthy(training["healthcheck"]["test"][1:], ports))
+        assert stat.S_IMODE((container.workdir / "token").stat().st_mode) == 0o600
+        token = (container.workdir / "token").read_text()
+        assert refused(ports["service"])
+        job = submitted(container, submit, ports)
         watcher = compose["services"]["prometheus"]
         root = tmp_path / "prometheus"
         mounts("prometheus", root)
         (root / "prometheus").mkdir()
         configuration = root / "etc/prometheus/prometheus.yml"
-        text = configuration.read_text(encoding="utf-8").replace("training:9400", f"127.0.0.1:{metrics}")
+        text = configuration.read_text(encoding="utf-8").replace("training:9400", f"127.0.0.1:{ports['metrics']}")
         # Faster than in a container, so that the test need not wait; and no longer than a scrape may take.
         configuration.write_text(text.replace("5s", "1s").replace("4s", "1s"), encoding="utf-8")
         with prometheus_running(prometheus, watcher["command"], root) as port:
@@ -127,14 +173,38 @@ def test_the_compose_services_work_together(container, compose, mounts, tool, tm
             steps = 'asyncpipe_steps_total{job="charlm",outcome="ok"}'
             assert eventually(lambda: any(float(value) >= 1 for value in query(port, steps)))
             assert query(port, 'up{job="asyncpipe"}') == ["1"]
+            assert query(port, 'asyncpipe_jobs{state="running"}') == ["1"]
             assert eventually(lambda: all(rule["health"] == "ok" for rule in rules(port)))
             assert {rule["type"] for rule in rules(port)} == {"alerting", "recording"}
-        job.send_signal(signal.SIGTERM)
-        printed, _ = job.communicate(timeout=SECONDS)
-    assert job.returncode == 128 + signal.SIGTERM, printed
-    (folder,) = (container.workdir / "snapshots").iterdir()
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d", folder.name)
-    assert [path.name for path in folder.glob("step-*/snapshot.json")] == ["snapshot.json"]
+        service.send_signal(signal.SIGTERM)
+        printed, _ = service.communicate(timeout=SECONDS)
+        assert service.returncode == 0, printed
+    assert list((container.workdir / "service" / "jobs" / job / "snapshots").glob("step-*/snapshot.json"))
+    with serving(container, training) as (_, ports):
+        assert (container.workdir / "token").read_text() == token
+        assert eventually(lambda: container.healthy(training["healthcheck"]["test"][1:], ports))
+        assert submitted(container, submit, ports) == job
+        found = tells(container, ports, "show", job)
+        assert (found["state"], found["attempts"]) == ("running", 2)
+        assert [each["id"] for each in tells(container, ports, "list")] == [job]
+    assert container.files() == before
+
+
+def refused(port: int) -> bool:
+    """Whether the service wants a token."""
+    with pytest.raises(HTTPError) as error:
+        urlopen(f"http://127.0.0.1:{port}/v1/jobs", timeout=5)
+    error.value.close()
+    return error.value.code == 401
+
+
+def tells(container: Container, ports: dict[str, int], *command: str):
+    """What ``docker compose exec training asyncpipe jobs …`` shows, as JSON."""
+    environment = {"ASYNCPIPE_TOKEN_FILE": str(container.workdir / "token")}
+    url = f"http://127.0.0.1:{ports['service']}"
+    done = container.run(["asyncpipe", "jobs", *command, "--json", "--url", url], **environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @contextmanager

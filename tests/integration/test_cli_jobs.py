@@ -97,6 +97,12 @@ class Service:
         return 200, {**job, "document": {"training": {"steps": 450}, "parameters": {"width": 8}}}
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    """Tables are cut to the terminal's width."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     class Handler(BaseHTTPRequestHandler):

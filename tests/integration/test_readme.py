@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncpipe.observe.totals import COUNTERS, GAUGES, HISTOGRAMS
+from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
@@ -65,4 +66,7 @@ def test_the_files_that_it_names_are_there(page):
 def test_the_queries_ask_for_metrics_that_exist():
     asked = set(re.findall(r"asyncpipe_(\w+)", (ROOT / "dashboards" / "README.md").read_text(encoding="utf-8")))
     served = {f"{name}_total" for name in COUNTERS} | set(GAUGES) | {f"{name}_bucket" for name in HISTOGRAMS}
+    for family in ServiceMetrics().collect():
+        name = family.name.removeprefix("asyncpipe_")
+        served |= {name, f"{name}_total", f"{name}_bucket"}
     assert asked <= served, asked - served

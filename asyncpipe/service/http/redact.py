@@ -34,7 +34,7 @@ class Redactor:
         hidden = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
         known = sorted(names, key=len, reverse=True)
         self._secrets = re.compile("|".join(map(re.escape, hidden))) if hidden else None
-        self._folders = re.compile("|".join(rf"{re.escape(name)}[/\\]?" for name in known)) if known else None
+        self._folders = re.compile("|".join(map(_as_folder, known))) if known else None
 
     def __call__(self, text: str, longest: int = 2000) -> str:
         """``text``, cut to ``longest`` characters, without what nobody outside needs to know."""
@@ -44,6 +44,12 @@ class Redactor:
             text = self._folders.sub("…/", text)
         text = _SCHEME.sub("…", text)
         return shorten(_PATH.sub(_last_part, text), longest)
+
+
+def _as_folder(name: str) -> str:
+    """What finds the folder ``name``; a single word only where something below it is named: it may be any word."""
+    end = r"(?:[/\\]|(?![\w.-]))" if re.search(r"[/\\]", name) else r"[/\\]"
+    return rf"(?<![\w./-]){re.escape(name)}{end}"
 
 
 def _last_part(found: re.Match[str]) -> str:

@@ -132,7 +132,10 @@ class ServiceMetrics(Collector):
         with self._lock:
             jobs, transitions, retries = dict(self._jobs), dict(self._transitions), dict(self._retries)
             waited, seconds, log_failures = list(self._waited), self._waited_seconds, self._log_failures
+            running = {each.job: job in self._running for job, each in self._collectors.items()}
         yield _labelled(GaugeMetricFamily, "asyncpipe_jobs", "Jobs by their state.", "state", jobs)
+        text = "Whether a job runs whose metrics are here: 1, or 0 after its run."
+        yield _labelled(GaugeMetricFamily, "asyncpipe_job_running", text, "job", running)
         yield _labelled(
             CounterMetricFamily,
             "asyncpipe_job_transitions",
