@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from asyncpipe.core.schedule import loop_placement as loop_placement
     from asyncpipe.core.schedule import zigzag_placement as zigzag_placement
     from asyncpipe.core.share import Share as Share
+    from asyncpipe.core.simulate import SimulatedJob as SimulatedJob
     from asyncpipe.core.simulate import simulate as simulate
+    from asyncpipe.core.simulate import simulate_jobs as simulate_jobs
     from asyncpipe.core.task import TaskKind as TaskKind
     from asyncpipe.errors import AsyncpipeError as AsyncpipeError
     from asyncpipe.errors import TaskError as TaskError
@@ -75,7 +77,7 @@ _HOMES = {
     "core.task": ("TaskKind",),
     "core.costs": ("Costs", "Jitter", "StageCosts"),
     "core.share": ("Share",),
-    "core.simulate": ("simulate",),
+    "core.simulate": ("SimulatedJob", "simulate", "simulate_jobs"),
     "errors": ("AsyncpipeError", "TaskError"),
     "ops.batchnorm": ("convert_deferred_batch_norm",),
     "ops.checkpoint": ("is_checkpointing", "is_recomputing"),

@@ -145,7 +145,7 @@ class Dispatcher:
                 continue
             first = lane.first(now, self._cap)
             if first is not None:
-                if _has_time(first, outlook, lane.awaited(first, now), certain=True):
+                if _has_time(first, outlook, lane.awaited(first, now)):
                     self._hand_over(first, commands, now)
                     self._unsettled[key] = lane
                 continue
@@ -176,9 +176,9 @@ class Dispatcher:
         self.dispatch_ready(self._dispatch(owner, task, claim, commands, now), commands, now)
 
 
-def _has_time(claim: Claim, outlook: Outlook, others: Iterable[Claim], *, certain: bool = False) -> bool:
+def _has_time(claim: Claim, outlook: Outlook, others: Iterable[Claim]) -> bool:
     """Whether the next task of ``claim`` would be over before any of ``others`` need the lane."""
     _, rank, step = claim.ready[0]
     graph = step.graph
     seconds = step.job.expected(graph.tasks[rank if graph.rule is None else graph.rule.by_rank[rank]])
-    return seconds is None or outlook.is_free(others, seconds, certain=certain)
+    return seconds is None or outlook.is_free(others, seconds)

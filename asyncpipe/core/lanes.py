@@ -22,7 +22,8 @@ a job has hardly ever two ready tasks on a lane; whoever else has one gets every
 the next gap. So a lane waits for a job that lags behind by more than a part of its step, if a task of it is expected
 before the other's would be over (as for background tasks, ``core/outlook.py``). Such waiting is known from disks: S.
 Iyer, P. Druschel, "Anticipatory scheduling: a disk scheduling framework to overcome deceptive idleness in synchronous
-I/O", SOSP 2001. Two lanes never wait for one another, since nobody waits for a task that could begin and does not.
+I/O", SOSP 2001. Lanes cannot wait for one another in a circle: what a lane waits for is shorter than what it holds
+back, so if that is held back on another lane, then for something shorter still.
 
 Tasks that a device holds cannot be taken back, so shares are as coarse as what is handed over ahead. While several
 foreground jobs are at work on a lane it holds two tasks: one runs, and one is there when it ends, so that the device
@@ -216,12 +217,7 @@ class LaneState:
         return min(ready, key=_tag)
 
     def awaited(self, chosen: Claim, now: float) -> list[Claim]:
-        """The foreground jobs that lag behind ``chosen`` and may come: it has to look whether there is time for it.
-
-        Nobody waits for copies, which are short.
-        """
-        if self.lane.queue is not Queue.COMPUTE:
-            return []
+        """The foreground jobs that lag behind ``chosen`` and may come: it has to look whether there is time for it."""
         return [
             claim
             for claim in self.claims

@@ -25,6 +25,8 @@ class Share:
     Steps with the same ``job`` are one job; the empty name is that of a pipeline which is by itself, and nothing is
     measured for it. Two foreground jobs of weights 1 and 3 get device time as 1 : 3 on every lane that both keep
     busy. A ``background`` job runs only where no foreground job needs the lane; weights count among such jobs, too.
+    The share of a job is that of the step that it submitted last.
+
     Raises ``OptionError`` for a weight that is not finite and positive.
     """
 
