@@ -116,6 +116,21 @@ class Dispatcher:
             if not self._unsettled:
                 return True
 
+    @property
+    def is_holding_back(self) -> bool:
+        """Whether something is ready and waits for others, who are not expected at any certain time."""
+        return bool(self._fillable) and self.again == inf
+
+    def go_on(self, commands: list[Command], now: float) -> bool:
+        """Nothing runs: who waits for others on a lane waits in a circle, or in vain. False if nobody does."""
+        for key, lane in tuple(self._fillable.items()):
+            first = lane.first(now, self._cap)
+            for claim in lane.background() if first is None else [first]:
+                self._hand_over(claim, commands, now)
+                self._unsettled[key] = lane
+                return True
+        return False
+
     def take_broken(self) -> list[tuple[StepState, int, ScheduleError]]:
         """The tasks at which a rule has raised since this was last asked, and what to tell about it."""
         broken, self._broken = self._broken, []
