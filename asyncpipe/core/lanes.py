@@ -22,8 +22,8 @@ a job has hardly ever two ready tasks on a lane; whoever else has one gets every
 the next gap. So a lane waits for a job that lags behind by more than a part of its step, if a task of it is expected
 before the other's would be over (as for background tasks, ``core/outlook.py``). Such waiting is known from disks: S.
 Iyer, P. Druschel, "Anticipatory scheduling: a disk scheduling framework to overcome deceptive idleness in synchronous
-I/O", SOSP 2001. Lanes cannot wait for one another in a circle: what a lane waits for is shorter than what it holds
-back, so if that is held back on another lane, then for something shorter still.
+I/O", SOSP 2001. Lanes may come to wait for one another in a circle, as what is expected changes while they wait. So
+where nothing runs and nobody is due at a certain time, somebody is let in (``Dispatcher.go_on``).
 
 Tasks that a device holds cannot be taken back, so shares are as coarse as what is handed over ahead. While several
 foreground jobs are at work on a lane it holds two tasks: one runs, and one is there when it ends, so that the device
