@@ -1,0 +1,30 @@
+"""Jobs that wait for one another on different lanes go on, whatever they expect of each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncpipe.core import dispatch
+from asyncpipe.core.costs import Costs
+from asyncpipe.core.lower import CheckpointMode, lower
+from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.schedule import Shape
+from asyncpipe.core.share import Share
+from asyncpipe.core.simulate import SimulatedJob, simulate_jobs
+
+DEVICES = ["d0", "d1"]
+
+
+@pytest.mark.parametrize("order", ["strict", "hint"])
+@pytest.mark.parametrize("background", [False, True])
+def test_where_nothing_runs_somebody_is_let_in(monkeypatch, background, order):
+    """The outlook says of every lane that somebody is expected there: each would wait for ever."""
+    monkeypatch.setattr(dispatch, "_has_time", lambda *_: False)
+    shape = Shape(2, 4, 2)
+    graph = lower(find_schedule("1f1b", order=order), shape, devices=DEVICES, checkpoint=CheckpointMode.NEVER)
+    jobs = [
+        SimulatedJob(graph, Costs(), Share(f"job {weight}", weight, background and weight == 2), steps=6)
+        for weight in (1, 2, 7)
+    ]
+    runs = simulate_jobs(jobs)
+    assert [len(run.records) for run in runs] == [6, 6, 6]
