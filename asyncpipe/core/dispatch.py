@@ -116,21 +116,6 @@ class Dispatcher:
             if not self._unsettled:
                 return True
 
-    @property
-    def is_holding_back(self) -> bool:
-        """Whether something is ready and waits for others, who are not expected at any certain time."""
-        return bool(self._fillable) and self.again == inf
-
-    def go_on(self, commands: list[Command], now: float) -> bool:
-        """Nothing runs: who waits for others on a lane waits in a circle, or in vain. False if nobody does."""
-        for key, lane in tuple(self._fillable.items()):
-            first = lane.first(now, self._cap)
-            for claim in lane.background() if first is None else [first]:
-                self._hand_over(claim, commands, now)
-                self._unsettled[key] = lane
-                return True
-        return False
-
     def take_broken(self) -> list[tuple[StepState, int, ScheduleError]]:
         """The tasks at which a rule has raised since this was last asked, and what to tell about it."""
         broken, self._broken = self._broken, []
@@ -149,6 +134,8 @@ class Dispatcher:
         """Dispatch what the foreground jobs of a lane have ready, each in its turn."""
         while (claim := lane.first(now, self._cap)) is not None and not lane.awaited(claim, now):
             self._hand_over(claim, commands, now)
+        if claim is None:
+            lane.empty_since = None
         if claim is not None or any(claim.ready and claim.job.share.background for claim in lane.claims):
             self._fillable[id(lane)] = lane
 
@@ -160,7 +147,7 @@ class Dispatcher:
                 continue
             first = lane.first(now, self._cap)
             if first is not None:
-                if _has_time(first, outlook, lane.awaited(first, now)):
+                if _has_time(first, outlook, lane.awaited(first, now)) or _has_waited(first, outlook, now):
                     self._hand_over(first, commands, now)
                     self._unsettled[key] = lane
                 continue
@@ -193,7 +180,21 @@ class Dispatcher:
 
 def _has_time(claim: Claim, outlook: Outlook, others: Iterable[Claim]) -> bool:
     """Whether the next task of ``claim`` would be over before any of ``others`` need the lane."""
+    seconds = _next_seconds(claim)
+    return seconds is None or outlook.is_free(others, seconds)
+
+
+def _has_waited(claim: Claim, outlook: Outlook, now: float) -> bool:
+    """Whether the lane has stood empty for as long as the next task of a foreground job would have taken."""
+    lane = claim.lane
+    if lane.empty_since is None:
+        lane.empty_since = now
+    until = lane.empty_since + (_next_seconds(claim) or 0.0)
+    return now >= until or outlook.look_again(until)
+
+
+def _next_seconds(claim: Claim) -> float | None:
+    """What the next task of a job is expected to take; ``None`` if nobody knows."""
     _, rank, step = claim.ready[0]
     graph = step.graph
-    seconds = step.job.expected(graph.tasks[rank if graph.rule is None else graph.rule.by_rank[rank]])
-    return seconds is None or outlook.is_free(others, seconds)
+    return step.job.expected(graph.tasks[rank if graph.rule is None else graph.rule.by_rank[rank]])

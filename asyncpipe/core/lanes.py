@@ -22,8 +22,8 @@ a job has hardly ever two ready tasks on a lane; whoever else has one gets every
 the next gap. So a lane waits for a job that lags behind by more than a part of its step, if a task of it is expected
 before the other's would be over (as for background tasks, ``core/outlook.py``). Such waiting is known from disks: S.
 Iyer, P. Druschel, "Anticipatory scheduling: a disk scheduling framework to overcome deceptive idleness in synchronous
-I/O", SOSP 2001. Lanes may come to wait for one another in a circle, as what is expected changes while they wait. So
-where nothing runs and nobody is due at a certain time, somebody is let in (``Dispatcher.go_on``).
+I/O", SOSP 2001. As there, it has an end: a lane stands empty for others no longer than the task that it holds back
+would have taken. Lanes may come to wait for one another in a circle, as what is expected changes while they wait.
 
 Tasks that a device holds cannot be taken back, so shares are as coarse as what is handed over ahead. While several
 foreground jobs are at work on a lane it holds two tasks: one runs, and one is there when it ends, so that the device
@@ -134,6 +134,7 @@ class Claim:
     def begin(self, step: int, task: int, seconds: float | None, now: float) -> None:
         """A task that is expected to take ``seconds`` was handed over."""
         lane = self.lane
+        lane.empty_since = None
         if not lane.holding:
             lane.since = now
         lane.holding[step, task] = (seconds, now)
@@ -168,6 +169,8 @@ class LaneState:
     """(expected seconds, when dispatched) by (step, task) of timed tasks in flight, in the order of dispatch."""
     since: float = 0.0
     """When the first of them began."""
+    empty_since: float | None = None
+    """Since when it holds nothing back but for others; ``None`` once something is handed over."""
 
     @property
     def in_flight(self) -> int:

@@ -67,9 +67,11 @@ class Outlook:
     def _is_late(self, due: float) -> bool:
         """Whether what was due is overdue for longer than the background task would take: it can come at any time."""
         limit = due + self._patience
-        if self._now >= limit:
-            return True
-        self.again = min(self.again, limit)
+        return self._now >= limit or self.look_again(limit)
+
+    def look_again(self, at: float) -> bool:
+        """Have the scheduler asked again at that time; it is not yet, so false."""
+        self.again = min(self.again, at)
         return False
 
     def _has_next(self, step: StepState, waiting: list[int]) -> bool:

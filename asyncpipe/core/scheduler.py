@@ -105,19 +105,11 @@ class SchedulerState:
     def settle(self, now: float) -> list[Command]:
         """Let rules and jobs choose; call it when every event that is known has been handled, and at ``wake_at``."""
         commands: list[Command] = []
-        self._settle(commands, now)
-        if self._lanes.is_holding_back and not any(step.held for step in self._steps.values()):
-            # No event would ever come.
-            while self._lanes.go_on(commands, now) and not any(step.held for step in self._steps.values()):
-                pass
-            self._settle(commands, now)
-        return commands
-
-    def _settle(self, commands: list[Command], now: float) -> None:
         while self._lanes.settle(commands, now) and (broken := self._broken()):
             for step, task, error in broken:
                 if step.outcome is Outcome.OK:
                     commands += self._fail(step, task, error, now)
+        return commands
 
     def _broken(self) -> list[tuple[StepState, int, ScheduleError]]:
         """The ruled steps that cannot go on, with the task at which they stand and why."""

@@ -17,9 +17,12 @@ DEVICES = ["d0", "d1"]
 
 @pytest.mark.parametrize("order", ["strict", "hint"])
 @pytest.mark.parametrize("background", [False, True])
-def test_where_nothing_runs_somebody_is_let_in(monkeypatch, background, order):
-    """The outlook says of every lane that somebody is expected there: each would wait for ever."""
-    monkeypatch.setattr(dispatch, "_has_time", lambda *_: False)
+def test_a_lane_does_not_wait_for_ever(monkeypatch, background, order):
+    """The outlook says of every lane that foreground jobs are expected there, again and again."""
+    real = dispatch._has_time
+    monkeypatch.setattr(
+        dispatch, "_has_time", lambda claim, *others: claim.job.share.background and real(claim, *others)
+    )
     shape = Shape(2, 4, 2)
     graph = lower(find_schedule("1f1b", order=order), shape, devices=DEVICES, checkpoint=CheckpointMode.NEVER)
     jobs = [
