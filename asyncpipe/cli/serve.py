@@ -152,8 +152,10 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
             _print(_found(service))
             number = await stop.asked()
             deadline.start()
+            cause = f"the service was told to end by {number.name}"
+            service.take_no_more(cause)  # Before it is said: who reads the line relies on it.
             _print(_farewell(service, settings, number))
-            await service.drain(f"the service was told to end by {number.name}")
+            await service.drain(cause)
         _print("ended; jobs go on at the next start")
 
 

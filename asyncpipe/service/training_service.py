@@ -172,6 +172,10 @@ class TrainingService:
             self._portal.close()
             await in_thread(self._portal.join)
 
+    def take_no_more(self, cause: str) -> None:
+        """Take no more jobs, from now on; ``drain`` does the rest. From any thread."""
+        self._opened()[0].take_no_more(cause)
+
     async def drain(self, cause: str) -> None:
         """Take no more jobs, and let every one end after its step with a snapshot; they go on at the next start.
 

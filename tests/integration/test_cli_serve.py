@@ -223,9 +223,17 @@ GATED = {
 }
 
 
-def test_a_second_signal_ends_it_at_once(folder):
+# Draining does not begin before the test is over: what is said of the service is true already.
+NEVER_DRAINS = (
+    "import asyncio; from asyncpipe.service.training_service import TrainingService; "
+    "TrainingService.drain = lambda *_: asyncio.Event().wait()"
+)
+
+
+@pytest.mark.parametrize("code", ["", NEVER_DRAINS])
+def test_a_second_signal_ends_it_at_once(folder, code):
     os.mkfifo(folder / "gate")
-    with serve(folder, "--grace-seconds", "1000") as served:
+    with serve(folder, "--grace-seconds", "1000", code=code) as served:
         client = JobClient(served.line(r"^service: (\S+)$")[1])
         job = client.submit(GATED)["id"]
         served.line("in the gate")

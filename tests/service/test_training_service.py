@@ -233,7 +233,8 @@ async def test_bad_requests_are_refused(tmp_path):
             with pytest.raises(UnknownJobError):
                 await asking
         assert await opened.list() == ()
-        await opened.drain("SIGTERM")
+        opened.take_no_more("SIGTERM")
+        await opened.drain("told too late")
         assert not opened.status().ready
         assert opened.status().live
         assert "SIGTERM" in opened.status().reason

@@ -118,8 +118,8 @@ class Manager:
 
         What has not ended after ``settings.grace_seconds`` is cancelled. May be called again, and waits the same.
         """
+        self.take_no_more(cause)
         if self._drained is None:
-            self._shutdown = cause
             self._drained = asyncio.create_task(self._drain(), name="asyncpipe drain")
         await asyncio.shield(self._drained)
 
@@ -147,7 +147,11 @@ class Manager:
             _logger.warning("job %s did not end in time and is cancelled", run.record.id)
             run.cancel()
 
-    # How it stands; from any thread
+    # From any thread
+
+    def take_no_more(self, cause: str) -> None:
+        """Let no more jobs in, and none begin. The first ``cause`` is kept."""
+        self._shutdown = self._shutdown or cause
 
     @property
     def shutdown(self) -> str | None:
