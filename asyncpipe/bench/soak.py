@@ -42,6 +42,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics import serve_metrics
 from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.service.client import JobClient
+from asyncpipe.service.heap import limit_arenas
 from asyncpipe.service.http import serve_api
 from asyncpipe.service.intake.service_settings import ServiceSettings
 from asyncpipe.service.job_states import FINAL_STATES
@@ -79,6 +80,7 @@ def run(
     size = size or Size(seconds=_seconds(minutes))
     example_folder("charlm")
     file = None if report is None else _checked(Path(report))
+    limit_arenas(len(DEVICES) + 1)  # As `asyncpipe serve` does.
     FAULTS.restart()
     with TemporaryDirectory(prefix="asyncpipe-soak-") as folder, _counted_log() as log:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:

@@ -7,6 +7,7 @@ standard errors on, and unclear from two: then only a longer soak can tell.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import threading
@@ -18,7 +19,7 @@ from math import sqrt
 from pathlib import Path
 from statistics import fmean
 from types import AsyncGeneratorType, CoroutineType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -26,14 +27,18 @@ __all__ = ["MEASURES", "Slope", "Trend", "measure", "slope", "spark", "trend"]
 
 MEASURES: Mapping[str, str] = {
     "rss": "memory (RSS), MiB",
+    "heap": "of it in use (malloc), MiB",
     "objects": "Python objects",
     "tensors": "tensors",
     "coroutines": "coroutines",
     "threads": "threads",
+    "pooled": "threads of loops' pools",
     "files": "file descriptors",
 }
 """What is sampled, and what it is called."""
 
+POOLS = ("uvloop_", "asyncio_")
+"""How the threads of event loops' pools are called."""
 GROWTH, UNCLEAR = 3.0, 2.0
 """Standard errors from which on a slope is growth, or may be."""
 MOST_CORRELATED = 0.95
@@ -43,7 +48,9 @@ BARS = "▁▂▃▄▅▆▇█"
 def measure() -> dict[str, float]:
     """What this process holds at this moment, after a collection of garbage. Takes a good part of a second.
 
-    Memory and file descriptors are read from ``/proc`` and are left out where there is none.
+    Memory and file descriptors are read from ``/proc`` and are left out where there is none. What of the memory is in
+    use is known to glibc; the rest of it is free, and kept for whoever asks next. A loop's pool gets one more thread
+    where all of its threads are busy, up to a limit, and keeps it; so those are counted apart.
     """
     gc.collect()
     kinds = Counter(_kinds())
@@ -51,14 +58,37 @@ def measure() -> dict[str, float]:
         "objects": float(kinds.total()),
         "tensors": float(sum(number for kind, number in kinds.items() if issubclass(kind, Tensor))),
         "coroutines": float(kinds[CoroutineType] + kinds[AsyncGeneratorType]),
-        "threads": float(threading.active_count()),
     }
+    names = [thread.name for thread in threading.enumerate()]
+    held["pooled"] = float(sum(name.startswith(POOLS) for name in names))
+    held["threads"] = len(names) - held["pooled"]
+    if (heap := _heap()) is not None:
+        held["heap"] = heap / 2**20
     process = Path("/proc/self")
     if (process / "statm").exists():
         resident = int((process / "statm").read_text(encoding="ascii").split()[1])
         held["rss"] = resident * os.sysconf("SC_PAGE_SIZE") / 2**20
         held["files"] = float(len(os.listdir(process / "fd")))
     return held
+
+
+class _Mallinfo(ctypes.Structure):
+    """``struct mallinfo2`` of ``malloc.h``."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def _heap() -> int | None:
+    """Bytes that the C library has given out, in all of its arenas; ``None`` if it cannot say."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return None
+    mallinfo.restype = _Mallinfo
+    found = mallinfo()
+    return int(found.uordblks + found.hblkhd)
 
 
 def _kinds() -> list[type]:

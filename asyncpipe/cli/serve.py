@@ -108,6 +108,10 @@ def _serve(args: argparse.Namespace) -> int:
     settings = _settings({key: value for key in SETTINGS if (value := getattr(args, key)) is not None})
     logging.basicConfig(level=args.log_level.upper(), format=FORMAT, stream=sys.stderr)
 
+    from asyncpipe.service.heap import limit_arenas
+
+    limit_arenas(len(settings.devices))
+
     from asyncpipe.runtime.portal import new_event_loop
 
     settings.check_devices()

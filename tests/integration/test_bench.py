@@ -8,6 +8,7 @@ import math
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from random import Random
 
@@ -517,14 +518,20 @@ def test_what_is_measured_of_a_process():
         await asyncio.sleep(0)
 
     held = soak_samples.measure()
-    kept = [nn.Parameter(torch.zeros(1)) for _ in range(100)], [waiting() for _ in range(30)]
-    more = soak_samples.measure()
+    kept = [nn.Parameter(torch.zeros(1)) for _ in range(100)], [waiting() for _ in range(30)], bytearray(2**24)
+    with ThreadPoolExecutor(1, thread_name_prefix="asyncio") as pool:
+        pool.submit(int).result()
+        more = soak_samples.measure()
     assert more["tensors"] - held["tensors"] == 100
     assert more["coroutines"] - held["coroutines"] == 30
     assert more["objects"] - held["objects"] > 100
     for coroutine in kept[1]:
         coroutine.close()
-    assert held["threads"] == threading.active_count()
+    assert held["threads"] + held["pooled"] == threading.active_count()
+    assert more["threads"] == held["threads"]
+    assert more["pooled"] == held["pooled"] + 1
+    if "heap" in held:
+        assert more["heap"] - held["heap"] == pytest.approx(16, abs=1)
 
 
 def test_one_job_takes_all_of_a_fault():

@@ -257,6 +257,15 @@ def test_a_step_that_never_ends_does_not_hold_it_up_for_ever(folder):
         assert served.lines[-1] == "the grace period is over; jobs go on from their last snapshots at the next start"
 
 
+def test_its_threads_share_heaps(folder):
+    code = "from asyncpipe.service import heap; heap.limit_arenas = lambda devices: print(devices, 'devices heap')"
+    with serve(folder, code=code) as served:
+        served.line("2 devices heap")
+        served.line("^ready")
+        served.ask()
+        assert served.ends() == 0
+
+
 @pytest.mark.parametrize(
     ("options", "lines"),
     [
