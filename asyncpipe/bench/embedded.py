@@ -6,7 +6,8 @@
       (load.py)          ◀── latency, from when due ─ │  TrainingService    │── the example's model, on 2 CPU devices
                                                       └─────────────────────┘
 
-Turns with and without requests alternate, and each is compared with the one beside it. Then a handler blocks its loop
+Turns with and without requests alternate, and each is compared with the one beside it; in a third kind, a process of
+its own answers the same requests: they take cores from training, too, but nothing else. Then a handler blocks its loop
 for a second, again and again: what did training do meanwhile, on a loop of its own and on the handler's?
 """
 
@@ -37,6 +38,14 @@ __all__ = ["Size", "run", "show"]
 Loop = Literal["own", "running"]
 
 DEVICES = ["cpu:0", "cpu:1"]
+WITH_REQUESTS = {"with": "a step with requests", "apart": "  answered by a process"}
+"""The kinds of turns with requests, and what is told of their steps."""
+LATENCIES = {
+    "idle": "without training",
+    "training": "while training",
+    "late": "  sent too late by",
+    "apart": "  answered by a process",
+}
 BLOCKED_SECONDS = 1.0
 LOOPS: tuple[Loop, ...] = ("own", "running")
 ENDLESS = 10**6
@@ -53,7 +62,7 @@ class Size:
     seconds: float = 1.5
     """Of a turn: short, so that both kinds see the same weather."""
     rounds: int = 40
-    """Turns with requests, and as many without."""
+    """Turns with requests, as many without, and as many with requests to another process."""
     blocked: int = 12
     """How often a handler blocks its loop."""
     warm_up: int = 20
@@ -87,20 +96,18 @@ def run(progress: Progress, *, size: Size | None = None) -> Figures:
 def show(figures: Figures) -> str:
     """The figures, a line each."""
     requests, steps = figures["requests"], figures["steps"]
-    low, _, high = quantiles(steps["ratios"], n=4)
     lines = [
         f"examples/charlm on {len(DEVICES)} CPU devices, in an aiohttp application; {figures['rounds']} turns of "
-        f"{figures['seconds']:g} s with {figures['rate']:g} requests/s, as many without",
+        f"{figures['seconds']:g} s of each kind, {figures['rate']:g} requests/s",
         f"{'':28}{'p50':>8} {'p99':>8} {'max':>8}  ms from when the request was due",
     ]
-    for title, name in (("without training", "idle"), ("while training", "training"), ("  sent too late by", "late")):
+    for name, title in LATENCIES.items():
         row = requests[name]
         lines.append(f"{title:28}" + " ".join(f"{row[key] * 1e3:8.2f}" for key in ("p50", "p99", "max")))
     lines += [
         f"requests answered           {requests['training']['answered']:8}   failed {requests['training']['failed']}",
-        f"a step without requests     {steps['without_seconds'] * 1e3:8.2f} ms",
-        f"a step with requests        {steps['with_seconds'] * 1e3:8.2f} ms",
-        f"with / without              {steps['ratio']:8.4f}   (half of the rounds: {low:.3f} to {high:.3f})",
+        f"a step without requests     {steps['without']['seconds'] * 1e3:8.2f} ms",
+        *(_steps_line(title, steps[kind]) for kind, title in WITH_REQUESTS.items()),
         f"while a handler blocks its loop for {BLOCKED_SECONDS:g} s, steps against the second before:",
     ]
     for loop in LOOPS:
@@ -109,6 +116,13 @@ def show(figures: Figures) -> str:
             ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
             lines.append(f"{title:28}{ratio:>8}   ({row['during']:.1f} steps, {row['before']:.1f} before)")
     return "\n".join(lines)
+
+
+def _steps_line(title: str, steps: Mapping[str, Any]) -> str:
+    low, middle, high = (ratio - 1 for ratio in quantiles(steps["ratios"], n=4))
+    return (
+        f"{title:28}{steps['seconds'] * 1e3:8.2f} ms, {middle:+.1%}   (half of the rounds: {low:+.1%} to {high:+.1%})"
+    )
 
 
 class _Embedded:
@@ -128,15 +142,17 @@ class _Embedded:
 
     async def run(self) -> Figures:
         """The figures of this kind of loop; requests are measured where training has a loop of its own."""
+        from asyncpipe.bench.hello import served_apart
+
         async with TrainingService(self._settings) as service, self._served() as port:
             if self._loop == "running":
                 async with self._training(service) as job:
                     return {"blocked": await self._blockings(service, job, port, ("sleeps",))}
-            with load(port) as requests:
+            with load(port) as requests, served_apart() as other, load(other) as apart:
                 self._progress("requests without training")
                 idle = await self._turn(requests)
                 async with self._training(service) as job:
-                    figures = await self._turns(service, job, requests)
+                    figures = await self._turns(service, job, {"without": None, "with": requests, "apart": apart})
                     figures["requests"]["idle"] = _latencies([idle], "latencies")
                     return {**figures, "blocked": await self._blockings(service, job, port, tuple(BLOCKS))}
 
@@ -147,8 +163,7 @@ class _Embedded:
         """The application's port, while the block runs."""
         from aiohttp import web
 
-        async def trivial(_: web.Request) -> web.Response:
-            return web.Response(text="hello")
+        from asyncpipe.bench.hello import hello, served
 
         async def block(request: web.Request) -> web.Response:
             begun = time.time()
@@ -156,16 +171,10 @@ class _Embedded:
             self._blocked = begun, time.time()
             return web.Response(text="done")
 
-        app = web.Application()
-        app.router.add_get("/", trivial)
+        app = hello()
         app.router.add_get("/block/{how}", block)
-        runner = web.AppRunner(app, handle_signals=False, access_log=None)
-        try:
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            yield runner.addresses[0][1]
-        finally:
-            await runner.cleanup()
+        async with served(app) as port:
+            yield port
 
     @asynccontextmanager
     async def _training(self, service: TrainingService) -> AsyncIterator[str]:
@@ -181,30 +190,34 @@ class _Embedded:
 
     # Requests
 
-    async def _turns(self, service: TrainingService, job: str, requests: Load) -> Figures:
-        seconds: dict[bool, list[float]] = {False: [], True: []}
-        turns: list[dict[str, Any]] = []
+    async def _turns(self, service: TrainingService, job: str, kinds: Mapping[str, Load | None]) -> Figures:
+        seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+        turns: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
         for number in range(self._size.rounds):
             self._progress(f"round {number + 1} of {self._size.rounds}")
-            for with_requests in (False, True) if number % 2 else (True, False):
+            for kind in list(kinds)[:: 1 if number % 2 else -1]:
                 after = await _last_step(service, job)
                 steps: tuple[LossRow, ...] = ()
                 while not steps:  # Again, where the machine is so busy that no whole step fitted in.
-                    if with_requests:
-                        turns.append(await self._turn(requests))
+                    if (requests := kinds[kind]) is not None:
+                        turns[kind].append(await self._turn(requests))
                     else:
                         await asyncio.sleep(self._size.seconds)
                     # The first one began before the turn.
                     steps = tuple(await service.losses(job, after=after))[1:]
-                seconds[with_requests].append(fmean(step.seconds for step in steps))
-        ratios = [on / off for on, off in zip(seconds[True], seconds[False], strict=True)]
+                seconds[kind].append(fmean(step.seconds for step in steps))
         return {
-            "requests": {"training": _latencies(turns, "latencies"), "late": _latencies(turns, "late")},
+            "requests": {
+                "training": _latencies(turns["with"], "latencies"),
+                "late": _latencies(turns["with"], "late"),
+                "apart": _latencies(turns["apart"], "latencies"),
+            },
             "steps": {
-                "with_seconds": median(seconds[True]),
-                "without_seconds": median(seconds[False]),
-                "ratio": median(ratios),
-                "ratios": ratios,
+                kind: {
+                    "seconds": median(seconds[kind]),
+                    "ratios": [on / off for on, off in zip(seconds[kind], seconds["without"], strict=True)],
+                }
+                for kind in kinds
             },
         }
 

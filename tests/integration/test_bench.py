@@ -378,11 +378,15 @@ def test_a_service_is_measured_inside_an_application():
     assert training["answered"] % 20 == 0, "turns are repeated as a whole"
     assert training["failed"] == figures["requests"]["idle"]["failed"] == 0
     assert 0 < training["p50"] <= training["p99"] <= training["max"]
-    assert len(figures["steps"]["ratios"]) == size.rounds
+    assert figures["requests"]["apart"]["answered"] >= size.rounds * 20
+    assert figures["requests"]["apart"]["failed"] == 0
+    assert all(len(figures["steps"][kind]["ratios"]) == size.rounds for kind in ("without", "with", "apart"))
     assert set(figures["blocked"]["own"]) == {"sleeps", "computes"}
     # Where training has the handler's loop, no step can end while that is blocked.
     assert figures["blocked"]["running"]["sleeps"]["during"] == 0
-    assert 'it sleeps, loop="running"' in embedded.show(figures)
+    shown = embedded.show(figures)
+    assert 'it sleeps, loop="running"' in shown
+    assert "  answered by a process" in shown
 
 
 def test_requests_that_wait_behind_a_slow_one_are_slow_as_well():
