@@ -8,9 +8,11 @@ non-default stream, and waiting is queued on the device.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -59,11 +61,12 @@ class CpuStream:
 
 
 class CudaStream:
-    """A non-default CUDA stream."""
+    """A non-default CUDA stream, of its own while this lives (where not more than 32 of a device are in use)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = _borrow(device)
+        finalize(self, _unused[device].append, self.stream).atexit = False
         self._clock = _DeviceClock(self.stream)
 
     def use(self) -> AbstractContextManager[object]:
@@ -83,6 +86,23 @@ class CudaStream:
     def tick(self) -> None:
         """Set the clock of the tasks to come; called once a step."""
         self._clock.tick()
+
+
+_unused: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+
+def _borrow(device: torch.device) -> torch.cuda.Stream:
+    """A stream that no other ``CudaStream`` has.
+
+    torch has 32 of a device and hands them out in turn, so in a long process two pipelines would come to share one.
+    One's next task could then reuse gradients that the other's optimizer has freed and, on its caller's stream, still
+    reads: ``Fence.begin`` orders only the streams of its own pipeline behind that.
+    """
+    try:
+        return _unused[device].pop()
+    except IndexError:
+        stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return stream
 
 
 class Timing:
