@@ -103,6 +103,10 @@ class Dispatcher:
 
     # Choices
 
+    def note(self, lane: LaneState) -> None:
+        """Have ``settle`` look at ``lane``, whatever is ready there."""
+        self._unsettled[id(lane)] = lane
+
     def settle(self, commands: list[Command], now: float) -> bool:
         """Make every choice that is open; false if there is none."""
         if not self._unsettled and not self._fillable:

@@ -115,7 +115,8 @@ class SchedulerState:
         """The ruled steps that cannot go on, with the task at which they stand and why."""
         broken = self._lanes.take_broken()
         for step in self._steps.values():
-            if step.is_stuck:
+            # A task at which the rule has raised is neither ready nor refused: its step is in the list already.
+            if step.is_stuck and all(owner is not step for owner, *_ in broken):
                 assert step.admission is not None
                 task = min(step.admission.refused())
                 broken.append((step, task, step.refused(task, "although nothing else can run")))
@@ -259,6 +260,9 @@ class SchedulerState:
                 touched.append(self._make_ready(step, dependent, now))
         if step.is_admitted(task):
             touched += [self._make_ready(step, other, now) for other in admission.leave(task)]
+        if not touched and not step.held:
+            # The rule refused what is left while this task ran, so ``settle`` has to find out that the step stands.
+            self._lanes.note(step.claims[task].lane)
         return touched
 
     def _failed(self, event: TaskFailed, now: float) -> list[Command]:

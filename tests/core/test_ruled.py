@@ -6,14 +6,11 @@ from collections.abc import Callable, Iterable
 from itertools import product
 
 import pytest
+from sharing_helpers import ByHand
 
 from asyncpipe.core.costs import Costs
-from asyncpipe.core.events import (
-    Dispatch,
-    StepSubmitted,
-    TaskCompleted,
-)
-from asyncpipe.core.graph import Phase, Reason, Wiring
+from asyncpipe.core.events import Command, Dispatch, Outcome, StepCompleted, StepSubmitted, TaskCompleted
+from asyncpipe.core.graph import Phase, Reason, TaskGraph, Wiring
 from asyncpipe.core.lower import CheckpointMode, lower
 from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.report import Report, report
@@ -21,6 +18,7 @@ from asyncpipe.core.schedule import Action, B, F, HintedSchedule, I, OrderedSche
 from asyncpipe.core.scheduler import SchedulerState
 from asyncpipe.core.schedules.backward_first import BackwardFirst
 from asyncpipe.core.schedules.one_f_one_b import OneFOneB
+from asyncpipe.core.share import Share
 from asyncpipe.core.simulate import simulate
 from asyncpipe.core.task import WHOLE_STEP, Task, TaskKind
 from asyncpipe.errors import OptionError, ScheduleError
@@ -238,3 +236,65 @@ def test_a_rule_that_raises_while_it_decides_fails_its_step_alone() -> None:
     ) as raised:
         simulate(graph)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+class GoesBad(RuledSchedule):
+    """One micro-batch a device at a time, by a rule that lowering finds well, and that changes its mind on the last."""
+
+    splits_backward = True
+
+    def __init__(self, answer: Callable[[], bool]) -> None:
+        self._answer = answer
+
+    def lowered(self, shape: Shape) -> TaskGraph:
+        self._is_bad = False
+        graph = lower(self, shape)
+        self._is_bad = True
+        return graph
+
+    def priority(self, action: Action, shape: Shape) -> int:
+        return 0
+
+    def admit(self, action: Action, live: int, shape: Shape) -> bool:
+        if self._is_bad and action.microbatch == shape.microbatches - 1 and not action.stage and not live:
+            return self._answer()
+        return live < 1
+
+
+def raises() -> bool:
+    raise OSError("gone")
+
+
+def refuses() -> bool:
+    return False
+
+
+@pytest.mark.parametrize("jobs", [("a", "a", "a"), ("a", "b", "b")], ids=["one job", "several jobs"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_rule_that_goes_bad_on_an_empty_device_fails_its_step_alone(microbatches: int, jobs: tuple[str, ...]) -> None:
+    """Nothing else of the step is ready or runs when the rule is asked; the other steps have theirs."""
+    raising, refusing = (GoesBad(answer).lowered(Shape(1, microbatches, 1)) for answer in (raises, refuses))
+    scheduler = ByHand()
+    commands: list[Command] = []
+    ends: dict[int, StepCompleted] = {}
+    for number, graph in enumerate([raising, refusing, lower(find_schedule("gpipe"), Shape(1, 4, 1))]):
+        commands += scheduler.send(StepSubmitted(number, graph, Share(jobs[number])), 0.0)
+    while commands:
+        command = commands.pop(0)
+        if isinstance(command, Dispatch):
+            commands += scheduler.send(TaskCompleted(command.step, command.task, 0.0, 0.0), 0.0)
+        elif isinstance(command, StepCompleted):
+            ends[command.step] = command
+    assert [ends[step].outcome for step in range(3)] == [Outcome.FAILED, Outcome.FAILED, Outcome.OK]
+    last = raising.find(TaskKind.FORWARD, microbatches - 1, 0).number
+    assert (ends[0].failed_task, ends[1].failed_task) == (last, last)
+    assert "but raises OSError('gone')" in str(ends[0].error)
+    assert "although nothing else can run" in str(ends[1].error)
+
+
+def test_a_rule_that_refuses_while_another_device_works_fails_its_step_when_that_is_done() -> None:
+    """Device 0 is empty and refuses F(1,0); the last thing to end is W(0,1), which nothing waits for."""
+    graph = GoesBad(refuses).lowered(Shape(2, 2, 2))
+    late = (TaskKind.WEIGHT_GRADIENT, 1)
+    with pytest.raises(ScheduleError, match=r"admit does not let F\(1,0\) in, although nothing else can run"):
+        simulate(graph, lambda task: 9.0 if (task.kind, task.stage) == late else 1.0)

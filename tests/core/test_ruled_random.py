@@ -39,6 +39,8 @@ class Random(RuledSchedule):
         self._caps = [draw.randint(1, 4) for _ in range(shape.stages)]
         self._placement = [draw.randrange(shape.devices) for _ in range(shape.stages)]
         self._draw = draw
+        self.mood = 0.0
+        """How often the rule refuses or raises for no reason."""
         mine = [[c for c, at in zip(self._caps, self._placement, strict=True) if at == d] for d in range(shape.devices)]
         self.caps = [max(caps, default=0) for caps in mine]
 
@@ -52,6 +54,10 @@ class Random(RuledSchedule):
         return self._draw.choice([0.0, self._draw.random()])
 
     def admit(self, action: Action, live: int, shape: Shape) -> bool:
+        if self._draw.random() < self.mood:
+            if self._draw.random() < 0.5:
+                raise OSError("gone")
+            return False
         return live < self._caps[action.stage]
 
 
@@ -88,8 +94,8 @@ def random_wiring(stages: int, draw: random.Random) -> Wiring:
     return Wiring(tuple(links), tuple(ties), tuple(j for j in range(stages) if draw.random() < 0.3))
 
 
-def random_graph(draw: random.Random) -> tuple[TaskGraph, list[int]]:
-    """A ruled or hinted graph, and the cap of each device."""
+def random_graph(draw: random.Random, mood: float = 0.0) -> tuple[TaskGraph, list[int]]:
+    """A ruled or hinted graph, and the cap of each device; from here on a rule has its ``mood``."""
     shape = Shape(draw.randint(1, 5), draw.randint(1, 6), draw.randint(1, 3))
     schedule: RuledSchedule
     if draw.random() < 0.5:
@@ -107,6 +113,8 @@ def random_graph(draw: random.Random) -> tuple[TaskGraph, list[int]]:
     graph = lower(
         schedule, shape, wiring=Wiring(wiring.links, ties, wiring.updates), checkpoint=draw.choice(list(CheckpointMode))
     )
+    if isinstance(schedule, Random):
+        schedule.mood = mood
     return graph, caps
 
 
@@ -145,10 +153,14 @@ def test_no_rule_gets_stuck_or_breaks_its_cap(draw: random.Random) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_several_steps_share_lanes_in_any_order_of_events(draw: random.Random) -> None:
-    """Ruled and ordered steps together; devices report in any order, late or in two parts, and some are cancelled."""
+    """Ruled and ordered steps together; devices report in any order, late or in two parts; some are cancelled, or have
+    a rule that is none.
+    """
     state = SchedulerState(in_flight=draw.choice([1, 2, 16]))
     graphs = [
-        random_graph(draw)[0] if draw.random() < 0.7 else lower(find_schedule("1f1b"), Shape(2, 3, 2))
+        random_graph(draw, draw.choice([0.0, 0.1]))[0]
+        if draw.random() < 0.7
+        else lower(find_schedule("1f1b"), Shape(2, 3, 2))
         for _ in range(draw.randint(1, 3))
     ]
     running: list[tuple[int, int, bool]] = []
