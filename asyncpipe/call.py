@@ -184,7 +184,9 @@ class CallBackward:
         if running is None:
             raise BackwardError("the backward of a pipeline reached its inputs without passing its outputs")
         with running.given_up_on_errors():
-            running.open(sorted(running.closed, reverse=True))
+            # Where there is none, all may be done, and the pipeline closed.
+            if running.closed:
+                running.open(sorted(running.closed, reverse=True))
             taken = running.wait()
         running.hand_over([*taken.values(), *chain.from_iterable(self._tensors.gradients.values())])
         inputs = running.call.input_gradients()
@@ -213,6 +215,9 @@ class _Running:
     """
 
     def __init__(self, means: _Means, tensors: StepTensors) -> None:
+        # On a pool that others use, the driver would still run it.
+        if not means.tenancy.is_open:
+            raise PipelineClosedError(_CLOSED)
         self.call = call = means.call
         self.closed = set(range(means.graph.shape.microbatches))
         equipment = call.machinery.equipment
@@ -228,10 +233,8 @@ class _Running:
             binder = call.backward_binder(means.graph)
             run = means.tenancy.step(means.graph, binder.bind, binder.notes, self._gates)
             self._done: Call[Execution] = self._portal.submit(run)
-        except BaseException as error:
+        except BaseException:
             self._guard.roll_back()
-            if isinstance(error, RuntimeError):
-                raise PipelineClosedError(_CLOSED) from error
             raise
         self._undo = partial(_undo, equipment.ties, tensors)
         thread = None if any(stage.device.is_cuda for stage in equipment.stages) else threading.get_ident()

@@ -123,7 +123,7 @@ class BackwardError(AsyncpipeError, RuntimeError):
 
 
 class PipelineClosedError(AsyncpipeError, RuntimeError):
-    """The pipeline was used before ``async with`` entered it or after it was closed."""
+    """The pipeline was used before ``async with`` entered it, or after its closing began."""
 
 
 class JobFileError(AsyncpipeError, ValueError):

@@ -289,7 +289,10 @@ class Pipeline(ModelFace):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Wait for steps under way, then end every thread. May be called again."""
+        """Wait for steps under way, then end every thread. May be called again.
+
+        A step that begins meanwhile, or a backward of an output, raises ``PipelineClosedError``.
+        """
         await self._tenancy.aclose()
 
     def sync(self) -> SyncPipeline:

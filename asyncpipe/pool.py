@@ -70,7 +70,7 @@ class DevicePool:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Wait for steps under way, then end every thread. May be called again."""
+        """Wait for steps under way, and let none begin any more; then end every thread. May be called again."""
         if self.life.is_open:
             await self.life.run(self.driver.drain())
             self.life.close()
@@ -119,7 +119,11 @@ class Tenancy:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has been opened and not closed since."""
+        """Whether it takes steps: it has been opened, and nobody has begun to close it since."""
+        return self._is_left_to_close and self.driver.takes(self.tenant)
+
+    @property
+    def _is_left_to_close(self) -> bool:
         return self._finalizer is not None and self._finalizer.alive and self._pool.life.is_open
 
     def check(self) -> None:
@@ -154,14 +158,14 @@ class Tenancy:
         return self.driver.run(graph, bind, notes, gates=gates, tenant=self.tenant)
 
     async def aclose(self) -> None:
-        """Wait for steps under way, then end what is the pipeline's own. May be called again."""
-        if self.is_open:
+        """Wait for steps under way, and let none begin any more; then end what is its own. May be called again."""
+        if self._is_left_to_close:
             await self.run(self.driver.drain(self.tenant))
             self._shut()
 
     def close(self) -> None:
         """The same for one that was opened in a thread; blocks."""
-        if self.is_open:
+        if self._is_left_to_close:
             self._pool.life.call(self.driver.drain(self.tenant))
             self._shut()
 

@@ -65,7 +65,7 @@ class SyncPipeline:
         return self.train(False)
 
     def close(self) -> None:
-        """End every thread. May be called again."""
+        """Wait for steps under way, then end every thread, as ``Pipeline.aclose``. May be called again."""
         self._pipeline._tenancy.close()
 
     def __len__(self) -> int:

@@ -62,6 +62,7 @@ class Driver:
         """Looks at the scheduler again when only time has passed."""
         self._executions: dict[int, Execution] = {}
         self._steps = 0
+        self._draining = False
         self._closed = False
 
     def open(self) -> None:
@@ -79,6 +80,10 @@ class Driver:
         """Whether there is an executor for this device."""
         return device in self._executors
 
+    def takes(self, tenant: Tenant) -> bool:
+        """Whether steps of ``tenant`` may begin. From any thread."""
+        return self._loop is not None and not (self._closed or self._draining or tenant.leaving)
+
     async def run(
         self,
         graph: TaskGraph,
@@ -95,10 +100,11 @@ class Driver:
 
         Raises ``TaskError`` for the first task that fails. Cancellation takes effect between two tasks. In
         both cases running tasks have ended and queued ones are dropped when this raises.
+        Raises ``PipelineClosedError`` before anything runs, once ``drain`` has begun.
         """
-        if self._closed or self._loop is None:
-            raise PipelineClosedError("the driver is not open")
         tenant = tenant or Tenant()
+        if not self.takes(tenant):
+            raise PipelineClosedError("the pipeline is closed")
         execution = Execution(self._steps, graph, bind, notes or StepNotes(), tenant, self._executors)
         self._steps += 1
         self._executions[execution.number] = execution
@@ -120,11 +126,16 @@ class Driver:
             self._handle(GateOpened(execution.number, microbatch))
 
     async def drain(self, tenant: Tenant | None = None) -> None:
-        """Wait until every step under way, or every one of ``tenant``, has completed, failed or been cancelled.
+        """Let no step begin any more, and wait until those under way have completed, failed or been cancelled.
 
-        A backward that still waits for its caller's gradients is cancelled: they may never come. What was measured of
-        a tenant's job is forgotten.
+        All steps, or those of ``tenant``, of whose job what was measured is then forgotten. A backward that still waits
+        for its caller's gradients is cancelled: they may never come.
         """
+        # Whoever goes on stepping would be waited for without an end.
+        if tenant is None:
+            self._draining = True
+        else:
+            tenant.leaving = True
         for execution in self._of(tenant):
             if execution.closed_gates and execution.number in self._executions:
                 self._handle(StepCancelled(execution.number))

@@ -21,7 +21,7 @@ Bind = Callable[[Task], Work]
 """Gives a task its computation; called on the loop's thread when the task is dispatched."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Tenant:
     """On whose behalf steps run: one of several pipelines, maybe, that use the same devices."""
 
@@ -29,6 +29,8 @@ class Tenant:
     """What its steps get of lanes that others use as well."""
     observers: Observers = field(default_factory=Observers)
     """Who is shown its steps."""
+    leaving: bool = field(default=False, init=False)
+    """Set for good when its driver drains it: no step of it begins any more."""
 
 
 class _OpensGates(Protocol):

@@ -164,7 +164,6 @@ class ThreadExecutor:
     def give_up(self, current: Current, fail: Callable[[], None]) -> bool:
         if not _take(current[3]):
             return False
-        fail()
         try:
             fail()
         finally:
@@ -246,8 +245,9 @@ def _run(line: _Line, assignment: Assignment) -> bool:
     if step.aborted:
         report(TaskDropped(step.number, task))
         return True
-    # A copy that only feeds the next task here needs no wake-up of its own: half of them are such.
-    wake = awaited or not line.batch
+    # A copy that only feeds the next task here needs no wake-up of its own: half of them are such. Nor may a step's
+    # last one wait for a task of another job.
+    wake = awaited or not line.batch or line.batch[0].step is not step
     claim: Claim = [None]
     started = time.perf_counter()
     line.current = (step, task, started, claim)

@@ -11,8 +11,10 @@ from asyncpipe.core.events import StepCancelled, StepRecord, TaskCompleted
 from asyncpipe.core.lower import CheckpointMode, lower
 from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.schedule import Shape
+from asyncpipe.core.share import Share
 from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.runtime.driver import Driver
+from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.executor import ThreadExecutor
 
 DEVICES = ["cpu:0", "cpu:1"]
@@ -209,3 +211,38 @@ async def test_a_broken_scheduler_hangs_nobody(no_leaks):
         await driver.run(graph(), bind_nothing)
     driver.join()
     assert seen
+
+
+@pytest.mark.parametrize("everyone", [False, True])
+async def test_draining_ends_although_somebody_goes_on_stepping(driver, everyone):
+    """The step under way ends well; the next one is refused, before anything of it runs."""
+    tenant, neighbour = Tenant(Share("a")), Tenant(Share("b"))
+    ran = SimpleCounter()
+    begun, let_go = threading.Event(), threading.Event()
+
+    def hold(task):
+        begun.set()
+        assert let_go.wait(30)
+
+    async def train():
+        await driver.run(graph(), lambda task: lambda: hold(task), tenant=tenant)
+        while True:
+            await driver.run(graph(), lambda task: ran.add, tenant=tenant)
+
+    training = asyncio.ensure_future(train())
+    await asyncio.to_thread(begun.wait, 30)
+    draining = asyncio.ensure_future(driver.drain(None if everyone else tenant))
+    await asyncio.sleep(0)
+    let_go.set()
+    try:
+        await asyncio.wait_for(draining, 10)
+        with pytest.raises(PipelineClosedError, match="the pipeline is closed"):
+            await training
+    finally:
+        training.cancel()
+        await asyncio.wait([training])
+    assert ran.count == 0
+    assert not driver.takes(tenant)
+    assert driver.takes(neighbour) is not everyone
+    if not everyone:
+        await (await driver.run(graph(), bind_nothing, tenant=neighbour)).completed()

@@ -166,3 +166,65 @@ def test_who_is_woken_for_what(step):
     executor.close()
     executor.join()
     assert [woken.get(timeout=30) for _ in range(4)] == [(0, False), (1, True), (2, False), (3, True)]
+
+
+def test_the_end_of_a_step_does_not_wait_for_a_task_of_another_one(step):
+    """Handed over as one batch, as the scheduler does for jobs that share a lane."""
+    other = Step()
+    other.number = 4
+    told = threading.Event()
+    executor = ThreadExecutor("cpu:8")
+    executor.start(lambda event, *, wake=True: told.set() if wake else None)
+    seen = []
+    executor.submit(
+        [Assignment(step, 0, lambda: None, False), Assignment(other, 0, lambda: seen.append(told.is_set()))]
+    )
+    executor.close()
+    executor.join()
+    assert seen == [True]
+
+
+def test_a_hung_task_that_cannot_be_reported_still_loses_its_device(step):
+    begun, let_go, failures = threading.Event(), threading.Event(), []
+
+    def hang():
+        begun.set()
+        assert let_go.wait(30)
+
+    def fail():
+        failures.append(threading.current_thread())
+        raise ValueError("a bug")
+
+    events = SimpleQueue()
+    executor = ThreadExecutor("cpu:6")
+    executor.start(lambda event, *, wake=True: events.put(event))
+    executor.submit([Assignment(step, 0, hang)])
+    assert begun.wait(30)
+    hung = executor._thread
+    with pytest.raises(ValueError, match="a bug"):
+        executor.give_up(executor.current, fail)
+    assert len(failures) == 1
+    assert executor._thread is not hung
+    executor.submit([Assignment(step, 1, lambda: None)])
+    event = events.get(timeout=10)
+    assert (type(event), event.task) == (TaskCompleted, 1)
+    let_go.set()
+    executor.close()
+    executor.join()
+    hung.join(30)
+
+
+def test_a_hung_task_is_reported_once(executor, step):
+    begun, let_go, failures = threading.Event(), threading.Event(), []
+
+    def hang():
+        begun.set()
+        assert let_go.wait(30)
+
+    executor.submit([Assignment(step, 0, hang)])
+    assert begun.wait(30)
+    hung = executor._thread
+    assert executor.give_up(executor.current, lambda: failures.append(None))
+    assert failures == [None]
+    let_go.set()
+    hung.join(30)

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from asyncpipe.errors import PipelineClosedError
 from asyncpipe.runtime.portal import Call, Portal
 from asyncpipe.runtime.waiting import outlast
 
@@ -118,3 +119,70 @@ async def test_outlast():
     assert not waiting.done()
     future.set_result(None)
     await waiting
+
+
+class Window:
+    """Stops a portal's thread at the beginning of a method of its loop, behind the stop, until ``go_on``."""
+
+    def __init__(self, portal, method):
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self._real = getattr(portal._loop, method)
+        setattr(portal._loop, method, self._stop)
+
+    def _stop(self):
+        self.reached.set()
+        assert self.go_on.wait(30)
+        return self._real()
+
+
+@pytest.mark.parametrize("method", ["shutdown_asyncgens", "close"])
+def test_a_call_between_the_stop_and_the_close_of_the_loop_has_an_end(no_leaks, method):
+    """The pipeline was open when its caller looked, and another thread has closed it since."""
+    portal = Portal()
+    window = Window(portal, method)
+    portal.close()
+    assert window.reached.wait(30)
+    first, second = portal.submit(double(1)), portal.submit(double(2))
+    second.cancel()
+    assert isinstance(second.future.exception(10), asyncio.CancelledError)
+    window.go_on.set()
+    assert isinstance(first.future.exception(10), PipelineClosedError)
+    portal.join()
+
+
+def test_what_runs_or_is_about_to_when_the_portal_is_closed(no_leaks):
+    portal = Portal()
+    slow = Slow()
+    slow.release.set()
+    running = portal.submit(slow.run())
+    assert slow.started.wait(30)
+    held, let_go = threading.Event(), threading.Event()
+
+    def hold():
+        held.set()
+        assert let_go.wait(30)
+
+    portal.call_soon(hold)
+    assert held.wait(30)
+    waiting = portal.submit(asyncio.Event().wait())
+    portal.close()
+    let_go.set()
+    for call in (running, waiting):
+        with pytest.raises(PipelineClosedError, match="the pipeline is closed"):
+            call.wait()
+    assert slow.ended.is_set()
+    portal.join()
+
+
+async def test_a_closed_portal_says_so(no_leaks):
+    portal = Portal()
+    done = portal.submit(double(1))
+    assert done.wait() == 2
+    portal.close()
+    portal.join()
+    portal.close()
+    with pytest.raises(PipelineClosedError, match="the pipeline is closed"):
+        portal.call(double(1))
+    with pytest.raises(PipelineClosedError, match="the pipeline is closed"):
+        await portal.run(double(1))
+    done.cancel()
