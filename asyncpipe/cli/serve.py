@@ -61,6 +61,8 @@ GRACE_OVER = 1
 """Status where jobs or devices did not end in time."""
 SLACK_SECONDS = 5.0
 """Beyond the grace period, in which jobs end: for the store and the devices' threads to close."""
+READER_SECONDS = 1.0
+"""For whoever reads what is said at the end."""
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -127,8 +129,10 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _give_up() -> None:
     """End the process, whatever hangs: a device's thread may never come back."""
-    _print("the grace period is over; jobs go on from their last snapshots at the next start")
-    os._exit(GRACE_OVER)
+    try:
+        _say("the grace period is over; jobs go on from their last snapshots at the next start")
+    finally:
+        os._exit(GRACE_OVER)
 
 
 def _settings(given: dict[str, Any]) -> ServiceSettings:
@@ -158,9 +162,9 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
             deadline.start()
             cause = f"the service was told to end by {number.name}"
             service.take_no_more(cause)  # Before it is said: who reads the line relies on it.
-            _print(_farewell(service, settings, number))
+            _say(_farewell(service, settings, number))
             await service.drain(cause)
-        _print("ended; jobs go on at the next start")
+        _say("ended; jobs go on at the next start")
 
 
 @contextmanager
@@ -232,3 +236,23 @@ def _farewell(service: TrainingService, settings: ServiceSettings, number: signa
 
 def _print(line: str) -> None:
     print(line, flush=True)
+
+
+def _say(line: str) -> None:
+    """Print ``line`` at the end, which no reader holds up or fails, whether it has gone or has stopped.
+
+    In ``serve | tee log``, Ctrl-C ends tee as well. What is printed after a line that was not taken goes nowhere.
+    """
+    out, taken = sys.stdout.fileno(), threading.Event()
+
+    def write() -> None:
+        with suppress(OSError):
+            os.write(out, f"{line}\n".encode())
+            taken.set()
+
+    # Not with `print`: what it cannot write it keeps, and the interpreter would try, and wait, once more at exit.
+    writer = threading.Thread(target=write, name="asyncpipe farewell", daemon=True)
+    writer.start()
+    writer.join(READER_SECONDS)
+    if not taken.is_set():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out)

@@ -204,7 +204,10 @@ class TrainingService:
         return await self._do(self._opened()[1].pause(job, cause))
 
     async def resume(self, job: str, cause: str = "asked to go on") -> JobRecord:
-        """The job, in the queue again; or running, where it had been asked to pause and has not yet."""
+        """The job, in the queue again; or running, where it had been asked to pause and has not yet.
+
+        Raises ``QueueFullError``.
+        """
         return await self._do(self._opened()[1].resume(job, cause))
 
     async def cancel(self, job: str, cause: str = "asked to end") -> JobRecord:

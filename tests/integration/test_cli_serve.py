@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -255,6 +255,66 @@ def test_a_step_that_never_ends_does_not_hold_it_up_for_ever(folder):
         served.ask()
         assert served.ends() == serve_module.GRACE_OVER
         assert served.lines[-1] == "the grace period is over; jobs go on from their last snapshots at the next start"
+
+
+@contextmanager
+def nobody_reads(process: subprocess.Popen[str], how: str) -> Iterator[None]:
+    """The reader of what it prints has gone, or has stopped, when so much is printed that no more fits."""
+    assert process.stdout is not None
+    if how == "gone":
+        process.stdout.close()
+        yield
+        return
+    pipe = os.open(f"/proc/{process.pid}/fd/1", os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        for size in (4096, 1):
+            with suppress(BlockingIOError):
+                while True:
+                    os.write(pipe, b"." * size)
+        yield
+    finally:
+        os.close(pipe)
+
+
+READERS = [
+    "gone",
+    pytest.param("stopped", marks=pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="/proc")),
+]
+
+
+@pytest.mark.parametrize("how", READERS)
+def test_it_ends_in_peace_though_nobody_reads(folder, how):
+    # Jobs may have printed something that is still on its way.
+    code = (
+        "serve.READER_SECONDS = 0.1; told = serve._farewell; sys.stdout.reconfigure(write_through=False); "
+        "serve._farewell = lambda *given: sys.stdout.write('of a job') and told(*given)"
+    )
+    with serve(folder, code=code) as served:
+        served.line("^ready")
+        with nobody_reads(served.process, how):
+            served.ask()
+            assert served.process.wait(SECONDS) == 0
+    assert "Error" not in served.log.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("how", READERS)
+def test_giving_up_waits_for_no_reader(how):
+    code = (
+        "import threading; from asyncpipe.cli import serve; serve.READER_SECONDS = 0.1; "
+        "print('here', flush=True); input(); threading.Timer(0, serve._give_up).start(); threading.Event().wait()"
+    )
+    arguments = [sys.executable, "-c", code]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdout.readline()
+            with nobody_reads(process, how):
+                process.stdin.write("\n")
+                process.stdin.close()
+                assert process.wait(SECONDS) == serve_module.GRACE_OVER
+        finally:
+            process.kill()
 
 
 def test_its_threads_share_heaps(folder):

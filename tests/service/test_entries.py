@@ -203,6 +203,7 @@ def test_entries_are_imported_from_their_folder_alone_meanwhile(module, tmp_path
         ("build = 3", "build", {}, "has no function 'build'"),
         ("raise RuntimeError('no')", "build", {}, "could not be imported: RuntimeError: no"),
         ("import nowhere_at_all", "build", {}, "could not be imported: ModuleNotFoundError"),
+        ("import sys; sys.exit(2)", "build", {}, "could not be imported: SystemExit: 2"),
         ("def build(*, data: Path): pass", "build", {}, "nobody could give parameter 'data'"),
         ("def build(*, layer: nn.Module): pass", "build", {}, "nobody could give parameter 'layer'"),
         ("def build(width, /): pass", "build", {}, "parameter 'width' cannot be given by keyword"),

@@ -327,6 +327,17 @@ async def test_a_log_is_open_while_somebody_uses_it(tmp_path):
         pass
 
 
+async def test_a_log_that_opens_while_all_close_ends_its_followers(tmp_path):
+    logs = JobLogs(tmp_path)
+
+    async def of_store():
+        logs.close()
+        return history(QUEUED, RUNNING)
+
+    async with logs.use("7", of_store) as log:
+        assert [event.kind async for event in everything(log.follow())] == ["state", "state"]
+
+
 async def follow_on(log: JobLog) -> None:
     follower = log.follow()
     while await follower.next():

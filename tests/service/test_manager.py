@@ -126,6 +126,26 @@ async def test_only_so_many_may_wait(tmp_path):
         await service.submit("fourth")
 
 
+async def test_a_paused_job_waits_like_a_new_one_and_a_running_one_goes_on(tmp_path):
+    async with opened(tmp_path, max_running=1, max_queued=1) as service:
+        running = await service.running("first")
+        paused = await service.submit("second")
+        await service.requests.pause(paused.id, "ann asked")
+        await service.submit("third")
+        with pytest.raises(QueueFullError):
+            await service.requests.resume(paused.id, "ann asked")
+        assert (await service.store.get(paused.id)).state is PAUSED
+        assert paused.id not in service.manager.jobs.queued
+        await service.requests.pause(running.id, "ann asked")
+        await service.requests.resume(running.id, "bob asked")
+        await until(lambda: len(service.fakes.made["first"]) == 2)
+        service.fakes.free = True
+        service.fakes["first"].go()
+        await until(lambda: not service.manager.jobs.queued)
+        assert (await service.requests.resume(paused.id, "ann asked")).state is QUEUED
+        await service.comes(running.id, FINISHED)
+
+
 async def test_a_job_that_cannot_be_built_any_more_fails_with_the_reason(tmp_path):
     async with opened(tmp_path, max_running=1) as service:
         await service.running("first")

@@ -16,6 +16,7 @@ from asyncpipe.service.job_states import JobState, check_transition
 from asyncpipe.service.jobs.job_run import Outcome, Result, is_permanent, next_state
 from asyncpipe.service.run.faults import NonFiniteLossError, OutOfMemoryError
 from asyncpipe.service.run.feed import DataError
+from asyncpipe.service.run.snapshot_files import FolderError
 from asyncpipe.service.store.job_store import StoreError, StoreProblem
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
@@ -66,6 +67,7 @@ def test_whatever_a_run_comes_to_the_job_goes_where_it_may(result, asked, failur
         (task_error(LossError("no scalar")), True),
         (DataError("no file"), False),
         (OSError("no file"), False),
+        (FolderError("no room"), False),
         (OptionError("width"), True),
         (JobFileError("no"), True),
         (NonFiniteLossError("NaN"), True),
@@ -131,6 +133,17 @@ async def test_a_failing_job_that_was_asked_to_end_ends(tmp_path):
         assert (await service.comes(job.id, PAUSED, QUEUED, FAILED)).state is PAUSED
 
 
+async def test_a_run_whose_code_cancels_itself_has_failed(tmp_path):
+    fakes = Fakes()
+    fakes.free = True
+    fakes.fails = lambda fake: asyncio.CancelledError() if len(fakes.made["job"]) <= 4 else None
+    async with opened(tmp_path, fakes) as service:
+        job = await service.submit(faults={"snapshot_retries": 1})
+        failed = await service.comes(job.id, FAILED, FINISHED)
+        assert await service.path(job.id) == ["queued", "running", "queued", "running", "failed"]
+        assert failed.cause.startswith("its code raised a cancellation, which nobody had asked for (2 times")
+
+
 # A store that cannot be written
 
 
@@ -139,12 +152,12 @@ async def test_an_end_that_the_store_does_not_take_is_written_later(tmp_path, mo
         job = await service.running()
         transition, refused = service.store.transition, 0
 
-        async def failing(job, to, cause, *, expect=None):
+        async def failing(job, to, cause, **more):
             nonlocal refused
             if to is FINISHED and refused < 3:
                 refused += 1
                 raise full()
-            return await transition(job, to, cause, expect=expect)
+            return await transition(job, to, cause, **more)
 
         monkeypatch.setattr(service.store, "transition", failing)
         service.fakes["job"].go()
@@ -176,12 +189,12 @@ async def test_a_job_that_cannot_begin_begins_later(tmp_path, monkeypatch):
     async with opened(tmp_path) as service:
         transition, refused = service.store.transition, 0
 
-        async def failing(job, to, cause, *, expect=None):
+        async def failing(job, to, cause, **more):
             nonlocal refused
             if to is RUNNING and refused < 3:
                 refused += 1
                 raise full()
-            return await transition(job, to, cause, expect=expect)
+            return await transition(job, to, cause, **more)
 
         monkeypatch.setattr(service.store, "transition", failing)
         service.fakes.free = True

@@ -29,6 +29,7 @@ from torch import Generator, Tensor, nn
 
 pytest.importorskip("aiohttp", reason="the API needs aiohttp: pip install 'asyncpipe[service]'")
 
+from asyncpipe.bench.soak_samples import POOLS
 from asyncpipe.service.client import ApiError, JobClient
 from asyncpipe.service.http import serve_api
 from asyncpipe.service.intake.entries import Entries
@@ -83,7 +84,7 @@ class Counted:
         tensors = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
         allocated = tracemalloc.get_traced_memory()[0] if tracemalloc.is_tracing() else 0
         # A loop's own helpers are few, and started when they are first needed.
-        threads = sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
+        threads = sum(not thread.name.startswith(POOLS) for thread in threading.enumerate())
         return cls(threads, descriptors, tensors, resident, allocated)
 
 

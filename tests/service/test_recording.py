@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import os
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
+from resume_helpers import STEPS, make_workload
+from resume_helpers import make_job as make_run
+from torch import Tensor, nn
 
 from asyncpipe.core.events import StepRecord
 from asyncpipe.core.lower import lower
@@ -19,8 +25,11 @@ from asyncpipe.core.registry import find_schedule
 from asyncpipe.core.schedule import Shape
 from asyncpipe.core.simulate import simulate
 from asyncpipe.service.run import recording
+from asyncpipe.service.run.progress import NullProgress
 from asyncpipe.service.run.recording import Recorder, Written
 from asyncpipe.service.run.settings import Job
+from asyncpipe.service.run.training import TrainingRun
+from asyncpipe.service.run.workload import Workload
 
 
 def make_job(**observe: object) -> Job:
@@ -146,3 +155,58 @@ def test_only_the_last_steps_are_kept_and_given_up_when_written(tmp_path):
     events = json.loads(trace.read_text())["traceEvents"]
     assert len({event["args"]["step"] for event in events if "step" in event.get("args", {})}) == 1
     assert kept.write(make_job(trace=trace), Failures()) == Written()
+
+
+# Steps that fail
+
+
+class Failing(nn.Module):
+    """Fails at its first forward, and looks at the next attempt for what that one had in its frame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[ref[Tensor]] = []
+        self.tried_again = False
+        self.left: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.made:
+            activation = x * 2
+            self.made.append(ref(activation))
+            raise ArithmeticError("hot")
+        if self.tried_again and self.left is None:
+            gc.collect()
+            self.left = sum(made() is not None for made in self.made)
+        return x
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("asked", ["nothing", "trace", "timeline"])
+async def test_a_step_is_tried_again_without_the_tensors_of_the_attempt_that_failed(tmp_path, monkeypatch, asked):
+    shown = []
+
+    class Noted(Recorder):
+        def step_completed(self, record: StepRecord) -> None:
+            shown.append(record.outcome)
+            super().step_completed(record)
+
+    class Told(NullProgress):
+        def noted(self, level: int, text: str) -> None:
+            failing.tried_again = True
+
+    monkeypatch.setattr("asyncpipe.service.run.training.Recorder", Noted)
+    failing = Failing()
+
+    def make() -> Workload:
+        made = make_workload()
+        return replace(made, model=nn.Sequential(*made.model, failing))
+
+    observe = {} if asked == "nothing" else {asked: tmp_path / "file", "trace_steps": 9}
+    job = make_run(tmp_path / "snapshots").override("observe", **observe)
+    summary = await TrainingRun(job, make, progress=Told()).run()
+    assert failing.left == 0
+    # Nobody has to keep what nobody asked for.
+    assert shown == ([] if asked == "nothing" else ["failed", *["ok"] * STEPS])
+    if asked == "trace":
+        names = [event["name"] for event in json.loads(summary.trace.read_text())["traceEvents"]]
+        assert "F(0,1) failed: ArithmeticError" in names

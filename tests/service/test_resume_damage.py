@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -17,11 +18,12 @@ import pytest
 import torch
 from torch import Generator, nn
 
-from asyncpipe.errors import JobFileError, OptionError
+from asyncpipe.errors import AsyncpipeError, JobFileError, OptionError
+from asyncpipe.service.jobs.job_run import is_permanent
 from asyncpipe.service.run import snapshot_files
 from asyncpipe.service.run.resume import newest_snapshot, open_folder
 from asyncpipe.service.run.settings import Job
-from asyncpipe.service.run.snapshot_files import read_about, read_snapshot, write_snapshot
+from asyncpipe.service.run.snapshot_files import FolderError, read_about, read_snapshot, write_snapshot
 from asyncpipe.service.run.snapshots import Snapshots
 from asyncpipe.service.run.training import TrainingRun
 from asyncpipe.service.run.workload import Batch, Workload
@@ -285,3 +287,88 @@ async def test_the_step_that_was_damaged_is_done_and_saved_again(tmp_path, caplo
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in again.states["model"].items())
     assert names(tmp_path) == ["step-1", "step-2", "step-3", "step-3.unusable"]
     assert len(caplog.records) == 1
+
+
+# What may pass
+
+
+def breaking(monkeypatch: pytest.MonkeyPatch, what: str, number: int, where: Path) -> None:
+    """Let the system fail with ``number`` where ``where`` is made, listed or read."""
+
+    def broken(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Path, *arguments: Any, **options: Any) -> Any:
+            if path == where:
+                raise OSError(number, os.strerror(number), str(path))
+            return real(path, *arguments, **options)
+
+        return call
+
+    owner: Any = torch if what == "load" else Path
+    monkeypatch.setattr(owner, what, broken(getattr(owner, what)))
+
+
+@pytest.mark.parametrize(("what", "number"), [("mkdir", errno.ENOSPC), ("mkdir", errno.EIO), ("iterdir", errno.EMFILE)])
+def test_a_folder_that_cannot_be_used_now_may_be_another_time(tmp_path, monkeypatch, what, number):
+    breaking(monkeypatch, what, number, tmp_path)
+    with pytest.raises(FolderError) as caught:
+        open_folder(make_job(tmp_path))
+    assert str(caught.value) == f"job.toml: snapshots.folder: cannot use {tmp_path}: {os.strerror(number)}"
+    assert isinstance(caught.value, AsyncpipeError)
+    assert not is_permanent(caught.value)
+
+
+READINGS = [("open", "snapshot.json"), ("open", "model.pt"), ("load", "model.pt")]
+
+
+@pytest.mark.parametrize(("what", "name"), READINGS)
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.ESTALE])
+def test_a_snapshot_that_cannot_be_read_now_is_left_for_another_time(tmp_path, monkeypatch, caplog, what, name, number):
+    newest = make_snapshots(tmp_path, 2, 3)[-1]
+    with monkeypatch.context() as patched:
+        breaking(patched, what, number, newest / name)
+        with pytest.raises(FolderError) as caught:
+            open_folder(make_job(tmp_path))
+    problem = f"{newest}: {name} cannot be read: {os.strerror(number)}"
+    assert str(caught.value) == f"job.toml: snapshots.folder: {problem}"
+    assert not is_permanent(caught.value)
+    assert (names(tmp_path), caplog.records) == (["step-2", "step-3"], [])
+    resumed = open_folder(make_job(tmp_path))
+    assert resumed is not None
+    assert resumed.step == 3
+
+
+def test_an_older_one_that_cannot_be_read_now_is_not_taken_for_one_to_remove(tmp_path, monkeypatch):
+    older = make_snapshots(tmp_path, 2, 3)[0]
+    breaking(monkeypatch, "open", errno.EMFILE, older / "snapshot.json")
+    with pytest.raises(FolderError, match=r"step-2: snapshot\.json cannot be read"):
+        open_folder(make_job(tmp_path))
+
+
+@pytest.mark.parametrize(("what", "name"), READINGS)
+def test_a_disk_that_fails_has_damaged_a_snapshot_where_there_is_an_older_one(
+    tmp_path, monkeypatch, caplog, what, name
+):
+    newest = make_snapshots(tmp_path, 2, 3)[-1]
+    breaking(monkeypatch, what, errno.EIO, newest / name)
+    resumed = open_folder(make_job(tmp_path))
+    assert resumed is not None
+    assert resumed.step == 2
+    assert names(tmp_path) == ["step-2", "step-3.unusable"]
+    assert f"{name} cannot be read: {os.strerror(errno.EIO)}" in caplog.text
+
+
+@pytest.mark.parametrize(("what", "name"), READINGS)
+def test_a_disk_that_fails_with_the_only_snapshot_may_be_back_another_time(tmp_path, monkeypatch, what, name):
+    damaged, newest = make_snapshots(tmp_path, 2, 3)
+    torn(damaged / "model.pt")
+    breaking(monkeypatch, what, errno.EIO, newest / name)
+    with pytest.raises(FolderError, match=f"none of the snapshots in .* can be used; the newest: .*{name} cannot be"):
+        open_folder(make_job(tmp_path))
+    assert names(tmp_path) == ["step-2", "step-3"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST])
+def test_names_and_rights_stay_as_they_are_until_somebody_changes_them(tmp_path, monkeypatch, number):
+    breaking(monkeypatch, "mkdir", number, tmp_path)
+    with pytest.raises(JobFileError, match=r"job\.toml: snapshots\.folder: cannot use "):
+        open_folder(make_job(tmp_path))

@@ -89,6 +89,22 @@ async def test_a_full_queue_takes_no_more_but_answers_for_what_it_has(path):
         assert await store.count() == dict.fromkeys(JobState, 0) | {QUEUED: 2, PAUSED: 1}
 
 
+async def test_a_full_queue_lets_no_paused_job_in(path):
+    async with JobStore(path) as store:
+        first, second = await store.submit(SPEC), await store.submit(SPEC)
+        await store.transition(first.id, PAUSED, "because")
+        with pytest.raises(QueueFullError, match="1 jobs wait, and no more may; ask again"):
+            await store.transition(first.id, QUEUED, "because", most_queued=1)
+        assert (await store.get(first.id)).state is PAUSED
+        assert len(await store.history(first.id)) == 2
+        with pytest.raises(JobStateError, match="cannot become queued"):
+            await store.transition(second.id, QUEUED, "because", most_queued=1)
+        await store.transition(second.id, RUNNING, "because")
+        assert (await store.transition(first.id, QUEUED, "because", most_queued=1)).state is QUEUED
+        # What ran has its place.
+        assert (await store.transition(second.id, QUEUED, "because")).state is QUEUED
+
+
 async def test_whether_the_thread_is_there(path):
     store = JobStore(path)
     assert not store.is_alive

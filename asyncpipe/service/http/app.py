@@ -13,7 +13,7 @@ from aiohttp import web
 from asyncpipe.errors import OptionError
 from asyncpipe.service.hosts import is_loopback, shown_address
 from asyncpipe.service.http import openapi
-from asyncpipe.service.http.audit import Audit, audit_file
+from asyncpipe.service.http.audit import Audit, audit_files
 from asyncpipe.service.http.connection import connections
 from asyncpipe.service.http.guard import Guard
 from asyncpipe.service.http.limits import Buckets, Places
@@ -62,7 +62,7 @@ async def serve_api(service: TrainingService, settings: ServiceSettings) -> Asyn
     _check_address(settings)
     app, redact = make_api(service, settings), _redactor(settings)
     runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
-    async with audit_file(app[_AUDIT], settings.folder):
+    async with audit_files(app[_AUDIT], settings.folder):
         try:
             await runner.setup()
             assert runner.server is not None

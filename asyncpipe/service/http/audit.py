@@ -6,7 +6,8 @@
      "key": null, "state": "running"}
 
 ``outcome`` is ``ok`` or ``refused``, with ``status`` and ``reason`` then. Of an idempotency key there is a hash, of a
-token nothing. ``audit_file`` writes the lines to a file, on a thread of its own: the loop never waits for a disk.
+token nothing. ``audit_files`` writes the lines to files, on a thread of its own: the loop never waits for a disk. The
+files are bounded, so there are two of them: whoever is refused, as often as may be, pushes no change out.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
@@ -29,10 +30,12 @@ from aiohttp import web
 from asyncpipe.errors import OptionError
 from asyncpipe.service.http.redact import shorten
 
-__all__ = ["LOGGER", "Audit", "audit_file"]
+__all__ = ["LOGGER", "Audit", "audit_files"]
 
 LOGGER = "asyncpipe.audit"
-NAME = "audit.jsonl"
+CHANGES, REFUSALS = "audit.jsonl", "refused.jsonl"
+MOST_BYTES = 64 * 2**20
+"""Of a file, some 200,000 lines. When it is full it becomes the older one, ``audit.jsonl.1``, and replaces that."""
 MOST_WAITING = 10_000
 """Lines that a disk may be behind; more are lost, and counted in the log."""
 
@@ -55,22 +58,25 @@ class Audit:
             "key": hashlib.sha256(keys[0].encode("utf-8", "surrogateescape")).hexdigest()[:16] if keys else None,
             **{name: shorten(value) if isinstance(value, str) else value for name, value in more.items()},
         }
-        _logger.info("%s", json.dumps(table), extra={"audit": self})
+        _logger.info("%s", json.dumps(table), extra={"audit": self, "refused": outcome != "ok"})
 
 
 @asynccontextmanager
-async def audit_file(audit: Audit, folder: Path) -> AsyncIterator[None]:
-    """During the block the lines of ``audit`` go to ``audit.jsonl`` in ``folder``; at its end all of them are there.
+async def audit_files(audit: Audit, folder: Path) -> AsyncIterator[None]:
+    """During the block the lines of ``audit`` go to its files in ``folder``; at its end all of them are there.
 
-    Raises ``OptionError`` where the file cannot be opened.
+    Raises ``OptionError`` where the files cannot be opened.
     """
+    files: list[_File] = []
     try:
-        file = await asyncio.to_thread(_File, folder / NAME)
+        for name, refused in ((CHANGES, False), (REFUSALS, True)):
+            files.append(await asyncio.to_thread(_File, folder / name, refused))
     except OSError as error:
+        _close(files)
         raise OptionError(f"the audit file in {folder} cannot be opened: {error.strerror}") from error
     queue: Queue[Any] = Queue(MOST_WAITING)
     handler = _Waiting(queue, audit)
-    listener = _Listener(queue, file)
+    listener = _Listener(queue, *files)
     level = _logger.level
     if not _logger.isEnabledFor(logging.INFO):
         _logger.setLevel(logging.INFO)
@@ -81,12 +87,17 @@ async def audit_file(audit: Audit, folder: Path) -> AsyncIterator[None]:
     finally:
         _logger.removeHandler(handler)
         _logger.setLevel(level)
-        await asyncio.shield(asyncio.to_thread(_finish, listener, file))
+        await asyncio.shield(asyncio.to_thread(_finish, listener, files))
 
 
-def _finish(listener: QueueListener, file: logging.Handler) -> None:
+def _finish(listener: QueueListener, files: Iterable[logging.Handler]) -> None:
     listener.stop()
-    file.close()
+    _close(files)
+
+
+def _close(files: Iterable[logging.Handler]) -> None:
+    for file in files:
+        file.close()
 
 
 class _Listener(QueueListener):
@@ -125,18 +136,27 @@ class _Waiting(QueueHandler):
 
 
 class _File(logging.Handler):
-    """The file, which is this user's own. A line is in it whole or not at all; one that is not goes to the log."""
+    """A file, which is this user's own. A line is in it whole or not at all; one that is not goes to the log."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, refused: bool) -> None:
+        """For the lines of what was ``refused``, or of what was not."""
         super().__init__()
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._path = path
+        self._refused = refused
+        self._descriptor = _open(path)
         self._failed = False
+
+    def filter(self, record: logging.LogRecord) -> Any:
+        return getattr(record, "refused", None) is self._refused and super().filter(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
         line = record.getMessage().encode() + b"\n"
         size = os.fstat(self._descriptor).st_size
         try:
+            if size and size + len(line) > MOST_BYTES:
+                self._begin_another()
+                size = 0
             written = 0
             while written < len(line):
                 written += os.write(self._descriptor, line[written:])
@@ -149,8 +169,18 @@ class _File(logging.Handler):
             self._failed = True
             _troubles.warning("%s", record.getMessage())
 
+    def _begin_another(self) -> None:
+        with suppress(FileNotFoundError):  # Somebody has moved it, or it was moved before and no other could be made.
+            os.replace(self._path, f"{self._path}.1")
+        full, self._descriptor = self._descriptor, _open(self._path)
+        os.close(full)
+
     def close(self) -> None:
         """Close the file."""
         with suppress(OSError):
             os.close(self._descriptor)
         super().close()
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

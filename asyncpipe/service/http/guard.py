@@ -2,13 +2,14 @@
 
 ::
 
-    421  a name that is not this server's      DNS rebinding
     429  too often                             before the token: guessing is asking, too
+    421  a name that is not this server's      DNS rebinding
     401  no token, or another one
     403  a change that a foreign page sends    it may ride on a browser's stored password
 
-What a foreign page *reads* its browser keeps from it (``hosts.py``). Probes of ``livez`` and ``readyz`` need no token
-and are not counted: whoever floods this address shall not get the process restarted.
+A 429 leaves no line in the audit, so a client has no more lines than requests. What a foreign page *reads* its browser
+keeps from it (``hosts.py``). Probes of ``livez`` and ``readyz``, by a name of this server's, need no token and are not
+counted: whoever floods this address shall not get the process restarted.
 """
 
 from __future__ import annotations
@@ -73,16 +74,17 @@ class Guard:
 
     def check(self, request: web.Request) -> None:
         """Raise a ``Problem`` unless ``request`` may be answered."""
-        if not own_host(request, self._hosts):
-            detail = "this server is not known under that name; ask for it by its address"
-            raise self._refused(request, Problem(421, "foreign-host", detail))
+        is_own = own_host(request, self._hosts)
         resource = request.match_info.route.resource
-        if resource is not None and resource in self._probes:
+        if is_own and resource is not None and resource in self._probes:
             return
         wait = self._buckets.take(client_of(request.remote))
         if wait:
             headers = [("Retry-After", retry_after(wait))]
             raise Problem(429, "too-many-requests", "this client asks too often", headers=headers)
+        if not is_own:
+            detail = "this server is not known under that name; ask for it by its address"
+            raise self._refused(request, Problem(421, "foreign-host", detail))
         if self._token is not None and not self._is_right(request):
             detail = "show the token: 'Authorization: Bearer TOKEN', or as the password of any user"
             raise self._refused(request, Problem(401, "unauthorized", detail, headers=CHALLENGES))

@@ -40,7 +40,7 @@ WORDS = {
     422: "Something is wrong with what was asked; problems lists it",
     429: "This client asks too often",
     500: "A mistake of the service, which its log has",
-    503: "Shutting down, or out of connections or streams; see Retry-After",
+    503: "Shutting down, or the queue is full, or out of connections or streams; see Retry-After",
     507: "The disk of the job store is full",
 }
 HEADERS: Mapping[int, Mapping[str, Any]] = {

@@ -226,7 +226,7 @@ def _imported(name: str) -> Factory:
     module_name, _, attribute = name.partition(":")
     try:
         found: object = getattr(import_module(module_name), attribute, None)
-    except Exception as error:  # Whatever the module's code raises.
+    except (Exception, SystemExit) as error:  # Whatever the module's code raises, if it parses a command line, too.
         story = f"module {module_name!r} could not be imported: {type(error).__name__}: {error}"
         raise SettingsError(f"entries.{name}: {story}") from error
     if not callable(found):

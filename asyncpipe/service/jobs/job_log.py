@@ -273,6 +273,7 @@ class JobLogs:
         self._open: dict[str, JobLog] = {}
         self._users: dict[str, int] = {}
         self._turns: dict[str, asyncio.Lock] = {}
+        self._closed = False
 
     def of(self, job: str) -> JobLog | None:
         """The log of ``job``, if it is in use."""
@@ -290,6 +291,8 @@ class JobLogs:
             async with turn:
                 if job not in self._open:
                     self._open[job] = await self._opened(job, history)
+                    if self._closed:
+                        self._open[job].close()
             yield self._open[job]
         finally:
             self._users[job] -= 1
@@ -310,7 +313,8 @@ class JobLogs:
         return log
 
     def close(self) -> None:
-        """Every follower ends."""
+        """Every follower ends, also those whose log is just being opened: they get what happened so far."""
+        self._closed = True
         for log in self._open.values():
             log.close()
 

@@ -252,7 +252,9 @@ class JobRun:
             await asyncio.wait([task])
             raise
         if task.cancelled():
-            return Outcome(Result.CANCELLED, "cancelled")
+            if self._cancelling:
+                return Outcome(Result.CANCELLED, "cancelled")
+            return Outcome(Result.FAILED, "its code raised a cancellation, which nobody had asked for")
         error = task.exception()
         if error is not None:
             return _failed(error)

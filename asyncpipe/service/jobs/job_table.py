@@ -69,9 +69,9 @@ class JobTable:
         self.metrics.there_are(await self.store.count())
         return recovered
 
-    async def become(self, record: JobRecord, to: JobState, cause: str) -> JobRecord:
+    async def become(self, record: JobRecord, to: JobState, cause: str, most_queued: int | None = None) -> JobRecord:
         """``record``'s job after it became ``to``; the caller holds its turn. Raises as ``JobStore.transition``."""
-        after = await self.store.transition(record.id, to, cause, expect=record.state)
+        after = await self.store.transition(record.id, to, cause, expect=record.state, most_queued=most_queued)
         self.metrics.changed(record.state, to)
         if to is JobState.RUNNING:
             self.metrics.waited(after.updated - record.updated)

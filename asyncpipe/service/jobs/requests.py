@@ -59,11 +59,15 @@ class Requests:
             return await self._jobs.become(await self._jobs.store.get(job), JobState.CANCELLED, cause)
 
     async def resume(self, job: str, cause: str) -> JobRecord:
-        """The job, which waits in the queue again, or will when it has stopped."""
+        """The job, which waits in the queue again, or will when it has stopped. Raises ``QueueFullError``.
+
+        A running one keeps its place, as one that is tried again does.
+        """
         async with self._jobs.turn(job):
             if (run := self._jobs.running.get(job)) is not None:
                 return await self._ask(run, None, cause)
-            return await self._jobs.become(await self._jobs.store.get(job), JobState.QUEUED, cause)
+            record = await self._jobs.store.get(job)
+            return await self._jobs.become(record, JobState.QUEUED, cause, self._most_queued)
 
     async def change_schedule(self, job: str, schedule: str) -> JobRecord:
         """The job, which follows ``schedule`` from its next step on, also after a restart.

@@ -109,3 +109,6 @@ async def _sample(
         return await sample(forward)
     except _Stopped:
         return None
+    except SystemExit as error:
+        # It is on the loop, which would end, and with it all other runs.
+        raise RuntimeError(f"{error!r} was raised by the sampler") from error

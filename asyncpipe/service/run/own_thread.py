@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from asyncpipe.service.run.threads import ended
+from asyncpipe.service.run.threads import contained, ended
 
 __all__ = ["OwnThread"]
 
@@ -19,7 +19,10 @@ _T = TypeVar("_T")
 
 
 class OwnThread:
-    """One thread that does what it is given in that order, as an async context manager, whose end waits for it."""
+    """One thread that does what it is given in that order, as an async context manager, whose end waits for it.
+
+    What it is given is ``contained``.
+    """
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -36,11 +39,11 @@ class OwnThread:
 
     def submit(self, function: Callable[[], _T]) -> Future[_T]:
         """Have ``function`` called; any thread may wait for the result."""
-        return self._executor.submit(function)
+        return self._executor.submit(contained, function)
 
     def begin(self, function: Callable[[], _T]) -> asyncio.Future[_T]:
         """Have ``function`` called; the loop may wait for the result, and nobody has to."""
-        future = asyncio.get_running_loop().run_in_executor(self._executor, function)
+        future = asyncio.get_running_loop().run_in_executor(self._executor, contained, function)
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return future
 

@@ -10,10 +10,11 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncpipe.core.events import StepRecord
+from asyncpipe.core.events import Outcome, StepCompleted, StepFinished, StepRecord, TaskFailed
 from asyncpipe.observe.svg import svg_timeline
 from asyncpipe.observe.trace import write_trace
 from asyncpipe.service.run.settings import Job, job_file_error
@@ -31,14 +32,14 @@ class Written(NamedTuple):
 
 
 class Recorder:
-    """An observer that keeps the records of the last ``steps`` steps, until they are written."""
+    """An observer that keeps the records of the last ``steps`` steps, until they are written, and no tensor."""
 
     def __init__(self, steps: int) -> None:
         self._records: deque[StepRecord] = deque(maxlen=steps)
 
     def step_completed(self, record: StepRecord) -> None:
         """Keep ``record``, in the place of the oldest where there are enough."""
-        self._records.append(record)
+        self._records.append(record if record.outcome is Outcome.OK else _without_frames(record))
 
     def write(self, job: Job, failed: Callable[[], object]) -> Written:
         """Write what the job asks for, if any step ran; returns what was written. Blocks; raises nothing.
@@ -57,6 +58,22 @@ class Recorder:
             _written("trace", job.observe.trace, lambda path: write_trace(records, path), failed),
             _written("timeline", job.observe.timeline, write_timeline, failed),
         )
+
+
+def _without_frames(record: StepRecord) -> StepRecord:
+    """``record``, whose errors are but their names: their frames hold the tensors of the step, which is tried again."""
+    journal = [
+        (at, replace(event, error=_named(event.error)))
+        if isinstance(event, TaskFailed | StepFinished | StepCompleted) and event.error is not None
+        else (at, event)
+        for at, event in record.journal
+    ]
+    return replace(record, journal=journal)
+
+
+def _named(error: BaseException) -> Exception:
+    made: Exception = type(type(error).__name__, (Exception,), {})()
+    return made
 
 
 def make_folders(job: Job) -> None:

@@ -24,7 +24,16 @@ from pydantic import ValidationError
 from asyncpipe.errors import OptionError
 from asyncpipe.service.run.feed import DataError
 from asyncpipe.service.run.settings import AUTO, Job, PipelineTable, SnapshotTable, job_file_error
-from asyncpipe.service.run.snapshot_files import LEFT_OVER, STATE_NAME, WHOLE, Snapshot, read_about, read_snapshot
+from asyncpipe.service.run.snapshot_files import (
+    LEFT_OVER,
+    STATE_NAME,
+    WHOLE,
+    FolderError,
+    Snapshot,
+    is_lasting,
+    read_about,
+    read_snapshot,
+)
 from asyncpipe.service.run.workload import Resumable
 
 __all__ = ["Resumed", "is_for_good", "join", "newest_snapshot", "open_folder", "snapshots_in", "with_schedule_of"]
@@ -81,7 +90,8 @@ def open_folder(job: Job) -> Resumed | None:
 
     Returns the newest whole snapshot in it where the job is to go on and there is one; others that are newer then
     become ``step-N.unusable``. Raises ``JobFileError`` where the folder cannot be used, or holds snapshots of another
-    run or none that can be used: a run adds to none but its own, and replaces none. Blocks.
+    run or none that can be used: a run adds to none but its own, and replaces none. Raises ``FolderError`` where it may
+    go better another time: no snapshot is called unusable for that. Blocks.
     """
     if job.snapshots is None:
         return None
@@ -102,8 +112,13 @@ def open_folder(job: Job) -> Resumed | None:
             _set_aside(path for path in there if _step_of(path) > _step_of(snapshot.path))
     except OptionError as error:
         raise job_file_error(job.path, f"snapshots.folder: {error}") from error
+    except FolderError as error:
+        raise FolderError(f"{job.path}: snapshots.folder: {error}") from error
     except OSError as error:
-        raise job_file_error(job.path, f"snapshots.folder: cannot use {folder}: {error.strerror}") from error
+        problem = f"snapshots.folder: cannot use {folder}: {error.strerror}"
+        if is_lasting(error):
+            raise job_file_error(job.path, problem) from error
+        raise FolderError(f"{job.path}: {problem}") from error
     return resumed
 
 
@@ -116,10 +131,11 @@ def newest_snapshot(folder: Path, needed: Iterable[str] = ()) -> Snapshot | None
     """The newest snapshot in ``folder`` that is whole, all of it read; ``None`` where there is none at all.
 
     Each that cannot be used is a line in the log. Raises ``OptionError`` where none of them can, ``OSError`` where the
-    folder cannot be read. Blocks; executes nothing of what it reads.
+    folder cannot be read, and ``FolderError``, which is one, where a snapshot cannot be read now, or none can and the
+    disk failed with one of them. Blocks; executes nothing of what it reads.
     """
     needed = tuple(needed)
-    problem = None
+    problem, disk_failed = None, False
     for path in reversed(snapshots_in(folder)):
         try:
             snapshot = read_snapshot(path, needed)
@@ -131,8 +147,11 @@ def newest_snapshot(folder: Path, needed: Iterable[str] = ()) -> Snapshot | None
             reason = str(error)
             _logger.warning("a snapshot cannot be used, the one before it is tried: %s", reason)
             problem = problem or reason
+            disk_failed |= isinstance(error.__cause__, OSError) and not is_lasting(error.__cause__)
     if problem is not None:
-        raise OptionError(f"none of the snapshots in {folder} can be used; the newest: {problem}")
+        # A disk that a network brings may be back soon; where there is nothing older to go on from, that is the hope.
+        kind = FolderError if disk_failed else OptionError
+        raise kind(f"none of the snapshots in {folder} can be used; the newest: {problem}")
     return None
 
 

@@ -15,6 +15,7 @@ nothing that is pickled in them is executed, and a state that it could not read 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -29,9 +30,20 @@ from typing import Any
 
 import torch
 
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import AsyncpipeError, OptionError
 
-__all__ = ["FORMAT", "LEFT_OVER", "STATE_NAME", "WHOLE", "Snapshot", "read_about", "read_snapshot", "write_snapshot"]
+__all__ = [
+    "FORMAT",
+    "LEFT_OVER",
+    "STATE_NAME",
+    "WHOLE",
+    "FolderError",
+    "Snapshot",
+    "is_lasting",
+    "read_about",
+    "read_snapshot",
+    "write_snapshot",
+]
 
 FORMAT = 1
 """Of ``snapshot.json``; another number where a reader of this one would be misled."""
@@ -44,6 +56,10 @@ STATE_NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
 _ABOUT = "snapshot.json"
 _ARCHIVE = b"PK\x03\x04"
 """How the files of ``torch.save`` begin."""
+
+
+class FolderError(AsyncpipeError, OSError):
+    """A folder of snapshots cannot be used now, for a reason that may pass: no room, too many open files."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +151,8 @@ def read_snapshot(path: Path, needed: Iterable[str] = ()) -> Snapshot:
     """What is in the snapshot at ``path``, once every sum is right. Blocks; executes nothing of it.
 
     Raises ``OptionError`` that says in one line what is wrong: something is missing, torn or changed, is no tensor
-    or plain value, lacks one of the states ``needed``, or was written in another format.
+    or plain value, lacks one of the states ``needed``, or was written in another format. Raises ``FolderError`` where
+    nothing is known to be wrong with it, but the system does not let it be read now.
     """
     about = read_about(path)
     sums: dict[str, str] = about["sha256"]
@@ -146,7 +163,7 @@ def read_snapshot(path: Path, needed: Iterable[str] = ()) -> Snapshot:
             with (path / name).open("rb") as file:
                 is_right = hashlib.file_digest(file, "sha256").hexdigest() == wanted
         except OSError as error:
-            raise OptionError(f"{path}: {name} cannot be read: {error.strerror}") from error
+            raise _unreadable(path, name, error) from error
         if not is_right:
             raise OptionError(f"{path}: {name} is damaged: it does not have the SHA-256 that it was written with")
     return Snapshot(path, about, {name.removesuffix(".pt"): _read_state(path, name) for name in sums})
@@ -157,7 +174,7 @@ def read_about(path: Path) -> dict[str, Any]:
     try:
         about = json.loads((path / _ABOUT).read_text(encoding="utf-8"))
     except OSError as error:
-        raise OptionError(f"{path}: {_ABOUT} cannot be read: {error.strerror}") from error
+        raise _unreadable(path, _ABOUT, error) from error
     except (ValueError, RecursionError) as error:
         raise OptionError(f"{path}: {_ABOUT} is damaged: {type(error).__name__}") from error
     written_as = about.get("format") if isinstance(about, dict) else None
@@ -169,6 +186,19 @@ def read_about(path: Path) -> dict[str, Any]:
     if not _is_sound(about):
         raise OptionError(f"{path}: {_ABOUT} does not describe a snapshot")
     return about
+
+
+def is_lasting(error: OSError) -> bool:
+    """Whether ``error`` is about names and rights, which stay until somebody changes them."""
+    return isinstance(
+        error, FileExistsError | FileNotFoundError | IsADirectoryError | NotADirectoryError | PermissionError
+    )
+
+
+def _unreadable(path: Path, name: str, error: OSError) -> AsyncpipeError:
+    """What to raise where ``error`` kept a file from being read. A disk that cannot read it has damaged it."""
+    problem = f"{path}: {name} cannot be read: {error.strerror}"
+    return OptionError(problem) if is_lasting(error) or error.errno == errno.EIO else FolderError(problem)
 
 
 def _is_sound(about: dict[str, Any]) -> bool:
@@ -197,6 +227,8 @@ def _read_state(path: Path, name: str) -> Any:
         return torch.load(path / name, map_location="cpu", weights_only=True)
     except MemoryError:
         raise
+    except OSError as error:
+        raise _unreadable(path, name, error) from error
     except pickle.UnpicklingError as error:
         # The sums were right: it was written so. What it would have called is not for this process to run.
         raise OptionError(f"{path}: {name} is refused: it holds more than tensors and plain values") from error

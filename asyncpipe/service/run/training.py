@@ -102,10 +102,10 @@ class TrainingRun:
 
         Cancellation takes effect between two tasks, or when a thread has made what it is making. Raises
         ``JobFileError`` where the job does not fit the workload, this machine or the snapshots that it is to go on
-        from, ``OptionError`` where it asks for an extra that is not installed, ``DataError`` where its data raises,
-        ``TaskError`` for a task that fails more often than ``[faults]`` allow (``OutOfMemoryError`` where that was
-        for want of memory), and ``NonFiniteLossError``. A trace or a snapshot that cannot be written is logged,
-        counted and noted.
+        from, ``FolderError`` where those cannot be used now, ``OptionError`` where it asks for an extra that is not
+        installed, ``DataError`` where its data raises, ``TaskError`` for a task that fails more often than ``[faults]``
+        allow (``OutOfMemoryError`` where that was for want of memory), and ``NonFiniteLossError``. A trace or a
+        snapshot that cannot be written is logged, counted and noted.
         """
         if self._job.observe.opentelemetry:
             from asyncpipe.observe.otel import StepSpans
@@ -205,6 +205,7 @@ class TrainingRun:
 
     def _pipeline(self, workload: Workload) -> Pipeline:
         table, observe = self._job.pipeline, self._job.observe
+        recorders = [self._recorder] if observe.trace or observe.timeline else []
         try:
             return Pipeline(
                 workload.model,
@@ -215,7 +216,7 @@ class TrainingRun:
                 schedule=self._find_schedule(table.schedule),
                 checkpoint=table.checkpoint,
                 loss_fn=workload.loss_fn,
-                observers=[self._recorder, *self._observers],
+                observers=[*recorders, *self._observers],
                 nvtx=observe.nvtx,
                 sample_memory=observe.trace is not None,
                 pool=self._pool,

@@ -147,17 +147,20 @@ class JobStore:
 
         return await self._writer.run(work, writes=True)
 
-    async def transition(self, job: str, to: JobState, cause: str, *, expect: JobState | None = None) -> JobRecord:
+    async def transition(
+        self, job: str, to: JobState, cause: str, *, expect: JobState | None = None, most_queued: int | None = None
+    ) -> JobRecord:
         """``job`` after it became ``to``, because of ``cause`` (a sentence that operators read).
 
         With ``expect``, only if it was in that state. Raises ``UnknownJobError``; ``JobStateError``, also for a job
-        that is in ``to`` already; ``OptionError`` without a cause.
+        that is in ``to`` already; ``QueueFullError`` where ``most_queued`` jobs wait already; ``OptionError`` without
+        a cause.
         """
         cause = tidy_cause(cause)
         to, expect = JobState(to), None if expect is None else JobState(expect)
 
         def work(connection: sqlite3.Connection) -> JobRecord:
-            return queries.change_state(connection, job, to, self._clock(), cause, expect)
+            return queries.change_state(connection, job, to, self._clock(), cause, expect, most_queued)
 
         return await self._about(job, work, writes=True)
 

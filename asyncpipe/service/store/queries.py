@@ -67,10 +67,10 @@ class IdempotencyConflictError(AsyncpipeError, ValueError):
 
 
 class QueueFullError(AsyncpipeError, RuntimeError):
-    """As many jobs wait as may; nothing was submitted."""
+    """As many jobs wait as may; nothing was submitted, or resumed."""
 
     def __init__(self, most: int) -> None:
-        super().__init__(f"{most} jobs wait, and no more may; submit this one when some of them have begun")
+        super().__init__(f"{most} jobs wait, and no more may; ask again when some of them have begun")
         self.most = most
 
     def __reduce__(self) -> tuple[type[QueueFullError], tuple[int]]:
@@ -99,8 +99,7 @@ def add_job(
             raise IdempotencyConflictError(key, row[0])
         if row is not None:
             return find_job(connection, row[0])
-    if most_queued is not None and count_jobs(connection)[JobState.QUEUED] >= most_queued:
-        raise QueueFullError(most_queued)
+    _check_room(connection, most_queued)
     cause = "submitted"
     number = connection.execute(
         "INSERT INTO jobs (id, spec, priority_class, state, cause, submitted, updated, idempotency_key)"
@@ -112,11 +111,21 @@ def add_job(
 
 
 def change_state(
-    connection: sqlite3.Connection, job: str, to: JobState, at: float, cause: str, expect: JobState | None = None
+    connection: sqlite3.Connection,
+    job: str,
+    to: JobState,
+    at: float,
+    cause: str,
+    expect: JobState | None = None,
+    most_queued: int | None = None,
 ) -> JobRecord:
-    """``job`` after it became ``to``. Raises ``UnknownJobError``, ``JobStateError``."""
+    """``job`` after it became ``to``.
+
+    Raises ``UnknownJobError``, ``JobStateError``, and ``QueueFullError`` where ``most_queued`` wait already.
+    """
     number, state = _number_and_state(connection, job)
     check_transition(job, state, to, expect)
+    _check_room(connection, most_queued)
     connection.execute(
         "UPDATE jobs SET state = ?, cause = ?, updated = ?, attempts = attempts + ?, asked = NULL, asked_cause = NULL"
         " WHERE number = ?",
@@ -173,6 +182,11 @@ def recover_jobs(connection: sqlite3.Connection, at: float, cause: str) -> tuple
         change_state(connection, job, JobState(asked or JobState.QUEUED), at, asked_cause or cause)
         for job, asked, asked_cause in rows.fetchall()
     )
+
+
+def _check_room(connection: sqlite3.Connection, most_queued: int | None) -> None:
+    if most_queued is not None and count_jobs(connection)[JobState.QUEUED] >= most_queued:
+        raise QueueFullError(most_queued)
 
 
 def _add_transition(

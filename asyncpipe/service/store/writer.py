@@ -22,7 +22,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
-from asyncpipe.service.run.threads import ended
+from asyncpipe.service.run.threads import contained, ended
 
 __all__ = ["Writer"]
 
@@ -255,16 +255,10 @@ def _roll_back(connection: sqlite3.Connection) -> None:
 
 
 def _attempt(work: Callable[[], Any]) -> _Outcome:
-    # In a frame without futures: an error holds the frames that it came through, and a future will hold the error.
     try:
-        return _Outcome(work())
-    except BaseException as error:  # noqa: BLE001 - told to whoever waits
-        if isinstance(error, Exception) and not isinstance(error, StopIteration):
-            return _Outcome(error=error)
-        # No future can hold a StopIteration, and what ends a thread shall not end the loop.
-        unexpected = RuntimeError(f"a request to the job store raised {type(error).__name__}")
-        unexpected.__cause__ = error
-        return _Outcome(error=unexpected)
+        return _Outcome(contained(work))
+    except Exception as error:  # noqa: BLE001 - told to whoever waits
+        return _Outcome(error=error)
 
 
 def _answer(answers: Sequence[tuple[asyncio.Future[Any], _Outcome]]) -> None:

@@ -209,6 +209,15 @@ async def test_a_client_that_asks_too_often_waits(tmp_path: Path) -> None:
         assert 1 <= int(answers[-1][2]["Retry-After"]) <= 2
         # Probes are not a client's to exhaust.
         assert (await api.ask("GET", "/livez"))[0] == 200
+        assert (await api.ask("GET", "/livez", Host="evil.example"))[0] == 429
+
+
+@pytest.mark.parametrize("path", ["/v1/jobs", "/livez"])
+async def test_foreign_names_cannot_fill_the_disk(tmp_path: Path, path: str) -> None:
+    async with served(tmp_path, requests_per_second=0.01, burst=3) as api:
+        answers = [await api.ask("GET", path, Host="evil.example") for _ in range(5)]
+        assert [status for status, _, _ in answers] == [421, 421, 421, 429, 429]
+    assert len((tmp_path / "refused.jsonl").read_text().splitlines()) == 3
 
 
 # Below HTTP

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
+import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from http_helpers import TOKEN, make_settings, mounted, served, submission
@@ -164,25 +167,28 @@ async def test_every_change_and_refusal_is_in_the_audit(tmp_path: Path) -> None:
         await api.ask("GET", "/v1/jobs?token=" + TOKEN)
         await api.ask("POST", "/v1/jobs", submission(), Origin="http://evil.example", **bearer)
         await api.ask("GET", "/" + "p" * 5000, Host="evil.example", **bearer)
-    file = tmp_path / "audit.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    told = [(line["what"][:20], line["outcome"], line.get("status"), line["job"]) for line in lines]
+    files = [tmp_path / name for name in ("audit.jsonl", "refused.jsonl")]
+    changes, refusals = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+    assert [(line["what"], line["outcome"], line["job"]) for line in changes] == [
+        ("submit", "ok", job["id"]),
+        ("pause", "ok", job["id"]),
+    ]
+    told = [(line["what"][:20], line["outcome"], line.get("status"), line["job"]) for line in refusals]
     assert told == [
-        ("submit", "ok", None, job["id"]),
-        ("pause", "ok", None, job["id"]),
         ("pause", "refused", 409, job["id"]),
         ("submit", "refused", 422, None),
         ("GET /v1/jobs", "refused", 401, None),
         ("POST /v1/jobs", "refused", 403, None),
         ("GET /" + "p" * 15, "refused", 421, None),
     ]
-    assert lines[0]["client"] == "127.0.0.1"
-    assert len(lines[0]["key"]) == 16
-    assert lines[0]["when"].endswith("Z")
-    assert TOKEN not in file.read_text()
-    assert "my-key" not in file.read_text()
-    assert max(map(len, file.read_text().splitlines())) < 500
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert changes[0]["client"] == "127.0.0.1"
+    assert len(changes[0]["key"]) == 16
+    assert changes[0]["when"].endswith("Z")
+    for file in files:
+        assert TOKEN not in file.read_text()
+        assert "my-key" not in file.read_text()
+        assert max(map(len, file.read_text().splitlines())) < 500
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
     logger = logging.getLogger(audit_module.LOGGER)
     assert (logger.level, logger.handlers) == (level, [])
 
@@ -228,6 +234,55 @@ async def test_a_disk_that_is_behind_loses_lines_and_not_the_loop(
         may_write.set()
     assert "lines are lost" in caplog.text
     assert 2 <= len((tmp_path / "audit.jsonl").read_text().splitlines()) < 8
+
+
+async def test_the_audit_is_bounded_and_refusals_push_no_change_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_module, "MOST_BYTES", 1000)
+    async with served(tmp_path) as api:
+        ids = [await api.submitted() for _ in range(6)]
+        for number in range(20):
+            await api.ask("GET", f"/{number:02}", Host="evil.example")
+    for name in ("audit.jsonl", "audit.jsonl.1", "refused.jsonl", "refused.jsonl.1"):
+        assert 0 < (tmp_path / name).stat().st_size <= 1000
+    assert [line["job"] for line in kept(tmp_path, "audit.jsonl")] == ids
+    last = [line["what"] for line in kept(tmp_path, "refused.jsonl")]
+    assert 3 < len(last) < 20
+    assert last == [f"GET /{number:02}" for number in range(20 - len(last), 20)]
+    assert stat.S_IMODE((tmp_path / "audit.jsonl").stat().st_mode) == 0o600
+
+
+def kept(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in (f"{name}.1", name) for line in (folder / file).read_text().splitlines()]
+
+
+async def test_an_audit_that_cannot_be_moved_goes_to_the_log_and_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(audit_module, "MOST_BYTES", 1000)
+    file = audit_module._File(tmp_path / "audit.jsonl", False)
+
+    def tell(number: int) -> None:
+        file.emit(logging.makeLogRecord({"msg": json.dumps({"number": number, "more": "x" * 300})}))
+
+    for number in range(3):
+        tell(number)
+    with monkeypatch.context() as patch:
+        patch.setattr(audit_module, "_open", full)  # It was moved, and there is no room for another one.
+        tell(3)
+    tell(4)
+    (tmp_path / "audit.jsonl").rename(tmp_path / "elsewhere")  # As an operator may.
+    for number in (5, 6, 7):
+        tell(number)
+    file.close()
+    assert [line["number"] for line in kept(tmp_path, "audit.jsonl")] == [0, 1, 2, 7]
+    assert len((tmp_path / "elsewhere").read_text().splitlines()) == 3
+    assert '"number": 3' in caplog.text
+
+
+def full(path: Path) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 async def test_a_folder_that_is_not_there_is_an_option_error(tmp_path: Path) -> None:

@@ -79,3 +79,21 @@ async def test_a_full_queue_says_when_to_ask_again(tmp_path: Path) -> None:
             if status == 503:
                 assert int(headers["Retry-After"]) > 0
         assert set(statuses) == {201, 503}
+
+
+async def test_a_full_queue_lets_no_paused_job_in(tmp_path: Path) -> None:
+    async with real(tmp_path, max_queued=1, max_running=1) as api:
+        first = await api.submitted(**job(steps=10**6))
+        while (await api.ask("GET", f"/v1/jobs/{first}"))[1]["state"] != "running":
+            pass
+        place = f"/v1/jobs/{await api.submitted(**job())}"
+        assert (await api.ask("POST", f"{place}/pause", {}))[0] == 200
+        await api.submitted(**job())
+        status, answer, headers = await api.ask("POST", f"{place}/resume", {})
+        assert (status, answer["type"].rpartition(":")[2]) == (503, "queue-full")
+        assert int(headers["Retry-After"]) > 0
+        assert (await api.ask("GET", place))[1]["state"] == "paused"
+        _, document, _ = await api.ask("GET", "/v1/openapi.json")
+        described = document["paths"]["/v1/jobs/{id}/resume"]["post"]["responses"]["503"]["description"]
+        assert "the queue is full" in described
+        assert (await api.ask("POST", f"/v1/jobs/{first}/cancel", {}))[0] == 200
