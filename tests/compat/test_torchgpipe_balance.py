@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from asyncpipe.compat.torchgpipe import GPipe
 from asyncpipe.compat.torchgpipe.balance import balance_by_size, balance_by_time, balance_cost
+from asyncpipe.ops import profile
 
 
 def test_cost():
@@ -19,20 +22,25 @@ def test_cost():
 
 
 class Repeats(nn.Module):
-    """A layer that takes ``times`` times as long, and as much memory, as one with 1."""
+    """A layer that takes ``times`` seconds of a clock of its own, and as much memory as ``times`` with 1."""
+
+    now = 0.0
 
     def __init__(self, times):
         super().__init__()
         self.times = times
 
     def forward(self, x):
+        Repeats.now += self.times
         for _ in range(self.times):
             x = x.sin()
         return x
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_by_time_and_by_size(order):
+def test_by_time_and_by_size(monkeypatch, order):
+    timed = partial(profile.balance_by_time, clock=lambda: Repeats.now)
+    monkeypatch.setattr(profile, "balance_by_time", timed)
     model = nn.Sequential(*[Repeats(times) for times in (1, 1, 1, 60)][::order])
     sample = torch.rand(8, 1000, requires_grad=True)
     wanted = [3, 1][::order]
