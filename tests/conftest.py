@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import inspect
+import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -16,6 +17,12 @@ import pytest
 JOIN_SECONDS = 10.0
 TURNS = 5
 """Of the loop, in which a coroutine that was cancelled may end."""
+
+
+def pytest_configure() -> None:
+    """Take Ctrl-C as Python does by default: what a shell starts in the background ignores it, tests of it included."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_asyncio_loop_factories(
