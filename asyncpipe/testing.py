@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from weakref import WeakKeyDictionary
 
-from asyncpipe.core.events import TaskCompleted, TaskDropped, TaskFailed
-from asyncpipe.core.graph import TaskGraph
-from asyncpipe.core.task import Lane, Task
+from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskFailed
+from asyncpipe.core.graph.task import Lane, Task
+from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.runtime.executor import Assignment, Report, StepHandle
 
 __all__ = ["EmulatedExecutor", "InlineExecutor"]

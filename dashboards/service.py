@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncpipe.core.task import TaskKind
-from asyncpipe.observe.kinds import COLOURS, NAMES
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.observe.pictures.kinds import COLOURS, NAMES
 from dashboards.board import Band, Section, board
 from dashboards.jobs import jobs
 from dashboards.panels import SERVICE, Face, Property, Query, called, lines, number, table, thresholds

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.rounds import drop_gradients, lone_thread, medians
-from asyncpipe.core.events import StepRecord
-from asyncpipe.core.graph import Phase
-from asyncpipe.core.report import report
-from asyncpipe.core.task import Queue
-from asyncpipe.ops.checkpoint import checkpoint
-from asyncpipe.pipeline import Pipeline
-from asyncpipe.sync import SyncPipeline
+from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.graph.task import Queue
+from asyncpipe.core.graph.task_graph import Phase
+from asyncpipe.core.predict.report import report
+from asyncpipe.ops.autograd.checkpoint import checkpoint
+from asyncpipe.pipeline.pipeline import Pipeline
+from asyncpipe.pipeline.sync import SyncPipeline
 
 __all__ = ["Size", "all_busy", "engine_step", "run", "show"]
 

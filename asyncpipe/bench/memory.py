@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.meter import SavedBytes
-from asyncpipe.pipeline import Pipeline
+from asyncpipe.pipeline.pipeline import Pipeline
 
 __all__ = ["Size", "run", "show"]
 

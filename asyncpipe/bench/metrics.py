@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.example import example_folder, load_example
 from asyncpipe.bench.scrape import Scraper, scraper
-from asyncpipe.observe.metrics import PipelineCollector
-from asyncpipe.pipeline import Pipeline
+from asyncpipe.observe.metrics.collector import PipelineCollector
+from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.runtime.portal import new_event_loop
 
 __all__ = ["Size", "run", "show"]

@@ -15,18 +15,18 @@ from statistics import median
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.scrape import Scraper, scraper
-from asyncpipe.core.events import Observer
-from asyncpipe.core.graph import TaskGraph
-from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.registry import find_schedule
-from asyncpipe.core.schedule import Shape
-from asyncpipe.core.simulate import simulate
-from asyncpipe.core.task import Task
-from asyncpipe.observe.metrics import PipelineCollector
+from asyncpipe.core.engine.events import Observer
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task import Task
+from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.observe.metrics.collector import PipelineCollector
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.executor import ThreadExecutor, Work
-from asyncpipe.runtime.observing import Observers
+from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.portal import new_event_loop
 
 __all__ = ["MetricsSize", "run", "show"]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.ops.threads import IntraOpThreads
-from asyncpipe.pipeline import Pipeline
+from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
+from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.runtime.portal import new_event_loop
 
 __all__ = ["run", "show"]

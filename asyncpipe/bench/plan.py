@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.rounds import drop_gradients
-from asyncpipe.core.layer_times import Sort
-from asyncpipe.core.planner import Plan, plan
-from asyncpipe.core.profile import Profile
-from asyncpipe.pipeline import Pipeline
-from asyncpipe.profiling import Measuring, Sample
-from asyncpipe.sync import SyncPipeline
+from asyncpipe.core.predict.layer_times import Sort
+from asyncpipe.core.predict.planner import Plan, plan
+from asyncpipe.core.predict.profile import Profile
+from asyncpipe.pipeline.pipeline import Pipeline
+from asyncpipe.pipeline.profiling import Measuring, Sample
+from asyncpipe.pipeline.sync import SyncPipeline
 
 __all__ = ["Choice", "Size", "run", "show"]
 

@@ -9,7 +9,7 @@ from statistics import median
 
 from torch import nn
 
-from asyncpipe.ops.threads import IntraOpThreads
+from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
 
 __all__ = ["drop_gradients", "lone_thread", "medians"]
 

@@ -26,13 +26,13 @@ from torch import nn
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.rounds import drop_gradients
-from asyncpipe.core.costs import Costs
-from asyncpipe.core.events import StepRecord, StepSubmitted, TaskCompleted
-from asyncpipe.core.graph import TaskGraph
-from asyncpipe.core.share import Share
-from asyncpipe.core.task import Queue, Task
-from asyncpipe.pipeline import Pipeline
-from asyncpipe.pool import DevicePool
+from asyncpipe.core.engine.events import StepRecord, StepSubmitted, TaskCompleted
+from asyncpipe.core.engine.share import Share
+from asyncpipe.core.graph.task import Queue, Task
+from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.pipeline.pipeline import Pipeline
+from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.testing import EmulatedExecutor
 

@@ -16,15 +16,15 @@ from torch import nn
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.rounds import drop_gradients
-from asyncpipe.core.costs import Costs, Jitter
-from asyncpipe.core.lower import lower
-from asyncpipe.core.registry import find_schedule
-from asyncpipe.core.report import report
-from asyncpipe.core.schedule import Schedule, Shape
+from asyncpipe.core.graph.lower import lower
+from asyncpipe.core.graph.task import Task
+from asyncpipe.core.predict.costs import Costs, Jitter
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.backward_first import BackwardFirst
-from asyncpipe.core.simulate import simulate
-from asyncpipe.core.task import Task
-from asyncpipe.pipeline import Pipeline
+from asyncpipe.core.schedules.protocol import Schedule, Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.testing import EmulatedExecutor
 

@@ -39,7 +39,7 @@ from asyncpipe.bench.soak_jobs import DEVICES, LIMITED, Crowd, Tally, account, s
 from asyncpipe.bench.soak_report import markdown, summary
 from asyncpipe.bench.soak_samples import MEASURES, measure, trend
 from asyncpipe.errors import OptionError
-from asyncpipe.observe.metrics import serve_metrics
+from asyncpipe.observe.metrics.collector import serve_metrics
 from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.service.client import JobClient
 from asyncpipe.service.heap import limit_arenas

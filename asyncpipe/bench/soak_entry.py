@@ -26,7 +26,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from asyncpipe.bench.example import load_example
-from asyncpipe.service.run.workload import Batch, Workload
+from asyncpipe.train.workload import Batch, Workload
 
 __all__ = ["ENTRY", "FAULTS", "HANG_SECONDS", "SLOW_SECONDS", "FaultBoard", "InjectedError", "build"]
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench import unet_memory as memory
 from asyncpipe.bench import unet_speed as speed
-from asyncpipe.checks import check_choice
-from asyncpipe.ops.device import resolve_devices
+from asyncpipe.core.checks import check_choice
+from asyncpipe.ops.device.devices import resolve_devices
 
 __all__ = ["run", "show"]
 

@@ -20,8 +20,8 @@ from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.meter import ByteMeter, CountedExecutor
 from asyncpipe.bench.unet_model import loss_fn, make_batch, make_model, parameter_count
 from asyncpipe.errors import TaskError
-from asyncpipe.ops.device import Device
-from asyncpipe.pipeline import Pipeline
+from asyncpipe.ops.device.devices import Device
+from asyncpipe.pipeline.pipeline import Pipeline
 
 __all__ = ["SIZES", "Size", "counted_peak", "largest_channels", "run", "show"]
 

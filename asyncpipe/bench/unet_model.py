@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench.example import load_example
-from asyncpipe.ops.device import Device
+from asyncpipe.ops.device.devices import Device
 
 __all__ = ["loss_fn", "make_batch", "make_model", "parameter_count"]
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.rounds import drop_gradients, lone_thread, medians
 from asyncpipe.bench.unet_model import loss_fn, make_batch, make_model, parameter_count
-from asyncpipe.core.report import Report
-from asyncpipe.core.task import TaskKind
-from asyncpipe.ops.device import Device
-from asyncpipe.pipeline import Pipeline
-from asyncpipe.sync import SyncPipeline
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.report import Report
+from asyncpipe.ops.device.devices import Device
+from asyncpipe.pipeline.pipeline import Pipeline
+from asyncpipe.pipeline.sync import SyncPipeline
 
 __all__ = ["SIZES", "Size", "run", "show"]
 

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.service.run.paths import importable
+from asyncpipe.train.paths import importable
 
 __all__ = ["main"]
 

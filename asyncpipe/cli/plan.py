@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncpipe.cli.profile import add_measuring, default_counts, measured, ticker
-from asyncpipe.core.lower import CheckpointMode
-from asyncpipe.core.memory import format_bytes
-from asyncpipe.core.planner import Plan, best_of_each, plan
-from asyncpipe.core.profile import ADAMW_SCALE, Profile
+from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.predict.memory import format_bytes
+from asyncpipe.core.predict.planner import Plan, best_of_each, plan
+from asyncpipe.core.predict.profile import ADAMW_SCALE, Profile
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
-    from asyncpipe.service.run.settings import Job
+    from asyncpipe.train.job_file import Job
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -91,7 +91,7 @@ def _bytes(text: str) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from asyncpipe.service.run.settings import load_job
+    from asyncpipe.train.job_file import load_job
 
     job = load_job(args.job)
     show = ticker(sys.stderr)

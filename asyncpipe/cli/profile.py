@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from asyncpipe.core.profile import Profile
+from asyncpipe.core.predict.profile import Profile
 
 if TYPE_CHECKING:
-    from asyncpipe.service.run.settings import Job
+    from asyncpipe.train.job_file import Job
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -87,8 +87,8 @@ def default_counts(job: Job) -> list[int]:
 
 def measured(job: Job, microbatches: Sequence[int], steps: int) -> Profile:
     """The profile of the job's model, measured now; standard error says what is being done."""
-    from asyncpipe.service.run.entry import find_entry
-    from asyncpipe.service.run.planning import measure_job
+    from asyncpipe.train.entry import find_entry
+    from asyncpipe.train.planning import measure_job
 
     workload = find_entry(job)()
     with_line = ticker(sys.stderr)
@@ -115,7 +115,7 @@ def ticker(out: TextIO) -> Callable[[str], None]:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    from asyncpipe.service.run.settings import load_job
+    from asyncpipe.train.job_file import load_job
 
     job = load_job(args.job)
     profile = measured(job, args.microbatches or default_counts(job), args.steps)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.run.progress import NullProgress, ProgressSink, RunStarted, StepProgress
+from asyncpipe.train.progress import NullProgress, ProgressSink, RunStarted, StepProgress
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncpipe.cli.shape import add_costs_argument, add_step_arguments, counted, headline, shape_of, spelled
-from asyncpipe.core.costs import Costs, parse_costs
-from asyncpipe.core.graph import Phase, TaskGraph, to_dict, to_dot
-from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.registry import find_schedule, known_schedules
-from asyncpipe.core.schedule import Schedule, Shape
-from asyncpipe.core.simulate import simulate
+from asyncpipe.core.graph.export import to_dict, to_dot
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.predict.costs import Costs, parse_costs
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Schedule, Shape
+from asyncpipe.core.schedules.registry import find_schedule, known_schedules
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def _shape_on_devices(schedule: Schedule, costs: Costs, args: argparse.Namespace
 
 
 def _text(several: Sequence[_Shown], args: argparse.Namespace) -> str:
-    from asyncpipe.observe.timeline import text_timeline
+    from asyncpipe.observe.pictures.timeline import text_timeline
 
     # A pipe or a file gets the exact timeline, however wide; only a terminal has an edge to fit into.
     to_terminal = args.output is None and sys.stdout.isatty()
@@ -190,7 +191,7 @@ def _text(several: Sequence[_Shown], args: argparse.Namespace) -> str:
 
 
 def _html(several: Sequence[_Shown], args: argparse.Namespace) -> str:
-    from asyncpipe.observe.html import Entry, html_comparison
+    from asyncpipe.observe.pictures.html import Entry, html_comparison
 
     entries = []
     for shown in several:
@@ -202,14 +203,14 @@ def _html(several: Sequence[_Shown], args: argparse.Namespace) -> str:
 
 
 def _svg(several: Sequence[_Shown], args: argparse.Namespace) -> str:
-    from asyncpipe.observe.svg import svg_timeline
+    from asyncpipe.observe.pictures.svg import svg_timeline
 
     [shown] = several
     return svg_timeline(simulate(shown.graph, shown.costs), title=shown.title, virtual=True)
 
 
 def _csv(several: Sequence[_Shown], args: argparse.Namespace) -> str:
-    from asyncpipe.core.notation import write_csv
+    from asyncpipe.core.graph.export import write_csv
 
     [shown] = several
     if args.forward_only:

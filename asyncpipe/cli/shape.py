@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 
-from asyncpipe.core.costs import Costs
-from asyncpipe.core.graph import Phase, TaskGraph, Wiring
-from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.registry import find_schedule
-from asyncpipe.core.schedule import Schedule, Shape
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.schedules.protocol import Schedule, Shape
+from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 
 __all__ = [

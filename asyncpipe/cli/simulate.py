@@ -11,15 +11,15 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
 from asyncpipe.cli.shape import add_costs_argument, add_schedule_arguments, counted, headline, lowered, spelled
-from asyncpipe.core.balance import even_balance
-from asyncpipe.core.costs import Jitter, parse_costs
-from asyncpipe.core.events import StepRecord
-from asyncpipe.core.graph import TaskGraph, Wiring
-from asyncpipe.core.lower import CheckpointMode
-from asyncpipe.core.memory import StageMemory, format_bytes, peak_memory
-from asyncpipe.core.report import peak_per_device, report
-from asyncpipe.core.simulate import simulate
-from asyncpipe.core.task import Task
+from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.task import Task
+from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
+from asyncpipe.core.predict.balance import even_balance
+from asyncpipe.core.predict.costs import Jitter, parse_costs
+from asyncpipe.core.predict.memory import StageMemory, format_bytes, peak_memory
+from asyncpipe.core.predict.report import peak_per_device, report
+from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _write_trace(record: StepRecord, model: _Model, path: Path) -> None:
-    from asyncpipe.observe.trace import write_trace
+    from asyncpipe.observe.pictures.trace import write_trace
 
     try:
         write_trace([record], path, memory=model.memory, unit=model.unit)
@@ -160,7 +160,7 @@ def _model(args: argparse.Namespace) -> _Model:
             raise OptionError("--balance says how the layers of a profile are split; give --profile FILE with it")
         costs = parse_costs(args.costs)
         return _Model(costs, f"costs {spelled(costs)}", unit=TRACE_UNIT)
-    from asyncpipe.core.profile import Profile
+    from asyncpipe.core.predict.profile import Profile
 
     profile = Profile.read(args.profile)
     checkpoint = CheckpointMode.parse(args.checkpoint)

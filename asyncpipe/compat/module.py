@@ -15,15 +15,15 @@ from typing import Any, Self, cast
 import torch
 from torch import nn
 
-from asyncpipe.core.lower import CheckpointMode
+from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.errors import ArgumentTypeError, MoveError, TaskError
-from asyncpipe.ops.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
-from asyncpipe.ops.device import resolve_devices
-from asyncpipe.ops.microbatch import check_microbatches
-from asyncpipe.ops.sequential import stage_parts
-from asyncpipe.ops.skip import Skippable
-from asyncpipe.pipeline import Pipeline
-from asyncpipe.sync import SyncPipeline
+from asyncpipe.ops.device.devices import resolve_devices
+from asyncpipe.ops.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+from asyncpipe.ops.model.microbatch import check_microbatches
+from asyncpipe.ops.model.sequential import stage_parts
+from asyncpipe.ops.model.skip import Skippable
+from asyncpipe.pipeline.pipeline import Pipeline
+from asyncpipe.pipeline.sync import SyncPipeline
 
 __all__ = ["PipelinedModule", "check_sequential"]
 

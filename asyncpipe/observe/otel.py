@@ -18,9 +18,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from asyncpipe.core.events import Outcome, StepCompleted, StepRecord, TaskCompleted
-from asyncpipe.core.graph import TaskGraph
-from asyncpipe.core.task import Queue
+from asyncpipe.core.engine.events import Outcome, StepCompleted, StepRecord, TaskCompleted
+from asyncpipe.core.graph.task import Queue
+from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:

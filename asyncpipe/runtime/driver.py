@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from asyncpipe.core.events import (
+from asyncpipe.core.engine.events import (
     Command,
     Dispatch,
     Event,
@@ -26,8 +26,8 @@ from asyncpipe.core.events import (
     StepSubmitted,
     TaskFailed,
 )
-from asyncpipe.core.graph import TaskGraph
-from asyncpipe.core.scheduler import SchedulerState
+from asyncpipe.core.engine.scheduler import SchedulerState
+from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import InvalidTransition, PipelineClosedError
 from asyncpipe.runtime.execution import Bind, Execution, Gates, RunningTask, Tenant
 from asyncpipe.runtime.executor import Assignment, Executor, Replaceable

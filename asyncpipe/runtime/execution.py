@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from asyncpipe.core.events import Outcome, StepCompleted, StepFinished, StepNotes, StepRecord
-from asyncpipe.core.graph import TaskGraph
-from asyncpipe.core.share import Share
-from asyncpipe.core.task import Task
+from asyncpipe.core.engine.events import Outcome, StepCompleted, StepFinished, StepNotes, StepRecord
+from asyncpipe.core.engine.share import Share
+from asyncpipe.core.graph.task import Task
+from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.runtime.executor import Current, Executor, Replaceable, Work
-from asyncpipe.runtime.observing import Observers
+from asyncpipe.runtime.observers import Observers
 
 __all__ = ["Bind", "Execution", "Gates", "RunningTask", "Tenant"]
 

@@ -32,8 +32,8 @@ from copy import copy
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from asyncpipe.core.events import Event, TaskCompleted, TaskDropped, TaskFailed, TaskIssued
-from asyncpipe.core.graph import TaskGraph
+from asyncpipe.core.engine.events import Event, TaskCompleted, TaskDropped, TaskFailed, TaskIssued
+from asyncpipe.core.graph.task_graph import TaskGraph
 
 __all__ = [
     "Assignment",

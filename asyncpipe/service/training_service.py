@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from prometheus_client.registry import Collector
 
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.observe.live import LiveView
+from asyncpipe.observe.live.view import LiveView
 from asyncpipe.runtime.portal import Call, Portal
 from asyncpipe.runtime.waiting import outlast
 from asyncpipe.service.intake.entries import Entries
@@ -40,8 +40,8 @@ from asyncpipe.service.jobs.job_log import JobEvent, JobLog, LossRow, read_losse
 from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.jobs.requests import Requests
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
-from asyncpipe.service.run.threads import in_thread
 from asyncpipe.service.store.job_store import JobStore
+from asyncpipe.train.threads import in_thread
 
 __all__ = ["JobEvent", "LossRow", "ServiceDrainingError", "ServiceStatus", "TrainingService"]
 

@@ -22,7 +22,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.run.workload import Batch, Forward, Workload
+from asyncpipe.train.workload import Batch, Forward, Workload
 
 Pair = tuple[Tensor, Tensor]
 """The newest output of a cell, and the one before it."""

@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.run.workload import Batch, Forward, Workload
+from asyncpipe.train.workload import Batch, Forward, Workload
 
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))
 OTHER = "\N{REPLACEMENT CHARACTER}"

@@ -26,8 +26,8 @@ from torch.nn import functional
 
 from asyncpipe import Namespace, pop, skippable, stash
 from asyncpipe.errors import OptionError
-from asyncpipe.ops.skip import Skippable
-from asyncpipe.service.run.workload import Batch, Forward, Workload
+from asyncpipe.ops.model.skip import Skippable
+from asyncpipe.train.workload import Batch, Forward, Workload
 
 DIGIT = 8
 """Pixels of a digit's side."""

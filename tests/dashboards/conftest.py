@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-
-# ``dashboards`` and the helpers beside these tests are no installed packages.
-for folder in (ROOT, Path(__file__).parent):
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
 
 
 @pytest.fixture(scope="session")

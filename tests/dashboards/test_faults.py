@@ -30,9 +30,10 @@ from prometheus_client.registry import Collector
 from torch import nn
 
 from asyncpipe import Costs, Pipeline
-from asyncpipe.core.events import StepRecord
-from asyncpipe.core.task import Task, TaskKind
-from asyncpipe.observe.metrics import MergedCollector, PipelineCollector, serve_metrics
+from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.graph.task import Task
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.observe.metrics.collector import MergedCollector, PipelineCollector, serve_metrics
 from asyncpipe.testing import EmulatedExecutor
 from dashboards.rules import ALERTS, rules_yaml
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncpipe.core.costs import Costs
-from asyncpipe.core.events import (
+from asyncpipe.core.engine.events import (
     GateOpened,
     Journal,
     Outcome,
@@ -24,13 +23,14 @@ from asyncpipe.core.events import (
     TaskCompleted,
     TaskFailed,
 )
-from asyncpipe.core.graph import Phase, TaskGraph
-from asyncpipe.core.lower import lower
-from asyncpipe.core.registry import find_schedule
-from asyncpipe.core.report import report
-from asyncpipe.core.schedule import Shape
-from asyncpipe.core.simulate import simulate
-from asyncpipe.core.task import TaskKind
+from asyncpipe.core.graph.lower import lower
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.otel import StepSpans
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from asyncpipe.ops.microbatch import Arguments
-from asyncpipe.ops.stage import CALLER, StagedModel
+from asyncpipe.ops.model.microbatch import Arguments
+from asyncpipe.ops.model.stage import CALLER, StagedModel
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from asyncpipe.core.events import StepCancelled, StepRecord, TaskCompleted
-from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.registry import find_schedule
-from asyncpipe.core.schedule import Shape
-from asyncpipe.core.share import Share
+from asyncpipe.core.engine.events import StepCancelled, StepRecord, TaskCompleted
+from asyncpipe.core.engine.share import Share
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Tenant

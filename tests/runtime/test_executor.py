@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from asyncpipe.core.events import TaskCompleted, TaskDropped, TaskFailed, TaskIssued
+from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskFailed, TaskIssued
 from asyncpipe.runtime.executor import Assignment, ThreadExecutor
 
 

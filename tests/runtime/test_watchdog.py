@@ -11,10 +11,10 @@ from queue import SimpleQueue
 
 import pytest
 
-from asyncpipe.core.events import TaskCompleted, TaskDropped, TaskFailed, TaskIssued
-from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.registry import find_schedule
-from asyncpipe.core.schedule import Shape
+from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskFailed, TaskIssued
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import HungTaskError, OptionError, TaskError
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.executor import Assignment, ThreadExecutor

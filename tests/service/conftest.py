@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from pathlib import Path
 
 import pytest
-
-# The helper beside these tests is no installed package.
-if (folder := str(Path(__file__).parent)) not in sys.path:
-    sys.path.append(folder)
 
 FULL = Path("/dev/full")
 

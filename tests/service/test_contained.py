@@ -15,15 +15,15 @@ from resume_helpers import batches, make_job
 from run_helpers import plain
 from torch import Generator
 
-from asyncpipe.pool import DevicePool
+from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.service.intake.entries import Entries
 from asyncpipe.service.intake.service_settings import SettingsError
 from asyncpipe.service.job_states import JobState
-from asyncpipe.service.run.own_thread import OwnThread
-from asyncpipe.service.run.threads import in_thread
-from asyncpipe.service.run.training import TrainingRun
-from asyncpipe.service.run.workload import Batch, Forward, Workload
 from asyncpipe.service.training_service import TrainingService
+from asyncpipe.train.loop import TrainingRun
+from asyncpipe.train.own_thread import OwnThread
+from asyncpipe.train.threads import in_thread
+from asyncpipe.train.workload import Batch, Forward, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -23,12 +23,12 @@ from torch import Generator, Tensor, nn
 from asyncpipe.service.intake.entries import Entries
 from asyncpipe.service.job_states import JobState
 from asyncpipe.service.jobs.job_log import JobEvent
-from asyncpipe.service.run import snapshots
-from asyncpipe.service.run.resume import snapshots_in
-from asyncpipe.service.run.snapshot_files import read_snapshot
-from asyncpipe.service.run.workload import Workload
 from asyncpipe.service.store.job_store import StoreError, StoreProblem
 from asyncpipe.service.training_service import TrainingService
+from asyncpipe.train.snapshots import snapshots
+from asyncpipe.train.snapshots.files import read_snapshot
+from asyncpipe.train.snapshots.resume import snapshots_in
+from asyncpipe.train.workload import Workload
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
 

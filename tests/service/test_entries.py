@@ -17,7 +17,7 @@ from torch import nn
 from asyncpipe.errors import OptionError
 from asyncpipe.service.intake.entries import Entries, EntryError
 from asyncpipe.service.intake.service_settings import ServiceSettings, SettingsError
-from asyncpipe.service.run.workload import Workload
+from asyncpipe.train.workload import Workload
 
 
 class Kind(Enum):
@@ -176,9 +176,7 @@ def module(tmp_path: Path) -> Iterator[Any]:
     name = f"entries_of_test_{number}"
 
     def write(code: str, function: str = "build", **entry: Any) -> ServiceSettings:
-        imports = (
-            "from pathlib import Path\nfrom torch import nn\nfrom asyncpipe.service.run.workload import Workload\n"
-        )
+        imports = "from pathlib import Path\nfrom torch import nn\nfrom asyncpipe.train.workload import Workload\n"
         (tmp_path / f"{name}.py").write_text(imports + code, encoding="utf-8")
         return ServiceSettings(devices=["cpu:0"], entries={f"{name}:{function}": entry}, entry_path=tmp_path)
 

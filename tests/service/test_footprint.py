@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Generator, nn
 
-from asyncpipe.core.lower import CheckpointMode
-from asyncpipe.core.memory import StageMemory
-from asyncpipe.core.registry import find_schedule
+from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.predict.memory import StageMemory
+from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import JobFileError
 from asyncpipe.service.jobs.footprint import footprint, peaks_of
-from asyncpipe.service.run.settings import Job
-from asyncpipe.service.run.workload import Workload
+from asyncpipe.train.job_file import Job
+from asyncpipe.train.workload import Workload
 
 WIDTH, LAYERS, BATCH = 64, 4, 32
 

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manager_helpers import Fakes, opened, until
 
-from asyncpipe.core.memory import format_bytes
+from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.errors import HungTaskError, JobFileError, LossError, OptionError, TaskError
 from asyncpipe.service.job_states import JobState, check_transition
 from asyncpipe.service.jobs.job_run import Outcome, Result, is_permanent, next_state
-from asyncpipe.service.run.faults import NonFiniteLossError, OutOfMemoryError
-from asyncpipe.service.run.feed import DataError
-from asyncpipe.service.run.snapshot_files import FolderError
 from asyncpipe.service.store.job_store import StoreError, StoreProblem
+from asyncpipe.train.batches import DataError
+from asyncpipe.train.faults import NonFiniteLossError, OutOfMemoryError
+from asyncpipe.train.snapshots.files import FolderError
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
 

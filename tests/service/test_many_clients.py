@@ -35,8 +35,8 @@ from asyncpipe.service.http import serve_api
 from asyncpipe.service.intake.entries import Entries
 from asyncpipe.service.job_states import JobState, Transition, check_history
 from asyncpipe.service.jobs.loss_file import read_losses
-from asyncpipe.service.run.workload import Workload
 from asyncpipe.service.training_service import TrainingService
+from asyncpipe.train.workload import Workload
 
 JOBS = int(os.environ.get("ASYNCPIPE_JOBS", "100"))
 CLIENTS = 20

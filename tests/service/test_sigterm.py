@@ -23,7 +23,7 @@ import pytest
 from killing import Served, curve, make_folder, poll, serving
 
 from asyncpipe.service.client import ApiError, JobClient
-from asyncpipe.service.run.resume import snapshots_in
+from asyncpipe.train.snapshots.resume import snapshots_in
 
 pytestmark = [
     pytest.mark.timeout(150),

@@ -26,8 +26,8 @@ from asyncpipe.service.intake.submission import (
     job_of,
 )
 from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, PriorityClass
-from asyncpipe.service.run.settings import Job
-from asyncpipe.service.run.workload import Workload
+from asyncpipe.train.job_file import Job
+from asyncpipe.train.workload import Workload
 
 RIGHT: dict[str, Any] = {
     "name": "a job",

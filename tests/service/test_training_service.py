@@ -18,9 +18,9 @@ from torch import Generator, Tensor, nn
 from asyncpipe.service.intake.entries import Entries
 from asyncpipe.service.intake.submission import SubmissionError
 from asyncpipe.service.job_states import JobState, JobStateError, check_history
-from asyncpipe.service.run.workload import Workload
 from asyncpipe.service.store.job_store import IdempotencyConflictError, UnknownJobError
 from asyncpipe.service.training_service import ServiceDrainingError, TrainingService
+from asyncpipe.train.workload import Workload
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
 

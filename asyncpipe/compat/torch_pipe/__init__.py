@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncpipe.compat.torch_pipe.pipe import LocalOutput, Pipe, WithDevice
-from asyncpipe.ops.checkpoint import is_checkpointing, is_recomputing
-from asyncpipe.ops.microbatch import NoChunk
-from asyncpipe.ops.sequential import PipeSequential
+from asyncpipe.ops.autograd.checkpoint import is_checkpointing, is_recomputing
+from asyncpipe.ops.model.microbatch import NoChunk
+from asyncpipe.ops.model.sequential import PipeSequential
 
 __all__ = ["LocalOutput", "NoChunk", "Pipe", "PipeSequential", "WithDevice", "is_checkpointing", "is_recomputing"]

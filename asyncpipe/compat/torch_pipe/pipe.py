@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from asyncpipe.compat.module import PipelinedModule, check_sequential
 from asyncpipe.errors import ArgumentTypeError, BatchError, DeviceError
-from asyncpipe.ops.device import resolve_devices
-from asyncpipe.ops.sequential import PipeSequential
-from asyncpipe.ops.skip import verify_skippables
+from asyncpipe.ops.device.devices import resolve_devices
+from asyncpipe.ops.model.sequential import PipeSequential
+from asyncpipe.ops.model.skip import verify_skippables
 
 __all__ = ["LocalOutput", "Pipe", "WithDevice"]
 

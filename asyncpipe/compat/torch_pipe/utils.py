@@ -9,7 +9,7 @@ from torch import nn
 
 from asyncpipe.compat.module import check_sequential
 from asyncpipe.errors import DeviceError
-from asyncpipe.ops.sequential import split
+from asyncpipe.ops.model.sequential import split
 
 __all__ = ["partition_model"]
 

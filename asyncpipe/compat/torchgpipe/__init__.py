@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncpipe.compat.torchgpipe.gpipe import GPipe
-from asyncpipe.ops.checkpoint import is_checkpointing, is_recomputing
+from asyncpipe.ops.autograd.checkpoint import is_checkpointing, is_recomputing
 
 __all__ = ["GPipe", "__version__", "is_checkpointing", "is_recomputing"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncpipe.core.balance import even_balance
-from asyncpipe.ops import profile
+from asyncpipe.core.predict.balance import even_balance
+from asyncpipe.ops.model import measure as profile
 
 __all__ = ["balance_by_size", "balance_by_time", "balance_cost"]
 

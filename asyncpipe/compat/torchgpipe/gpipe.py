@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.compat.module import PipelinedModule, check_sequential
-from asyncpipe.core.balance import check_balance
+from asyncpipe.core.predict.balance import check_balance
 from asyncpipe.errors import ArgumentTypeError, BalanceError, DeviceError, TooFewDevicesError
-from asyncpipe.ops.sequential import split
-from asyncpipe.ops.skip import verify_skippables
+from asyncpipe.ops.model.sequential import split
+from asyncpipe.ops.model.skip import verify_skippables
 
 __all__ = ["GPipe"]
 

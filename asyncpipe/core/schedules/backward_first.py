@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncpipe.core.schedule import Action, RuledSchedule, Shape, demand_even_stages
-from asyncpipe.core.task import TaskKind
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.schedules.protocol import Action, RuledSchedule, Shape, demand_even_stages
 from asyncpipe.errors import OptionError
 
 __all__ = ["BackwardFirst"]

@@ -1,12 +1,12 @@
-"""A schedule out of a CSV file, in the notation of torch.distributed.pipelining (see ``core/notation.py``)."""
+"""A schedule out of a CSV file, in the notation of torch.distributed.pipelining (see ``notation.py``)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from asyncpipe.core.notation import read_csv
-from asyncpipe.core.schedule import Action, OrderedSchedule, Overlap, Shape, flat
+from asyncpipe.core.schedules.notation import read_csv
+from asyncpipe.core.schedules.protocol import Action, OrderedSchedule, Overlap, Shape, flat
 from asyncpipe.errors import ScheduleError
 
 __all__ = ["CsvSchedule", "read_schedule"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from asyncpipe.core.schedule import Action, B, F, I, Overlap, Shape, W
+from asyncpipe.core.schedules.protocol import Action, B, F, I, Overlap, Shape, W
 from asyncpipe.core.schedules.v_shaped import VShaped
 from asyncpipe.errors import ScheduleError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncpipe.core.schedule import Action, B, F, OrderedSchedule, Shape
+from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Shape
 
 __all__ = ["GPipe"]
 

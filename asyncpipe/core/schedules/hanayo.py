@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from asyncpipe.core.schedule import Action, B, F, OrderedSchedule, Shape, demand_even_stages, zigzag_placement
+from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Shape, demand_even_stages, zigzag_placement
 
 __all__ = ["Hanayo"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncpipe.core.schedule import Action, B, F, OrderedSchedule, Shape, demand_even_stages
+from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Shape, demand_even_stages
 
 __all__ = ["Interleaved", "LoopSchedule", "LoopedBreadthFirst", "rounds"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from asyncpipe.core.schedule import Action, B, F, OrderedSchedule, Shape
+from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Shape
 from asyncpipe.errors import OptionError
 
 __all__ = ["EagerOneFOneB", "OneFOneB"]

@@ -23,8 +23,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from asyncpipe.core.schedule import Action, F, I, OrderedSchedule, Shape, W, zigzag_placement
-from asyncpipe.core.task import TaskKind
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.schedules.protocol import Action, F, I, OrderedSchedule, Shape, W, zigzag_placement
 from asyncpipe.errors import ScheduleError
 
 __all__ = ["VHalf", "VMin", "VShaped", "ZeroBubbleV"]

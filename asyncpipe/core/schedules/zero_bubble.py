@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from asyncpipe.core.schedule import Action, F, I, OrderedSchedule, Shape, W
 from asyncpipe.core.schedules.interleaved import LoopSchedule, rounds
+from asyncpipe.core.schedules.protocol import Action, F, I, OrderedSchedule, Shape, W
 
 __all__ = ["ZBH1", "ZBH2", "InterleavedZeroBubble"]
 

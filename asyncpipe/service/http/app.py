@@ -11,7 +11,8 @@ from pathlib import Path
 from aiohttp import web
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.hosts import is_loopback, shown_address
+from asyncpipe.observe.live.handlers import add_headers
+from asyncpipe.observe.live.hosts import is_loopback, shown_address
 from asyncpipe.service.http import openapi
 from asyncpipe.service.http.audit import Audit, audit_files
 from asyncpipe.service.http.connection import connections
@@ -23,7 +24,6 @@ from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.http.routes import Routes
 from asyncpipe.service.http.stream import Streams
 from asyncpipe.service.intake.service_settings import ServiceSettings
-from asyncpipe.service.live.handlers import add_headers
 from asyncpipe.service.training_service import TrainingService
 
 __all__ = ["make_api", "serve_api"]

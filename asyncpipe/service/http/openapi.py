@@ -12,12 +12,12 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from asyncpipe.core.registry import known_schedules
+from asyncpipe.core.schedules.registry import known_schedules
 from asyncpipe.service.http import models
 from asyncpipe.service.intake.service_settings import ServiceSettings
 from asyncpipe.service.intake.submission import Submission, SubmittedPipeline
 from asyncpipe.service.job_states import JobState
-from asyncpipe.service.run.settings import AUTO
+from asyncpipe.train.job_file import AUTO
 
 __all__ = ["describe"]
 

@@ -10,13 +10,13 @@ from collections import OrderedDict
 
 from aiohttp import web
 
-from asyncpipe.observe.live import LiveView
+from asyncpipe.observe.live.feed import Feed
+from asyncpipe.observe.live.handlers import FILES, LiveHandlers, add_files
+from asyncpipe.observe.live.view import LiveView
 from asyncpipe.service.http.limits import Full, Places
 from asyncpipe.service.http.routes import job_id
 from asyncpipe.service.http.stream import too_many
 from asyncpipe.service.job_states import JobRecord
-from asyncpipe.service.live.feed import Feed
-from asyncpipe.service.live.handlers import FILES, LiveHandlers, add_files
 from asyncpipe.service.training_service import TrainingService
 
 __all__ = ["Pages"]

@@ -224,7 +224,7 @@ def schemas(service: TrainingService) -> dict[str, dict[str, Any]]:
 
 
 def _schedules() -> list[str]:
-    from asyncpipe.core.registry import known_schedules
+    from asyncpipe.core.schedules.registry import known_schedules
 
     return known_schedules()
 

@@ -30,8 +30,8 @@ from asyncpipe.errors import OptionError
 from asyncpipe.service.intake.parameter_rules import can_be_given, unsafe_values
 from asyncpipe.service.intake.service_settings import ServiceSettings, SettingsError
 from asyncpipe.service.intake.wrong_keys import WrongKey, adapter_wrong_keys, similar
-from asyncpipe.service.run.paths import importable
-from asyncpipe.service.run.workload import Workload
+from asyncpipe.train.paths import importable
+from asyncpipe.train.workload import Workload
 
 __all__ = ["Entries", "EntryError", "Factory"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from asyncpipe.service.run.settings import load_job
+from asyncpipe.train.job_file import load_job
 
 __all__ = ["read_submission"]
 

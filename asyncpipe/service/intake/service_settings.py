@@ -223,7 +223,7 @@ class ServiceSettings(BaseSettings):
 
     def check_devices(self) -> None:
         """Raise ``SettingsError`` unless this machine has all ``devices``. Imports torch."""
-        from asyncpipe.ops.device import resolve_devices
+        from asyncpipe.ops.device.devices import resolve_devices
 
         try:
             resolve_devices(self.devices)

@@ -22,23 +22,15 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
-from asyncpipe.core.registry import find_schedule, known_schedules
-from asyncpipe.core.schedule import Schedule, Shape
-from asyncpipe.core.validate import blaming
+from asyncpipe.core.schedules.protocol import Schedule, Shape
+from asyncpipe.core.schedules.registry import find_schedule, known_schedules
+from asyncpipe.core.schedules.validate import blaming
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.intake.entries import Entries
 from asyncpipe.service.intake.service_settings import ServiceSettings
 from asyncpipe.service.intake.wrong_keys import WrongKey, shown, wrong_keys
-from asyncpipe.service.job_states import (
-    JSON,
-    MAX_NAME,
-    MAX_WEIGHT,
-    JobRecord,
-    JobSpec,
-    JobSpecError,
-    PriorityClass,
-)
-from asyncpipe.service.run.settings import AUTO, Faults, Job, PipelineTable, Training
+from asyncpipe.service.job_states import JSON, MAX_NAME, MAX_WEIGHT, JobRecord, JobSpec, JobSpecError, PriorityClass
+from asyncpipe.train.job_file import AUTO, Faults, Job, PipelineTable, Training
 
 __all__ = [
     "SnapshotChoices",

@@ -6,8 +6,8 @@ simulator, says how many micro-batches are kept at once; and AdamW's averages co
     measure_job ──▶ Profile ──▶ StageMemory ─┐
     schedule ─────▶ simulate ─▶ record ──────┴─▶ peak_memory ─▶ bytes by device
 
-``core/memory.py`` says what is not counted. The measurement itself needs its memory too, and the devices for some
-steps, so it is made only where the operator has set a limit.
+``core/predict/memory.py`` says what is not counted. The measurement itself needs its memory too, and the devices for
+some steps, so it is made only where the operator has set a limit.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from math import ceil
 
-from asyncpipe.core.graph import Wiring
-from asyncpipe.core.lower import CheckpointMode, lower
-from asyncpipe.core.memory import StageMemory, peak_memory
-from asyncpipe.core.profile import ADAMW_SCALE
-from asyncpipe.core.registry import find_schedule
-from asyncpipe.core.schedule import Schedule, Shape
-from asyncpipe.core.simulate import simulate
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task_graph import Wiring
+from asyncpipe.core.predict.memory import StageMemory, peak_memory
+from asyncpipe.core.predict.profile import ADAMW_SCALE
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Schedule, Shape
+from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
-from asyncpipe.ops.sequential import as_sequential, split
-from asyncpipe.ops.stage import StagedModel
-from asyncpipe.service.run.planning import choose_for, measure_job
-from asyncpipe.service.run.settings import AUTO, Job, PipelineTable, job_file_error
-from asyncpipe.service.run.workload import Workload
+from asyncpipe.ops.model.sequential import as_sequential, split
+from asyncpipe.ops.model.stage import StagedModel
+from asyncpipe.train.job_file import AUTO, Job, PipelineTable, job_file_error
+from asyncpipe.train.planning import choose_for, measure_job
+from asyncpipe.train.workload import Workload
 
 __all__ = ["footprint", "peaks_of"]
 

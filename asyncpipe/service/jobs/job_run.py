@@ -22,21 +22,21 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncpipe.core.events import Outcome as StepOutcome
-from asyncpipe.core.events import StepRecord
-from asyncpipe.core.share import Share
+from asyncpipe.core.engine.events import Outcome as StepOutcome
+from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.engine.share import Share
 from asyncpipe.errors import AsyncpipeError, JobFileError, TaskError
-from asyncpipe.observe.live import LiveView
-from asyncpipe.observe.metrics import PipelineCollector
+from asyncpipe.observe.live.view import LiveView
+from asyncpipe.observe.metrics.collector import PipelineCollector
 from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass
 from asyncpipe.service.jobs.job_log import JobLog, LossRow
-from asyncpipe.service.run.faults import NonFiniteLossError
-from asyncpipe.service.run.feed import DataError
-from asyncpipe.service.run.progress import RunStarted, StepProgress, TrainingSummary
-from asyncpipe.service.run.schedule_changes import NoMoreStepsError
-from asyncpipe.service.run.settings import Job
-from asyncpipe.service.run.workload import Workload
 from asyncpipe.service.store.job_store import JobStore
+from asyncpipe.train.batches import DataError
+from asyncpipe.train.faults import NonFiniteLossError
+from asyncpipe.train.job_file import Job
+from asyncpipe.train.progress import RunStarted, StepProgress, TrainingSummary
+from asyncpipe.train.schedule_changes import NoMoreStepsError
+from asyncpipe.train.workload import Workload
 
 __all__ = ["JobRun", "Outcome", "Result", "Training", "is_permanent", "next_state", "share_of"]
 

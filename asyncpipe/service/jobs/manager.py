@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.pool import DevicePool
+from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.service.intake.entries import Entries
 from asyncpipe.service.intake.service_settings import ServiceSettings
@@ -32,12 +32,12 @@ from asyncpipe.service.jobs.job_run import JobRun, MakeTraining, Outcome, Result
 from asyncpipe.service.jobs.job_table import JobTable
 from asyncpipe.service.jobs.queue import Answer, Candidate, Decision, decide, place_of
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
-from asyncpipe.service.run.own_thread import OwnThread
-from asyncpipe.service.run.randomness import RunRandom
-from asyncpipe.service.run.settings import Job
-from asyncpipe.service.run.training import TrainingRun
-from asyncpipe.service.run.workload import Workload
 from asyncpipe.service.store.job_store import JobStore, StoreError
+from asyncpipe.train.job_file import Job
+from asyncpipe.train.loop import TrainingRun
+from asyncpipe.train.own_thread import OwnThread
+from asyncpipe.train.randomness import RunRandom
+from asyncpipe.train.workload import Workload
 
 __all__ = ["Manager"]
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from asyncpipe.core.memory import format_bytes
+from asyncpipe.core.predict.memory import format_bytes
 
 __all__ = ["Answer", "Candidate", "Decision", "decide", "place_of", "too_large"]
 

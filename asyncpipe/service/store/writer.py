@@ -22,7 +22,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
-from asyncpipe.service.run.threads import contained, ended
+from asyncpipe.train.threads import contained, ended
 
 __all__ = ["Writer"]
 

@@ -13,10 +13,10 @@ import pytest
 from aiohttp import ClientSession
 from http_helpers import NOBODY, Api, fake, mounted, served, submission
 
-from asyncpipe.observe.live import LiveView
+from asyncpipe.observe.live import handlers as live_http
+from asyncpipe.observe.live.view import LiveView
 from asyncpipe.service.http import pages, serve_api, stream
 from asyncpipe.service.job_states import JobState
-from asyncpipe.service.live import handlers as live_http
 
 pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
 

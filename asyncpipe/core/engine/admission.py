@@ -1,0 +1,68 @@
+"""Which micro-batches each device holds in one step of a ruled schedule, and which wait to get in.
+
+Micro-batches come to a device in their order, each when the rule admits it; from then on everything of it may run
+there, and it leaves with its last task::
+
+    F(i) is ready ──▶ waiting ──▶ held ──▶ gone
+                       i is next and      its last task on
+                       admit(F(i), live)  this device is done
+
+That order makes rules safe. Think of the oldest micro-batch that is not done: whoever a device holds besides it
+came later, so it is held wherever it is wanted, or next in a device that only holds what is younger. There is none
+younger where it is not yet, so that device holds nothing, and admits it.
+"""
+
+from __future__ import annotations
+
+from asyncpipe.core.graph.task import Queue
+from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.schedules.protocol import Action
+
+__all__ = ["Admission"]
+
+
+class Admission:
+    """The state of one step's admissions. Mutated by the scheduler alone."""
+
+    def __init__(self, graph: TaskGraph) -> None:
+        """``graph`` must have a rule."""
+        assert graph.rule is not None
+        self._rule = graph.rule
+        self._graph = graph
+        self._left = [list(loads) for loads in self._rule.loads]
+        self._next = [0] * len(graph.devices)
+        self._waiting: list[dict[int, list[int]]] = [{} for _ in graph.devices]
+        self.live = [0] * len(graph.devices)
+        """How many micro-batches each device holds."""
+
+    def device(self, task: int) -> int:
+        """The index of the device that ``task`` runs on."""
+        return self._graph.lane_of[task] // len(Queue)
+
+    def enter(self, task: int) -> list[int] | None:
+        """Let a compute task run; ``None`` if it has to wait, else the tasks that need not wait any longer for it."""
+        _, kind, microbatch, stage, *_ = self._graph.tasks[task]
+        device = self.device(task)
+        following = self._next[device]
+        if microbatch < following:
+            return []
+        if microbatch > following or not self._rule.admit(Action(kind, microbatch, stage), self.live[device]):
+            self._waiting[device].setdefault(microbatch, []).append(task)
+            return None
+        self._next[device] += 1
+        self.live[device] += 1
+        waiting = self._waiting[device]
+        return waiting.pop(microbatch, []) + waiting.pop(microbatch + 1, [])
+
+    def leave(self, task: int) -> list[int]:
+        """A compute task is done; the tasks that may try again because its micro-batch has left the device."""
+        device, microbatch = self.device(task), self._graph.tasks[task].microbatch
+        self._left[device][microbatch] -= 1
+        if self._left[device][microbatch]:
+            return []
+        self.live[device] -= 1
+        return self._waiting[device].pop(self._next[device], [])
+
+    def refused(self) -> list[int]:
+        """The tasks that wait to get in."""
+        return [task for waiting in self._waiting for tasks in waiting.values() for task in tasks]

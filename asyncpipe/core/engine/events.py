@@ -1,0 +1,206 @@
+"""What goes into the scheduler, what comes out of it, and the record that it all leaves behind.
+
+Events go in, commands come out, and both are written into the step's journal in that order. Times are
+seconds of whichever clock the shell uses (``time.perf_counter`` when running, virtual time when simulating).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from asyncpipe.core.engine.share import Share
+from asyncpipe.core.graph.task_graph import TaskGraph
+
+__all__ = [
+    "Abort",
+    "Command",
+    "DeviceMemory",
+    "Dispatch",
+    "Event",
+    "FailureCounter",
+    "GateOpened",
+    "Journal",
+    "Observer",
+    "Outcome",
+    "StepCancelled",
+    "StepCompleted",
+    "StepFinished",
+    "StepNotes",
+    "StepRecord",
+    "StepSubmitted",
+    "TaskCompleted",
+    "TaskDropped",
+    "TaskFailed",
+    "TaskIssued",
+]
+
+
+class Outcome(StrEnum):
+    """How a step ended."""
+
+    OK = "ok"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+# Events: what happened.
+
+
+@dataclass(frozen=True, slots=True)
+class StepSubmitted:
+    """A step wants to run ``graph``; ``step`` is a number never used before, ``share`` says whose it is."""
+
+    step: int
+    graph: TaskGraph
+    share: Share = field(default_factory=Share)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskIssued:
+    """An asynchronous device has queued the task's kernels; it is not done yet."""
+
+    step: int
+    task: int
+    seconds: float = field(default=0.0, compare=False)
+    """How long the host was at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCompleted:
+    """The task is done; it ran from ``started`` to ``ended``. On a CPU this stands for the issue as well."""
+
+    step: int
+    task: int
+    started: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFailed:
+    """The task raised ``error``."""
+
+    step: int
+    task: int
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDropped:
+    """The executor did not run the task, because its step was aborted before."""
+
+    step: int
+    task: int
+
+
+@dataclass(frozen=True, slots=True)
+class GateOpened:
+    """The caller's gradient for a micro-batch is there; the task at its gate need not wait for it any longer."""
+
+    step: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCancelled:
+    """Nobody wants the step any more."""
+
+    step: int
+
+
+# Commands: what to do.
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Hand the task to its device."""
+
+    step: int
+    task: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Tell the devices to drop what they hold of this step and have not begun."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    """Every task is issued (``ok``), or the step is drained after an error or a cancellation."""
+
+    step: int
+    outcome: Outcome
+    failed_task: int | None = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepCompleted:
+    """Every device is done with the step; its journal is whole. It may have failed since it finished."""
+
+    step: int
+    outcome: Outcome
+    failed_task: int | None = None
+    error: BaseException | None = None
+
+
+Event = StepSubmitted | GateOpened | TaskIssued | TaskCompleted | TaskFailed | TaskDropped | StepCancelled
+Command = Dispatch | Abort | StepFinished | StepCompleted
+Journal = Sequence[tuple[float, Event | Command]]
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a physical device (of this process, for the CPU)."""
+
+    allocated: int
+    peak: int
+    """The most that was ever allocated."""
+    limit: int
+    """What there is to allocate."""
+
+
+@dataclass(slots=True, eq=False)
+class StepNotes:
+    """What was measured during a step beside its journal. Tasks add to it on their threads; it is read afterwards."""
+
+    copied: dict[int, int] = field(default_factory=dict)
+    """Bytes that each copy task brought, by the task's number."""
+    memory: dict[str, DeviceMemory] = field(default_factory=dict)
+    """Of each physical device that the step used, at its end."""
+    samples: list[tuple[float, str, int]] = field(default_factory=list)
+    """(time, device, bytes allocated on it) after each task, where the pipeline was asked to sample memory."""
+    wakeups: list[tuple[float, float]] = field(default_factory=list)
+    """(seconds that the loop was late, seconds that the scheduler took), of every wake-up since the last record."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRecord:
+    """The whole journal of one step and the graph that it ran; metrics, traces and reports are folds over it."""
+
+    step: int
+    graph: TaskGraph
+    journal: Journal
+    outcome: Outcome
+    notes: StepNotes = field(default_factory=StepNotes)
+
+
+class Observer(Protocol):
+    """Is shown every step once it is completed. One that raises is logged and removed; the step goes on."""
+
+    def step_completed(self, record: StepRecord) -> None:
+        """Called on the scheduler's loop: keep the record and fold it elsewhere."""
+
+
+@runtime_checkable
+class FailureCounter(Protocol):
+    """An observer that is also told what goes wrong beside the training, to count it."""
+
+    def observer_failed(self, reason: str) -> None:
+        """An observer ``raised``, was ``slow``, or had a record ``dropped``; other sources have reasons of their own.
+
+        Called on any thread.
+        """

@@ -1,0 +1,338 @@
+"""The scheduler: which task goes to which device, and when. Pure: events in, commands out.
+
+States of a task; dependents on other devices are released at *issued*, those on the same device, which runs
+what it is handed in order, already at *dispatched*::
+
+    waiting ──▶ ready ──▶ dispatched ──▶ issued ──▶ completed
+                              │  └──────────┼──────▶ completed     (a CPU does both at once)
+                              ├─────────────┴──────▶ failed
+                              └────────────────────▶ dropped       (only while the step drains)
+
+States of a step; it drains when a task fails or the step is cancelled: nothing is dispatched any more and
+what devices still hold comes back completed, failed or dropped::
+
+    running ──▶ finished ──▶ completed
+       └──────▶ draining ──▶ completed
+
+Guarantees: a task is dispatched after every dependency on another device was issued and every dependency on
+its own device was dispatched; among ready tasks of a lane, older steps come first, then lower task numbers
+(clock cycles); at most ``in_flight`` tasks of a lane are dispatched and not completed, over all steps; an
+event that cannot follow what happened raises ``InvalidTransition`` and changes nothing.
+
+The steps of a ruled schedule choose as late as they can: a task is ready when its dependencies are *completed*, its
+device holds ``ahead`` tasks at most, and among the ready ones the lowest rank comes first that ``admission.py``
+lets in. They choose in ``settle``, once everything that has happened is known.
+
+So do lanes that several jobs share: whose turn it is says ``lanes.py``, and whether a background task may begin
+``outlook.py``. Within a job the order is the one above. Where that job is the only one, nothing is different.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+from asyncpipe.core.engine.admission import Admission
+from asyncpipe.core.engine.dispatch import Dispatcher
+from asyncpipe.core.engine.events import (
+    Abort,
+    Command,
+    Event,
+    GateOpened,
+    Outcome,
+    StepCancelled,
+    StepCompleted,
+    StepFinished,
+    StepRecord,
+    StepSubmitted,
+    TaskCompleted,
+    TaskDropped,
+    TaskFailed,
+    TaskIssued,
+)
+from asyncpipe.core.engine.jobs import Jobs
+from asyncpipe.core.engine.lanes import Claim
+from asyncpipe.core.engine.state import StepState, TaskState, check_invariants
+from asyncpipe.errors import InvalidTransition, OptionError, ScheduleError
+
+__all__ = ["SchedulerState", "TaskState"]
+
+
+# Module constants: an enum attribute costs a lookup in the hottest loop.
+_WAITING, _, _DISPATCHED, _ISSUED, _COMPLETED, _FAILED, _DROPPED = TaskState
+
+
+class SchedulerState:
+    """Decides for any number of steps at a time on shared lanes. Mutated only by ``handle``; not thread-safe."""
+
+    def __init__(self, *, in_flight: int = 16) -> None:
+        """``in_flight`` bounds the tasks of a lane that its device holds: how far the host runs ahead."""
+        if in_flight < 1:
+            raise OptionError(f"in_flight must be a positive integer, got {in_flight}")
+        self._cap = in_flight
+        self._steps: dict[int, StepState] = {}
+        self._jobs = Jobs()
+        self._lanes = Dispatcher(in_flight)
+        # Bound once, for the hottest path.
+        self._make_ready, self._dispatch_ready = self._lanes.make_ready, self._lanes.dispatch_ready
+        self._last_step = -1
+
+    @property
+    def idle(self) -> bool:
+        """Whether no step is under way."""
+        return not self._steps
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take ``event`` in and say what to do about it.
+
+        ``StepFinished`` and ``StepCompleted`` of a step come after everything else that concerns it. Raises
+        ``InvalidTransition``, and changes nothing, for an event that cannot follow what happened before.
+        """
+        if isinstance(event, TaskCompleted):
+            return self._completed(event, now)
+        if isinstance(event, TaskIssued):
+            return self._issued(event, now)
+        if isinstance(event, StepSubmitted):
+            return self._submitted(event, now)
+        if isinstance(event, TaskFailed):
+            return self._failed(event, now)
+        if isinstance(event, TaskDropped):
+            return self._dropped(event, now)
+        if isinstance(event, GateOpened):
+            return self._gate_opened(event, now)
+        return self._cancelled(event, now)
+
+    def settle(self, now: float) -> list[Command]:
+        """Let rules and jobs choose; call it when every event that is known has been handled, and at ``wake_at``."""
+        commands: list[Command] = []
+        while self._lanes.settle(commands, now) and (broken := self._broken()):
+            for step, task, error in broken:
+                if step.outcome is Outcome.OK:
+                    commands += self._fail(step, task, error, now)
+        return commands
+
+    def _broken(self) -> list[tuple[StepState, int, ScheduleError]]:
+        """The ruled steps that cannot go on, with the task at which they stand and why."""
+        broken = self._lanes.take_broken()
+        for step in self._steps.values():
+            # A task at which the rule has raised is neither ready nor refused: its step is in the list already.
+            if step.is_stuck and all(owner is not step for owner, *_ in broken):
+                assert step.admission is not None
+                task = min(step.admission.refused())
+                broken.append((step, task, step.refused(task, "although nothing else can run")))
+        return broken
+
+    def wake_at(self, now: float) -> float | None:
+        """When to call ``settle`` although nothing has happened; ``None`` if that is of no use. Ask after ``settle``.
+
+        A background task is held back for foreground tasks that are expected; they may not come.
+        """
+        return None if self._lanes.again == inf else max(now, self._lanes.again)
+
+    def expected(self, step: int, task: int) -> float | None:
+        """The seconds that such a task took the last times in its job; ``None`` if that is not known.
+
+        It is known of steps with a named job, once one task of the kind at the stage is completed.
+        """
+        found = self._steps.get(step)
+        return None if found is None else found.job.expected(found.graph.tasks[task])
+
+    def forget(self, job: str) -> None:
+        """Drop what is known of ``job``, now or when its last step is over, unless it submits another one till then.
+
+        Its charges and measured times are kept from step to step, however long that takes: so call this when its
+        last pipeline is closed. Forgetting a job that is unknown, or that comes back later, does no harm.
+        """
+        self._jobs.forget(job)
+
+    def take_record(self, step: int) -> StepRecord:
+        """The record of a completed step, which the scheduler then forgets."""
+        found = self._steps.get(step)
+        if found is None or not found.finished or found.held:
+            raise InvalidTransition(f"step {step} is not completed")
+        del self._steps[step]
+        return StepRecord(step, found.graph, found.journal, found.outcome)
+
+    # Steps
+
+    def _submitted(self, event: StepSubmitted, now: float) -> list[Command]:
+        if event.step <= self._last_step:
+            raise InvalidTransition(f"step {event.step} was submitted before, or after a later one")
+        self._last_step = event.step
+        graph = event.graph
+        job, claims = self._jobs.begin(event.share, graph.lanes)
+        step = StepState(
+            number=event.step,
+            graph=graph,
+            job=job,
+            claims=[claims[lane] for lane in graph.lane_of],
+            unmet=[len(before) for before in graph.dependencies],
+            states=[_WAITING] * len(graph.tasks),
+            to_issue=len(graph.tasks),
+            closed_gates=set(range(len(graph.gates))),
+            admission=None if graph.rule is None else Admission(graph),
+        )
+        self._steps[event.step] = step
+        step.journal.append((now, event))
+        if job.is_named:
+            step.open_visits()
+        for gated in graph.gates:
+            step.unmet[gated] += 1
+        for task, unmet in enumerate(step.unmet):
+            if not unmet:
+                self._make_ready(step, task, now)
+        return self._decide(step, claims, now)
+
+    def _gate_opened(self, event: GateOpened, now: float) -> list[Command]:
+        step = self._steps.get(event.step)
+        if step is None or event.microbatch not in step.closed_gates:
+            raise InvalidTransition(f"{event} came for a gate that is not there, or is open")
+        step.closed_gates.remove(event.microbatch)
+        step.journal.append((now, event))
+        gated = step.graph.gates[event.microbatch]
+        step.unmet[gated] -= 1
+        if step.unmet[gated] or step.outcome is not Outcome.OK:
+            return []
+        return self._decide(step, [self._make_ready(step, gated, now)], now)
+
+    def _cancelled(self, event: StepCancelled, now: float) -> list[Command]:
+        step = self._steps.get(event.step)
+        if step is None:
+            raise InvalidTransition(f"step {event.step} is not under way")
+        step.journal.append((now, event))
+        if step.finished or step.outcome is not Outcome.OK:
+            return []
+        return self._abort(step, Outcome.CANCELLED, now)
+
+    def _fail(self, step: StepState, task: int, error: BaseException, now: float) -> list[Command]:
+        """End the step because ``task`` failed, or cannot be decided about."""
+        step.failed_task, step.error = task, error
+        return self._abort(step, Outcome.FAILED, now)
+
+    def _abort(self, step: StepState, outcome: Outcome, now: float) -> list[Command]:
+        step.outcome = outcome
+        for claim in {id(claim): claim for claim in step.claims}.values():
+            claim.ready = [entry for entry in claim.ready if entry[2] is not step]
+            claim.ready.sort()
+        step.journal.append((now, Abort(step.number)))
+        return [Abort(step.number), *self._decide(step, self._jobs.claims(), now)]
+
+    # Tasks
+
+    def _find(self, event: TaskIssued | TaskCompleted | TaskFailed | TaskDropped, *allowed: TaskState) -> StepState:
+        step = self._steps.get(event.step)
+        if step is None:
+            raise InvalidTransition(f"{event} came for a step that is not under way")
+        if not 0 <= event.task < len(step.states):
+            raise InvalidTransition(f"{event} came for a task that step {event.step} does not have")
+        state = step.states[event.task]
+        if state not in allowed:
+            name = step.graph.tasks[event.task].id
+            raise InvalidTransition(f"{event} came while {name} is {state.name.lower()}", step.story(event.task))
+        return step
+
+    def _issued(self, event: TaskIssued, now: float) -> list[Command]:
+        step = self._find(event, _DISPATCHED)
+        step.journal.append((now, event))
+        return self._decide(step, self._release(step, event.task, now), now)
+
+    def _completed(self, event: TaskCompleted, now: float) -> list[Command]:
+        step = self._find(event, _DISPATCHED, _ISSUED)
+        step.journal.append((now, event))
+        task = event.task
+        touched = self._release(step, task, now) if step.states[task] is _DISPATCHED else []
+        step.states[task] = _COMPLETED
+        claim = self._give_back(step, task)
+        if claim.timed:
+            step.measure(event)
+        touched.append(claim)
+        if step.admission is not None and step.outcome is Outcome.OK:
+            touched += self._completed_ruled(step, step.admission, task, now)
+        return self._decide(step, touched, now)
+
+    def _completed_ruled(self, step: StepState, admission: Admission, task: int, now: float) -> list[Claim]:
+        """All dependents of a ruled step's task wait for its completion, and its micro-batch may leave the device."""
+        graph = step.graph
+        touched = []
+        for dependent in (*graph.local_dependents[task], *graph.remote_dependents[task]):
+            step.unmet[dependent] -= 1
+            if not step.unmet[dependent]:
+                touched.append(self._make_ready(step, dependent, now))
+        if step.is_admitted(task):
+            touched += [self._make_ready(step, other, now) for other in admission.leave(task)]
+        if not touched and not step.held:
+            # The rule refused what is left while this task ran, so ``settle`` has to find out that the step stands.
+            self._lanes.note(step.claims[task].lane)
+        return touched
+
+    def _failed(self, event: TaskFailed, now: float) -> list[Command]:
+        step = self._find(event, _DISPATCHED, _ISSUED)
+        step.journal.append((now, event))
+        step.states[event.task] = _FAILED
+        claim = self._give_back(step, event.task)
+        if claim.timed:
+            claim.end(event.step, event.task, None, now)
+        if step.outcome is Outcome.OK:
+            return self._fail(step, event.task, event.error, now)
+        if step.error is None:
+            step.failed_task, step.error = event.task, event.error
+        return self._decide(step, [claim], now)
+
+    def _dropped(self, event: TaskDropped, now: float) -> list[Command]:
+        step = self._find(event, _DISPATCHED)
+        if step.outcome is Outcome.OK:
+            message = f"{event} came although step {event.step} is not aborted"
+            raise InvalidTransition(message, step.story(event.task))
+        step.journal.append((now, event))
+        step.states[event.task] = _DROPPED
+        claim = self._give_back(step, event.task)
+        if claim.timed:
+            claim.end(event.step, event.task, 0.0, now)
+        return self._decide(step, [claim], now)
+
+    def _release(self, step: StepState, task: int, now: float) -> list[Claim]:
+        """Issue ``task``: its dependents on other devices need not wait for it. Returns their claims."""
+        step.states[task] = _ISSUED
+        step.to_issue -= 1
+        if step.outcome is not Outcome.OK or step.admission is not None:
+            return []
+        unmet = step.unmet
+        touched = []
+        for dependent in step.graph.remote_dependents[task]:
+            unmet[dependent] -= 1
+            if not unmet[dependent]:
+                touched.append(self._make_ready(step, dependent, now))
+        return touched
+
+    @staticmethod
+    def _give_back(step: StepState, task: int) -> Claim:
+        claim = step.claims[task]
+        claim.in_flight -= 1
+        step.held -= 1
+        return claim
+
+    # Decisions
+
+    def _decide(self, step: StepState, touched: Iterable[Claim], now: float) -> list[Command]:
+        """Dispatch what ``touched`` claims have ready, then see whether ``step`` is at its end."""
+        commands: list[Command] = []
+        self._dispatch_ready(touched, commands, now)
+        if not step.to_issue or (step.outcome is not Outcome.OK and not step.held):
+            self._end(step, commands, now)
+        return commands
+
+    def _end(self, step: StepState, commands: list[Command], now: float) -> None:
+        ends: list[Command] = []
+        if not step.finished:
+            step.finished = True
+            ends.append(StepFinished(step.number, step.outcome, step.failed_task, step.error))
+        if not step.held:
+            step.close_visits(now)
+            self._jobs.end(step.job)
+            ends.append(StepCompleted(step.number, step.outcome, step.failed_task, step.error))
+        step.journal.extend((now, end) for end in ends)
+        commands.extend(ends)
+
+    def check(self) -> None:
+        """Assert what must hold between two events, once ``settle`` was called; tests do after each and at teardown."""
+        check_invariants(self._steps.values(), self._jobs.lanes, self._cap, self._lanes.settled)

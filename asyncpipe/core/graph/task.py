@@ -1,0 +1,81 @@
+"""Tasks: the nodes of a task graph, and the lanes that they run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from asyncpipe.core.kinds import TaskKind
+
+__all__ = ["WHOLE_STEP", "Lane", "Queue", "Task"]
+
+WHOLE_STEP = -1
+"""Stands for the micro-batch of a task that a step has once: an update, a sum, the copy of a tied parameter."""
+
+
+class Queue(StrEnum):
+    """The queues of a device.
+
+    Activations and gradients arrive in queues of their own, so that an early activation never stands in
+    front of the gradient that a backward waits for.
+    """
+
+    COMPUTE = "compute"
+    COPY_IN = "copy-in"
+    GRAD_IN = "grad-in"
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A logical device and one of its queues; tasks of one lane run one after the other."""
+
+    device: str
+    queue: Queue
+
+    def __str__(self) -> str:
+        return f"{self.device}/{self.queue.value}"
+
+
+class Task(NamedTuple):
+    """A node of a task graph.
+
+    ``number`` is its position in the graph, which is also its priority: tasks are numbered by clock cycle,
+    copies before compute. ``source`` is the stage that a copy takes its tensors from (``stage`` is where
+    they go); it is ``None`` for every other kind. A named tuple, not a frozen dataclass, because a graph of
+    64 stages and 1024 micro-batches has 325,000 of them and a frozen dataclass takes five times as long.
+    """
+
+    number: int
+    kind: TaskKind
+    microbatch: int
+    stage: int
+    lane: Lane
+    cycle: int
+    source: int | None = None
+
+    @property
+    def id(self) -> str:
+        """``F(1,2)`` is the forward of micro-batch 1 at stage 2; ``C(1,2>3)`` copies it on to stage 3.
+
+        A task of the whole step has no micro-batch: ``U(2)`` updates stage 2, ``C(0>3)`` copies tied parameters.
+        """
+        place = str(self.stage) if self.source is None else f"{self.source}>{self.stage}"
+        return (
+            f"{self.label}({place})"
+            if self.microbatch == WHOLE_STEP
+            else f"{self.kind.value}({self.microbatch},{place})"
+        )
+
+    @property
+    def label(self) -> str:
+        """Kind and micro-batch, for pictures: ``F1``; the kind alone for a task of the whole step."""
+        return self.kind.value if self.microbatch == WHOLE_STEP else f"{self.kind.value}{self.microbatch}"
+
+    @property
+    def is_gradient_copy(self) -> bool:
+        """Whether this copies a gradient back, rather than an activation onward."""
+        return self.source is not None and self.source > self.stage
+
+    def __str__(self) -> str:
+        return self.id

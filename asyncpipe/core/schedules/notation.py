@@ -1,0 +1,220 @@
+"""Schedules as text: the CSV notation of torch.distributed.pipelining, so that schedules travel between the two.
+
+A row is a device (a rank), a column is a clock cycle, a cell is empty or one action::
+
+    0F0,0F1,,0B0,,0B1           STAGE TYPE MICROBATCH; the types are F, B, I and W
+    ,1F0,1B0,1F1,1B1,           (0F8;3B1)OVERLAP_F_B is an Overlap
+
+The rows say where stages are placed: a stage belongs to the device in whose row its actions stand. Only the order in
+a row counts; empty cells are there for the eye. Torch has a second, *lowered* form with communication (SEND_F,
+UNSHARD …); here that is ``lower``'s business, so it is refused. Recomputation has no cell: the checkpoint mode adds
+it. Torch's own loader overlooks what stands behind an action (``2F0junk``); here every cell is read to its end.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from io import StringIO
+from typing import NamedTuple
+
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.schedules.protocol import Action, Overlap, Shape, flat
+from asyncpipe.errors import ScheduleError
+
+__all__ = ["Orders", "format_cell", "read_csv"]
+
+_F, _B, _I, _W = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT)
+_KINDS = {kind.value: kind for kind in (_F, _B, _I, _W)}
+_OVERLAP = "OVERLAP_F_B"
+_LOWERED = re.compile("[0-9]*(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
+_ACTION = re.compile("([0-9]{1,9})([FBIW])([0-9]{1,9})")
+_PARTS = re.compile("(-?[0-9]*)([A-Za-z_]*)(-?[0-9]*)(.*)", re.DOTALL)
+"""What a cell that is no action may have meant: stage, type, micro-batch and the rest."""
+_ALLOWED = "a cell is empty, STAGE TYPE MICROBATCH such as 2F0 (types F, B, I, W), or such as (0F8;3B1)OVERLAP_F_B"
+_SHOWN = 60
+"""Characters of a wrong cell that a message shows."""
+
+
+class Orders(NamedTuple):
+    """What a CSV text says: each device's entries in their order, and the shape that they are for."""
+
+    orders: tuple[tuple[Action | Overlap, ...], ...]
+    shape: Shape
+
+
+def format_cell(entry: Action | Overlap, where: str) -> str:
+    """The cell of ``entry``; raises ``ScheduleError`` that begins with ``where`` if the notation cannot say it."""
+    if isinstance(entry, Overlap):
+        if not _can_overlap(entry):
+            raise ScheduleError(f"{where}: the CSV form has no overlap of {entry}; give a forward, then a B or an I")
+        return f"({format_cell(entry.first, where)};{format_cell(entry.second, where)}){_OVERLAP}"
+    return f"{entry.stage}{entry.kind.value}{entry.microbatch}"
+
+
+def _can_overlap(overlap: Overlap) -> bool:
+    return overlap.first.kind is _F and overlap.second.kind in (_B, _I)
+
+
+def read_csv(text: str, name: str) -> Orders:
+    """The orders that ``text`` holds, and their shape; messages call the schedule ``name``.
+
+    The number of rows is that of the devices; stages and micro-batches are counted by the highest index. White
+    space around cells, quotes, any line ends and blank rows at the end are taken. Raises ``ScheduleError`` with the
+    row and the column, both counted from 1, for a cell that is no action, an action that is there twice or before
+    what it needs on its device, and a stage in two rows; with the row for one without any action; and where a stage
+    or one of its actions is missing. A deadlock between devices is for ``lower`` to find.
+    """
+    rows = _rows(text, name)
+    filled = max((row for row, cells in enumerate(rows, start=1) if any(cells)), default=0)
+    if not filled:
+        raise ScheduleError(f"schedule {name!r} has no actions; give one row of actions per device")
+    table = _Table(name)
+    for row, cells in enumerate(rows[:filled], start=1):
+        table.add_row(row, cells)
+    if text.count('"') % 2:
+        # An open quote takes in all that follows, so it is in the last cell.
+        raise ScheduleError(f"{_where(name, len(rows), len(rows[-1]))}: a quote is opened and never closed")
+    return table.orders()
+
+
+def _rows(text: str, name: str) -> list[list[str]]:
+    """The cells of each row, without the space around them."""
+    rows: list[list[str]] = []
+    try:
+        rows.extend(csv.reader(StringIO(text.removeprefix("\ufeff"), newline=""), skipinitialspace=True))
+    except csv.Error as error:
+        raise ScheduleError(f"schedule {name!r}, row {len(rows) + 1} (counted from 1) is not CSV: {error}") from error
+    return [[cell.strip() for cell in cells] for cells in rows]
+
+
+def _where(name: str, row: int, column: int) -> str:
+    return f"schedule {name!r}, row {row}, column {column} (both counted from 1)"
+
+
+def _parsed(cell: str) -> Action | Overlap:
+    """The entry of a cell that is not empty; raises ``ValueError`` that says what is wrong with it."""
+    if not cell.startswith("("):
+        return _parsed_action(cell)
+    inside, closed, word = cell[1:].rpartition(")")
+    if not closed:
+        raise ValueError(f"{_shown(cell)} has a parenthesis that is never closed")
+    if word != _OVERLAP:
+        raise ValueError(f"{_shown(cell)} has {_shown(word)} behind its parenthesis, not {_OVERLAP}")
+    parts = [part.strip() for part in inside.split(";")]
+    if len(parts) != 2:
+        raise ValueError(f"{_shown(cell)} is an overlap of {len(parts)} actions, not of two")
+    overlap = Overlap(*map(_parsed_action, parts))
+    if not _can_overlap(overlap):
+        raise ValueError(f"{_shown(cell)} is not an overlap of a forward and then a backward (B or I)")
+    return overlap
+
+
+def _parsed_action(text: str) -> Action:
+    if match := _ACTION.fullmatch(text):
+        stage, kind, microbatch = match.groups()
+        return Action(_KINDS[kind], int(microbatch), int(stage))
+    raise ValueError(f"{_shown(text)} {_fault(text)}")
+
+
+def _fault(text: str) -> str:
+    """What keeps ``text`` from being an action."""
+    if _LOWERED.fullmatch(text):
+        return "belongs to torch's lowered form, with communication; give the compute-only form"
+    parts = _PARTS.fullmatch(text)
+    stage, kind, microbatch, rest = parts.groups() if parts else ("", "", "", text)
+    if stage.startswith("-") or microbatch.startswith("-"):
+        return "has a negative number; stages and micro-batches count from 0"
+    if not stage:
+        return "names no stage"
+    if kind == TaskKind.RECOMPUTE.value:
+        return "is a recomputation, which has no cell; the checkpoint mode of the pipeline adds it"
+    if kind not in _KINDS:
+        return f"has the type {_shown(kind)}, which is none of F, B, I and W" if kind else "names no type"
+    if not microbatch:
+        return "names no micro-batch"
+    return f"has {_shown(rest)} behind {stage}{kind}{microbatch}" if rest else "has a number of more than nine digits"
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
+
+
+class _Table:
+    """Collects the rows, and holds every action against those before it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._orders: list[tuple[Action | Overlap, ...]] = []
+        self._column_of: dict[Action, int] = {}
+        """The column of each action so far; its row is its stage's."""
+        self._row_of: dict[int, int] = {}
+        """The row of each stage."""
+
+    def add_row(self, row: int, cells: Sequence[str]) -> None:
+        """Read one row; raises ``ScheduleError`` where a cell is wrong or cannot stand there."""
+        entries: list[Action | Overlap] = []
+        for column, cell in enumerate(cells, start=1):
+            if not cell:
+                continue
+            where = _where(self._name, row, column)
+            try:
+                entry = _parsed(cell)
+            except ValueError as error:
+                raise ScheduleError(f"{where}: {error}; {_ALLOWED}") from None
+            entries.append(entry)
+            for action in flat([entry]):
+                if fault := self._misplaced(action, row):
+                    raise ScheduleError(f"{where}: {format_cell(action, where)} {fault}")
+                self._column_of[action] = column
+        if not entries:
+            raise ScheduleError(
+                f"schedule {self._name!r}, row {row} (counted from 1) has no action; each row is a device and needs at "
+                "least one stage"
+            )
+        self._orders.append(tuple(entries))
+
+    def _misplaced(self, action: Action, row: int) -> str | None:
+        """Why ``action`` cannot stand in this place, if it cannot."""
+        kind, i, j = action
+        if self._row_of.setdefault(j, row) != row:
+            return f"cannot be: stage {j} is in row {self._row_of[j]} already; all actions of a stage are in one row"
+        if action in self._column_of:
+            return f"is there twice, first in column {self._column_of[action]}; each action must be there once"
+        if kind is _F:
+            return None
+        needed = Action(_I if kind is _W else _F, i, j)
+        if needed not in self._column_of:
+            return f"comes before {format_cell(needed, '')}, which must be to its left"
+        other = Action(_I if kind is _B else _B, i, j)
+        if kind is not _W and other in self._column_of:
+            return f"cannot be beside {format_cell(other, '')}; a backward is B, or I and W"
+        return None
+
+    def orders(self) -> Orders:
+        """All of it; raises ``ScheduleError`` where a stage or an action is missing."""
+        stages = 1 + max(self._row_of)
+        if len(self._row_of) < stages:
+            missing = next(j for j in range(stages) if j not in self._row_of)
+            raise ScheduleError(
+                f"schedule {self._name!r}: stage {missing} is in no row, but stage {stages - 1} is in row "
+                f"{self._row_of[stages - 1]} (counted from 1); stages count from 0 without a gap"
+            )
+        microbatches = 1 + max(action.microbatch for action in self._column_of)
+        for action in self._missing(stages, microbatches):
+            raise ScheduleError(
+                f"schedule {self._name!r}, row {self._row_of[action.stage]} (counted from 1): "
+                f"{format_cell(action, '')} is missing; each stage needs an F and a B, or an F, an I and a W, of the micro-batches 0 to "
+                f"{microbatches - 1}"
+            )
+        return Orders(tuple(self._orders), Shape(stages, microbatches, len(self._orders)))
+
+    def _missing(self, stages: int, microbatches: int) -> Iterator[Action]:
+        """Lazily: where an index is a typing error such as 0F10000000, the first gap comes long before the last."""
+        for stage in range(stages):
+            for microbatch in range(microbatches):
+                halves = (_I, _W) if Action(_I, microbatch, stage) in self._column_of else (_B,)
+                for kind in (_F, *halves):
+                    if Action(kind, microbatch, stage) not in self._column_of:
+                        yield Action(kind, microbatch, stage)

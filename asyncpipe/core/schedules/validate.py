@@ -1,0 +1,132 @@
+"""What a schedule must be before it becomes a task graph: each error names the schedule, the device and the action.
+
+A schedule may be anybody's code. What it raises is told as its fault, with the original as the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.schedules.protocol import Action, OrderedSchedule, RuledSchedule, Schedule, Shape, flat
+from asyncpipe.errors import AsyncpipeError, ScheduleError
+
+__all__ = ["blaming", "check_admission", "checked_actions", "checked_placement"]
+
+_F, _B, _I, _W = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT)
+_KINDS = frozenset((_F, _B, _I, _W))
+
+
+@contextmanager
+def blaming(where: str | Callable[[], str]) -> Iterator[None]:
+    """What is raised inside is a ``ScheduleError`` that begins with ``where``."""
+    try:
+        yield
+    except AsyncpipeError:
+        raise
+    except Exception as error:
+        place = where if isinstance(where, str) else where()
+        raise ScheduleError(f"{place} raised {type(error).__name__}: {error}") from error
+
+
+def checked_placement(schedule: Schedule, shape: Shape, names: tuple[str, ...]) -> tuple[int, ...]:
+    """The device index of each stage; ``names`` are those of the devices."""
+    with blaming(f"schedule {schedule.name!r}: placement"):
+        placement = tuple(schedule.placement(shape))
+    if not len(names) == len(set(names)) == shape.devices:
+        raise ScheduleError(f"got the device names {list(names)}, expected {shape.devices} different ones")
+    if len(placement) != shape.stages:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} places {len(placement)} stages, on devices {list(placement)}; the step has "
+            f"{shape.stages}; give one device index for each stage"
+        )
+    for stage, device in enumerate(placement):
+        if device not in range(shape.devices):
+            raise ScheduleError(
+                f"schedule {schedule.name!r} places stage {stage} on device {device!r}, which is missing: there are "
+                f"{shape.devices}; give indices from 0 to {shape.devices - 1}"
+            )
+    return placement
+
+
+def checked_actions(schedule: Schedule, shape: Shape, placement: tuple[int, ...], device: int) -> list[Action]:
+    """The actions of ``device``, complete and each once; those of an ordered schedule in an order that can be."""
+    where = f"schedule {schedule.name!r}, device {device}"
+    ordered = isinstance(schedule, OrderedSchedule)
+    found: dict[Action, None] = {}
+    with blaming(lambda: f"{where}: after {next(reversed(found))}" if found else where):
+        for action in _actions(schedule, shape, device):
+            _check_action(action, shape, placement, device, where)
+            if action in found:
+                raise ScheduleError(f"{where}: {action} is there twice; each action must be there once")
+            if ordered:
+                _check_turn(action, found, where)
+            found[action] = None
+    _check_complete(found, shape, placement, device, where)
+    return list(found)
+
+
+def _actions(schedule: Schedule, shape: Shape, device: int) -> Iterator[Action]:
+    if isinstance(schedule, OrderedSchedule):
+        return flat(schedule.order(device, shape))
+    if isinstance(schedule, RuledSchedule):
+        return iter(schedule.actions(device, shape))
+    raise ScheduleError(
+        f"schedule {schedule.name!r} is neither an OrderedSchedule nor a RuledSchedule; derive it from one of them"
+    )
+
+
+def _check_action(action: Action, shape: Shape, placement: tuple[int, ...], device: int, where: str) -> None:
+    if not isinstance(action, Action):
+        raise ScheduleError(f"{where}: {action!r} is not an action; give F(i, j), B(i, j), I(i, j) or W(i, j)")
+    kind, i, j = action
+    if kind not in _KINDS or not (0 <= i < shape.microbatches and 0 <= j < shape.stages):
+        raise ScheduleError(
+            f"{where}: {action} is not an action of {shape.microbatches} micro-batches and {shape.stages} stages; "
+            "actions are F, B, I and W with indices from 0"
+        )
+    if placement[j] != device:
+        raise ScheduleError(f"{where}: {action} belongs to device {placement[j]}, where stage {j} is placed")
+
+
+def _check_turn(action: Action, before: dict[Action, None], where: str) -> None:
+    """Whether what ``action`` needs of its own device comes before it."""
+    kind, i, j = action
+    if kind is _F:
+        return
+    needed = Action(_I if kind is _W else _F, i, j)
+    if needed not in before:
+        raise ScheduleError(f"{where}: {action} comes before {needed} and would wait for ever")
+
+
+def _check_complete(
+    found: dict[Action, None], shape: Shape, placement: tuple[int, ...], device: int, where: str
+) -> None:
+    for j in (j for j in range(shape.stages) if placement[j] == device):
+        for i in range(shape.microbatches):
+            halves = [half for half in (_I, _W) if (half, i, j) in found]
+            if halves and (_B, i, j) in found:
+                both = f"{Action(_B, i, j)} is there beside {Action(halves[0], i, j)}"
+                raise ScheduleError(f"{where}: {both}; a backward is B, or I and W")
+            for kind in (_F, *((_I, _W) if halves else (_B,))):
+                if (kind, i, j) not in found:
+                    raise ScheduleError(f"{where}: {Action(kind, i, j)} is missing")
+
+
+def check_admission(
+    schedule: RuledSchedule, actions: Sequence[Sequence[Action]], shape: Shape, placement: tuple[int, ...]
+) -> None:
+    """Raise where a device without a micro-batch would not take one: it would never get any further."""
+    for device, mine in enumerate(actions):
+        for action in mine:
+            if action.kind is not _F:
+                continue
+            where = f"schedule {schedule.name!r}, device {device}"
+            with blaming(f"{where}: admit({action}, 0)"):
+                admitted = schedule.admit(action, 0, shape)
+            if not admitted:
+                raise ScheduleError(
+                    f"{where}: {action} is refused by a device that holds no micro-batch, and would wait for ever; "
+                    "admit must be true for live = 0"
+                )

@@ -1,0 +1,183 @@
+"""What is sent to the pages of a live view: its newest state, as one message for all.
+
+However many pages are open, the view is folded once, in a thread, at most four times a second and only when there
+is something new. Each page is sent the newest message whenever it has taken the last::
+
+    LiveView ──snapshot, in a thread──▶ Feed: the newest message ──▶ follow() ──▶ a page
+                                                                 ├─▶ follow() ──▶ a page on a slow line: skips some
+                                                                 └─▶ newest() ──▶ /state
+
+There is no queue, so a page that takes nothing costs nothing. When the feed is closed, every page is sent a last
+message that says so, and its connection ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from secrets import token_hex
+from time import monotonic, thread_time
+from typing import Any
+
+from asyncpipe.observe.live.view import LiveView
+
+__all__ = ["Feed", "Message"]
+
+WATCHED_SECONDS, UNWATCHED_SECONDS = 0.25, 5.0
+"""At least so long between two folds while a page is open, and while none is: a page that comes later shall find a
+history of bubbles."""
+REST = 50.0
+"""A fold that computed for a second is followed by so many without one: huge graphs shall not slow the training."""
+KEEP_ALIVE_SECONDS = 15.0
+"""Proxies close connections on which nothing happens for a minute or so."""
+KEEP_ALIVE = b": nothing new\n\n"
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One state of a view, ready to send."""
+
+    id: str
+    """Differs from message to message, and from server to server."""
+    data: bytes
+    """JSON on one line."""
+    last: bool
+    """Whether nothing will follow."""
+
+    @property
+    def event(self) -> bytes:
+        """As a server-sent event: ``state``, or ``end`` for the last one."""
+        kind = b"end" if self.last else b"state"
+        return b"id: %s\nevent: %s\ndata: %s\n\n" % (self.id.encode(), kind, self.data)
+
+
+class Feed:
+    """The newest message of a view, for any number of followers. Belongs to one loop: ``start``, then ``close``."""
+
+    def __init__(self, view: LiveView) -> None:
+        self._view = view
+        self._name = token_hex(4)
+        self._count = 0
+        self._version: tuple[int, ...] | None = None
+        self._message: Message | None = None
+        self._followers = 0
+        self._closing = False
+        self._rested = 0.0
+        """When the next fold may begin, by the monotonic clock."""
+        self._logged = False
+        self._changed = asyncio.Event()
+        """Set, and replaced, when there is a new message."""
+        self._wanted = asyncio.Event()
+        """Set when somebody begins to follow, and at the end: the updates' rest is over."""
+        self._turn = asyncio.Lock()
+        """Who holds it may fold."""
+        self._thread = ThreadPoolExecutor(1, "asyncpipe-live")
+        self._updates: asyncio.Task[None] | None = None
+
+    @property
+    def followers(self) -> int:
+        """How many follow right now."""
+        return self._followers
+
+    def start(self) -> None:
+        """Begin to look for news."""
+        self._updates = asyncio.get_running_loop().create_task(self._update(), name="asyncpipe-live")
+
+    async def close(self) -> None:
+        """Send the last message to those who follow, and leave neither coroutine nor thread; may be called twice."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wanted.set()
+        if self._updates is not None:
+            await self._updates
+        await self.newest()
+        self._thread.shutdown(wait=False)
+
+    async def newest(self) -> Message:
+        """The newest message; folds the view if it has news and the last fold was long enough ago."""
+        async with self._turn:
+            message = self._message
+            version = self._view.version
+            last = message is not None and message.last
+            stale = self._closing or (version != self._version and monotonic() >= self._rested)
+            if message is None or (stale and not last):
+                message = await self._fold(version)
+            return message
+
+    async def follow(self, seen: str | None = None) -> AsyncGenerator[bytes, None]:
+        """What to send to one page: the newest message unless its id is ``seen``, then each newest one, as events.
+
+        Whoever is slow to ask for the next one misses some. Comments keep the line open. Ends after the last message.
+        """
+        self._followers += 1
+        self._wanted.set()
+        try:
+            message = await self.newest()
+            while not message.last:
+                if message.id != seen:
+                    seen = message.id
+                    yield message.event
+                # Nothing is awaited between these two: a message cannot slip through.
+                changed = self._changed
+                if self._message is message and not await _set_within(changed, KEEP_ALIVE_SECONDS):
+                    yield KEEP_ALIVE
+                assert self._message is not None
+                message = self._message
+            yield message.event
+        finally:
+            self._followers -= 1
+
+    async def _update(self) -> None:
+        while not self._closing:
+            # Cleared first: whoever comes, or closes, while this folds is not overlooked.
+            self._wanted.clear()
+            await self.newest()
+            await _set_within(self._wanted, WATCHED_SECONDS if self._followers else UNWATCHED_SECONDS)
+
+    async def _fold(self, version: tuple[int, ...]) -> Message:
+        """The message of ``version`` of the view; what it was before, and a log, if it cannot be folded (a bug)."""
+        began = monotonic()
+        ending = self._closing
+        try:
+            data, last, took = await asyncio.get_running_loop().run_in_executor(self._thread, self._encoded, ending)
+        except Exception:
+            if not self._logged:
+                _logger.exception("the live view cannot be folded; pages keep what they show")
+            self._logged = True
+            data, last, took = self._message.data if self._message else _json(LiveView().snapshot()), ending, 0.0
+        self._count += 1
+        self._version = version
+        self._rested = began + max(WATCHED_SECONDS, took * REST)
+        self._message = Message(f"{self._name}-{self._count}", data, last)
+        self._changed.set()
+        self._changed = asyncio.Event()
+        return self._message
+
+    def _encoded(self, ending: bool) -> tuple[bytes, bool, float]:
+        """The view as JSON, whether it is the last one, and the seconds that this thread computed (not: waited)."""
+        began = thread_time()
+        state = self._view.snapshot()
+        state["ended"] = state["ended"] or ending
+        data = _json(state)
+        return data, state["ended"], thread_time() - began
+
+
+def _json(state: dict[str, Any]) -> bytes:
+    return json.dumps(state, allow_nan=False, separators=(",", ":")).encode()
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Whether ``event`` was set within so long."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

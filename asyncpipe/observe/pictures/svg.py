@@ -1,0 +1,294 @@
+"""The timeline of one step as an SVG picture: self-contained, no script, readable on light and dark pages.
+
+Each device is a row of tasks with its copies as thin bars below; arrows show what travels between devices::
+
+    dev:0  [F0][F1]··········[ B1 ][ B0 ]
+             ╲                ↗
+    dev:1  ···[F0][F1][ B1 ][ B0 ]·······
+           ▔▔
+
+Pictures that are to be compared share a scale: the same time is as long in each of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import count, takewhile
+
+from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.graph.task import Queue
+from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.report import Report, TaskTime, report
+from asyncpipe.observe.pictures.kinds import COLOURS, INK, NAMES, shade
+from asyncpipe.observe.pictures.timeline import (
+    Row,
+    format_time,
+    kinds_of,
+    labels,
+    lane_rows,
+    quantum,
+    summary,
+    tick_step,
+)
+from asyncpipe.observe.pictures.waits import Wait, waits
+
+__all__ = ["Scale", "common_scale", "has_few_copies", "svg_timeline"]
+
+TEXT = "#6e7781"
+"""A grey with enough contrast on white and on GitHub's dark background; the page's scheme cannot be asked for."""
+CHARACTER, TITLE_CHARACTER, ROW, BAR, GAP, TOP = 7.0, 7.4, 26.0, 5.0, 12.0, 40.0
+"""Pixels: width of a label's character and of a title's, heights of a compute row and a copy bar, space below a row
+and above all."""
+NARROWEST, WIDEST = 640.0, 1600.0
+MOST_ARROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What pictures have in common that are to be compared."""
+
+    seconds: float
+    """The time that the whole width stands for."""
+    left: float
+    """Pixels before time 0, for the names of devices."""
+    width: float
+    """Pixels of ``seconds``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where things are, in pixels."""
+
+    scale: Scale
+    top: dict[str, float]
+    """Of each device's compute row."""
+    bottom: float
+    """Of the lowest row."""
+
+    @property
+    def per_second(self) -> float:
+        return self.scale.width / self.scale.seconds if self.scale.seconds else 0.0
+
+    @property
+    def right(self) -> float:
+        return self.scale.left + self.scale.width
+
+    def x(self, seconds: float) -> float:
+        return self.scale.left + seconds * self.per_second
+
+
+def common_scale(records: Sequence[StepRecord]) -> Scale:
+    """A scale on which all of ``records`` fit, for ``svg_timeline``; at least one record is needed."""
+    fitting = [_scale(report(record), record.graph) for record in records]
+    seconds = max(scale.seconds for scale in fitting)
+    per_second = max((scale.width / scale.seconds for scale in fitting if scale.seconds), default=0.0)
+    width = min(max(seconds * per_second, NARROWEST), WIDEST)
+    return Scale(seconds, max(scale.left for scale in fitting), width)
+
+
+def has_few_copies(graph: TaskGraph) -> bool:
+    """Whether arrows between devices explain a picture of ``graph``, rather than hide it."""
+    return sum(task.kind is TaskKind.COPY for task in graph.tasks) <= MOST_ARROWS
+
+
+def svg_timeline(
+    record: StepRecord,
+    *,
+    title: str = "",
+    virtual: bool = False,
+    arrows: bool | None = None,
+    scale: Scale | None = None,
+    inline: str | None = None,
+) -> str:
+    """The step as an SVG document: a row a device, copies below it, a legend, a time axis and the key figures.
+
+    ``title`` stands above it. ``virtual`` times are printed as bare numbers, others as seconds. ``arrows``
+    between devices are drawn in small graphs, unless the caller says ``True`` or ``False``. Hovering over a
+    task shows its id, its times and what it waited for; where a device has several stages, later ones are paler.
+    ``scale`` is given to pictures that are to be compared.
+    ``inline`` makes it a part of a page that has title, legend and figures of its own: they are left out, and ids
+    begin with this text, which must differ from picture to picture.
+    """
+    result = report(record)
+    rows = lane_rows(result, record.graph, copies=True)
+    top = TOP if inline is None else 4.0
+    layout = _layout(record.graph, rows, scale or _scale(result, record.graph), top)
+    if arrows is None:
+        arrows = has_few_copies(record.graph)
+    name = escape(title or record.graph.schedule)
+    drawing = [
+        *_lanes(result, layout),
+        *(_arrows(record.graph, result, layout, inline or "") if arrows else ()),
+        *_tasks(record.graph, result, rows, layout, virtual=virtual),
+        *_axis(layout, virtual=virtual),
+        "</svg>",
+    ]
+    if inline is not None:
+        return "\n".join([_opening(layout, 28, _data(name, record.graph, layout)), *drawing]) + "\n"
+    figures = summary(result, training=record.graph.training, virtual=virtual)
+    below = f'<text x="{_n(layout.scale.left)}" y="{_n(layout.bottom + 42)}">{figures}</text>'
+    head = [_opening(layout, 52, title=title), f"<title>{name}</title>", *_heading(name, rows, layout.right), below]
+    return "\n".join([*head, *drawing]) + "\n"
+
+
+def _data(name: str, graph: TaskGraph, layout: _Layout) -> str:
+    """What the script of a page needs to know of a picture, and what it is called there."""
+    stages = " data-stages" if max(Counter(graph.placement).values()) > 1 else ""
+    return f'aria-label="{name}" data-left="{_n(layout.scale.left)}" data-width="{_n(layout.scale.width)}"{stages}'
+
+
+def _opening(layout: _Layout, below: float, attributes: str = "", *, title: str = "") -> str:
+    """The tag of a picture with so many pixels below its lanes, and with room for ``title``."""
+    right, bottom = _n(max(layout.right, 8 + TITLE_CHARACTER * len(title)) + 24), _n(layout.bottom + below)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right} {bottom}" width="{right}" height="{bottom}" '
+        'font-family="ui-monospace, SFMono-Regular, Menlo, DejaVu Sans Mono, monospace" '
+        f'font-size="11" fill="{TEXT}" role="img" {attributes}'.rstrip()
+        + ">"
+    )
+
+
+def _n(pixels: float) -> str:
+    """A hundredth of a pixel is enough, and half of the file's size."""
+    return f"{pixels:.2f}".rstrip("0").rstrip(".")
+
+
+def _scale(result: Report, graph: TaskGraph) -> Scale:
+    """The scale that suits one step: as wide as its labels need, where its times have a quantum."""
+    left = CHARACTER * max(len(device) for device in graph.devices) + 16
+    compute = [time for row in lane_rows(result, graph, copies=False) for time in row.times]
+    width = 1000.0
+    if quantum([time for time in result.tasks if time.seconds > 0]) is not None:
+        label = labels(graph)
+        wanted = max(((len(label(t.task)) * CHARACTER + 6) / t.seconds for t in compute), default=0.0)
+        width = min(max(result.seconds * wanted, NARROWEST), WIDEST)
+    return Scale(result.seconds, left, width)
+
+
+def _layout(graph: TaskGraph, rows: Sequence[Row], scale: Scale, top: float) -> _Layout:
+    copies = any(row.times for row in rows if row.lane.queue is not Queue.COMPUTE)
+    height = ROW + (2 * (BAR + 1) + 1 if copies else 0) + GAP
+    tops = {device: top + number * height for number, device in enumerate(graph.devices)}
+    return _Layout(scale, tops, top + len(tops) * height - GAP)
+
+
+def _heading(title: str, rows: Sequence[Row], right: float) -> Iterator[str]:
+    """The title on the left, the legend of the kinds that ran on the right."""
+    yield f'<text x="8" y="16" font-size="12" font-weight="bold">{title}</text>'
+    x = right
+    for kind in reversed(kinds_of(rows)):
+        x -= len(NAMES[kind]) * CHARACTER + 26
+        yield f'<rect x="{_n(x)}" y="20" width="12" height="12" rx="2" fill="{COLOURS[kind]}"/>'
+        yield f'<text x="{_n(x + 6)}" y="29.2" font-size="9" text-anchor="middle" fill="{INK}">{kind.value}</text>'
+        yield f'<text x="{_n(x + 16)}" y="29.5">{NAMES[kind]}</text>'
+
+
+def _lanes(result: Report, layout: _Layout) -> Iterator[str]:
+    """A band for each device, as long as the step."""
+    width = layout.x(result.seconds) - layout.scale.left if result.seconds else layout.scale.width
+    for device, top in layout.top.items():
+        yield f'<text x="8" y="{_n(top + ROW / 2 + 4)}">{escape(device)}</text>'
+        yield (
+            f'<rect class="lane" x="{_n(layout.scale.left)}" y="{_n(top)}" width="{_n(width)}" height="{_n(ROW)}" '
+            f'fill="{TEXT}" fill-opacity="0.12"/>'
+        )
+
+
+def _tasks(graph: TaskGraph, result: Report, rows: Sequence[Row], layout: _Layout, *, virtual: bool) -> Iterator[str]:
+    label = labels(graph)
+    waited = waits(result, graph)
+    mates = {device: [stage for stage, at in enumerate(graph.placement) if at == device] for device in graph.placement}
+    for row in rows:
+        if not row.times:
+            continue
+        top, height = _band(row, layout)
+        yield f'<g text-anchor="middle" fill="{INK}">'
+        for time in row.times:
+            x, width = layout.x(time.start), time.seconds * layout.per_second
+            story = _story(time, waited.get(time.task.number), result.seconds, virtual=virtual)
+            stages = mates[graph.placement[time.task.stage]]
+            colour = shade(time.task.kind, stages.index(time.task.stage), len(stages))
+            corners = ' rx="1.5"' if width > 6 else ""
+            yield (
+                f'<g data-m="{time.task.microbatch}"><title>{escape(story)}</title>'
+                f'<rect x="{_n(x)}" y="{_n(top)}" width="{_n(max(width - 0.8, 0.3))}" height="{_n(height)}"{corners} '
+                f'fill="{colour}"/>' + _label(label(time.task), x, top, width, height) + "</g>"
+            )
+        yield "</g>"
+
+
+def _story(time: TaskTime, waited: Wait | None, longest: float, *, virtual: bool) -> str:
+    """What hovering over a task shows: when it ran, and what it waited for."""
+
+    def shown(seconds: float) -> str:
+        return format_time(seconds, longest, virtual=virtual)
+
+    text = f"{time.task.id}: {shown(time.start)} to {shown(time.end)} on {time.task.lane}"
+    if waited is None:
+        return text
+    text += f"\nwaited for {waited.name} until {shown(waited.until)}"
+    return text if waited.idle <= longest * 1e-9 else f"{text}, {waited.queue} idle for {shown(waited.idle)}"
+
+
+def _band(row: Row, layout: _Layout) -> tuple[float, float]:
+    """Top and height of a lane: the compute row, or one of the bars below it."""
+    top = layout.top[row.lane.device]
+    if row.lane.queue is Queue.COMPUTE:
+        return top, ROW
+    return top + ROW + 2 + (BAR + 1) * (row.lane.queue is Queue.GRAD_IN), BAR
+
+
+def _label(text: str, x: float, top: float, width: float, height: float) -> str:
+    if height < ROW or len(text) * CHARACTER > width:
+        return ""
+    return f'<text x="{_n(x + (width - 0.8) / 2)}" y="{_n(top + height / 2 + 4)}">{text}</text>'
+
+
+def _arrows(graph: TaskGraph, result: Report, layout: _Layout, prefix: str) -> Iterator[str]:
+    """From the end of what a copy reads to the start of what reads the copy; drawn below the tasks."""
+    head = f"{prefix}head"
+    yield (
+        f'<defs><marker id="{head}" viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="5" markerHeight="5" '
+        f'orient="auto"><path d="M0 0 6 3 0 6z" fill="{TEXT}"/></marker></defs>'
+    )
+    yield f'<g class="arrows" fill="none" stroke="{TEXT}" stroke-opacity="0.7">'
+    times = {time.task.number: time for time in result.tasks}
+    for consumer in result.tasks:
+        for dependency in graph.dependencies[consumer.task.number]:
+            for producer in graph.dependencies[dependency]:
+                if graph.tasks[dependency].kind is TaskKind.COPY and producer in times:
+                    yield _arrow(times[producer], consumer, layout, head)
+    yield "</g>"
+
+
+def _arrow(producer: TaskTime, consumer: TaskTime, layout: _Layout, head: str) -> str:
+    above, below = (layout.top[time.task.lane.device] for time in (producer, consumer))
+    down = above < below
+    # Two pixels inside the tasks, so that the border between two neighbours does not hide which is meant.
+    x, y = layout.x(producer.end) - 3, above + (ROW if down else 0)
+    to_x, to_y = layout.x(consumer.start) + 3, below + (0 if down else ROW)
+    middle = (y + to_y) / 2
+    return (
+        f'<path d="M{_n(x)} {_n(y)}C{_n(x)} {_n(middle)} {_n(to_x)} {_n(middle)} {_n(to_x)} {_n(to_y)}" '
+        f'marker-end="url(#{head})"/>'
+    )
+
+
+def _axis(layout: _Layout, *, virtual: bool) -> Iterator[str]:
+    y, longest = layout.bottom + 8, layout.scale.seconds
+    yield '<g class="axis" text-anchor="middle">'
+    yield f'<path d="M{_n(layout.scale.left)} {_n(y)}H{_n(layout.right)}" stroke="{TEXT}" fill="none"/>'
+    if longest:
+        widest = (len(format_time(longest * 0.999, longest, virtual=virtual)) + 3) * CHARACTER
+        step = tick_step(widest / layout.per_second)
+        if virtual and widest / layout.per_second <= 1:
+            step = 1.0
+        for at in takewhile(lambda at: at <= longest * (1 + 1e-9), (tick * step for tick in count())):
+            yield f'<path d="M{_n(layout.x(at))} {_n(y)}v4" stroke="{TEXT}"/>'
+            text = format_time(at, longest, virtual=virtual)
+            yield f'<text x="{_n(layout.x(at))}" y="{_n(y + 16)}">{text}</text>'
+    yield "</g>"

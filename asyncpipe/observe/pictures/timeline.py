@@ -1,0 +1,237 @@
+"""Timelines of one step as text: a row a lane, a cell a task, dots where the lane stands idle.
+
+Where all times are whole multiples of one quantum, as in simulations, each cell is exactly as wide as its
+task is long::
+
+    dev:0  F0 F1 F2 ·········B2─── B1─── B0───
+    dev:1  ···F0 F1 F2 B2─── B1─── B0─── ······
+
+Otherwise time is cut into columns, and a column shows the task that fills most of it. A terminal may have the
+kinds of tasks in colours.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import ceil, floor, gcd, log10
+
+from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.graph.task import Lane, Queue, Task
+from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.report import Report, TaskTime, report
+from asyncpipe.observe.pictures.kinds import ANSI_COLOURS, NAMES
+
+__all__ = ["Row", "format_time", "kinds_of", "labels", "lane_rows", "quantum", "summary", "text_timeline", "tick_step"]
+
+DEFAULT_WIDTH = 100
+"""Columns for times without a quantum when no width is given."""
+SHORTEST_TASK = 10
+"""A quantum counts only if the shortest task has at most this many; else an exact picture would be endless."""
+SELF_EVIDENT = {TaskKind.FORWARD, TaskKind.BACKWARD}
+"""Kinds whose letters need no explanation; a legend of nothing else is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One lane and what ran on it, by start; tasks that took no time are left out."""
+
+    lane: Lane
+    times: tuple[TaskTime, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """``columns`` columns of ``seconds`` each."""
+
+    seconds: float
+    columns: int
+
+
+def text_timeline(
+    record: StepRecord,
+    width: int | None = None,
+    *,
+    copies: bool = False,
+    virtual: bool = False,
+    colour: bool = False,
+) -> str:
+    """The step as text: a time axis, one row a device, a legend and a line of key figures; ends with a newline.
+
+    ``width`` is the number of columns to fit into; without it an exact timeline is as wide as its labels need
+    and any other 100 columns. ``copies`` adds the copy lanes. ``virtual`` times are printed as bare numbers,
+    others as seconds. Cells read ``F0`` (kind and micro-batch), or ``F0.4`` where a device has several stages;
+    with ``colour`` they have a background for their kind, in ANSI escapes for a terminal of 256 colours.
+    """
+    result = report(record)
+    rows = lane_rows(result, record.graph, copies=copies)
+    if not result.seconds:
+        return "no task took any time\n"
+    names = [_row_name(row.lane) for row in rows]
+    margin = max(map(len, [*names, "time"])) + 2
+    label = labels(record.graph)
+    scale = _scale(result, rows, label, None if width is None else max(width - margin, 10))
+    lines = ["time".ljust(margin) + _axis(scale, result.seconds, virtual=virtual)]
+    for name, row in zip(names, rows, strict=True):
+        lines.append(name.ljust(margin) + "".join(_cells(row, scale, label, colour=colour)))
+    kinds = kinds_of(rows)
+    if colour or set(kinds) - SELF_EVIDENT:
+        lines += ["", _legend(kinds, colour=colour)]
+    figures = summary(result, training=record.graph.training, virtual=virtual)
+    return "\n".join(line.rstrip() for line in [*lines, "", figures]) + "\n"
+
+
+def lane_rows(result: Report, graph: TaskGraph, *, copies: bool) -> list[Row]:
+    """The compute lane of every device, each followed by those of its copy lanes that were busy if ``copies``."""
+    queues = list(Queue) if copies else [Queue.COMPUTE]
+    times: dict[Lane, list[TaskTime]] = {Lane(device, queue): [] for device in graph.devices for queue in queues}
+    for time in result.tasks:
+        if time.seconds > 0 and time.task.lane in times:
+            times[time.task.lane].append(time)
+    return [Row(lane, tuple(ran)) for lane, ran in times.items() if ran or lane.queue is Queue.COMPUTE]
+
+
+def kinds_of(rows: Sequence[Row]) -> list[TaskKind]:
+    """The kinds of tasks in ``rows``, in the order in which legends name them."""
+    shown = {time.task.kind for row in rows for time in row.times}
+    return [kind for kind in TaskKind if kind in shown]
+
+
+def summary(result: Report, *, training: bool, virtual: bool) -> str:
+    """Makespan, bubble and, of a ``training`` step, the peak in flight per stage, in one line."""
+    makespan = format_time(result.seconds, result.seconds, virtual=virtual)
+    line = f"makespan {makespan}, bubble {result.bubble_ratio:.1%}"
+    peaks = result.peak_in_flight
+    if not training:
+        return line
+    if len(set(peaks)) == 1:
+        return f"{line}, peak in flight {peaks[0]}" + (" at every stage" if len(peaks) > 1 else "")
+    return f"{line}, peak in flight {' '.join(map(str, peaks))} (stages 0 … {len(peaks) - 1})"
+
+
+def labels(graph: TaskGraph) -> Callable[[Task], str]:
+    """What to write on a task: kind and micro-batch (``F0``), and its stage where a device has several (``F0.4``)."""
+    if max(Counter(graph.placement).values()) > 1:
+        return lambda task: f"{task.label}.{task.stage}"
+    return lambda task: task.label
+
+
+def quantum(times: Sequence[TaskTime]) -> float | None:
+    """The largest time of which every start and end is a whole multiple; ``None`` where there is none to speak of.
+
+    It is a multiple of 0.001: clocks do not hit those by chance, costs written by hand do.
+    """
+    thousandths = [edge * 1000 for time in times for edge in (time.start, time.end)]
+    if not thousandths or any(abs(edge - round(edge)) > 1e-6 for edge in thousandths):
+        return None
+    found = gcd(*map(round, thousandths)) / 1000
+    shortest = min((time.seconds for time in times if time.seconds > 0), default=0.0)
+    return found if 0 < shortest <= SHORTEST_TASK * found * (1 + 1e-9) else None
+
+
+def tick_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20, 50 … (or of 0.5, 0.2, 0.1 …) that is not below ``least``."""
+    power: float = 10.0 ** floor(log10(least))
+    return next((factor * power for factor in (1, 2, 5) if factor * power >= least * (1 - 1e-9)), 10 * power)
+
+
+def format_time(seconds: float, longest: float, *, virtual: bool) -> str:
+    """``seconds`` in the unit that suits ``longest``: ``1.25 ms``; a bare number if ``virtual``."""
+    if virtual:
+        return f"{seconds:.6g}"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if longest >= size or unit == "µs":
+            break
+    return f"{seconds / size:.4g} {unit}"
+
+
+def _row_name(lane: Lane) -> str:
+    return lane.device if lane.queue is Queue.COMPUTE else f"  {lane.queue.value}"
+
+
+def _scale(result: Report, rows: Sequence[Row], label: Callable[[Task], str], room: int | None) -> _Scale:
+    """An exact scale if the times have a quantum and the room suffices, else the room divided evenly."""
+    times = [time for row in rows for time in row.times]
+    unit = quantum(times)
+    if unit is not None:
+        units = round(result.seconds / unit)
+        # One column more than the label needs: the gap between two cells.
+        wanted = max(ceil((len(label(time.task)) + 1) / round(time.seconds / unit)) for time in times)
+        each = wanted if room is None else min(wanted, room // units)
+        if each:
+            return _Scale(unit / each, units * each)
+    columns = DEFAULT_WIDTH if room is None else room
+    return _Scale(result.seconds / columns, columns)
+
+
+def _cells(row: Row, scale: _Scale, label: Callable[[Task], str], *, colour: bool) -> Iterator[str]:
+    for shown, columns in groupby(_columns(row.times, scale)):
+        width = len(list(columns))
+        if shown is None:
+            yield "·" * width
+        elif colour:
+            yield _coloured_cell(_cell(label(shown.task), width), shown.task.kind)
+        else:
+            yield _cell(label(shown.task), width)
+
+
+def _coloured_cell(cell: str, kind: TaskKind) -> str:
+    """``cell`` on the colour of its kind; the gap at its end stays bare, so that neighbours do not run together."""
+    drawn = cell.rstrip()
+    return _painted(drawn.replace("─", " "), kind) + " " * (len(cell) - len(drawn))
+
+
+def _painted(text: str, kind: TaskKind) -> str:
+    """Black ``text`` on the colour of ``kind``."""
+    return f"\x1b[38;5;16;48;5;{ANSI_COLOURS[kind]}m{text}\x1b[0m"
+
+
+def _legend(kinds: Sequence[TaskKind], *, colour: bool) -> str:
+    """``F forward, I input gradient``; in colour, each letter on its own."""
+    if colour:
+        return "   ".join(f"{_painted(f' {kind.value} ', kind)} {NAMES[kind]}" for kind in kinds)
+    return ", ".join(f"{kind.value} {NAMES[kind]}" for kind in kinds)
+
+
+def _columns(times: Sequence[TaskTime], scale: _Scale) -> list[TaskTime | None]:
+    """For each column, the task that fills most of it, or ``None`` where it is idle for more than half."""
+    longest = [0.0] * scale.columns
+    busy = [0.0] * scale.columns
+    shown: list[TaskTime | None] = [None] * scale.columns
+    for time in times:
+        for column in range(int(time.start / scale.seconds), min(int(time.end / scale.seconds) + 1, scale.columns)):
+            left = column * scale.seconds
+            share = min(time.end, left + scale.seconds) - max(time.start, left)
+            busy[column] += share
+            if share > longest[column]:
+                longest[column], shown[column] = share, time
+    return [time if full >= scale.seconds / 2 else None for time, full in zip(shown, busy, strict=True)]
+
+
+def _cell(label: str, width: int) -> str:
+    """``label`` drawn out to ``width``, with a gap at its end; its letter alone where it does not fit.
+
+    A label is never cut, since the beginning of another number would be read as a number.
+    """
+    if width < len(label):
+        return label[0].ljust(width, "─")
+    if width == len(label):
+        return label
+    return label.ljust(width - 1, "─") + " "
+
+
+def _axis(scale: _Scale, longest: float, *, virtual: bool) -> str:
+    """Numbers at the columns where their times begin."""
+    widest = len(format_time(longest * 0.999, longest, virtual=virtual)) + 2
+    step = tick_step(scale.seconds * widest)
+    if virtual and step < 1 and scale.seconds * widest <= 1:
+        step = 1.0
+    line = ""
+    tick = 0
+    while (column := round(tick * step / scale.seconds)) < scale.columns:
+        line = line.ljust(column) + format_time(tick * step, longest, virtual=virtual)
+        tick += 1
+    return line

@@ -1,0 +1,240 @@
+"""Chrome traces of steps, for https://ui.perfetto.dev: a fold over their journals, real or simulated.
+
+::
+
+    steps       step          │ step 6 ─────────────────────────────│ step 7 ───
+    cpu:0       compute       │ F(0,0) │ F(1,0) │         │ B(0,0) │    a process for each device, a thread for each
+                grad-in                          │ C(0,1>0) ↗             of its lanes, and counters
+                stage 0 …     ▁▁▁▁▁▁▁▁▁▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▁▁
+    cpu:1       compute                │ F(0,1) │ B(0,1) ↗              arrows: what a copy reads → copy → who reads it
+    cpu memory  memory …      ▁▁▂▂▂▂▂▂▃▃▃▃▃▃▃▃▄▄▄▄▄▃▃▃▃▃▂▂▂▂            what the process holds of a physical device
+
+Steps lie one after the other on the clock of their journals, from 0. Times in a trace are microseconds, to the
+nanosecond. On a CUDA device nothing more is asked of it: the journal's starts and ends are those of events recorded
+on the lane's stream, read once the device was done and moved to the host's clock (``ops/device/streams.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from asyncpipe.core.engine.events import Outcome, StepCompleted, StepRecord, TaskCompleted, TaskFailed
+from asyncpipe.core.graph.task import Task
+from asyncpipe.core.graph.task_graph import Phase
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.memory import StageMemory
+from asyncpipe.core.predict.report import report
+from asyncpipe.observe.pictures.trace_counters import in_flight, measured_memory, predicted_memory, sampled_devices
+from asyncpipe.observe.pictures.trace_places import Clock, Places, Row
+
+__all__ = ["to_chrome", "write_trace"]
+
+COLOURS = {
+    TaskKind.FORWARD: "thread_state_runnable",
+    TaskKind.RECOMPUTE: "yellow",
+    TaskKind.BACKWARD: "good",
+    TaskKind.INPUT_GRADIENT: "thread_state_running",
+    TaskKind.WEIGHT_GRADIENT: "olive",
+    TaskKind.COPY: "grey",
+    TaskKind.UPDATE: "generic_work",
+    TaskKind.SUM: "rail_animation",
+}
+"""Chrome has a list of reserved colour names and takes no others; Perfetto colours by name, digits left out."""
+STEP_COLOURS = {Outcome.OK: "white", Outcome.FAILED: "terrible", Outcome.CANCELLED: "bad"}
+INSIDE = 1e-3
+"""An arrow belongs to the slice around its time, so it leaves a nanosecond before the slice ends."""
+
+
+def write_trace(
+    records: Iterable[StepRecord],
+    path: str | PathLike[str],
+    *,
+    memory: StageMemory | None = None,
+    unit: float = 1.0,
+) -> None:
+    """Write ``to_chrome(records, …)`` to ``path`` as JSON. Raises ``OSError`` where that cannot be written."""
+    trace = to_chrome(records, memory=memory, unit=unit)
+    Path(path).write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
+
+
+def to_chrome(records: Iterable[StepRecord], *, memory: StageMemory | None = None, unit: float = 1.0) -> dict[str, Any]:
+    """The steps as a trace object, ready for ``json.dump``; events are in the order of their times.
+
+    ``memory``: sizes of the stages, to predict what each device holds; for simulated steps, which have measured none.
+    ``unit``: the seconds that a unit of the journals' time stands for. Raises ``OptionError`` where ``memory`` is that
+    of another number of stages.
+    """
+    kept = list(records)
+    clock = Clock(kept, unit)
+    steps = [_step(record, clock) for record in kept]
+    rows = _rows(steps)
+    places = Places(kept, max(rows, default=-1) + 1, sampled_devices(kept))
+    events = [{**step, **places.step(row)} for step, row in zip(steps, rows, strict=True)]
+    names = count(1)
+    for record in kept:
+        slices = _slices(record, places, clock)
+        events += slices.values()
+        events += _flows(record, slices, names)
+        events += _failures(record, places, clock)
+    events += in_flight(kept, places, clock)
+    events += measured_memory(kept, places, clock)
+    if memory is not None:
+        events += predicted_memory(kept, memory, places, clock)
+    events.sort(key=lambda event: float(event["ts"]))
+    return {"traceEvents": [*places.metadata(), *events], "displayTimeUnit": "ms"}
+
+
+# Steps
+
+
+def _step(record: StepRecord, clock: Clock) -> Row:
+    """The slice of a whole step, from its submission until its last device was done; the place is still missing."""
+    ended = [event.ended for _, event in record.journal if isinstance(event, TaskCompleted)]
+    begin = clock.at(record.journal[0][0]) if record.journal else 0.0
+    end = clock.at(max([record.journal[-1][0], *ended])) if record.journal else begin
+    return {
+        "ph": "X",
+        "name": _step_name(record),
+        "cat": "step",
+        "cname": STEP_COLOURS[record.outcome],
+        "ts": begin,
+        "dur": round(max(end - begin, 0.0), 3),
+        "args": _step_arguments(record),
+    }
+
+
+def _step_name(record: StepRecord) -> str:
+    phase = "" if record.graph.phase is Phase.STEP else f" {record.graph.phase.value}"
+    outcome = "" if record.outcome is Outcome.OK else f" {record.outcome.value}"
+    return f"step {record.step}{phase}{outcome}"
+
+
+def _step_arguments(record: StepRecord) -> Row:
+    graph = record.graph
+    arguments: Row = {
+        "step": record.step,
+        "outcome": record.outcome.value,
+        "phase": graph.phase.value,
+        "schedule": graph.schedule,
+        "stages": graph.shape.stages,
+        "microbatches": graph.shape.microbatches,
+        "devices": graph.shape.devices,
+        "tasks": len(graph.tasks),
+    }
+    if record.outcome is Outcome.OK:
+        arguments["bubble_ratio"] = round(report(record).bubble_ratio, 4)
+    for _, event in record.journal:
+        if isinstance(event, StepCompleted) and event.error is not None:
+            failed = "" if event.failed_task is None else f"{graph.tasks[event.failed_task].id}: "
+            arguments["error"] = f"{failed}{type(event.error).__name__}"
+    return arguments
+
+
+def _rows(steps: Sequence[Row]) -> list[int]:
+    """Of each step the first row that is free for it: steps overlap where devices run ahead or jobs share them."""
+    ends: list[float] = []
+    rows = [0] * len(steps)
+    for number in sorted(range(len(steps)), key=lambda number: float(steps[number]["ts"])):
+        begin, end = steps[number]["ts"], steps[number]["ts"] + steps[number]["dur"]
+        row = next((row for row, free in enumerate(ends) if free <= begin), len(ends))
+        ends[row : row + 1] = [end]
+        rows[number] = row
+    return rows
+
+
+# Tasks
+
+
+def _slices(record: StepRecord, places: Places, clock: Clock) -> dict[int, Row]:
+    """The slice of every completed task, by the task's number."""
+    slices = {}
+    for _, event in record.journal:
+        if isinstance(event, TaskCompleted):
+            task = record.graph.tasks[event.task]
+            start, end = clock.at(event.started), clock.at(event.ended)
+            slices[event.task] = {
+                "ph": "X",
+                "name": task.id,
+                "cat": task.kind.name.lower(),
+                "cname": COLOURS[task.kind],
+                **places.lane(task.lane),
+                "ts": start,
+                "dur": round(max(end - start, 0.0), 3),
+                "args": _arguments(record, task),
+            }
+    return slices
+
+
+def _arguments(record: StepRecord, task: Task) -> Row:
+    arguments: Row = {
+        "step": record.step,
+        "microbatch": task.microbatch,
+        "stage": task.stage,
+        "kind": task.kind.value,
+    }
+    if task.source is not None:
+        arguments |= {"src": task.source, "dst": task.stage}
+        if task.number in record.notes.copied:
+            arguments["bytes"] = record.notes.copied[task.number]
+    return arguments
+
+
+def _failures(record: StepRecord, places: Places, clock: Clock) -> Iterator[Row]:
+    """A mark on the lane where a task failed; it has no slice, since nobody knows how long it ran."""
+    for at, event in record.journal:
+        if isinstance(event, TaskFailed):
+            task = record.graph.tasks[event.task]
+            yield {
+                "ph": "i",
+                "s": "t",
+                "name": f"{task.id} failed: {type(event.error).__name__}",
+                **places.lane(task.lane),
+                "ts": clock.at(at),
+                "args": _arguments(record, task),
+            }
+
+
+# Arrows
+
+
+def _flows(record: StepRecord, slices: dict[int, Row], names: Iterator[int]) -> Iterator[Row]:
+    """An arrow producer → copy → consumer for every copy that ran and everyone who read what it brought.
+
+    Of several producers (of the gradients that a tied weight sums) it is the last one. A slice that takes no time is
+    left out, since nobody could see an end of an arrow there: free copies of a simulation get producer → consumer.
+    """
+    tasks, dependencies = record.graph.tasks, record.graph.dependencies
+    visible = {number for number, place in slices.items() if place["dur"] > 0}
+    for consumer in slices:
+        for copy in dependencies[consumer]:
+            if tasks[copy].kind is not TaskKind.COPY or copy not in slices:
+                continue
+            read = [number for number in dependencies[copy] if number in slices]
+            last = [max(read, key=lambda number: float(slices[number]["ts"] + slices[number]["dur"]))] if read else []
+            ends = [slices[number] for number in (*last, copy, consumer) if number in visible]
+            if len(ends) > 1:
+                yield from _arrow(ends, next(names))
+
+
+def _arrow(places: Sequence[Row], name: int) -> Iterator[Row]:
+    """An arrow from the end of the first slice, over those between, to the start of the last.
+
+    ``name`` is a number of its own for each: Perfetto takes no words there.
+    """
+    for phase, place in zip("s" + "t" * (len(places) - 2) + "f", places, strict=True):
+        leaves = round(max(place["ts"], place["ts"] + place["dur"] - INSIDE), 3)
+        yield {
+            "ph": phase,
+            "id": name,
+            "name": "copy",
+            "cat": "copy",
+            "pid": place["pid"],
+            "tid": place["tid"],
+            "ts": leaves if phase == "s" else place["ts"],
+            **({"bp": "e"} if phase == "f" else {}),
+        }

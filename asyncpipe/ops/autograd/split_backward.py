@@ -1,0 +1,367 @@
+"""A backward in two halves: input gradients now (I), weight gradients later (W), on one ordinary autograd graph.
+
+Other stages wait for the input gradients alone, so weight gradients can fill bubbles (zero bubble pipeline
+parallelism, arXiv 2401.10241). A node of the graph is *inside* if the stage's inputs can be reached from it and
+*outside* if only parameters can; a *crossing* is an inside node with an edge that leads outside::
+
+    outputs ──▶ Gelu ──▶ Addmm ──▶ Add ──▶ LayerNorm ──▶ Addmm ──▶ inputs     inside: run by I
+                           │                   │           │
+                           ▼                   ▼           ▼                  edges that W follows
+                         T, bias             weight     T, bias               outside: run by W
+
+I is ``autograd.grad`` towards the inputs. The engine then runs inside nodes only, and they compute only what leads
+inside; the gradients that arrive at crossings are noted. W runs the crossings again with those, for the edges that
+lead outside alone, and goes on from there with ordinary backwards. So neither half does the other's work, tensor
+hooks fire once, and parameters see one whole gradient each, however often the stage uses them.
+
+How W makes a crossing compute half of its gradients: a node asks the engine which of its edges the running backward
+needs. ``_while_needing`` starts a backward that needs the outside ends of those edges, and calls the crossings by hand
+from within it. Running them as roots of backwards of their own would do, too; but it takes time quadratic in the
+length of the graph, fires tensor hooks twice, and counts a parameter twice that is also used further inside.
+
+What does not split: a custom ``autograd.Function`` computes all its gradients at once. One at a crossing runs in I
+alone, and what it makes for parameters is kept for W. ``torch.utils.checkpoint(use_reentrant=True)`` adds to
+parameters behind the engine's back, and refuses to work for inputs alone: with one inside, I is the whole backward and
+W does nothing. ``use_reentrant=False`` works; it recomputes in I and again in W. Hooks of nodes (not of tensors) at
+crossings see I's half of the gradients only.
+
+Between I and W no hook is registered anywhere and nothing refers to this object, so dropping it drops the graph.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from asyncpipe.ops.autograd.dependency import phony
+
+__all__ = ["SplitBackward"]
+
+Gradients = tuple[Tensor | None, ...]
+Start = tuple[GradientEdge, Tensor]
+
+
+class _Crossing(NamedTuple):
+    """An inside node with edges that lead outside."""
+
+    node: Node
+    positions: tuple[int, ...]
+    """Of those edges among its edges."""
+    ends: tuple[GradientEdge, ...]
+    """Where they lead."""
+
+    @property
+    def runs_once(self) -> bool:
+        """Whether it makes all its gradients in I: a custom function knows no halves."""
+        return isinstance(self.node, BackwardCFunction)
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """A part of the outside that nothing else of it is tied to: one ordinary backward."""
+
+    crossings: deque[tuple[_Crossing, Gradients]] = field(default_factory=deque)
+    """To be run again, with the gradients that arrived there."""
+    starts: list[Start] = field(default_factory=list)
+
+
+class SplitBackward:
+    """The backward of one local graph in two halves, each called once, on the thread and stream of the stage.
+
+    ``gradients`` are those of the outputs. Outputs that require or have none count for nothing, leaves that require
+    none get none. The graph can be gone back through once. On a CUDA device, what I notes was made on the stage's
+    compute stream, and W reads it on the same stream: no event has to order the two.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> None:
+        # Edges, not tensors: what the stage sent is of no use for its backward.
+        self._starts = [
+            (get_gradient_edge(tensor), gradient)
+            for tensor, gradient in zip(outputs, gradients, strict=True)
+            if tensor.requires_grad and gradient is not None
+        ]
+        self._leaves = list(leaves)
+        self._groups: deque[_Group] = deque()
+
+    def input_gradients(self) -> list[Tensor | None]:
+        """The gradient of each leaf, ``None`` where no output depends on it. Parameters get nothing yet.
+
+        What ``weight_gradients`` needs is kept. Without leaves that want gradients this does nothing, and W is the
+        whole backward.
+        """
+        leaves, self._leaves = self._leaves, []
+        found = iter(self._split([leaf for leaf in leaves if leaf.requires_grad]))
+        return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+    def _split(self, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        starts, self._starts = self._starts, []
+        graph = _Graph((edge.node for edge, _ in starts), leaves)
+        if not graph.inside:
+            self._groups.append(_Group(starts=starts))
+            return [None] * len(leaves)
+        if any("CheckpointFunction" in node.name() for node in graph.inside):
+            return _whole_backward(starts, leaves)
+        crossings = graph.crossings()
+        inner = [start for start in starts if start[0].node in graph.inside]
+        arrived, found = _noting(crossings, partial(_grad, inner, leaves, crossings))
+        outer = [start for start in starts if start[0].node not in graph.inside]
+        self._groups = _grouped(graph.groups(), crossings, arrived, outer)
+        return _apart(found, arrived.values())
+
+    def weight_gradients(self) -> None:
+        """Add the other half to the parameters' ``grad``, as ``autograd.backward`` would; then nothing is kept."""
+        try:
+            # Held for as long as the engine may look: what is needed is known by address.
+            needed = [end for group in self._groups for crossing, _ in group.crossings for end in crossing.ends]
+            if needed:
+                _while_needing(needed, self._run_groups)
+            else:
+                self._run_groups()
+        finally:
+            # After an error, its traceback holds this object.
+            self._groups.clear()
+
+    def _run_groups(self) -> None:
+        # Each node and gradient is dropped once it is used, so that W gives memory back while it runs.
+        while self._groups:
+            group = self._groups.popleft()
+            while group.crossings:
+                group.starts += _run_again(*group.crossings.popleft())
+            starts, group.starts = group.starts, []
+            if starts:
+                torch.autograd.backward(*_unzipped(starts))
+
+
+class _Graph:
+    """The nodes behind ``roots``, and which of them lead to ``leaves``. No recursion: graphs are deep."""
+
+    def __init__(self, roots: Iterable[Node], leaves: Sequence[Tensor]) -> None:
+        self._edges: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
+        self._users: dict[Node, list[Node]] = {}
+        self.inside: set[Node] = set()
+        if leaves:
+            self._walk(roots)
+            self._go_back([get_gradient_edge(leaf).node for leaf in leaves])
+
+    def _walk(self, roots: Iterable[Node]) -> None:
+        waiting = list(roots)
+        self._users = {root: [] for root in waiting}
+        while waiting:
+            node = waiting.pop()
+            if node in self._edges:
+                continue
+            # Asked for once: each time makes the tuple, and what stands in Python for its nodes, again.
+            self._edges[node] = node.next_functions
+            for child in self._children(node):
+                self._users.setdefault(child, []).append(node)
+                waiting.append(child)
+
+    def _go_back(self, ends: Iterable[Node]) -> None:
+        waiting = [end for end in ends if end in self._users]
+        self.inside.update(waiting)
+        while waiting:
+            for user in self._users[waiting.pop()]:
+                if user not in self.inside:
+                    self.inside.add(user)
+                    waiting.append(user)
+
+    def _children(self, node: Node) -> Iterator[Node]:
+        return (child for child, _ in self._edges[node] if child is not None)
+
+    def crossings(self) -> list[_Crossing]:
+        """The inside nodes from which edges lead outside."""
+        found = []
+        for node, edges in self._edges.items():
+            if node in self.inside:
+                outer = {k: (c, nr) for k, (c, nr) in enumerate(edges) if c is not None and c not in self.inside}
+                if outer:
+                    found.append(_Crossing(node, tuple(outer), tuple(GradientEdge(*edge) for edge in outer.values())))
+        return found
+
+    def groups(self) -> dict[Node, int]:
+        """For each outside node its group: nodes that edges between them, or a common crossing, tie share one."""
+        groups: dict[Node, int] = {}
+        for first in self._edges:
+            if first not in self.inside and first not in groups:
+                self._flood(first, len(groups), groups)
+        return groups
+
+    def _flood(self, first: Node, number: int, groups: dict[Node, int]) -> None:
+        """Give ``number`` to everything outside that is tied to ``first``; through crossings, but no further inside."""
+        groups[first] = number
+        waiting = [first]
+        passed: set[Node] = set()
+        while waiting:
+            node = waiting.pop()
+            crossing = node in self.inside
+            for near in (*self._children(node), *(() if crossing else self._users[node])):
+                if near not in self.inside and near not in groups:
+                    groups[near] = number
+                    waiting.append(near)
+                elif near in self.inside and not crossing and near not in passed:
+                    passed.add(near)
+                    waiting.append(near)
+
+
+# I
+
+
+def _grad(starts: Sequence[Start], leaves: Sequence[Tensor], crossings: Sequence[_Crossing]) -> Gradients:
+    """The gradients of ``leaves``. What crossings will read again in W is kept, if any will."""
+    edges, gradients = _unzipped(starts)
+    retain = not all(crossing.runs_once for crossing in crossings)
+    return torch.autograd.grad(edges, leaves, gradients, retain_graph=retain, allow_unused=True)
+
+
+def _noting(crossings: Sequence[_Crossing], run: Callable[[], Gradients]) -> tuple[dict[int, Gradients], Gradients]:
+    """What ``run`` returns, and for each crossing that it passed, in that order, what W goes on with.
+
+    That is the gradients that arrived at it or, where it runs once, those that it made for its outside edges. The
+    hooks know crossings by number: one that knew a node would be a cycle that no collector sees.
+    """
+    arrived: dict[int, Gradients] = {}
+    handles = []
+    try:
+        for number, crossing in enumerate(crossings):
+            if crossing.runs_once:
+                handles.append(crossing.node.register_hook(partial(_note_made, arrived, number, crossing.positions)))
+            else:
+                handles.append(crossing.node.register_prehook(partial(_note_arrived, arrived, number)))
+        return arrived, run()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note_arrived(arrived: dict[int, Gradients], number: int, gradients: Gradients) -> None:
+    arrived[number] = gradients
+
+
+def _note_made(
+    arrived: dict[int, Gradients], number: int, positions: Sequence[int], made: Gradients, _gradients: Gradients
+) -> None:
+    arrived[number] = tuple(made[position] for position in positions)
+
+
+def _whole_backward(starts: Sequence[Start], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    torch.autograd.backward(*_unzipped(starts))
+    gradients = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return gradients
+
+
+def _apart(gradients: Gradients, kept: Iterable[Gradients]) -> list[Tensor | None]:
+    """``gradients``, none of which shares memory with another or with what is kept for W.
+
+    The engine may make a gradient that it is given a parameter's ``grad`` (or a view of it): the stage that takes this
+    one as its start would then add to it while W of this stage still has to read it.
+    """
+    seen = {_memory(gradient) for some in kept for gradient in some if gradient is not None}
+    apart: list[Tensor | None] = []
+    for gradient in gradients:
+        if gradient is not None and (memory := _memory(gradient)) is not None:
+            if memory in seen:
+                gradient = gradient.clone()
+            seen.add(memory)
+        apart.append(gradient)
+    return apart
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """What tells whether two tensors share memory; ``None`` where a tensor has more than one piece of it."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+# Between I and W
+
+
+def _grouped(
+    number_of: dict[Node, int],
+    crossings: Sequence[_Crossing],
+    arrived: dict[int, Gradients],
+    outer: Iterable[Start],
+) -> deque[_Group]:
+    """What W has to do, in the order in which I came by; a parameter's whole gradient is made in one group."""
+    groups: dict[int, _Group] = {}
+
+    def group_of(end: GradientEdge) -> _Group:
+        return groups.setdefault(number_of[end.node], _Group())
+
+    for start in outer:
+        group_of(start[0]).starts.append(start)
+    for number, gradients in arrived.items():
+        crossing = crossings[number]
+        if crossing.runs_once:
+            for start in _starts(crossing.ends, gradients):
+                group_of(start[0]).starts.append(start)
+        else:
+            group_of(crossing.ends[0]).crossings.append((crossing, gradients))
+    return deque(groups.values())
+
+
+# W
+
+
+def _while_needing(ends: Sequence[GradientEdge], run: Callable[[], None]) -> None:
+    """Call ``run`` from within a backward that needs gradients at ``ends`` and, being unable to get there, nothing
+    else."""
+    with torch.enable_grad():
+        # On the CPU, so that the engine runs it on this thread, whose current stream is the stage's.
+        start = phony(torch.device("cpu"), requires_grad=True)
+        result: Tensor = _Within.apply(start, run)  # type: ignore[no-untyped-call]
+    needed: Any = [start, *ends]
+    torch.autograd.grad(result, needed, phony(start.device, requires_grad=False), allow_unused=True)
+
+
+class _Within(torch.autograd.Function):
+    """Calls a function in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, run: Callable[[], None]) -> Tensor:
+        ctx.run = run
+        return start.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
+        ctx.run()
+        return None, None
+
+
+def _run_again(crossing: _Crossing, gradients: Gradients) -> list[Start]:
+    """What ``crossing`` makes of the gradients that arrived there, for its outside edges."""
+    made: Any = crossing.node(*gradients)  # type: ignore[operator]
+    made = made if isinstance(made, tuple) else (made,)
+    return [
+        (edge, _fitted(gradient, edge))
+        for edge, gradient in _starts(crossing.ends, [made[position] for position in crossing.positions])
+    ]
+
+
+def _fitted(gradient: Tensor, edge: GradientEdge) -> Tensor:
+    """``gradient`` in the shape and type that ``edge`` takes: between two nodes the engine sums over broadcasts."""
+    wanted = edge.node._input_metadata[edge.output_nr]
+    if gradient.is_nested or wanted.is_nested_tensor:
+        return gradient
+    if gradient.shape != (shape := torch.Size(wanted.shape)):
+        gradient = gradient.sum_to_size(shape)
+    if gradient.is_complex() and not wanted.dtype.is_complex:
+        gradient = gradient.real
+    return gradient.to(wanted.dtype)
+
+
+def _starts(ends: Iterable[GradientEdge], gradients: Iterable[Tensor | None]) -> list[Start]:
+    return [(end, gradient) for end, gradient in zip(ends, gradients, strict=True) if gradient is not None]
+
+
+def _unzipped(starts: Iterable[Start]) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
+    edges, gradients = zip(*starts, strict=True)
+    return edges, gradients

@@ -1,0 +1,230 @@
+"""The binder: gives each task of one step its computation on its device's stream.
+
+Everything here but ``bind`` runs on the thread of the task's device. No locks: the graph orders whoever touches
+the same tensors (``ops/execute/tensors.py``), and dictionaries bear the rest. What the tasks of a stage compute is in
+``ops/execute/compute.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from asyncpipe.core.engine.events import StepNotes
+from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Task
+from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.ops.autograd.caller_context import CallerContext
+from asyncpipe.ops.device.copies import Copier
+from asyncpipe.ops.device.streams import CudaStream, LaneStream, Timing
+from asyncpipe.ops.execute.compute import StageCompute
+from asyncpipe.ops.execute.gradients import GradientGuard
+from asyncpipe.ops.execute.instruments import Instruments
+from asyncpipe.ops.execute.tensors import StepPlan, StepTensors
+from asyncpipe.ops.model.stage import Stage
+from asyncpipe.ops.model.tie import Ties
+
+__all__ = ["Binder", "Equipment", "normalize"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Equipment:
+    """What the steps of a pipeline compute with."""
+
+    stages: Sequence[Stage]
+    ties: Ties
+    streams: Mapping[Lane, LaneStream]
+    copiers: Mapping[Lane, Copier]
+    guard: GradientGuard
+    optimizers: Mapping[int, torch.optim.Optimizer]
+    """One for each stage that is updated inside the step."""
+    instruments: Instruments
+
+
+class Binder:
+    """Binds the tasks of ``graph``, a step or one of its phases, to the equipment and the step's tensors."""
+
+    def __init__(
+        self, graph: TaskGraph, plan: StepPlan, tensors: StepTensors, equipment: Equipment, context: CallerContext
+    ) -> None:
+        self.notes = StepNotes()
+        """What the tasks measure besides their times."""
+        self._graph = graph
+        self._plan = plan
+        self._tensors = tensors
+        self._equipment = equipment
+        self._compute_of = StageCompute(graph, plan, tensors, equipment.stages, equipment.streams, context)
+        self._events: dict[int, torch.cuda.Event] = {}
+        self._gates = frozenset(graph.gates)
+
+    def bind(self, task: Task) -> Callable[[], Timing | None]:
+        """The computation of ``task``, for its executor."""
+        return partial(self._run, task)
+
+    def _run(self, task: Task) -> Timing | None:
+        instruments = self._equipment.instruments
+        with instruments.named(task.id):
+            timing = self._copy(task) if task.kind is TaskKind.COPY else self._compute(task)
+        instruments.sample(self._equipment.streams[task.lane].device, self.notes)
+        return timing
+
+    def _compute(self, task: Task) -> Timing | None:
+        stream = self._equipment.streams[task.lane]
+        with stream.use(), torch.set_grad_enabled(self._plan.training):
+            self._await_dependencies(task, stream)
+            timing = stream.begin()
+            self._act(task)
+            return self._finish(task, timing, stream)
+
+    def _act(self, task: Task) -> None:
+        # No table of bound methods: it would keep the binder, and the stages with it, for the cycle collector.
+        match task.kind:
+            case TaskKind.FORWARD:
+                self._compute_of.forward(task)
+            case TaskKind.RECOMPUTE:
+                self._compute_of.recompute(task)
+            case TaskKind.BACKWARD:
+                self._compute_of.backward(task)
+            case TaskKind.INPUT_GRADIENT:
+                self._compute_of.input_gradient(task)
+            case TaskKind.WEIGHT_GRADIENT:
+                self._compute_of.weight_gradient(task)
+            case TaskKind.SUM:
+                self._sum(task)
+            case TaskKind.UPDATE:
+                self._update(task)
+            case TaskKind.COPY:
+                raise AssertionError("a copy computes nothing")
+
+    def _copy(self, task: Task) -> Timing | None:
+        """Move what stage ``source`` left for ``stage``: an activation onward, or a gradient back."""
+        assert task.source is not None
+        lane = self._equipment.streams[task.lane]
+        copier = self._equipment.copiers[task.lane]
+        tensors, put = self._tied(task, task.source) if task.microbatch == WHOLE_STEP else self._sent(task, task.source)
+        self.notes.copied[task.number] = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        side = copier.side(tensors)
+        # A copy out of CUDA memory to the CPU is over when its side stream is; every other one when its lane is.
+        stream = side if side is not None and not isinstance(lane, CudaStream) else lane
+        with lane.use(), torch.no_grad():
+            self._await_dependencies(task, stream)
+            if side is not None and side is not stream:
+                self._await_dependencies(task, side)
+            timing = stream.begin()
+            put(copier.copy(tensors, side))
+            return self._finish(task, timing, stream)
+
+    def _sent(self, task: Task, source: int) -> tuple[Sequence[Tensor | None], Callable[[list[Tensor | None]], None]]:
+        """What a link carries for one micro-batch, and how to put back what arrived."""
+        key = task.microbatch, source, task.stage
+        if task.is_gradient_copy:
+            return self._tensors.gradients[key], partial(self._tensors.gradients.__setitem__, key)
+        packet = self._tensors.activations[key]
+
+        def put(moved: list[Tensor | None]) -> None:
+            packet.tensors = [tensor for tensor in moved if tensor is not None]
+
+        return packet.tensors, put
+
+    def _tied(self, task: Task, source: int) -> tuple[Sequence[Tensor | None], Callable[[list[Tensor | None]], None]]:
+        """The owner's values for its replicas, or the replicas' gradients for their owner."""
+        if task.is_gradient_copy:
+            replicas = self._equipment.ties.between(task.stage, source)
+            gradients = [replica.tensor.grad for replica in replicas]
+            for replica in replicas:
+                replica.tensor.grad = None
+            return gradients, partial(self._tensors.tied.__setitem__, (source, task.stage))
+        replicas = self._equipment.ties.between(source, task.stage)
+
+        def put(moved: list[Tensor | None]) -> None:
+            for replica, values in zip(replicas, moved, strict=True):
+                assert values is not None
+                replica.bring(values)
+
+        return [replica.owner.detach() for replica in replicas], put
+
+    def _await_dependencies(self, task: Task, stream: LaneStream) -> None:
+        """Order the task behind what its dependencies queued on other streams: it reads what they write."""
+        if self._events:
+            for dependency in self._graph.dependencies[task.number]:
+                event = self._events.get(dependency)
+                if event is not None:
+                    stream.wait(event)
+        if task.number in self._gates and task.microbatch in self._tensors.arrivals:
+            # The caller's gradient may still be under way on the stream of the autograd engine.
+            stream.wait(self._tensors.arrivals.pop(task.microbatch))
+
+    def _finish(self, task: Task, timing: Timing | None, stream: LaneStream) -> Timing | None:
+        if timing is not None:
+            assert isinstance(stream, CudaStream)
+            self._events[task.number] = timing.end(stream.stream)
+        return timing
+
+    # Tasks of the whole step
+
+    def _sum(self, task: Task) -> None:
+        """Add what the replicas of this stage's parameters have gathered, in the order of the stages."""
+        with torch.no_grad():
+            for owner, user in self._equipment.ties.links:
+                if owner == task.stage:
+                    gradients = self._tensors.tied.pop((user, owner))
+                    replicas = self._equipment.ties.between(owner, user)
+                    for replica, gradient in zip(replicas, gradients, strict=True):
+                        _add_gradient(replica.owner, gradient)
+
+    def _update(self, task: Task) -> None:
+        """Run the stage's optimizer on its gradients, which are whole, and clear them."""
+        optimizer = self._equipment.optimizers[task.stage]
+        parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+        with torch.no_grad(), self._beside_counts(task):
+            normalize(parameters, self._tensors)
+            self._equipment.guard.commit_some(parameters)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def _beside_counts(self, task: Task) -> AbstractContextManager[object]:
+        """Current streams on which ``task`` may read what the losses counted on another CUDA device."""
+        counts = list(self._tensors.counts.values())
+        lane = self._equipment.streams[task.lane]
+        if not counts or not counts[0].is_cuda or counts[0].device == lane.device:
+            return nullcontext()
+        stack = ExitStack()
+        side = CudaStream(counts[0].device)
+        last = len(self._equipment.stages) - 1
+        for counted in self._graph.tasks:
+            if counted.kind is TaskKind.FORWARD and counted.stage == last and counted.number in self._events:
+                # The copy out of that device is queued on its side stream: not before the losses are there.
+                side.wait(self._events[counted.number])
+        # Allocated on the last stage's compute stream: freed meanwhile, their memory must not be reused.
+        side.keep(counts)
+        stack.enter_context(side.use())
+        stack.enter_context(lane.use())
+        return stack
+
+
+def normalize(parameters: Sequence[nn.Parameter], tensors: StepTensors) -> None:
+    """Divide new gradients by what the losses counted, where they count."""
+    factors: dict[torch.device, Tensor | None] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            device = parameter.device
+            if device not in factors:
+                factors[device] = tensors.normalizer(device)
+            factor = factors[device]
+            if factor is None:
+                return
+            parameter.grad.mul_(factor)
+
+
+def _add_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    if gradient is None:
+        return
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient

@@ -1,0 +1,162 @@
+"""A sequence of layers as stages: the output of each stage is the input of the next one; skips go straight.
+
+Beside its output, a link carries what ``stash`` left for a layer of its user (``ops/model/skip.py``)::
+
+    stage 0 ──output, skips──▶ stage 1 ──output, skips──▶ stage 2
+       └──────────────────── skips ────────────────────────▲
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from asyncpipe.core.predict.balance import check_balance, even_balance
+from asyncpipe.errors import BalanceError, BatchError, OptionError
+from asyncpipe.ops.model.microbatch import Arguments
+from asyncpipe.ops.model.skip import SkipKey, SkipStore, skip_layout, use_skips
+from asyncpipe.ops.model.stage import CALLER, StagedModel, StageModule
+
+__all__ = ["PipeSequential", "SequentialStage", "as_sequential", "split", "stage_parts", "stage_sequence"]
+
+
+class PipeSequential(nn.Sequential):
+    """A sequence that hands a tuple on as several arguments, as torch's former ``Pipe`` did."""
+
+    def forward(self, *args: Any) -> Any:
+        """The layers, called one after the other; a tuple that one returns is the next one's arguments."""
+        for layer in self:
+            output = layer(*args)
+            args = output if isinstance(output, tuple) else (output,)
+        return output
+
+
+class _Sent(NamedTuple):
+    """What travels on a link."""
+
+    output: Any
+    """The input of the next stage; ``None`` on a link that jumps stages."""
+    skips: list[Tensor | None]
+
+
+class SequentialStage(StageModule):
+    """Consecutive layers. Stage 0 takes the caller's arguments, the others the output of the one before."""
+
+    def __init__(
+        self, layers: nn.Sequential, index: int, stages: int, skips: Mapping[SkipKey, tuple[int, int]]
+    ) -> None:
+        super().__init__()
+        self.layers = layers
+        self.overwrites_input = any(getattr(module, "inplace", False) for module in layers.modules())
+        self._index = index
+        self._next = index + 1 if index + 1 < stages else CALLER
+        self._popped: dict[int, list[SkipKey]] = {}
+        self._stashed: dict[int, list[SkipKey]] = {}
+        for key, (source, user) in skips.items():
+            if source != user and user == index:
+                self._popped.setdefault(source, []).append(key)
+            if source != user and source == index:
+                self._stashed.setdefault(user, []).append(key)
+
+    def forward(self, received: Mapping[int, Any]) -> dict[int, Any]:
+        """The layers, called one after the other."""
+        store = SkipStore(
+            {
+                key: tensor
+                for source, keys in self._popped.items()
+                for key, tensor in zip(keys, received[source].skips, strict=True)
+            }
+        )
+        with use_skips(store):
+            output = self._call(received)
+        if self._next == CALLER:
+            return {CALLER: output}
+        sent = {user: _Sent(None, []) for user in self._stashed} | {self._next: _Sent(output, [])}
+        for user, keys in self._stashed.items():
+            sent[user].skips.extend(store.outgoing[key] for key in keys)
+        return sent
+
+    def _call(self, received: Mapping[int, Any]) -> Any:
+        unpacks = isinstance(self.layers, PipeSequential)
+        if self._index:
+            output = received[self._index - 1].output
+            return self.layers(*output) if unpacks and isinstance(output, tuple) else self.layers(output)
+        args, kwargs = received[CALLER]
+        if (len(args) == 1 or unpacks) and not kwargs:
+            return self.layers(*args)
+        # nn.Sequential takes one argument; its first layer may take any.
+        first, *others = self.layers
+        value = first(*args, **kwargs)
+        for layer in others:
+            value = layer(value)
+        return value
+
+
+def stage_sequence(model: nn.Sequential, balance: str | Sequence[int], stages: int) -> StagedModel:
+    """``model`` cut into ``stages`` stages of consecutive layers.
+
+    Raises ``BalanceError``, and ``TypeError`` that lists every skip without its counterpart.
+    """
+    return stage_parts(model, split(model, balance, stages))
+
+
+def stage_parts(module: nn.Module, parts: Sequence[nn.Sequential]) -> StagedModel:
+    """``parts`` as the stages of ``module``, which owns their parameters; each part is called as it is, hooks too.
+
+    Raises ``TypeError`` that lists every skip without its counterpart.
+    """
+    skips = skip_layout(parts)
+    links = {(j, j + 1) for j in range(len(parts) - 1)} | {ends for ends in skips.values() if ends[0] != ends[1]}
+    return StagedModel(
+        module=module,
+        stages=[SequentialStage(part, index, len(parts), skips) for index, part in enumerate(parts)],
+        links=tuple(sorted(links)),
+        takes=_take_all,
+    )
+
+
+def _take_all(arguments: Arguments) -> dict[int, Any]:
+    """The first layer takes every argument."""
+    if not arguments.args and not arguments.kwargs:
+        raise BatchError("the model was called without arguments; give its first layer at least one")
+    return {0: arguments}
+
+
+def as_sequential(model: nn.Module | Sequence[nn.Module]) -> nn.Sequential:
+    """The model as a sequence of layers: an ``nn.Sequential`` as it is, a list of modules wrapped in one."""
+    if isinstance(model, nn.Sequential):
+        sequence = model
+    elif isinstance(model, Sequence) and all(isinstance(layer, nn.Module) for layer in model):
+        sequence = nn.Sequential(*model)
+    else:
+        raise OptionError(
+            f"model must be an nn.Sequential, a list of modules or a traced model, got {type(model).__name__}; "
+            "asyncpipe.trace(model, example, split=[…]) cuts any module into stages"
+        )
+    if not len(sequence):
+        raise OptionError("model has no layers; give at least one a stage")
+    return sequence
+
+
+def split(model: nn.Sequential, balance: str | Sequence[int], stages: int) -> list[nn.Sequential]:
+    """``stages`` consecutive parts of ``model``, with the names of its layers.
+
+    ``balance`` gives the number of layers of each, or is ``"auto"``: parameters spread as evenly as can be.
+    Raises ``BalanceError``.
+    """
+    layers = list(model._modules.items())  # named_children() leaves out a layer that is there twice.
+    if isinstance(balance, str):
+        if balance != "auto":
+            raise BalanceError(f"balance must be 'auto' or a list of integers, got {balance!r}")
+        sizes = even_balance([1 + sum(p.numel() for p in layer.parameters()) for layer in model], stages)
+    else:
+        sizes = check_balance(balance, len(layers))
+        if len(sizes) != stages:
+            raise BalanceError(f"balance {sizes} has {len(sizes)} entries for {stages} stages; give one a stage")
+    ends = list(accumulate(sizes))
+    kind = PipeSequential if isinstance(model, PipeSequential) else nn.Sequential
+    return [kind(OrderedDict(layers[end - size : end])) for size, end in zip(sizes, ends, strict=True)]

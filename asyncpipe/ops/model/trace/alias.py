@@ -1,0 +1,127 @@
+"""Which values of a traced model are overwritten in place, and whether its stages can live with that.
+
+What crosses a border is another tensor on the other side. A stage may overwrite it, since what it makes of it is
+sent on; but a view of it that crossed too, or was made before, does not follow::
+
+    stage 0              stage 1               stage 2
+    h ─────────────────▶ h.mul_(2) ──────────▶ reads the product: right
+    view = h[0] ───────────────────────────▶  reads the old value: refused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from asyncpipe.errors import TraceError
+from asyncpipe.ops.model.stage import CALLER
+from asyncpipe.ops.model.trace.cut import Traced, inner_graphs
+
+__all__ = ["Overwrites", "overwrites", "written"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Overwrites:
+    """What a mode's stages change in place."""
+
+    received: set[int] = field(default_factory=set)
+    """Stages that overwrite what they receive."""
+    state: dict[str, set[int]] = field(default_factory=dict)
+    """Buffers and constants (and parameters) by name, and the stages that overwrite them."""
+
+
+def overwrites(traced: Traced, stages: Mapping[fx.Node, int], last: int) -> Overwrites:
+    """What is changed in place, and where. Raises ``TraceError`` where a stage could not see another one's change."""
+    found = Overwrites()
+    order = {node: position for position, node in enumerate([*traced.inputs, *traced.state, *traced.nodes])}
+    memory = _Memory(traced.nodes)
+    aliases: dict[int, list[fx.Node]] = {}
+    for node in order:
+        for storage in memory.of(_storages(node)):
+            aliases.setdefault(storage, []).append(node)
+    for node in traced.nodes:
+        for storage in memory.of(written(node, traced.root)):
+            before = [alias for alias in aliases.get(storage, ()) if order[alias] < order[node]]
+            for alias in before:
+                if alias in traced.state:
+                    found.state.setdefault(traced.state[alias], set()).add(stages[node])
+            values = [alias for alias in before if alias not in traced.state]
+            _check_stale(traced, stages, order, node, values, last, found)
+    return found
+
+
+class _Memory:
+    """Which storages may be one: a dropout that drops nothing returns its input itself, and its trace does not tell."""
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        self._same: dict[int, int] = {}
+        for node in nodes:
+            if "dropout" in str(node.target) and isinstance(node.args[0], fx.Node):
+                for output, given in zip(self.of(_storages(node)), self.of(_storages(node.args[0])), strict=False):
+                    if output != given:
+                        self._same[output] = given
+
+    def of(self, storages: Iterable[int]) -> set[int]:
+        """``storages``, with one number for those that may be one."""
+        return {self._first(storage) for storage in storages}
+
+    def _first(self, storage: int) -> int:
+        while storage in self._same:
+            storage = self._same[storage]
+        return storage
+
+
+def _check_stale(
+    traced: Traced,
+    stages: Mapping[fx.Node, int],
+    order: Mapping[fx.Node, int],
+    writer: fx.Node,
+    values: Sequence[fx.Node],
+    last: int,
+    found: Overwrites,
+) -> None:
+    """``values`` share the memory that ``writer`` changes and were there before it."""
+    here = stages[writer]
+    received = [
+        value for value in values if stages.get(value, CALLER) != here and here in traced.readers(value, stages, last)
+    ]
+    if received:
+        found.received.add(here)
+    for value in values:
+        later = {stages[user] for user in value.users if user in stages and order[user] > order[writer]}
+        if value in traced._returned:
+            later.add(last)
+        own = stages.get(value, CALLER) == here
+        if later and (len(received) > 1 or not (own or later == {here})):
+            raise TraceError(
+                f"stage {here} overwrites in place ({writer.target}) a value that it received from before the split, "
+                f"and stage {max(later)} reads another view of it afterwards, which would miss the change; "
+                "overwrite a copy (drop inplace=True, or clone first), or split elsewhere"
+            )
+
+
+def written(node: fx.Node, root: nn.Module) -> set[int]:
+    """The storages that a node changes in place, by the ids that they had in the trace."""
+    found: set[int] = set()
+    for region in inner_graphs(node, root):
+        found = found.union(*(written(inner, region) for inner in region.graph.nodes))
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return found
+    values = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
+    values.update(node.kwargs)
+    # The schemas of batch_norm and instance_norm do not tell that they update the running statistics.
+    updates = bool(values.get("training") or values.get("use_input_stats"))
+    for argument in schema.arguments:
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes or (updates and argument.name in ("running_mean", "running_var")):
+            leaves = tree_leaves(values.get(argument.name))
+            found = found.union(*(_storages(leaf) for leaf in leaves if isinstance(leaf, fx.Node)))
+    return found
+
+
+def _storages(node: fx.Node) -> set[int]:
+    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)}

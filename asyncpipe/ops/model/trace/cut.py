@@ -1,0 +1,286 @@
+"""A traced graph, and where it is cut.
+
+A trace is one list of nodes in the order in which they ran, each marked with the submodules that it ran in. A cut
+is a position in that list, so every node's stage follows from its place and values only ever go forward::
+
+    nodes   embedding  add │ linear  relu  linear │ linear  log_softmax
+    called  tok            │ blocks.0 ──────────▶ │ head
+    stage   0              │ 1                    │ 2
+
+Two kinds of nodes have no place of their own. An item of a tuple stays with the tuple. What is computed from the
+sizes of the inputs alone is a plain number, and is computed anew by every stage that needs it.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from itertools import accumulate, pairwise, repeat
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from asyncpipe.core.predict.balance import even_balance
+from asyncpipe.errors import TraceError
+
+__all__ = ["ROOT", "Call", "Cut", "OutputShape", "SplitName", "Traced", "cut_at_names", "cut_evenly", "inner_graphs"]
+
+ROOT = "model"
+"""The attribute under which the traced wrapper holds the model: the first word of all its names."""
+
+_UNEVEN = 1.5
+"""How much dearer than need be the dearest stage may become, before a cut goes into smaller submodules."""
+
+
+class Call(NamedTuple):
+    """One call of a submodule: the nodes ``first`` to ``last`` ran in it; ``depth`` counts the calls around it."""
+
+    key: str
+    """Unique in a trace: the second call of ``lin`` is ``lin@1``."""
+    name: str
+    depth: int
+    first: int
+    last: int
+
+
+class SplitName(NamedTuple):
+    """A border of a submodule's first call."""
+
+    name: str
+    at_end: bool
+
+
+class OutputShape:
+    """A nested value with holes where the graph's outputs go."""
+
+    def __init__(self, value: Any, is_hole: Callable[[Any], bool]) -> None:
+        leaves, self._spec = tree_flatten(value)
+        self._leaves = [OutputShape if is_hole(leaf) else leaf for leaf in leaves]
+
+    def around(self, outputs: Iterable[Any]) -> Any:
+        """The nested value with ``outputs`` in its holes."""
+        remaining = iter(outputs)
+        return tree_unflatten([next(remaining) if leaf is OutputShape else leaf for leaf in self._leaves], self._spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As a nested value, for copies too: torch has deprecated to make a TreeSpec any other way.
+        return OutputShape, (self.around(repeat(OutputShape)), _is_mark)
+
+
+def _is_mark(leaf: Any) -> bool:
+    return leaf is OutputShape
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """The whole model as one graph, in one mode."""
+
+    mode: str
+    """``train`` or ``eval``, for messages."""
+    root: nn.Module
+    """Holds the graphs of regions with a grad mode or autocast of their own."""
+    inputs: dict[fx.Node, int]
+    """Placeholders, and which of the caller's tensors each one is."""
+    state: dict[fx.Node, str]
+    """Nodes that read a parameter, a buffer or a constant, and its name."""
+    nodes: list[fx.Node]
+    """Everything that computes, in the order in which it ran."""
+    outputs: list[Any]
+    """What the graph returns: nodes, and numbers that are always the same."""
+    shape: OutputShape
+    """What the caller gets, made of the outputs."""
+    device: torch.device
+    """Where the model was when it was traced."""
+
+    @cached_property
+    def sizes(self) -> set[fx.Node]:
+        """The nodes that are plain numbers, made of the sizes of the inputs."""
+        found: set[fx.Node] = set()
+        for node in self.nodes:
+            made_of = node.all_input_nodes
+            if node.target is torch.ops.aten.sym_size.int:
+                if made_of[0] in self.inputs:
+                    found.add(node)
+            elif made_of and found.issuperset(made_of) and isinstance(node.meta.get("val"), _NUMBERS):
+                found.add(node)
+        return found
+
+    @cached_property
+    def placed(self) -> list[fx.Node]:
+        """The nodes that have a place of their own: positions count these."""
+        return [node for node in self.nodes if node not in self.sizes and not _is_item(node)]
+
+    @cached_property
+    def calls(self) -> dict[str, Call]:
+        """The calls of submodules that computed something, in the order in which they began."""
+        calls: dict[str, Call] = {}
+        for position, node in enumerate(self.placed):
+            for depth, key, name in _called(node, self.root):
+                call = calls.get(key, Call(key, name, depth, position, position))
+                calls[key] = call._replace(last=position)
+        return calls
+
+    def stages(self, cuts: Sequence[int]) -> dict[fx.Node, int]:
+        """The stage of every node but the sizes."""
+        stages = {node: bisect_right(cuts, position) for position, node in enumerate(self.placed)}
+        for node in self.nodes:
+            if _is_item(node) and node not in self.sizes:
+                stages[node] = stages[node.all_input_nodes[0]]
+        return stages
+
+    def readers(self, node: fx.Node, stages: Mapping[fx.Node, int], last: int) -> set[int]:
+        """The stages that use a node's value; the last stage uses what is part of the output."""
+        return {stages[user] for user in node.users if user in stages} | ({last} if node in self._returned else set())
+
+    @cached_property
+    def _returned(self) -> set[fx.Node]:
+        return {leaf for leaf in self.outputs if isinstance(leaf, fx.Node)}
+
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _is_item(node: fx.Node) -> bool:
+    return node.target is operator.getitem and bool(node.all_input_nodes)
+
+
+def _called(node: fx.Node, root: nn.Module) -> Iterator[tuple[int, str, str]]:
+    """(depth, key, name) of the submodule calls that a node, or a node of its region, ran in."""
+    depth = 0
+    for key, (name, _) in node.meta.get("nn_module_stack", {}).items():
+        if name.startswith(f"{ROOT}."):
+            depth += 1
+            yield depth, key, name.removeprefix(f"{ROOT}.")
+    for region in inner_graphs(node, root):
+        for inner in region.graph.nodes:
+            if inner.op == "call_function" and not _is_item(inner):
+                yield from _called(inner, region)
+
+
+def inner_graphs(node: fx.Node, root: nn.Module) -> list[fx.GraphModule]:
+    """The graphs that a node runs: it takes them as arguments. Those of regions with a mode of their own, branches."""
+    modules = [_attribute(root, read.target) for read in node.all_input_nodes if read.op == "get_attr"]
+    return [module for module in modules if isinstance(module, fx.GraphModule)]
+
+
+def _attribute(root: nn.Module, path: Any) -> Any:
+    return operator.attrgetter(path)(root)
+
+
+# Cuts
+
+
+class Cut(NamedTuple):
+    """A position before which a stage ends, and who asked for it."""
+
+    position: int
+    label: str
+
+
+def cut_at_names(model: nn.Module, traced: Traced, points: Iterable[SplitName]) -> list[Cut]:
+    """The cuts at borders of submodules, in the order of the trace.
+
+    Raises ``TraceError`` for a name that the model does not have, for one that computes nothing, and for a cut
+    that would leave a stage empty.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    cuts = []
+    for name, at_end in points:
+        if not name or name not in modules:
+            known = [key for key in modules if key]
+            near = get_close_matches(name, known, n=3, cutoff=0.5) or known[:3]
+            raise TraceError(f"the model has no submodule {name!r} to split at; near it are {', '.join(near)}")
+        call = _first_call(traced, name, modules)
+        label = f"the {'end' if at_end else 'beginning'} of {name!r}"
+        cuts.append(Cut(call.last + 1, label) if at_end else Cut(call.first, label))
+    cuts.sort(key=lambda cut: cut.position)
+    bounds = [Cut(0, "the model's beginning"), *cuts, Cut(len(traced.placed), "the model's end")]
+    for before, after in pairwise(bounds):
+        if before.position == after.position and cuts:
+            raise TraceError(
+                f"nothing is computed between {before.label} and {after.label} in {traced.mode} mode, so a split "
+                "there would make an empty stage; leave it out"
+            )
+    return cuts
+
+
+def _first_call(traced: Traced, name: str, modules: Mapping[str, nn.Module]) -> Call:
+    """The first call under this name, or under another name of the same submodule."""
+    same = {other for other, module in modules.items() if module is modules[name]}
+    calls = [call for call in traced.calls.values() if call.name in same]
+    if not calls:
+        raise TraceError(
+            f"submodule {name!r} computes nothing in {traced.mode} mode, so the model cannot be split there; "
+            f"these are called: {', '.join(list(dict.fromkeys(call.name for call in traced.calls.values()))[:8])}"
+        )
+    return min(calls, key=lambda call: (call.name != name, call.first))
+
+
+def cut_evenly(
+    traced: Traced, other: Traced, stages: int, tensors: Mapping[str, Tensor]
+) -> tuple[list[int], list[int]]:
+    """Positions, in both traces, that spread the parameters over ``stages`` stages as evenly as can be.
+
+    Cuts are made where a submodule's call begins, so never inside one that calls no other. The outermost
+    submodules are tried first, smaller ones only where those are too uneven. A parameter weighs what it has
+    elements, where it is used first. Raises ``TraceError`` if there are too few calls.
+    """
+    costs = _costs(traced, tensors)
+    need = max([sum(costs) / stages, *costs])
+    best: tuple[float, list[Call]] | None = None
+    places: list[Call] = []
+    for depth in range(1, 1 + max((call.depth for call in traced.calls.values()), default=0)):
+        deeper = _places(traced, other, depth)
+        if len(deeper) == len(places) or len(deeper) + 1 < stages:
+            continue
+        places = deeper
+        this = _even(costs, places, stages)
+        best = this if best is None else min(best, this, key=lambda pair: pair[0])
+        if best[0] <= _UNEVEN * need:
+            break
+    if best is None and stages > 1:
+        places = _places(traced, other, len(traced.nodes))
+        raise TraceError(
+            f"{stages} stages need {stages - 1} cuts, but the model's submodules begin at only {len(places)} places "
+            "where it can be cut; give fewer stages"
+        )
+    chosen = best[1] if best else []
+    return [call.first for call in chosen], [other.calls[call.key].first for call in chosen]
+
+
+def _costs(traced: Traced, tensors: Mapping[str, Tensor]) -> list[float]:
+    """What each position adds to its stage: the elements of the parameters that it uses first, and a mite."""
+    seen: set[str] = set()
+    costs = []
+    for node in traced.placed:
+        names = {traced.state[read] for read in node.all_input_nodes if read in traced.state} - seen
+        seen |= names
+        costs.append(1.0 + sum(tensors[name].numel() for name in names if isinstance(tensors[name], nn.Parameter)))
+    return costs
+
+
+def _places(traced: Traced, other: Traced, depth: int) -> list[Call]:
+    """Calls, not deeper than ``depth``, before which both traces can be cut, in the order of both."""
+    chosen: list[Call] = []
+    last, last_other = 0, 0
+    for call in sorted(traced.calls.values(), key=lambda call: (call.first, call.depth)):
+        there = other.calls.get(call.key)
+        if call.depth <= depth and call.first > last and there is not None and there.first > last_other:
+            chosen.append(call)
+            last, last_other = call.first, there.first
+    return chosen
+
+
+def _even(costs: Sequence[float], places: Sequence[Call], stages: int) -> tuple[float, list[Call]]:
+    """The cost of the dearest stage, and the calls that begin the second stage and those after it."""
+    borders = [0, *(call.first for call in places), len(costs)]
+    pieces = [sum(costs[begin:end]) for begin, end in pairwise(borders)]
+    ends = list(accumulate(even_balance(pieces, stages)))
+    dearest = max(sum(pieces[begin:end]) for begin, end in pairwise([0, *ends]))
+    return dearest, [places[end - 1] for end in ends[:-1]]

@@ -1,0 +1,294 @@
+"""The stages of a traced model: each one runs its piece of the graphs on the model's own parameters.
+
+A piece is a function without state, generated once. Parameters, buffers and the device are arguments of it, so that
+a stage may be moved, copied and recomputed like any other module::
+
+    received ──values──▶ piece(device, parameters, values) ──▶ what each later stage gets
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from asyncpipe.errors import TraceError
+from asyncpipe.ops.autograd.checkpoint import is_recomputing
+from asyncpipe.ops.model.stage import CALLER, StageModule
+from asyncpipe.ops.model.trace.alias import Overwrites, overwrites
+from asyncpipe.ops.model.trace.cut import OutputShape, Traced
+from asyncpipe.ops.model.trace.write import Writer
+
+__all__ = ["Homes", "TracedStage", "Wanted", "build_stages"]
+
+Wanted = tuple[int, int | None]
+"""What a stage takes of the caller's tensors: (which, None) for the tensor, (which, dimension) for a size of it."""
+
+
+class Piece(NamedTuple):
+    """What a stage runs in one mode."""
+
+    graph: fx.GraphModule
+    """(device, *state, *values) -> one tuple for each target."""
+    state: tuple[str, ...]
+    changed: frozenset[str]
+    """The part of the state that it overwrites."""
+    targets: tuple[int, ...]
+    shape: OutputShape
+    """Of what the caller gets from the last stage."""
+
+
+class TracedStage(StageModule):
+    """One stage of a traced model. Its mode is that of its ``training`` flag."""
+
+    def __init__(
+        self,
+        pieces: Mapping[bool, Piece],
+        sources: tuple[int, ...],
+        tensors: Mapping[str, Tensor],
+        persistent: Container[str],
+        homes: Homes,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._pieces = dict(pieces)
+        self._sources = sources
+        self._homes = homes
+        self._traced_device = device
+        for name in dict.fromkeys(name for piece in pieces.values() for name in piece.state):
+            self._adopt(name, tensors[name], name in persistent)
+
+    def forward(self, received: Mapping[int, Any]) -> dict[int, Any]:
+        """Run the piece of the mode that the stage is in; what does not exist in this mode is an empty tuple."""
+        piece = self._pieces[self.training]
+        state = [self._state(name) for name in piece.state]
+        if piece.changed and is_recomputing():
+            # It was changed when the stage ran for the first time.
+            state = [x.clone() if name in piece.changed else x for name, x in zip(piece.state, state, strict=True)]
+        values = [value for source in self._sources for value in received[source]]
+        # Not by calling the graph module, which would print to stderr where an operation fails.
+        results = piece.graph.forward(self._device(state or tree_leaves(values)), *state, *values)
+        sent = dict(zip(piece.targets, results, strict=True))
+        if CALLER in sent:
+            sent[CALLER] = piece.shape.around(sent[CALLER])
+        return sent
+
+    def _device(self, values: Iterable[Any]) -> torch.device:
+        return next((value.device for value in values if isinstance(value, Tensor)), self._traced_device)
+
+    def _adopt(self, name: str, tensor: Tensor, persistent: bool) -> None:
+        """Register a tensor under the name that it has in the model."""
+        *path, last = name.split(".")
+        owner: nn.Module = self
+        for word in path:
+            if word not in owner._modules:
+                owner.add_module(word, nn.Module())
+            owner = owner.get_submodule(word)
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(last, tensor)
+        else:
+            owner.register_buffer(last, tensor, persistent)
+
+    def _state(self, name: str) -> Tensor:
+        # Looked up every time: a module that stands in for this one has other tensors.
+        *path, last = name.split(".")
+        owner: nn.Module = self
+        for word in path:
+            owner = owner._modules[word]  # type: ignore[assignment]
+        tensor = owner._parameters[last] if last in owner._parameters else owner._buffers[last]
+        assert tensor is not None
+        return tensor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            self._homes.put(name, tensor)
+        return self
+
+
+class Homes:
+    """Where the model keeps its parameters and buffers: moving a stage moves them there too, as it does in place.
+
+    A copy of a stage has a life of its own, and none of these.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[str, list[tuple[dict[str, Tensor | None], str]]] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module, names: Mapping[int, str]) -> Homes:
+        """Those of ``model``, whose tensors have these ``names`` by id."""
+        homes = cls()
+        for module in model.modules():
+            parameters: dict[str, Tensor | None] = module._parameters  # type: ignore[assignment]
+            for table in (parameters, module._buffers):
+                for key, tensor in table.items():
+                    if id(tensor) in names:
+                        homes._slots.setdefault(names[id(tensor)], []).append((table, key))
+        return homes
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """``tensor`` is what the model has under this name from now on."""
+        for table, key in self._slots.get(name, ()):
+            table[key] = tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Homes:
+        return Homes()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Homes, ()
+
+
+class Built(NamedTuple):
+    """The stages, the links between them, and what each stage takes from the caller."""
+
+    stages: list[TracedStage]
+    links: tuple[tuple[int, int], ...]
+    takes: dict[int, list[Wanted]]
+
+
+def build_stages(
+    modes: tuple[Traced, Traced],
+    cuts: tuple[Sequence[int], Sequence[int]],
+    tensors: Mapping[str, Tensor],
+    persistent: Container[str],
+    homes: Homes,
+) -> Built:
+    """Stages from the traces of train and eval mode. The links are those that either mode needs.
+
+    Raises ``TraceError`` where a stage overwrites what another one would have to see.
+    """
+    plans = [_Plan(traced, cut) for traced, cut in zip(modes, cuts, strict=True)]
+    last = len(cuts[0])
+    _check_state(plans)
+    links = tuple(sorted(set().union(*(plan.crossing for plan in plans))))
+    takes = {s: sorted(set().union(*(plan.wanted(s) for plan in plans)), key=_wanted_order) for s in range(last + 1)}
+    takes = {s: wanted for s, wanted in takes.items() if wanted}
+    stages = []
+    for s in range(last + 1):
+        sources = tuple([CALLER] * (s in takes) + [source for source, user in links if user == s])
+        targets = (*(user for source, user in links if source == s), *([CALLER] if s == last else []))
+        train, evaluate = (_write(plan, s, takes.get(s, []), sources, targets) for plan in plans)
+        stage = TracedStage({True: train, False: evaluate}, sources, tensors, persistent, homes, modes[0].device)
+        stage.overwrites_input = any(s in plan.overwrites.received for plan in plans)
+        stages.append(stage)
+    return Built(stages, links, takes)
+
+
+def _wanted_order(wanted: Wanted) -> tuple[int, int]:
+    return wanted[0], -1 if wanted[1] is None else wanted[1]
+
+
+@dataclass(init=False, eq=False)
+class _Plan:
+    """Where everything in a trace goes."""
+
+    traced: Traced
+    last: int
+    stages: dict[fx.Node, int]
+    overwrites: Overwrites
+    crossing: dict[tuple[int, int], list[fx.Node]]
+    """The values that go from a stage to a later one, in the order in which they are made."""
+
+    def __init__(self, traced: Traced, cuts: Sequence[int]) -> None:
+        self.traced = traced
+        self.last = len(cuts)
+        self.stages = traced.stages(cuts)
+        self.overwrites = overwrites(traced, self.stages, self.last)
+        self.crossing = {}
+        for node in traced.nodes:
+            if node not in traced.sizes:
+                stage = self.stages[node]
+                for user in traced.readers(node, self.stages, self.last) - {stage}:
+                    self.crossing.setdefault((stage, user), []).append(node)
+
+    def nodes(self, stage: int) -> list[fx.Node]:
+        """What a stage computes, in order, with the sizes that it needs."""
+        own = {node for node, s in self.stages.items() if s == stage}
+        needed = self._needs(stage, own)
+        return [node for node in self.traced.nodes if node in own or node in needed]
+
+    def _needs(self, stage: int, own: set[fx.Node]) -> set[fx.Node]:
+        """The sizes that a stage uses, and those that they are made of."""
+        sizes = self.traced.sizes
+        open_ends = [made_of for node in own for made_of in node.all_input_nodes if made_of in sizes]
+        if stage == self.last:
+            open_ends += [leaf for leaf in self.traced.outputs if isinstance(leaf, fx.Node) and leaf in sizes]
+        needed: set[fx.Node] = set()
+        while open_ends:
+            node = open_ends.pop()
+            if node not in needed:
+                needed.add(node)
+                open_ends += [made_of for made_of in node.all_input_nodes if made_of in sizes]
+        return needed
+
+    def wanted(self, stage: int) -> set[Wanted]:
+        """What a stage takes of the caller's tensors."""
+        inputs = self.traced.inputs
+        whole = {(i, None) for node, i in inputs.items() if stage in self.traced.readers(node, self.stages, self.last)}
+        sizes = {self.size(node) for node in self.nodes(stage)}
+        return whole | {size for size in sizes if size is not None}
+
+    def size(self, node: fx.Node) -> Wanted | None:
+        """(which tensor, dimension), if a node is the size of one of the caller's tensors."""
+        if node in self.traced.sizes and node.target is torch.ops.aten.sym_size.int:
+            tensor, dimension = node.args
+            assert isinstance(tensor, fx.Node)
+            assert isinstance(dimension, int)
+            return self.traced.inputs[tensor], dimension
+        return None
+
+    def state(self, stage: int) -> dict[str, list[fx.Node]]:
+        """The nodes that read each parameter, buffer or constant that a stage uses."""
+        found: dict[str, list[fx.Node]] = {}
+        for node, name in self.traced.state.items():
+            if stage in self.traced.readers(node, self.stages, self.last):
+                found.setdefault(name, []).append(node)
+        return found
+
+
+def _check_state(plans: Sequence[_Plan]) -> None:
+    """Raise where a stage overwrites a buffer that another one uses: on other devices they would have copies of it."""
+    users: dict[str, set[int]] = {}
+    for plan in plans:
+        for node, name in plan.traced.state.items():
+            users.setdefault(name, set()).update(plan.traced.readers(node, plan.stages, plan.last))
+    for plan in plans:
+        for name, writers in plan.overwrites.state.items():
+            stages = sorted(writers | users[name])
+            if len(stages) > 1:
+                raise TraceError(
+                    f"{name!r} is overwritten by stage {min(writers)} and used by stages "
+                    f"{', '.join(map(str, stages))}; a stage cannot see what another one does to it, so split where "
+                    "all that use it are in one stage"
+                )
+
+
+def _write(plan: _Plan, stage: int, takes: Sequence[Wanted], sources: Iterable[int], targets: tuple[int, ...]) -> Piece:
+    """Generate what a stage runs in the mode of the plan."""
+    writer = Writer(plan.traced.device)
+    state = plan.state(stage)
+    for reads in state.values():
+        argument = writer.graph.placeholder(reads[0].name)
+        writer.known.update(dict.fromkeys(reads, argument))
+    given = {wanted: writer.graph.placeholder(f"caller_{k}") for k, wanted in enumerate(takes)}
+    for node, i in plan.traced.inputs.items():
+        if (i, None) in given:
+            writer.known[node] = given[i, None]
+    for source in sources:
+        for value in plan.crossing.get((source, stage), ()):
+            writer.known[value] = writer.graph.placeholder(value.name)
+    for node in plan.nodes(stage):
+        size = plan.size(node)
+        if size is None:
+            writer.copy(node, plan.traced.root)
+        else:
+            writer.known[node] = given[size]
+    sent = [plan.traced.outputs if target == CALLER else plan.crossing.get((stage, target), ()) for target in targets]
+    graph = writer.finish(tuple(tuple(map(writer.stand_in, values)) for values in sent), f"Stage{stage}")
+    changed = frozenset(name for name in state if name in plan.overwrites.state)
+    return Piece(graph, tuple(state), changed, targets, plan.traced.shape)

@@ -1,0 +1,131 @@
+"""Pieces of a traced graph as graphs of their own, that run on another device than the traced one.
+
+Where an operation was traced with the model's device (``torch.arange(n, device=ids.device)``), the copy takes the
+device from the graph's first argument. A part of the forward under ``torch.no_grad`` or ``torch.autocast`` is one
+operation in a trace, which runs a graph of its own in that mode; here a submodule does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_aggregate
+
+__all__ = ["Writer"]
+
+_aten = torch.ops.aten
+_GENERATOR_TAKEN = {
+    _aten.rand.default: _aten.rand.generator,
+    _aten.randn.default: _aten.randn.generator,
+    _aten.randint.default: _aten.randint.generator,
+    _aten.randint.low: _aten.randint.low_generator,
+    _aten.randperm.default: _aten.randperm.generator,
+}
+"""The same functions in the spelling that takes a generator, which ``ops/autograd/random_streams.py`` hands them."""
+
+
+class Writer:
+    """Copies nodes into a graph of their own. Its first argument is the device that stands for the traced one.
+
+    Only the graphs that torch's own operations run (``torch.cond``) cannot have it, and keep the traced device.
+    """
+
+    def __init__(self, device: torch.device, takes_device: bool = True) -> None:
+        self.graph = fx.Graph()
+        self.known: dict[fx.Node, fx.Node] = {}
+        """What stands for each node of the trace."""
+        self._traced_device = device
+        self._device: Any = self.graph.placeholder("stage_device") if takes_device else device
+        self._root = nn.Module()
+
+    def copy(self, node: fx.Node, root: nn.Module) -> None:
+        """Append a copy of an operation."""
+        if node.target in _REGIONS:
+            context, count = _REGIONS[node.target]
+            inner = root.get_submodule(str(node.args[count].target))  # type: ignore[union-attr]
+            region = _Region(context, node.args[:count], self._traced_device, _write_inner(inner, self._traced_device))
+            values = self._map(node.args[count + 1 :], root)
+            self.known[node] = self.graph.call_module(self._add(node, region), (self._device, *values))
+        else:
+            arguments, options = self._map(node.args, root), self._map(node.kwargs, root)
+            target: Any = node.target
+            if target in _GENERATOR_TAKEN:
+                target, options = _GENERATOR_TAKEN[target], {**options, "generator": None}
+            self.known[node] = self.graph.call_function(target, arguments, options)
+
+    def _add(self, node: fx.Node, module: nn.Module) -> str:
+        name = f"inner_{node.name}"
+        self._root.add_module(name, module)
+        return name
+
+    def stand_in(self, value: Any) -> Any:
+        """What stands for a node; any other value stands for itself."""
+        return self.known[value] if isinstance(value, fx.Node) else value
+
+    def finish(self, output: Any, name: str) -> fx.GraphModule:
+        """The graph as a module."""
+        self.graph.output(output)
+        return fx.GraphModule(self._root, self.graph, name)
+
+    def _map(self, arguments: Any, root: nn.Module) -> Any:
+        """Arguments with what stands for them here: nodes, graphs of inner operations, the device."""
+
+        def replace(argument: Any) -> Any:
+            if isinstance(argument, torch.device) and argument.type == self._traced_device.type:
+                return self._device
+            if isinstance(argument, fx.Node) and argument not in self.known:
+                inner = root.get_submodule(str(argument.target))
+                inner = _write_inner(inner, self._traced_device, takes_device=False)
+                self.known[argument] = self.graph.get_attr(self._add(argument, inner))
+            return self.stand_in(argument)
+
+        return map_aggregate(arguments, replace)
+
+
+class _Region(nn.Module):
+    """Runs a graph in a context. A module, so that torch.fx pickles a call of it as such."""
+
+    def __init__(
+        self,
+        context: Callable[..., AbstractContextManager[Any]],
+        options: tuple[Any, ...],
+        traced_device: torch.device,
+        graph: fx.GraphModule,
+    ) -> None:
+        super().__init__()
+        self._context = context
+        self._options = options
+        self._traced_device = traced_device
+        self.graph = graph
+
+    def forward(self, device: torch.device, *values: Any) -> Any:
+        # Autocast is for a type of device; the traced type stands for that of the stage.
+        options = [device.type if option == self._traced_device.type else option for option in self._options]
+        with self._context(*options):
+            return self.graph.forward(device, *values)
+
+
+def _autocast(device_type: str, dtype: torch.dtype | None, enabled: bool, cache: bool | None) -> torch.autocast:
+    return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache)
+
+
+_REGIONS: dict[Any, tuple[Callable[..., AbstractContextManager[Any]], int]] = {
+    torch.ops.higher_order.wrap_with_set_grad_enabled: (torch.set_grad_enabled, 1),
+    torch.ops.higher_order.wrap_with_autocast: (_autocast, 4),
+}
+"""The context of a region, and how many options precede its graph."""
+
+
+def _write_inner(inner: nn.Module, device: torch.device, takes_device: bool = True) -> fx.GraphModule:
+    writer = Writer(device, takes_device)
+    for node in inner.graph.nodes:  # type: ignore[union-attr]
+        if node.op == "placeholder":
+            writer.known[node] = writer.graph.placeholder(node.name)
+        elif node.op == "call_function" and node.target is not torch.ops.aten._assert_tensor_metadata.default:
+            writer.copy(node, inner)
+    output = inner.graph.output_node().args[0]  # type: ignore[union-attr,operator]
+    return writer.finish(map_aggregate(output, writer.stand_in), "Inner")

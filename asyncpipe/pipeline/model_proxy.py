@@ -1,0 +1,88 @@
+"""What a pipeline has of its model: modes, parameters, state, layers. Nothing here runs a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+
+from asyncpipe.errors import MoveError
+from asyncpipe.ops.model.stage import Stage
+
+__all__ = ["ModelFace"]
+
+
+class ModelFace:
+    """The model's own face, on the pipeline that trains it."""
+
+    module: nn.Module
+    """The unsplit model; it owns the parameters."""
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The placed stages, in order."""
+        raise NotImplementedError
+
+    @property
+    def training(self) -> bool:
+        """Whether steps train."""
+        return self.module.training
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode, as ``nn.Module.train``."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set evaluation mode: steps run forwards only."""
+        return self.train(False)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Cast the model, as ``nn.Module.to(dtype)``; raises ``MoveError`` for a device: stages stay on theirs."""
+        try:
+            device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+            stays = device is None and dtype is not None
+        except RuntimeError:  # A device that is not there.
+            stays = False
+        if not stays:
+            raise MoveError("a pipeline's stages stay on their devices; to() takes a dtype alone")
+        self.module.to(dtype)
+        return self
+
+    def cuda(self, *_: Any) -> NoReturn:
+        """Raises ``MoveError``."""
+        raise MoveError("a pipeline's stages stay on their devices; give the pipeline other ones")
+
+    cpu = cuda
+
+    def __len__(self) -> int:
+        """The number of the model's layers; of a traced model, of its stages."""
+        return len(self._layers())
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """A layer of the model, or a stage of a traced one."""
+        return self._layers()[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._layers())
+
+    def _layers(self) -> Sequence[nn.Module]:
+        return list(self.module) if isinstance(self.module, nn.Sequential) else [stage.module for stage in self.stages]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's parameters, for an optimizer."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters under the unsplit model's names."""
+        return self.module.named_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state under the unsplit model's keys; tensors are where their stages are."""
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
+        """Load a state with the unsplit model's keys, from any device."""
+        self.module.load_state_dict(state, strict=strict)

@@ -1,0 +1,342 @@
+"""Measure what the layers of a model cost in a pipeline, and choose a pipeline by it.
+
+Costs are taken from real steps, on the devices' own threads and with a pipeline's own stages, while all devices are
+busy. Two pipelines on copies of the model take turns, so that what else happens on the machine hits both::
+
+    fine      every layer a stage, the stages round the devices     what each layer takes, with a task around it
+    coarse    one stage a device                                    what a task takes itself, and what is between two
+
+``core/predict/layer_times.py`` makes costs of their journals. The model itself is left as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncpipe.core.checks import check_positive
+from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.task_graph import Phase, Wiring
+from asyncpipe.core.predict.balance import check_balance, even_balance
+from asyncpipe.core.predict.layer_times import MeasuredStep, Sort, combine, layer_seconds
+from asyncpipe.core.predict.planner import Plan, plan
+from asyncpipe.core.predict.profile import PARAMETER_SCALE, Layer, Measurement, Profile
+from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
+from asyncpipe.errors import MicrobatchError
+from asyncpipe.ops.device.devices import Device, resolve_devices
+from asyncpipe.ops.model.layer_costs import ByteRecorder, LayerBytes, parameter_bytes
+from asyncpipe.ops.model.microbatch import check_microbatches, cut
+from asyncpipe.ops.model.sequential import as_sequential
+from asyncpipe.ops.model.stage import Stage, StagedModel
+from asyncpipe.pipeline.build import BuildOptions, build
+from asyncpipe.pipeline.graph_cache import Graphs
+from asyncpipe.pipeline.pool import DevicePool, Tenancy
+from asyncpipe.pipeline.step import NO_TARGET, PreparedStep, StepOptions
+from asyncpipe.runtime.execution import Tenant
+
+__all__ = ["Measuring", "Sample", "choose", "measure"]
+
+STEPS = 5
+"""Measured steps of each sort, for each number of micro-batches."""
+
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """A mini-batch to measure with, of the size that training will have, and what a step makes of it."""
+
+    x: Any
+    target: Any = NO_TARGET
+    loss_fn: Callable[..., Any] | None = None
+    loss_reduction: str = "mean"
+    batch_dim: int = 0
+
+
+def measure(
+    model: nn.Module | Sequence[nn.Module] | StagedModel,
+    devices: Sequence[str | torch.device],
+    sample: Sample,
+    microbatches: Sequence[int],
+    *,
+    steps: int = STEPS,
+    intra_op_threads: int = 1,
+    progress: Progress | None = None,
+) -> Profile:
+    """What each layer of ``model`` costs on ``devices``, for each of these numbers of micro-batches.
+
+    ``model`` is what ``Pipeline`` takes; each stage of a traced one counts as a layer. Each number takes
+    some ten steps for each of ``steps``, after one that warms up. The model, its gradients and
+    buffers and torch's random generators are left as they are: two copies of the model run. They take the
+    caller's autocast. Raises what ``Pipeline`` does, ``MicrobatchError`` for more micro-batches than samples.
+    """
+    check_positive("steps", steps)
+    with Measuring(model, devices, sample, microbatches, intra_op_threads=intra_op_threads) as measuring:
+        for number in measuring.microbatches:
+            # The first round warms up.
+            for turn in range(steps + 1):
+                if progress is not None:
+                    progress(f"measuring {number} micro-batches, round {turn + 1} of {steps + 1}")
+                measuring.round(number, keep=turn > 0)
+        return measuring.profile()
+
+
+def choose(
+    model: nn.Module | Sequence[nn.Module] | StagedModel,
+    devices: Sequence[str | torch.device],
+    sample: Sample,
+    microbatches: int | Sequence[int],
+    *,
+    schedules: Sequence[str] | None = None,
+    balance: str | Sequence[int] = "auto",
+    checkpoints: Sequence[str] = ("except_last",),
+    memory_limit: int | None = None,
+    parameter_scale: float = PARAMETER_SCALE,
+    steps: int = STEPS,
+    intra_op_threads: int = 1,
+    progress: Progress | None = None,
+) -> Plan:
+    """The plan that is predicted to be the fastest; ``Pipeline(…, **plan.options())`` runs it.
+
+    ``schedules`` are names, by default all that are known; a ``balance`` that is not ``"auto"`` stays. The rest is
+    explained at ``measure`` and ``asyncpipe.core.predict.planner.plan``, which raise what this raises.
+    """
+    numbers = [microbatches] if isinstance(microbatches, int) else list(microbatches)
+    profile = measure(
+        model, devices, sample, numbers, steps=steps, intra_op_threads=intra_op_threads, progress=progress
+    )
+    fixed: list[int] | None = None
+    if isinstance(model, StagedModel):
+        fixed = [1] * len(model.stages)
+    elif not isinstance(balance, str):
+        fixed = check_balance(balance, len(profile.layers))
+    return plan(
+        profile,
+        len(devices),
+        schedules=schedules,
+        balances=None if fixed is None else lambda *_: [fixed],
+        checkpoints=checkpoints,
+        memory_limit=memory_limit,
+        parameter_scale=parameter_scale,
+        progress=progress,
+    )[0]
+
+
+def _layers(model: nn.Module | Sequence[nn.Module] | StagedModel) -> tuple[Layer, ...]:
+    if isinstance(model, StagedModel):
+        named: list[tuple[str, nn.Module]] = [(f"stage {index}", stage) for index, stage in enumerate(model.stages)]
+    else:
+        # named_children() would leave out a layer that is there twice.
+        named = [(f"{name} {type(part).__name__}", part) for name, part in as_sequential(model)._modules.items()]
+    return tuple(Layer(name, *parameter_bytes(part)) for name, part in named)
+
+
+def _plain(sizes: Sequence[LayerBytes]) -> list[dict[str, int]]:
+    return [{name: size for name, size in asdict(each).items() if name != "inner"} for each in sizes]
+
+
+def _check_number(microbatches: int, sample: Sample) -> None:
+    check_microbatches(microbatches)
+    sizes = cut(sample.x, microbatches, dim=sample.batch_dim, name="the sample").sizes
+    if len(sizes) != microbatches:
+        raise MicrobatchError(
+            f"the sample makes {len(sizes)} micro-batches, not {microbatches}; give one with at least as many samples "
+            "as micro-batches"
+        )
+
+
+class Measuring:
+    """``measure`` taken apart, for callers who do something else between two rounds. Open it with ``with``.
+
+    Arguments and errors are those of ``measure``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module] | StagedModel,
+        devices: Sequence[str | torch.device],
+        sample: Sample,
+        microbatches: Sequence[int],
+        *,
+        intra_op_threads: int = 1,
+    ) -> None:
+        self.microbatches = sorted(set(microbatches))
+        for number in microbatches:
+            _check_number(number, sample)
+        self._model = model
+        self._devices = resolve_devices(devices)
+        self._layers = _layers(model)
+        self._open = partial(_Bench, model, sample=sample, intra_op_threads=intra_op_threads)
+        self._stack = ExitStack()
+        self._sizes: dict[int, list[LayerBytes]] = {}
+        self._fine_steps: dict[int, dict[Sort, list[MeasuredStep]]] = {}
+        self._coarse_steps: dict[int, dict[Sort, list[MeasuredStep]]] = {}
+
+    def __enter__(self) -> Measuring:
+        with ExitStack() as stack:
+            stack.enter_context(_gradients())
+            count = len(self._layers)
+            self._fine = stack.enter_context(self._open(self._devices[:count], [1] * count))
+            self._coarse = self._fine
+            stages = min(len(self._devices), count // 2)
+            if stages and not isinstance(self._model, StagedModel):
+                balance = even_balance(layer_seconds(self._fine.step(max(self.microbatches), Sort.KEPT)), stages)
+                self._coarse = stack.enter_context(self._open(self._devices[:stages], balance))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def round(self, microbatches: int, *, sorts: Sequence[Sort] = tuple(Sort), keep: bool = True) -> None:
+        """One step of each of ``sorts`` with this number of micro-batches; what it shows counts if ``keep``."""
+        if microbatches not in self._sizes:
+            self._sizes[microbatches] = self._fine.sizes(microbatches)
+        for bench, steps in ((self._fine, self._fine_steps), (self._coarse, self._coarse_steps)):
+            for sort in sorts:
+                step = bench.step(microbatches, sort)
+                if keep:
+                    steps.setdefault(microbatches, {}).setdefault(sort, []).append(step)
+
+    def profile(self) -> Profile:
+        """What the rounds have shown so far."""
+        instant = not any(device.is_cuda for device in self._devices)
+        measurements: dict[int, Measurement] = {
+            number: combine(fine, self._coarse_steps[number], _plain(self._sizes[number]), instant=instant)
+            for number, fine in self._fine_steps.items()
+        }
+        sizes = next(iter(self._sizes.values()))
+        layers = tuple(replace(la, inner=of.inner) for la, of in zip(self._layers, sizes, strict=True))
+        names = tuple(device.name for device in self._devices)
+        return Profile(layers, self._fine.wiring.links, measurements, names)
+
+
+@contextmanager
+def _gradients() -> Iterator[None]:
+    """Whatever the caller's modes, gradients are on inside."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+class _InGroups(OrderedSchedule):
+    """Forwards and then backwards of a few micro-batches at a time, whatever the stages: all devices are busy.
+
+    Twice as many micro-batches as devices are in flight, about what other schedules hold.
+    """
+
+    name = "in groups"
+
+    def __init__(self, *, split: bool) -> None:
+        self._split = split
+
+    def check(self, shape: Shape) -> None:
+        """Any shape will do."""
+
+    def order(self, device: int, shape: Shape) -> Iterator[Action]:
+        size = 2 * shape.devices
+        mine = range(device, shape.stages, shape.devices)
+        for first in range(0, shape.microbatches, size):
+            group = range(first, min(first + size, shape.microbatches))
+            yield from (F(i, j) for j in mine for i in group)
+            for j in reversed(mine):
+                for backward in (I, W) if self._split else (B,):
+                    yield from (backward(i, j) for i in group)
+
+
+class _Bench:
+    """A pipeline on a copy of a model, for one step after the other, of any sort. Open it with ``with``."""
+
+    def __init__(
+        self,
+        model: Any,
+        devices: Sequence[Device],
+        balance: Sequence[int],
+        sample: Sample,
+        intra_op_threads: int,
+    ) -> None:
+        self._sample = sample
+        self._recorder = ByteRecorder()
+        pool = DevicePool(loop="own", intra_op_threads=intra_op_threads)
+        self._tenancy = Tenancy(pool, devices, Tenant(), own=True)
+        copied = deepcopy(model if isinstance(model, StagedModel) else as_sequential(model))
+        whole: nn.Module = copied.module if isinstance(copied, StagedModel) else copied
+        if not whole.training:
+            whole.train()
+        self._machinery = build(
+            copied,
+            devices,
+            BuildOptions(
+                microbatches=1,
+                balance="auto" if isinstance(copied, StagedModel) else balance,
+                stages=None,
+                schedule=_InGroups(split=False),
+                checkpoint=CheckpointMode.NEVER,
+                loss_fn=None if sample.loss_fn is None else self._recorder.loss(sample.loss_fn),
+                loss_reduction=sample.loss_reduction,
+                batch_dim=sample.batch_dim,
+                optimizer=None,
+                deferred_batch_norm=False,
+                # The caller's shall be as it was, also while others draw from it.
+                generator=torch.Generator(),
+            ),
+        )
+        self.wiring: Wiring = self._machinery.graphs(1, Phase.STEP, CheckpointMode.NEVER, False).wiring
+        names, stages = [device.name for device in devices], len(self._stages)
+        self._graphs = {split: Graphs(_InGroups(split=split), names, self.wiring, stages) for split in (False, True)}
+
+    def __enter__(self) -> _Bench:
+        self._tenancy.open_in_thread()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tenancy.close()
+
+    def step(self, microbatches: int, sort: Sort) -> MeasuredStep:
+        """One training step, from a model without gradients."""
+        machinery = replace(
+            self._machinery,
+            microbatches=microbatches,
+            checkpoint=_CHECKPOINT[sort],
+            graphs=self._graphs[sort is Sort.SPLIT],
+        )
+        portal = self._tenancy.portal
+        assert portal is not None
+        begun = perf_counter()
+        prepared = PreparedStep(machinery, self._sample.x, self._sample.target, StepOptions(return_outputs=False))
+        try:
+            prepared.begin()
+            execution = portal.call(self._tenancy.step(prepared.graph, prepared.bind, prepared.notes))
+            result = prepared.finish(execution, portal).wait()
+        except BaseException:
+            prepared.abandon()
+            raise
+        seconds = perf_counter() - begun
+        for parameter in machinery.module.parameters():
+            parameter.grad = None
+        return MeasuredStep(seconds, result.record)
+
+    @property
+    def _stages(self) -> Sequence[Stage]:
+        return self._machinery.equipment.stages
+
+    def sizes(self, microbatches: int) -> list[LayerBytes]:
+        """The bytes of each stage, from a step of its own."""
+        with self._recorder.watching(self._stages):
+            self.step(microbatches, Sort.KEPT)
+        return [self._recorder.layers[stage.index] for stage in self._stages]
+
+
+_CHECKPOINT = {
+    Sort.KEPT: CheckpointMode.NEVER,
+    Sort.RECOMPUTED: CheckpointMode.ALWAYS,
+    Sort.SPLIT: CheckpointMode.NEVER,
+}

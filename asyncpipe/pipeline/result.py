@@ -1,0 +1,65 @@
+"""What a step gives back."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.predict.report import Report, report
+from asyncpipe.errors import AsyncpipeError
+from asyncpipe.runtime.execution import Execution
+from asyncpipe.runtime.portal import Portal
+
+__all__ = ["StepResult"]
+
+
+class StepResult:
+    """Loss and outputs of a step whose last task is issued, and what it did with its time.
+
+    On CUDA devices the tensors may be used at once: the caller's streams are ordered behind the step. ``record``
+    and ``report`` exist once every device is done: on CPUs from the start, else after ``await completed()`` (or
+    ``wait()`` in the sync face).
+    """
+
+    def __init__(
+        self, loss: Tensor | None, losses: tuple[Tensor, ...], outputs: Any, execution: Execution, portal: Portal | None
+    ) -> None:
+        self.loss = loss
+        """The mini-batch's loss, without dimensions, detached; ``None`` where no loss was computed."""
+        self.losses = losses
+        """What ``loss_fn`` returned for each micro-batch."""
+        self.outputs = outputs
+        """The last stage's outputs, gathered over the micro-batches and detached; ``None`` if not kept."""
+        self._execution = execution
+        self._portal = portal
+
+    @property
+    def record(self) -> StepRecord:
+        """The step's journal and graph, for observers and folds."""
+        done = self._execution.done
+        if not done.done():
+            raise AsyncpipeError("the devices are still at work on this step; 'await result.completed()' first")
+        return done.result()[1]
+
+    @cached_property
+    def report(self) -> Report:
+        """Task times, utilization, bubble and peaks: a fold over ``record``."""
+        return report(self.record)
+
+    async def completed(self) -> StepResult:
+        """Wait, without blocking the loop, until every device is done; raises ``TaskError`` if a task failed."""
+        if not self._execution.done.done():
+            waiting = self._execution.completed()
+            await (self._portal.run(waiting) if self._portal is not None else waiting)
+        return self
+
+    def wait(self) -> StepResult:
+        """As ``completed``, blocking the calling thread; for the sync face and for ``loop="own"``."""
+        if not self._execution.done.done():
+            if self._portal is None:
+                raise AsyncpipeError("wait() would block the pipeline's own loop; use 'await result.completed()'")
+            self._portal.call(self._execution.completed())
+        return self

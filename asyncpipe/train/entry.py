@@ -1,0 +1,76 @@
+"""The job's entry: finds the function that a job file names and makes its workload."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from asyncpipe.errors import JobFileError, OptionError
+from asyncpipe.train.job_file import Job, job_file_error
+from asyncpipe.train.paths import importable
+from asyncpipe.train.workload import Workload
+
+__all__ = ["find_entry"]
+
+
+def find_entry(job: Job) -> Callable[[], Workload]:
+    """A function that makes the job's workload: its entry, with the job's parameters bound to it.
+
+    Imports the entry's module, which runs its code. Raises ``JobFileError`` if the module cannot be imported,
+    has no such function, or the function does not take these parameters. The returned function does so if the
+    entry raises ``OptionError``, its way to turn a parameter's value down, or makes something else than a
+    ``Workload``; any other error is the entry's own.
+    """
+    module_name, _, function_name = job.job.entry.partition(":")
+    module = _import(job, module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        where = getattr(module, "__file__", None) or "a built-in module"
+        raise job_file_error(job.path, f"job.entry: module {module_name!r} ({where}) has no function {function_name!r}")
+    problems = list(_wrong_parameters(function, job.job.parameters))
+    if problems:
+        raise job_file_error(job.path, *problems)
+    return lambda: _make(job, function)
+
+
+def _make(job: Job, function: Callable[..., object]) -> Workload:
+    try:
+        made = function(**job.job.parameters)
+    except OptionError as error:
+        raise job_file_error(job.path, f"job.parameters: {error}") from error
+    if isinstance(made, Workload):
+        return made
+    raise job_file_error(job.path, f"job.entry: {job.job.entry} must return a Workload, not {type(made).__name__}")
+
+
+def _import(job: Job, name: str) -> ModuleType:
+    try:
+        with importable(job.path.resolve().parent):
+            return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            problem = f"there is no module {error.name!r} next to the job file or on sys.path"
+            raise job_file_error(job.path, f"job.entry: {problem}") from error
+        raise _import_failed(job, name, error) from error
+    except Exception as error:
+        raise _import_failed(job, name, error) from error
+
+
+def _import_failed(job: Job, name: str, error: Exception) -> JobFileError:
+    story = f"module {name!r} could not be imported: {type(error).__name__}: {error}"
+    return job_file_error(job.path, f"job.entry: {story}")
+
+
+def _wrong_parameters(function: Callable[..., object], given: dict[str, Any]) -> Iterator[str]:
+    parameters = inspect.signature(function).parameters.values()
+    named = {p.name: p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for name in sorted(given.keys() - named.keys()):
+            known = ", ".join(named) or "none"
+            yield f"job.parameters.{name}: unknown parameter; the entry takes: {known}"
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in given:
+            yield f"job.parameters.{name}: missing; the entry has no default for it"

@@ -1,0 +1,129 @@
+"""What a device that has no memory left is told with: which stage, what it holds there, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.memory import StageMemory, format_bytes, memory_over_time
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import ScheduleError, TaskError
+from asyncpipe.ops.device.memory import device_memory
+from asyncpipe.ops.model.stage import Stage
+from asyncpipe.pipeline.pipeline import Pipeline
+
+__all__ = ["explain_out_of_memory"]
+
+ON_CPU = "DefaultCPUAllocator: can't allocate memory"
+"""So torch's allocator for CPUs says it on Linux, whose error has no class of its own ..."""
+ON_CPU_ELSEWHERE = "DefaultCPUAllocator: not enough memory"
+"""... and so on other systems."""
+SAVED, INPUT = 1000, 1
+"""Stand for the bytes of a micro-batch's activations and input: only which of two ways keeps more is asked."""
+
+
+def explain_out_of_memory(error: TaskError, pipe: Pipeline) -> str | None:
+    """In words, what was full and what would help, if memory is what ``error`` of a training step is about.
+
+    Says only what would help this pipeline, which is tried: the step is simulated as it is and as it could be, and what
+    the device's micro-batches keep is compared. Blocks for milliseconds, or seconds where a step has 100,000 tasks.
+    """
+    if not _is_about_memory(error):
+        return None
+    stage = pipe.stages[error.stage]
+    graph = pipe.graph
+    kept = report(simulate(graph)).peak_in_flight[stage.index]
+    memory = device_memory(stage.device.physical)
+    holds = [f"{format_bytes(count)} of {what}" for what, count in _fixed(pipe, stage) if count]
+    used = f"{format_bytes(memory.allocated)} of {format_bytes(memory.limit)} are in use"
+    most = "1 micro-batch" if kept == 1 else f"up to {kept} micro-batches at once"
+    held = f"stage {stage.index} holds {', '.join([*holds, 'activations'])} of {most}"
+    helps = "; ".join(_advice(error, pipe, stage, graph))
+    return f"no memory left on {error.device} in {error.task_id}: {used}; {held}. What would help: {helps}"
+
+
+def _is_about_memory(error: TaskError) -> bool:
+    link: BaseException | None = error.__cause__
+    while link is not None:
+        if isinstance(link, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(link, RuntimeError) and (ON_CPU in str(link) or ON_CPU_ELSEWHERE in str(link)):
+            return True
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return False
+
+
+def _fixed(pipe: Pipeline, stage: Stage) -> Iterator[tuple[str, int]]:
+    """What a stage holds through the whole step, and its bytes; of an optimizer that is not the pipeline's, nothing."""
+    parameters = list(stage.module.parameters())
+    yield "parameters", _size(parameters)
+    # Those of a step that failed are gone already; while it ran there were as many as there are parameters to train.
+    yield "gradients", _size(p for p in parameters if p.requires_grad)
+    yield "buffers", _size(stage.module.buffers())
+    if (optimizer := pipe.optimizers.get(stage.index)) is not None:
+        states = (value for state in optimizer.state.values() for value in state.values())
+        yield "optimizer state", _size(value for value in states if isinstance(value, Tensor))
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _advice(error: TaskError, pipe: Pipeline, stage: Stage, graph: TaskGraph) -> Iterator[str]:
+    """What makes less of what fills the device, the simplest first."""
+    physical = stage.device.physical
+    here = [other for other in pipe.stages if other.device.physical == physical]
+    # When a stage is updated, its micro-batches have left it.
+    if error.kind != TaskKind.UPDATE:
+        yield from _ways_to_keep_less(pipe, graph, {graph.placement[other.index] for other in here})
+        yield "a smaller batch_size"
+    leaves = [module for module in stage.module.modules() if not [*module.children()]]
+    if len(here) < len(pipe.stages) and len(leaves) > 1:
+        yield f"fewer layers on stage {stage.index}, by balance"
+    yield f"more memory than {physical} has" + (
+        "" if len(here) == 1 else f", or other devices for some of the {len(here)} stages there"
+    )
+
+
+def _ways_to_keep_less(pipe: Pipeline, graph: TaskGraph, devices: Collection[int]) -> Iterator[str]:
+    """Other ways to run the step in which micro-batches keep less on ``devices``, which are one physical device."""
+    microbatches = graph.shape.microbatches
+    now = _most_kept(graph, devices)
+    for words, schedule, checkpoint, cut in (
+        (
+            'checkpoint = "always", which keeps the inputs of stages in place of all activations',
+            pipe.schedule,
+            CheckpointMode.ALWAYS,
+            1,
+        ),
+        ('schedule = "1f1b", which keeps fewer micro-batches at once', find_schedule("1f1b"), pipe.checkpoint, 1),
+        (f"more micro-batches than {microbatches}, which makes each smaller", pipe.schedule, pipe.checkpoint, 2),
+    ):
+        with suppress(ScheduleError):  # It cannot serve this shape.
+            shape = replace(graph.shape, microbatches=cut * microbatches)
+            other = lower(schedule, shape, devices=graph.devices, checkpoint=checkpoint, wiring=graph.wiring)
+            if _most_kept(other, devices) < cut * now:
+                yield words
+
+
+def _most_kept(graph: TaskGraph, devices: Collection[int]) -> int:
+    """The most that micro-batches of ``graph`` keep at one moment on all of ``devices``, by ``SAVED`` and ``INPUT``."""
+    stages = graph.shape.stages
+    held: dict[int, int] = {}
+    most = 0
+    changes = memory_over_time(simulate(graph), StageMemory([SAVED] * stages, [INPUT] * stages, [0] * stages))
+    for _, together in groupby(changes, key=itemgetter(0)):
+        held.update({device: count for _, device, count in together})
+        most = max(most, sum(held[device] for device in devices))
+    return most

@@ -1,0 +1,585 @@
+"""The benchmarks: tiny forms run, counted bytes are right, and what is wrong in their options is said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from random import Random
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe import Pipeline
+from asyncpipe.bench import (
+    BENCHMARKS,
+    dropin,
+    embedded,
+    example,
+    memory,
+    metrics,
+    overhead,
+    sharing,
+    slack,
+    soak,
+    soak_report,
+    soak_samples,
+    unet,
+    unet_memory,
+    unet_model,
+    unet_speed,
+)
+from asyncpipe.bench.load import load
+from asyncpipe.bench.meter import ByteMeter, SavedBytes
+from asyncpipe.bench.soak_entry import NOBODY, FaultBoard
+from asyncpipe.cli import main
+from asyncpipe.core.graph.lower import lower
+from asyncpipe.core.graph.task_graph import Phase
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import OptionError
+from asyncpipe.ops.device.devices import resolve_devices
+
+CPU = resolve_devices(["cpu:0"])[0]
+UNET = unet_memory.Size(depth=2, convs=1, channels=8, image=16, samples=8, microbatches=8, searched=(1, 2))
+
+
+def quiet(_: str) -> None:
+    """Nobody wants to see the progress."""
+
+
+# The command
+
+
+def test_every_benchmark_runs_and_shows():
+    for benchmark in BENCHMARKS.values():
+        module = __import__(f"asyncpipe.bench.{benchmark.name}", fromlist=["run", "show"])
+        assert callable(module.run), benchmark.name
+        assert callable(module.show), benchmark.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["memory", "--device", "cpu"], "the benchmark 'memory' has no --device; it has no options"),
+        (["unet", "--size", "huge"], "size must be one of 'small', 'paper', got 'huge'"),
+        (["soak", "--minutes", "-1"], "minutes must be a finite number above 0, got '-1'"),
+        (["soak", "--minutes", "nan"], "minutes must be a finite number above 0, got 'nan'"),
+        (["soak", "--report", "/nowhere/soak.md"], "report: cannot write /nowhere/soak.md"),
+        (["overhead", "--minutes", "1"], "the benchmark 'overhead' has no --minutes; it has no options"),
+        (["unet", "--device", "tpu"], "'tpu' is no device"),
+        (["unet", "--device", "cuda:99"], "'cuda:99' is not there"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_runs(capsys, arguments, message):
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_options_reach_the_benchmark(capsys, monkeypatch):
+    monkeypatch.setattr(unet, "run", lambda progress, **options: {"options": options})
+    assert main(["bench", "unet", "--size", "paper", "--device", "cpu:1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["options"] == {"device": "cpu:1", "size": "paper"}
+
+
+# dropin
+
+
+def test_dropin_compares_three_ways_and_finds_both_devices_busy():
+    size = dropin.Size(width=64, layers=4, microbatches=4, samples=64, warm_up=1, rounds=2)
+    figures = json.loads(json.dumps(dropin.run(quiet, size=size)))
+    for mode in ("never", "always"):
+        column = figures["checkpoint"][mode]
+        for phase in Phase:
+            assert 0 <= column[f"{phase}_both_busy_seconds"] < column[f"{phase}_seconds"]
+        assert min(column[name] for name in ("engine_seconds", "dropin_seconds", "whole_step_seconds")) > 0
+        assert column["speedup"] > 0
+        assert column["dropin_over_step"] > 0
+    assert len(dropin.show(figures).splitlines()) == 11
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_engine_alone_makes_the_same_gradients(recompute):
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8, dtype=torch.float64) for _ in range(4)]
+    x, target = torch.randn(2, 12, 8, dtype=torch.float64)
+    model = nn.Sequential(*layers)
+    loss = dropin.engine_step([model[:2], model[2:]], x, target, 3, recompute=recompute)
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=3).sync() as pipe:
+        same = nn.functional.mse_loss(pipe(x), target)
+        same.backward()
+    torch.testing.assert_close(loss, same.detach())
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], gradients)
+
+
+def test_all_busy_counts_the_seconds_in_which_every_device_computes():
+    # One device is alone with the first micro-batch, the other with the last.
+    graph = lower(find_schedule("gpipe"), Shape(2, 4, 2), devices=["cpu:0", "cpu:1"], phase=Phase.FORWARD)
+    assert dropin.all_busy(simulate(graph, Costs(forward=1.0))) == 3.0
+    alone = lower(find_schedule("gpipe"), Shape(2, 1, 2), devices=["cpu:0", "cpu:1"], phase=Phase.FORWARD)
+    assert dropin.all_busy(simulate(alone, Costs(forward=1.0))) == 0.0
+
+
+# overhead
+
+
+def test_overhead_measures_tasks_metrics_and_graphs(monkeypatch):
+    for name, few in {
+        "STEPS": 2,
+        "WARM_UP": 1,
+        "DEVICES": (2, 4),
+        "GRAPH_STAGES": 4,
+        "GRAPH_MICROBATCHES": (4, 8),
+    }.items():
+        monkeypatch.setattr(overhead, name, few)
+    size = overhead.MetricsSize(seconds=0.1, rounds=2, period=0.05)
+    figures = json.loads(json.dumps(overhead.run(quiet, size=size)))
+    assert [row["devices"] for row in figures["devices"]] == [2, 4]
+    assert figures["us_per_task"] == figures["devices"][1]["us_per_task"] > 0
+    assert figures["metrics_us_per_task"] == figures["metrics"]["us_per_task"]
+    assert figures["metrics"]["tasks"] == 572
+    # One before the first slice, and at least one in each slice with metrics.
+    assert figures["metrics"]["scrapes"] >= 1 + size.rounds
+    shown = overhead.show(figures)
+    assert f"scraped {figures['metrics']['scrapes']} times: {figures['metrics_us_per_task']:.2f} µs per task" in shown
+
+
+def test_only_the_slices_with_metrics_are_observed(monkeypatch):
+    seen = []
+
+    class Counting(overhead.PipelineCollector):
+        def step_completed(self, record):
+            seen.append(record.step)
+            super().step_completed(record)
+
+    monkeypatch.setattr(overhead, "PipelineCollector", Counting)
+    monkeypatch.setattr(overhead, "WARM_UP", 1)
+    size = overhead.MetricsSize(seconds=0.05, rounds=1, period=0.02)
+    figures = asyncio.run(overhead._metrics_cost(quiet, size))
+    assert seen == list(range(len(seen)))
+    assert figures["plain_us_per_task"] > 0
+
+
+# metrics
+
+
+def test_metrics_are_compared_with_training_without_them():
+    size = metrics.Size(seconds=0.1, rounds=2, period=0.04, warm_up=1, text_bytes=50_000)
+    figures = json.loads(json.dumps(metrics.run(quiet, size=size)))
+    assert figures["scrapes"] >= size.rounds
+    assert len(figures["ratios"]) == size.rounds
+    assert figures["tasks"] > 0
+    assert min(figures["plain_seconds"], figures["metrics_seconds"], figures["ratio"]) > 0
+    assert f"({figures['scrapes']} scrapes)" in metrics.show(figures)
+
+
+def test_benchmarks_of_examples_say_what_they_need(monkeypatch, tmp_path):
+    monkeypatch.setattr(example.asyncpipe, "__file__", str(tmp_path / "asyncpipe" / "__init__.py"))
+    example.load_example.cache_clear()
+    with pytest.raises(OptionError, match="from examples/charlm, and there is no"):
+        metrics.run(quiet)
+    with pytest.raises(OptionError, match="from examples/unet, and there is no"):
+        unet_model.make_model(1, 1, 4)
+
+
+# memory
+
+
+def test_what_autograd_saves_shrinks_by_the_number_of_microbatches():
+    size = memory.Size(width=16, layers=4, samples=64, microbatches=(2, 8, 32), stages=(1, 2))
+    figures = json.loads(json.dumps(memory.run(quiet, size=size)))
+    activation = size.samples * size.width * 4
+    for row in figures["rows"]:
+        m = row["microbatches"]
+        # Every layer saves its output, and the first one the input, which is the caller's.
+        assert row["never"]["saved_bytes"] == row["never"]["total_bytes"] == size.layers * activation
+        if row["stages"] == 1:
+            assert row["saved_ratio"] == row["total_ratio"] == m
+            assert row["except_last"]["borders_bytes"] == 0
+        else:
+            # While the stages recompute different micro-batches, their border is there twice: 5 for 4 layers.
+            assert size.layers / (size.layers + 1) * m <= row["saved_ratio"] <= m
+            assert row["except_last"]["borders_bytes"] == activation
+            assert row["total_ratio"] <= row["saved_ratio"]
+    assert len(memory.show(figures).splitlines()) == 5 + len(figures["rows"])
+
+
+def test_saved_bytes_count_a_storage_once_and_only_while_it_waits():
+    weight = nn.Parameter(torch.ones(10))
+    saved = SavedBytes([weight])
+    with saved.watching():
+        x = torch.ones(10, requires_grad=True) * 2
+        y = (x * weight).exp()
+        z = x[:5].exp() + y[:5] * y[5:]
+    # x for its product with weight, which is not counted; y once for exp and both halves; exp of x[:5].
+    assert saved.live == {"saved": 100, "borders": 0, "total": 100}
+    saved.note_input(x)
+    saved.note_input(x[3:])
+    assert saved.live == {"saved": 100, "borders": 40, "total": 100}
+    z.sum().backward()
+    assert saved.live == {"saved": 0, "borders": 40, "total": 40}
+    del x, y, z
+    assert saved.live == {"saved": 0, "borders": 0, "total": 0}
+    assert saved.peak == {"saved": 100, "borders": 40, "total": 100}
+
+
+def test_saved_bytes_keep_nothing_alive():
+    saved = SavedBytes()
+    with saved.watching():
+        y = torch.ones(10, requires_grad=True).exp()  # Saves its own output.
+    assert saved.live["saved"] == 40
+    del y
+    assert saved.live["saved"] == 0
+
+
+# unet
+
+
+def test_a_byte_meter_counts_storages_until_they_are_freed():
+    meter = ByteMeter()
+    with meter.counting():
+        x = torch.zeros(100)
+        view = x.view(10, 10)[2:]
+        assert meter.live == 400
+        y = (view + 1).sum()  # 80 numbers for a moment, then one.
+    assert (meter.live, meter.peak) == (404, 400 + 320 + 4)
+    outside = torch.ones(7)
+    assert meter.live == 404
+    meter.add(outside)
+    del x
+    assert meter.live == 404 + 28
+    del view
+    assert meter.live == 32
+    meter.restart()
+    assert meter.peak == meter.live == 32
+    del outside, y
+    assert meter.live == 0
+
+
+@pytest.mark.parametrize("way", [None, unet_memory.STEP, unet_memory.OTHERS[0]], ids=["bare", "except_last", "never"])
+def test_bytes_are_the_same_without_values(way):
+    counted = [unet_memory.counted_peak(UNET, 2, 8, way, CPU, values=values) for values in (True, False)]
+    assert counted[0] == counted[1]
+
+
+def test_the_peak_of_a_bare_model_is_that_of_its_activations():
+    def peak(samples: int) -> float:
+        size = unet_memory.Size(2, 1, 8, 16, samples, samples, ())
+        return unet_memory.counted_peak(size, 1, 8, None, CPU, values=False)
+
+    states = unet_memory.STATE_BYTES * unet_model.parameter_count(2, 1, 8)
+    assert peak(64) > states
+    assert peak(64) - peak(32) == pytest.approx((peak(128) - peak(64)) / 2, rel=0.01)
+
+
+def test_the_largest_unet_fits_and_the_next_one_does_not():
+    figures = json.loads(json.dumps(unet_memory.run(quiet, CPU, UNET, values=True)))
+    limit = figures["bare"]["peak_bytes"]
+    assert [row["convs"] for row in figures["pipelines"]] == [1, 2]
+    for row in figures["pipelines"]:
+        assert row["peak_bytes"] <= limit
+        more = unet_memory.counted_peak(UNET, row["convs"], row["channels"] + 2, unet_memory.STEP, CPU)
+        assert more > limit
+    best = max(figures["pipelines"], key=lambda row: row["parameters"])
+    assert figures["ratio"] == best["parameters"] / figures["bare"]["parameters"]
+    assert 1 < figures["ratio"] < figures["most_possible"]
+    never, dropped_in = figures["other_ways"]
+    # One stage in 1F1B holds one micro-batch at a time, recomputed or not.
+    assert never["peak_bytes"] == pytest.approx(best["peak_bytes"], rel=0.05)
+    assert dropped_in["peak_bytes"] == pytest.approx(best["peak_bytes"], rel=0.05)
+    assert "step, never" in unet_memory.show(figures)
+
+
+def test_the_search_finds_the_border_whatever_the_peaks():
+    def search(peak, limit):
+        asked = []
+        found = unet_memory.largest_channels(
+            lambda channels: asked.append(channels) or peak(channels), lambda channels: channels**2, limit
+        )
+        return found, asked
+
+    (channels, peak), asked = search(lambda c: 8 * c**2 + 100 * c, limit=100_000)
+    assert (channels, peak) == (104, 8 * 104**2 + 100 * 104)
+    assert len(asked) <= 4
+    # Far above what parameters need, and a machine that runs out of memory.
+    found, asked = search(lambda c: 8 * c**2 + (0 if c <= 30 else float("inf")), limit=100_000)
+    assert found == (30, 7200)
+    assert len(asked) <= 20, asked
+    assert search(lambda c: 8 * c**2 + 50_000, limit=100_000)[0] == (78, 98_672)
+    assert search(lambda c: 1e9, limit=100_000)[0] == (0, 0.0)
+    assert search(lambda c: 0, limit=1)[0] == (0, 0.0)
+
+
+def test_unet_without_its_search_or_speed_says_so():
+    size = unet_memory.Size(depth=1, convs=1, channels=4, image=8, samples=4, microbatches=4, searched=(1,))
+    figures = unet.run(quiet, size="paper", memory_size=size)
+    assert figures["speed"] is None
+    assert [way["way"] for way in figures["memory"]["other_ways"]] == ["step"]
+    assert "speed is not measured" in unet.show(figures)
+
+
+def test_unet_measures_every_arm_against_the_bare_model():
+    speed = unet_speed.Size(depth=1, convs=1, channels=4, image=8, samples=2, warm_up=0, rounds=2)
+    memory_size = unet_memory.Size(depth=1, convs=1, channels=4, image=8, samples=4, microbatches=4, searched=(1,))
+    figures = json.loads(json.dumps(unet.run(quiet, speed_size=speed, memory_size=memory_size)))
+    arms = {row["checkpoint"]: row for row in figures["speed"]["arms"]}
+    assert [round(arms[mode]["bound"], 3) for mode in ("never", "except_last", "always")] == [1.0, 0.857, 0.75]
+    assert all(row["step_over_bare"] > 0 and row["dropin_over_bare"] > 0 for row in arms.values())
+    assert 0 < figures["speed"]["forward_share"] < 1
+    assert "except_last" in unet.show(figures)
+
+
+def test_the_models_layers_are_those_of_the_papers_authors():
+    kinds = [type(layer).__name__ for layer in unet_model.make_model(1, 2, 4)[0]]
+    assert kinds == ["Conv2d", "Dropout2d", "InstanceNorm2d", "LeakyReLU"]
+    assert unet_model.parameter_count(5, 6, 72) / 1e6 == pytest.approx(362.2, abs=0.1)
+    assert unet_model.parameter_count(5, 11, 128) / 1e9 == pytest.approx(2.21, abs=0.01)
+
+
+# Slack
+
+
+def test_slack_is_worth_what_the_reference_says(monkeypatch):
+    """Simulated makespans of 1F1B and eager 1F1B in units of a forward; the real steps once, and quick."""
+    monkeypatch.setattr(slack, "ROUNDS", 1)
+    monkeypatch.setattr(slack, "UNIT", 1e-4)
+    figures = slack.run(quiet)
+    simulated = figures["simulated"]
+    for scenario, lazy, eager in (("uniform", 57, 57), ("jitter", 65.9, 59.2), ("copies", 85, 63)):
+        assert simulated[scenario]["1f1b"] == pytest.approx(lazy, rel=0.015)
+        assert simulated[scenario]["eager-1f1b"] == pytest.approx(eager, rel=0.015)
+    for scenario, row in figures["measured"].items():
+        busiest = 48 * slack.UNIT * (0.2 if scenario == "lengths" else 0.6)
+        assert all(seconds > busiest for seconds in row.values()), scenario
+    shown = slack.show(figures)
+    assert "copies as long as a forward" in shown
+    assert "1.35×" in shown
+
+
+# Embedded
+
+
+def test_a_service_is_measured_inside_an_application():
+    small = {"width": 16, "blocks": 2, "heads": 2, "context": 16, "max_bytes": 50_000}
+    size = embedded.Size(rate=50, seconds=0.4, rounds=2, blocked=1, warm_up=2, parameters=small)
+    figures = json.loads(json.dumps(embedded.run(quiet, size=size)))
+    training = figures["requests"]["training"]
+    assert training["answered"] >= size.rounds * 20
+    assert training["answered"] % 20 == 0, "turns are repeated as a whole"
+    assert training["failed"] == figures["requests"]["idle"]["failed"] == 0
+    assert 0 < training["p50"] <= training["p99"] <= training["max"]
+    assert figures["requests"]["apart"]["answered"] >= size.rounds * 20
+    assert figures["requests"]["apart"]["failed"] == 0
+    assert all(len(figures["steps"][kind]["ratios"]) == size.rounds for kind in ("without", "with", "apart"))
+    assert set(figures["blocked"]["own"]) == {"sleeps", "computes"}
+    # Where training has the handler's loop, no step can end while that is blocked.
+    assert figures["blocked"]["running"]["sleeps"]["during"] == 0
+    shown = embedded.show(figures)
+    assert 'it sleeps, loop="running"' in shown
+    assert "  answered by a process" in shown
+
+
+def test_requests_that_wait_behind_a_slow_one_are_slow_as_well():
+    """The latency counts from when a request was due: a server that stands still is not seen as one slow request."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        threading.Thread(target=_serve_one_by_one, args=(server, 10, 0.3), daemon=True).start()
+        with load(server.getsockname()[1]) as requests:
+            found = requests.turn(100, 0.5)
+    assert len(found["latencies"]) + found["failed"] == 50
+    assert found["failed"] == 0
+    assert len(found["late"]) == 50
+    # Due in the first fifth of a second of those 0.3.
+    assert sum(latency > 0.1 for latency in found["latencies"]) >= 20
+
+
+def test_requests_that_fail_are_counted():
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        answer = b"HTTP/1.1 500 Oh\r\nContent-Length: 2\r\n\r\nno"
+        threading.Thread(target=_serve_one_by_one, args=(server, 10, 0.0, answer), daemon=True).start()
+        with load(server.getsockname()[1]) as requests:
+            found = requests.turn(100, 0.1)
+    assert found["failed"] == 10
+    assert found["latencies"] == []
+
+
+def _serve_one_by_one(server, slow, seconds, answer=b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"):
+    """Answers on one thread, and sleeps before the ``slow``th answer; ends when ``server`` is closed."""
+    import selectors
+
+    answered = 0
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        while server.fileno() != -1:
+            for key, _ in selector.select(0.1):
+                if key.fileobj is server:
+                    selector.register(server.accept()[0], selectors.EVENT_READ)
+                elif key.fileobj.recv(65536):
+                    answered += 1
+                    if answered == slow:
+                        time.sleep(seconds)
+                    key.fileobj.sendall(answer)
+                else:
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()
+
+
+# Sharing
+
+
+def test_sharing_measures_both_kinds_of_shares():
+    weights = sharing.WeightsSize(steps=4, warm_up=1, layers=2, width=32, samples=32, microbatches=4)
+    costs = Costs(0.002, 0.004)
+    background = sharing.BackgroundSize(costs=costs, background_costs=Costs(0.001, 0.002), steps=2, rounds=2)
+    figures = json.loads(json.dumps(sharing.run(quiet, weights=weights, background=background)))
+    assert min(figures["weights"]["seconds"]) > 0
+    assert figures["weights"]["wanted"] == 3
+    found = figures["background"]
+    # 4 stages and 4 micro-batches: 7 slots of a forward and a backward, 4 of them busy.
+    assert found["alone_seconds"] >= 7 * 0.006 * 0.99
+    assert found["idle"] >= 3 / 7 - 0.01
+    assert 0 <= found["share"] <= 1
+    assert len(found["growths"]) == background.rounds
+    assert "of the idle time it gets" in sharing.show(figures)
+
+
+def test_what_is_outside_a_span_does_not_count():
+    tasks = [sharing._Busy(0, 2), sharing._Busy(3, 5), sharing._Busy(7, 8)]
+    assert sharing.within(tasks, (1, 4)) == 2
+    assert sharing.within(tasks, (5, 7)) == 0
+    assert sharing.within(tasks, (0, math.inf)) == 5
+
+
+# Soak
+
+
+@pytest.mark.timeout(240)
+def test_a_soak_finds_its_service_in_order(tmp_path):
+    report = tmp_path / "soak.md"
+    size = soak.Size(seconds=15, sample_every=0.5, fault_every=0.25, scrape_every=1, watchdog_floor=2)
+    figures = json.loads(json.dumps(soak.run(quiet, report=str(report), size=size)))
+    assert not figures["interrupted"]
+    assert figures["jobs"]["illegal_histories"] == figures["jobs"]["torn_curves"] == []
+    assert figures["surprises"] == {}
+    assert figures["last_job"] == "finished"
+    assert figures["doubled_threads"] == figures["threads_left"] == []
+    assert min(fault["dealt"] for fault in figures["faults"].values()) > 0
+    assert {"foreground of weight 3", "background", "small"} <= set(figures["jobs"]["states"])
+    assert {name: len(values) for name, values in figures["samples"].items()} == dict.fromkeys(
+        figures["samples"], len(figures["times"])
+    )
+    text = report.read_text(encoding="utf-8")
+    assert "| hung task |" in text
+    assert soak.show(figures).endswith(f"report: {report}")
+
+
+@pytest.mark.parametrize(("growing", "verdict"), [(0.0, "no growth"), (-3.0, "no growth"), (3.0, "growth")])
+def test_growth_is_found_in_noise_and_only_where_it_is(growing, verdict):
+    random = Random(3)
+    times = [10.0 * number for number in range(180)]
+    values = [500 + random.gauss(0, 1) + growing * time / 600 for time in times]
+    found = soak_samples.trend(times, values)
+    assert found["verdict"] == verdict
+    assert abs(found["slope"] - growing * 6) < 1.5 * found["uncertainty"]
+    assert found["least"] == min(values)
+
+
+def test_what_happened_in_the_first_third_is_no_growth():
+    times = [float(number) for number in range(90)]
+    assert soak_samples.trend(times, [min(time, 30.0) for time in times])["verdict"] == "no growth"
+    assert soak_samples.trend(times[:7], times[:7])["verdict"] == "too short"
+    assert soak_samples.trend(times, times)["verdict"] == "growth"
+
+
+def test_samples_that_follow_each_other_know_less():
+    random = Random(2)
+    times = [float(number) for number in range(200)]
+    independent = [random.gauss(0, 1) for _ in times]
+    # Each of 20 values ten times: as much spread, and a tenth of the knowledge.
+    slow = [independent[number // 10 * 10] for number in range(200)]
+    assert soak_samples.slope(times, slow).error > 2 * soak_samples.slope(times, independent).error
+    assert soak_samples.slope(times, [7.0] * 200) == (0.0, 0.0)
+    assert soak_samples.slope(times, times).value == pytest.approx(1.0)
+
+
+def test_a_line_of_bars_shows_where_it_goes_up():
+    assert soak_samples.spark([0, 0, 1, 2]) == "▁▁▅█"
+    assert soak_samples.spark([5.0] * 3) == "▁▁▁"
+    assert soak_samples.spark([float(n) for n in range(600)], width=8) == "▁▂▃▄▅▆▇█"
+
+
+def test_what_is_measured_of_a_process():
+    async def waiting():
+        await asyncio.sleep(0)
+
+    held = soak_samples.measure()
+    kept = [nn.Parameter(torch.zeros(1)) for _ in range(100)], [waiting() for _ in range(30)], bytearray(2**24)
+    with ThreadPoolExecutor(1, thread_name_prefix="asyncio") as pool:
+        pool.submit(int).result()
+        more = soak_samples.measure()
+    assert more["tensors"] - held["tensors"] == 100
+    assert more["coroutines"] - held["coroutines"] == 30
+    assert more["objects"] - held["objects"] > 100
+    for coroutine in kept[1]:
+        coroutine.close()
+    assert held["threads"] + held["pooled"] == threading.active_count()
+    assert more["threads"] == held["threads"]
+    assert more["pooled"] == held["pooled"] + 1
+    if "heap" in held:
+        assert more["heap"] - held["heap"] == pytest.approx(16, abs=1)
+
+
+def test_one_job_takes_all_of_a_fault():
+    board = FaultBoard()
+    assert not board.take("stage raises", owner=1)
+    board.arm("stage raises", 2)
+    assert not board.take("stage raises", owner=NOBODY)
+    assert not board.take("out of memory", owner=1)
+    assert board.take("stage raises", owner=1)
+    assert not board.take("stage raises", owner=2)
+    assert board.take("stage raises", owner=1)
+    assert not board.take("stage raises", owner=1)
+    assert board.taken == {"stage raises": 2}
+
+
+def test_a_report_says_first_what_is_not_in_order():
+    figures = _soak_figures()
+    assert "| small: a b¦c | 2 |" in soak_report.markdown(figures)
+    assert soak_report.problems(figures) == []
+    assert soak_report.summary(figures).endswith("all in order")
+    figures |= {"last_job": "failed", "threads_left": ["asyncpipe cpu:0"], "surprises": {"KeyError: 1": 3}}
+    figures["jobs"] |= {"illegal_histories": ["a: oh"], "torn_curves": ["b"]}
+    assert len(soak_report.problems(figures)) == 5
+    assert "- not in order: **5**\n  - the history of a: oh\n" in soak_report.markdown(figures)
+
+
+def _soak_figures():
+    trend = soak_samples.trend([1.0, 2.0], [3.0, 4.0])
+    return {
+        "seconds": 60.0,
+        "interrupted": True,
+        "times": [1.0, 2.0],
+        "samples": {"threads": [3.0, 4.0]},
+        "trends": {"threads": trend},
+        "faults": {"hung task": {"dealt": 1, "taken": 0}},
+        "jobs": {"states": {"small": {"finished": 1}}, "attempts": 1, "causes": {"small: a\nb|c": 2}}
+        | {"illegal_histories": [], "torn_curves": []},
+        "done": {},
+        "refused": {},
+        "surprises": {},
+        "last_job": "finished",
+        "hung_tasks": 0.0,
+        "doubled_threads": [],
+        "threads_left": [],
+        "status": "takes jobs",
+        "log": {},
+    }

@@ -1,0 +1,398 @@
+"""``asyncpipe profile``, ``asyncpipe plan`` and ``schedule = "auto"``: a tiny model is measured and planned."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncpipe import Arguments, Pipeline
+from asyncpipe.bench import plan as bench
+from asyncpipe.cli import main
+from asyncpipe.core.predict.layer_times import Sort
+from asyncpipe.core.predict.profile import Profile
+from asyncpipe.errors import JobFileError, MicrobatchError, PlanError, TaskError
+from asyncpipe.ops.model.skip import pop, skippable, stash
+from asyncpipe.ops.model.trace.trace import trace
+from asyncpipe.pipeline import profiling
+from asyncpipe.pipeline.profiling import Sample, choose, measure
+from asyncpipe.train.job_file import Job, load_job
+from asyncpipe.train.loop import TrainingRun
+from asyncpipe.train.workload import Workload
+
+JOB = """\
+name = "tiny"
+
+[job]
+entry = "tiny_planned:build"
+
+[pipeline]
+devices = ["cpu:0", "cpu:1"]
+schedule = "auto"
+microbatches = 4
+
+[training]
+steps = 2
+batch_size = 8
+learning_rate = 1e-2
+"""
+
+MODULE = """\
+import torch
+from torch import nn
+from asyncpipe.service.run.workload import Workload
+
+def build():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def batches(batch_size, generator):
+        while True:
+            x = torch.randn(batch_size, 6, generator=generator)
+            yield x, x[:, :3]
+
+    return Workload(model, nn.functional.mse_loss, batches)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A job of five small layers, in a folder of its own, which is the working directory."""
+    (tmp_path / "tiny_planned.py").write_text(MODULE, encoding="utf-8")
+    path = tmp_path / "tiny.toml"
+    path.write_text(JOB, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "tiny_planned", raising=False)
+    yield path
+    sys.modules.pop("tiny_planned", None)
+
+
+@pytest.fixture
+def profile(job: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """What ``asyncpipe profile`` writes of it."""
+    path = job.parent / "profile.json"
+    assert main(["profile", str(job), "--microbatches", "2,4", "--steps", "1", "--output", str(path)]) == 0
+    shown = capsys.readouterr()
+    assert "2 micro-batches, each in ms and KiB" in shown.out
+    assert "0 Linear" in shown.out
+    assert shown.err.startswith("… measuring 2 micro-batches, round 1 of 2\n")
+    return path
+
+
+# The commands
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_profile_has_every_layer_for_every_number(profile):
+    found = Profile.read(profile)
+    assert [layer.name for layer in found.layers] == ["0 Linear", "1 Tanh", "2 Linear", "3 Tanh", "4 Linear"]
+    assert [layer.parameters for layer in found.layers] == [4 * 8 * 7, 0, 4 * 8 * 9, 0, 4 * 3 * 9]
+    assert [layer.inner for layer in found.layers] == [False, True, True, True, True]
+    assert found.links == ((0, 1), (1, 2), (2, 3), (3, 4))
+    assert found.measured == [2, 4]
+    assert found.devices == ("cpu:0", "cpu:1")
+    # Micro-batches of two samples: the first layer keeps its input, Tanh its output, the loss what it is given.
+    sizes = found.measurement(4).layers
+    assert [layer.input for layer in sizes] == [48, 64, 64, 64, 64]
+    assert [layer.output for layer in sizes] == [64, 64, 64, 64, 0]
+    assert [layer.saved_input for layer in sizes] == [48, 0, 64, 0, 64]
+    assert [layer.saved for layer in sizes] == [0, 64, 0, 64, 24]
+    assert [layer.saved_output for layer in sizes] == [0, 64, 0, 64, 0]
+    assert [layer.input for layer in found.measurement(2).layers] == [96, 128, 128, 128, 128]
+    costs = found.costs([2, 3], 4)
+    assert all(second > 0 for row in costs.seconds.values() for second in row[1:])
+
+
+def test_the_best_plans_are_shown_with_what_to_write(job, profile, capsys):
+    assert main(["plan", str(job), "--profile", str(profile), "--checkpoint", "never,always"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:4] == ["schedule", "balance", "micro-batches", "checkpoint"]
+    rows = lines[1 : lines.index("")]
+    assert len(rows) == 10
+    assert all("ms" in row and "%" in row and "B" in row for row in rows)
+    # The lines that it ends with are those of the first plan, and a job with them has it.
+    chosen = "\n".join(lines[lines.index("[pipeline]") :])
+    table = tomllib.loads(chosen)["pipeline"]
+    assert rows[0].split()[:2] == [table["schedule"], "-".join(map(str, table["balance"]))]
+    text = JOB.replace('schedule = "auto"\nmicrobatches = 4\n', chosen.removeprefix("[pipeline]\n"))
+    job.write_text(text, encoding="utf-8")
+    assert load_job(job).pipeline.balance == tuple(table["balance"])
+    assert main(["train", str(job), "--no-progress"]) == 0
+
+
+def test_json_has_the_same_plans(job, profile, capsys):
+    options = ["--profile", str(profile), "--schedules", "gpipe,1f1b", "--microbatches", "4", "--json"]
+    assert main(["plan", str(job), *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["job"], found["devices"]) == ("tiny", ["cpu:0", "cpu:1"])
+    assert {each["schedule"] for each in found["plans"]} == {"gpipe", "1f1b"}
+    assert {each["microbatches"] for each in found["plans"]} == {4}
+    seconds = [each["seconds"] for each in found["plans"]]
+    assert seconds == sorted(seconds)
+    assert all(len(each["memory"]) == 2 and 0 <= each["bubble"] < 1 for each in found["plans"])
+
+
+def test_a_memory_limit_leaves_out_what_does_not_fit(job, profile, capsys):
+    base = ["plan", str(job), "--profile", str(profile), "--json"]
+    assert main(base) == 0
+    free = json.loads(capsys.readouterr().out)["plans"]
+    limit = min(max(each["memory"]) for each in free)
+    assert main([*base, "--memory-limit", str(limit)]) == 0
+    assert all(max(each["memory"]) <= limit for each in json.loads(capsys.readouterr().out)["plans"])
+    assert main([*base, "--memory-limit", "0.1KiB"]) == 2
+    assert "nothing fits into 102 bytes a device; the smallest that was found needs " in capsys.readouterr().err
+
+
+def test_without_a_profile_the_model_is_measured(job, capsys):
+    assert main(["plan", str(job), "--steps", "1", "--microbatches", "2", "--schedules", "1f1b", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["plans"][0]["microbatches"] == 2
+    assert "… measuring 2 micro-batches, round 1 of 2" in shown.err
+    assert "… simulating 1f1b" in shown.err
+
+
+def test_numbers_are_the_jobs_half_and_twice_unless_told(job, capsys):
+    assert main(["profile", str(job), "--steps", "1", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [each["microbatches"] for each in document["measurements"]] == [2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "tiny.toml", "--memory-limit", "lots"], "must be a number of bytes, as 8GiB, 500MB or 1000000"),
+        (["plan", "tiny.toml", "--checkpoint", "some"], "checkpoint must be one of 'always', 'except_last', 'never'"),
+        (["profile", "tiny.toml", "--microbatches", "4,0"], "must be an integer of at least 1, got '0'"),
+        (["profile", "tiny.toml", "--steps", "x"], "must be an integer of at least 1, got 'x'"),
+    ],
+)
+def test_a_wrong_option_is_refused(job, capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["profile", "tiny.toml", "--microbatches", "9"], "makes 8 micro-batches, not 9; give one with at least"),
+        (["plan", "tiny.toml", "--profile", "nothing.json"], "nothing.json: cannot be read: No such file"),
+        (["plan", "tiny.toml", "--profile", "profile.json", "--schedules", "zigzag"], "unknown schedule 'zigzag'"),
+        (["plan", "tiny.toml", "--profile", "profile.json", "--microbatches", "8"], "the profile knows 2, 4;"),
+        (["profile", "tiny.toml", "--microbatches", "2", "--steps", "1", "--output", "no/where"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(profile, capsys, arguments, message):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error.splitlines()[-1]
+    assert "Traceback" not in error
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_ctrl_c_ends_a_measurement(job, monkeypatch):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profiling.Measuring, "round", interrupted)
+    assert main(["profile", str(job)]) == 130
+
+
+# schedule = "auto"
+
+
+def test_a_job_without_a_schedule_gets_the_best_one(job, capsys):
+    assert main(["train", str(job)]) == 0
+    shown = capsys.readouterr().out
+    assert "measuring, to choose a schedule" in shown
+    assert "4 micro-batches, checkpoint except_last; predicted " in shown
+    assert "tiny: 2 steps in " in shown
+
+
+def make_job(**pipeline: Any) -> Job:
+    return Job.model_validate(
+        {
+            "name": "tiny",
+            "job": {"entry": "tests:build"},
+            "pipeline": {"devices": ["cpu:0", "cpu:1"], "microbatches": 4, "schedule": "auto", **pipeline},
+            "training": {"steps": 3, "batch_size": 8, "learning_rate": 0.05},
+        }
+    )
+
+
+def make_workload() -> Workload:
+    def batches(batch_size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            x = torch.randn(batch_size, 6, generator=generator, dtype=torch.float64)
+            yield x, x[:, :3]
+
+    return Workload(small_model(), nn.functional.mse_loss, batches)
+
+
+def small_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_choosing_changes_nothing_of_what_is_learned():
+    chosen = await TrainingRun(make_job(), make_workload).run()
+    given = await TrainingRun(make_job(schedule="1f1b"), make_workload).run()
+    assert chosen.loss == pytest.approx(given.loss, rel=1e-12)
+    assert chosen.steps == 3
+
+
+async def test_a_balance_that_is_given_stays():
+    run = TrainingRun(make_job(balance=[4, 1]), make_workload)
+    await run.run()
+    assert run._job.pipeline.balance == (4, 1)
+    assert run._job.pipeline.schedule != "auto"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ({"order": "hint"}, 'pipeline.order: must be "strict" with schedule "auto", got "hint"'),
+        ({"stages": 2}, 'pipeline.stages: leave it out with schedule "auto"'),
+        ({"balance": [4, 2]}, "pipeline: balance .* sums up to 6"),
+        ({"microbatches": 9}, "pipeline: the sample makes 8 micro-batches, not 9"),
+    ],
+)
+async def test_what_auto_cannot_do_is_told(pipeline, message):
+    with pytest.raises(JobFileError, match=message):
+        await TrainingRun(make_job(**pipeline), make_workload).run()
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_a_run_that_is_stopped_while_it_measures_ends(monkeypatch):
+    run = TrainingRun(make_job(), make_workload)
+    real = profiling.Measuring.round
+
+    def stop_after_the_first(self: profiling.Measuring, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
+        run.stop()
+
+    monkeypatch.setattr(profiling.Measuring, "round", stop_after_the_first)
+    summary = await run.run()
+    assert (summary.stopped, summary.steps) == (True, 0)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "csv:steps.csv", "plugin.module:Class", "1f1b"])
+def test_job_files_may_name_schedules_that_are_not_listed(schedule):
+    assert make_job(schedule=schedule).pipeline.schedule == schedule
+
+
+async def test_an_order_may_be_a_hint():
+    assert (await TrainingRun(make_job(schedule="1f1b", order="hint"), make_workload).run()).steps == 3
+    with pytest.raises(JobFileError, match="only an ordered schedule can be a hint"):
+        await TrainingRun(make_job(schedule="backward-first", order="hint"), make_workload).run()
+
+
+# measure and choose
+
+
+def sample_of(size: int = 8) -> Sample:
+    x = torch.randn(size, 6, dtype=torch.float64)
+    return Sample(x, x[:, :3], nn.functional.mse_loss)
+
+
+def test_measuring_leaves_the_model_and_the_generators_alone():
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).double().eval()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    sample = sample_of()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    with torch.no_grad():
+        profile = measure(model, ["cpu:0", "cpu:1"], sample, [2], steps=1)
+    # Training was measured nevertheless.
+    assert profile.measurement(2).layers[0].saved_input > 0
+    assert torch.equal(torch.get_rng_state(), generator)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert not model.training
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+
+
+@skippable(stash=["wide"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor):
+        yield stash("wide", x)
+        return x[:, :6]
+
+
+@skippable(pop=["wide"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor):
+        skip = yield pop("wide")
+        return x + skip[:, :6]
+
+
+def test_skips_are_links_and_bytes_of_the_layers_at_their_ends():
+    model = nn.Sequential(nn.Linear(6, 6), Stash(), nn.Linear(6, 6), Pop(), nn.Linear(6, 3)).double()
+    profile = measure(model, ["cpu:0", "cpu:1"], sample_of(), [2], steps=1)
+    assert profile.links == ((0, 1), (1, 2), (1, 3), (2, 3), (3, 4))
+    assert profile.wiring([2, 1, 2]).links == ((0, 1), (0, 2), (1, 2))
+    assert profile.measurement(2).layers[3].input == 2 * 4 * 6 * 8
+
+
+def test_one_layer_on_one_device_can_be_measured():
+    profile = measure([nn.Linear(6, 3).double()], ["cpu"], sample_of(), [1, 2], steps=1)
+    assert profile.measured == [1, 2]
+    assert profile.costs([1], 2).seconds
+
+
+def test_a_chosen_plan_runs():
+    model = small_model()
+    sample = sample_of()
+    found = choose(model, ["cpu:0", "cpu:1"], sample, 4, checkpoints=["never"], steps=1)
+    options = {"loss_fn": sample.loss_fn, **found.options()}
+    with Pipeline(model, ["cpu:0", "cpu:1"], **options).sync() as pipe:
+        assert len(pipe.stages) == len(found.balance)
+        assert pipe.step(sample.x, sample.target).loss is not None
+
+
+def test_a_traced_model_keeps_its_stages():
+    model = nn.Sequential(small_model(), nn.Linear(3, 3).double())
+    staged = trace(model, Arguments.of(sample_of().x), ["1"])
+    found = choose(staged, ["cpu:0", "cpu:1"], sample_of(), 2, schedules=["gpipe", "1f1b"], steps=1)
+    assert found.balance == (1, 1)
+
+
+def test_what_is_wrong_is_told():
+    devices = ["cpu:0", "cpu:1"]
+    with pytest.raises(MicrobatchError, match="the sample makes 8 micro-batches, not 16"):
+        measure(small_model(), devices, sample_of(), [4, 16])
+    with pytest.raises(PlanError, match="no schedule serves 2 devices and 5 layers"):
+        choose(small_model(), devices, sample_of(), 2, schedules=[], steps=1)
+    broken = Sample(torch.zeros(8, 5, dtype=torch.float64), torch.zeros(8, 3), nn.functional.mse_loss)
+    with pytest.raises(TaskError, match=r"F\(0,0\) failed"):
+        measure(small_model(), devices, broken, [2], steps=1)
+
+
+# bench plan
+
+
+def test_the_benchmark_predicts_what_it_measures():
+    """In its smallest form: every row is there, with both times."""
+    choices = (
+        bench.Choice("gpipe", (1, 2), 2),
+        bench.Choice("1f1b", (2, 1), 2, "always"),
+        bench.Choice("zb-h1", (1, 2), 2),
+    )
+    assert [bench._sorts(choice) for choice in choices] == [
+        [Sort.KEPT],
+        [Sort.KEPT, Sort.RECOMPUTED],
+        [Sort.KEPT, Sort.SPLIT],
+    ]
+    figures = bench.run(lambda _: None, size=bench.Size(widths=(8, 8, 8, 8), samples=8, rounds=1, choices=choices))
+    figures = json.loads(json.dumps(figures))
+    assert [row["schedule"] for row in figures["rows"]] == ["gpipe", "1f1b", "zb-h1"]
+    assert all(row["predicted_seconds"] > 0 and row["measured_seconds"] > 0 for row in figures["rows"])
+    assert 0 <= figures["within"] <= 3
+    assert len(bench.show(figures).splitlines()) == 5

@@ -1,0 +1,124 @@
+"""What ``asyncpipe train`` shows while it runs."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from asyncpipe.cli.progress import LineProgress, LiveProgress, choose_progress, minutes
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.predict.report import Report, report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import OptionError
+from asyncpipe.train.progress import Meter, NullProgress, RunStarted, StepProgress
+
+RUN = RunStarted("tiny", 41, 1234567, ("dev:0", "dev:1"))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def simulated() -> Report:
+    """Two stages, four micro-batches: makespan 15, of which every device is busy 12."""
+    return report(simulate(lower(find_schedule("1f1b"), Shape(2, 4, 2), checkpoint=CheckpointMode.NEVER)))
+
+
+def steps(simulated: Report, count: int) -> list[StepProgress]:
+    meter = Meter(steps=41)
+    return [
+        meter.add(
+            loss=4.5 - n / 100,
+            learning_rate=1e-3,
+            gradient_norm=1.0,
+            seconds=0.5,
+            samples=8,
+            tokens=1000,
+            report=simulated,
+        )
+        for n in range(count)
+    ]
+
+
+def test_the_meter_gives_recent_means_and_what_is_left(simulated):
+    meter = Meter(steps=100)
+    for n in range(30):
+        last = meter.add(
+            loss=float(n),
+            learning_rate=1.0,
+            gradient_norm=1.0,
+            seconds=(n + 1) / 10,
+            samples=1,
+            tokens=n + 1,
+            report=simulated,
+        )
+    assert meter.loss == pytest.approx(19.5)
+    assert (last.step, last.steps) == (30, 100)
+    assert last.tokens_per_second == pytest.approx(10)
+    assert last.remaining_seconds == pytest.approx(70 * 2.05)
+    assert meter.bubble_ratio == pytest.approx(simulated.bubble_ratio)
+
+
+def test_lines_come_at_the_first_every_twentieth_and_the_last_step(simulated):
+    out = io.StringIO()
+    with choose_progress(wanted=True, out=out) as progress:
+        assert isinstance(progress, LineProgress)
+        progress.started(RUN)
+        for step in steps(simulated, 41):
+            progress.stepped(step)
+        progress.entered("sampling")
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "tiny: 1,234,567 parameters, 41 steps on dev:0, dev:1"
+    assert lines[1] == "step 1/41  loss 4.500  2,000 tokens/s  bubble 20%  0:20 left"
+    assert [line.split()[1] for line in lines[1:-1]] == ["1/41", "20/41", "40/41", "41/41"]
+    assert lines[-1] == "sampling"
+
+
+def test_a_terminal_shows_a_bar_and_the_utilization_of_every_stage(simulated):
+    out = Terminal()
+    with choose_progress(wanted=True, out=out) as progress:
+        assert isinstance(progress, LiveProgress)
+        progress.started(RUN)
+        for step in steps(simulated, 20):
+            progress.stepped(step)
+    shown = out.getvalue()
+    for part in (
+        "1,234,567 parameters",
+        "training",
+        "20/41",
+        "loss 4.310",
+        "2,000 tokens/s",
+        "0:10 left",
+        "80%",
+        "20%",
+    ):
+        assert part in shown
+
+
+def test_no_progress_shows_nothing(simulated):
+    out = Terminal()
+    with choose_progress(wanted=False, out=out) as progress:
+        assert isinstance(progress, NullProgress)
+        progress.started(RUN)
+        progress.stepped(steps(simulated, 1)[0])
+        progress.entered("sampling")
+    assert out.getvalue() == ""
+
+
+def test_a_terminal_without_rich_is_told_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with (
+        pytest.raises(OptionError, match=r"pip install 'asyncpipe\[cli\]'"),
+        choose_progress(wanted=True, out=Terminal()),
+    ):
+        pass
+
+
+def test_minutes():
+    assert [minutes(seconds) for seconds in (0, 59.9, 60, 3605)] == ["0:00", "0:59", "1:00", "60:05"]

@@ -1,0 +1,164 @@
+"""An event that cannot follow what happened raises InvalidTransition with the task's story, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from asyncpipe.core.engine.events import (
+    Abort,
+    Dispatch,
+    Event,
+    StepCancelled,
+    StepSubmitted,
+    TaskCompleted,
+    TaskDropped,
+    TaskFailed,
+    TaskIssued,
+)
+from asyncpipe.core.engine.scheduler import SchedulerState
+from asyncpipe.core.graph.lower import lower
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import InvalidTransition
+
+STEP = 5
+ERROR = RuntimeError("boom")
+
+
+def completed(task: int, step: int = STEP) -> TaskCompleted:
+    return TaskCompleted(step, task, 0.0, 1.0)
+
+
+# Tasks 0 and 2, F(0,0) and F(1,0), are dispatched at once; the last one, B(0,0), waits for all others.
+GRAPH = lower(find_schedule("gpipe"), Shape(2, 2, 2))
+LAST = len(GRAPH.tasks) - 1
+
+ILLEGAL: dict[str, tuple[list[Event], Event, str]] = {
+    "completed before dispatched": ([], completed(LAST), "came while B(0,0) is waiting"),
+    "issued before dispatched": ([], TaskIssued(STEP, LAST), "came while B(0,0) is waiting"),
+    "failed before dispatched": ([], TaskFailed(STEP, LAST, ERROR), "came while B(0,0) is waiting"),
+    "dropped before dispatched": ([], TaskDropped(STEP, LAST), "came while B(0,0) is waiting"),
+    "completed twice": ([completed(0)], completed(0), "came while F(0,0) is completed"),
+    "issued twice": ([TaskIssued(STEP, 0)], TaskIssued(STEP, 0), "came while F(0,0) is issued"),
+    "issued after completed": ([completed(0)], TaskIssued(STEP, 0), "came while F(0,0) is completed"),
+    "failed after completed": ([completed(0)], TaskFailed(STEP, 0, ERROR), "came while F(0,0) is completed"),
+    "failed twice": ([TaskFailed(STEP, 0, ERROR)], TaskFailed(STEP, 0, ERROR), "came while F(0,0) is failed"),
+    "completed after failed": ([TaskFailed(STEP, 0, ERROR)], completed(0), "came while F(0,0) is failed"),
+    "dropped while running": ([], TaskDropped(STEP, 0), "although step 5 is not aborted"),
+    "dropped after issued": (
+        [TaskIssued(STEP, 0), StepCancelled(STEP)],
+        TaskDropped(STEP, 0),
+        "came while F(0,0) is issued",
+    ),
+    "dropped twice": (
+        [StepCancelled(STEP), TaskDropped(STEP, 0)],
+        TaskDropped(STEP, 0),
+        "came while F(0,0) is dropped",
+    ),
+    "completed after dropped": ([StepCancelled(STEP), TaskDropped(STEP, 0)], completed(0), "F(0,0) is dropped"),
+    "unknown step": ([], completed(0, step=6), "came for a step that is not under way"),
+    "unknown task": ([], completed(LAST + 1), "came for a task that step 5 does not have"),
+    "negative task": ([], completed(-1), "came for a task that step 5 does not have"),
+    "resubmitted step": ([], StepSubmitted(STEP, GRAPH), "step 5 was submitted before, or after a later one"),
+    "older step": ([], StepSubmitted(STEP - 1, GRAPH), "step 4 was submitted before, or after a later one"),
+    "unknown step cancelled": ([], StepCancelled(6), "step 6 is not under way"),
+}
+
+
+def begun(events: list[Event]) -> SchedulerState:
+    state = SchedulerState()
+    for event in [StepSubmitted(STEP, GRAPH), *events]:
+        state.handle(event, 0.0)
+    return state
+
+
+def snapshot(state: SchedulerState) -> Any:
+    """Everything the scheduler remembers, as plain values."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        name = type(value).__name__
+        if name == "Claim":
+            ready = [(step, task) for step, task, _ in value.ready]
+            return str(value.lane.lane), ready, value.in_flight, value.virtual, dict(value.lane.holding)
+        if name in ("StepState", "JobState"):
+            return {slot: plain(getattr(value, slot)) for slot in value.__slots__}
+        if name in ("Jobs", "Dispatcher"):
+            return {slot: plain(item) for slot, item in vars(value).items() if slot != "_lanes"}
+        return value
+
+    remembered = {name: plain(value) for name, value in vars(state).items() if not callable(value)}
+    return {**remembered, "claims": plain(list(state._jobs.claims()))}
+
+
+@pytest.mark.parametrize(("before", "event", "message"), ILLEGAL.values(), ids=ILLEGAL.keys())
+def test_an_illegal_event_changes_nothing(before: list[Event], event: Event, message: str) -> None:
+    state = begun(before)
+    remembered = snapshot(state)
+    with pytest.raises(InvalidTransition) as raised:
+        state.handle(event, 9.0)
+    assert message in str(raised.value)
+    assert snapshot(state) == remembered
+    state.check()
+
+
+def test_a_snapshot_sees_every_event() -> None:
+    """The test above can fail: any legal event changes the snapshot."""
+    state = begun([])
+    before = snapshot(state)
+    state.handle(completed(0), 1.0)
+    assert snapshot(state) != before
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "story"),
+    [
+        ([completed(0)], completed(LAST), []),
+        ([completed(0)], completed(0), [Dispatch(STEP, 0), completed(0)]),
+        ([TaskIssued(STEP, 0)], TaskIssued(STEP, 0), [Dispatch(STEP, 0), TaskIssued(STEP, 0)]),
+        ([], TaskDropped(STEP, 0), [Dispatch(STEP, 0)]),
+    ],
+    ids=["waiting", "completed", "issued", "dropped while running"],
+)
+def test_the_story_is_what_happened_to_the_task(before: list[Event], event: Event, story: list[object]) -> None:
+    state = begun(before)
+    with pytest.raises(InvalidTransition) as raised:
+        state.handle(event, 9.0)
+    assert [entry for _, entry in raised.value.story] == story
+    for entry in story:
+        assert f"\n  0.000000 {entry}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "finish",
+    [
+        lambda state: state,
+        lambda state: state.handle(StepCancelled(STEP), 0.0),
+        lambda state: state.handle(TaskFailed(STEP, 0, ERROR), 0.0),
+    ],
+    ids=["running", "cancelled", "failed"],
+)
+def test_a_record_is_there_when_the_step_is_completed(finish: Callable[[SchedulerState], object]) -> None:
+    state = begun([])
+    finish(state)
+    remembered = snapshot(state)
+    with pytest.raises(InvalidTransition, match="step 5 is not completed"):
+        state.take_record(STEP)
+    assert snapshot(state) == remembered
+
+
+def test_a_step_is_gone_with_its_record() -> None:
+    state = begun([StepCancelled(STEP), TaskDropped(STEP, 0), TaskDropped(STEP, 2)])
+    assert Abort(STEP) in [entry for _, entry in state.take_record(STEP).journal]
+    with pytest.raises(InvalidTransition, match="step 5 is not completed"):
+        state.take_record(STEP)
+    with pytest.raises(InvalidTransition, match="not under way"):
+        state.handle(StepCancelled(STEP), 0.0)
+    with pytest.raises(InvalidTransition, match="submitted before"):
+        state.handle(StepSubmitted(STEP, GRAPH), 0.0)

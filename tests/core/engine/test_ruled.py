@@ -1,0 +1,301 @@
+"""Ruled and hinted schedules: decided while the step runs, never stuck, never above their cap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import product
+
+import pytest
+from sharing_helpers import ByHand
+
+from asyncpipe.core.engine.events import Command, Dispatch, Outcome, StepCompleted, StepSubmitted, TaskCompleted
+from asyncpipe.core.engine.scheduler import SchedulerState
+from asyncpipe.core.engine.share import Share
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task import WHOLE_STEP, Task
+from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph, Wiring
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.report import Report, report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.backward_first import BackwardFirst
+from asyncpipe.core.schedules.one_f_one_b import OneFOneB
+from asyncpipe.core.schedules.protocol import Action, B, F, HintedSchedule, I, OrderedSchedule, RuledSchedule, Shape, W
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import OptionError, ScheduleError
+
+
+class TwoLines(RuledSchedule):
+    """1F1B as a rule."""
+
+    def priority(self, action: Action, shape: Shape) -> bool:
+        return action.kind is TaskKind.FORWARD
+
+    def admit(self, action: Action, live: int, shape: Shape) -> bool:
+        return live < shape.devices - action.stage
+
+
+class ForwardFirst(RuledSchedule):
+    """GPipe as a rule."""
+
+    def priority(self, action: Action, shape: Shape) -> bool:
+        return action.kind is not TaskKind.FORWARD
+
+
+def run(schedule: RuledSchedule | str, shape: Shape, costs: Callable[[Task], float] | None = None) -> Report:
+    found = find_schedule(schedule) if isinstance(schedule, str) else schedule
+    return report(simulate(lower(found, shape), costs or Costs()))
+
+
+@pytest.mark.parametrize("costs", [Costs(), Costs(3, 2), Costs(1, 2, copy=1), Costs(2, 3, copy=0.5)], ids=str)
+def test_1f1b_in_two_lines_is_1f1b(costs: Costs) -> None:
+    for p, m in product(range(1, 9), range(1, 17)):
+        shape = Shape(p, m, p)
+        expected = run("1f1b", shape, costs)
+        for schedule in (TwoLines(), HintedSchedule(OneFOneB())):
+            found = run(schedule, shape, costs)
+            assert found.seconds == expected.seconds, (p, m, schedule.name)
+            assert found.peak_in_flight == expected.peak_in_flight
+
+
+def test_forward_first_is_gpipe() -> None:
+    for p, m in product(range(1, 9), range(1, 17)):
+        found, expected = run(ForwardFirst(), Shape(p, m, p)), run("gpipe", Shape(p, m, p))
+        assert (found.seconds, found.peak_in_flight) == (expected.seconds, expected.peak_in_flight)
+
+
+@pytest.mark.parametrize("cap", [None, 1, 3])
+def test_backward_first_keeps_its_cap_and_the_bubble_of_1f1b(cap: int | None) -> None:
+    for p, m in product(range(1, 9), range(1, 17)):
+        found = run(BackwardFirst(cap), Shape(p, m, p))
+        assert max(found.peak_in_flight) <= (cap or p)
+        if cap is None:
+            assert found.seconds == 3 * (m + p - 1), (p, m)
+
+
+def test_backward_first_says_what_it_demands() -> None:
+    with pytest.raises(ScheduleError, match="give a multiple of 2"):
+        lower(BackwardFirst(), Shape(3, 4, 2))
+    with pytest.raises(OptionError, match="cap must be a positive integer, got 0"):
+        BackwardFirst(0)
+
+
+def test_a_hint_does_not_wait_for_what_is_late() -> None:
+    """Device 1 must not stand behind micro-batch 0, whose forward is slow, when it could be at micro-batch 1's."""
+
+    class Parallel(OrderedSchedule):
+        def order(self, device: int, shape: Shape) -> Iterable[Action]:
+            return [F(0, device), F(1, device), B(0, device), B(1, device)]
+
+    def costs(task: Task) -> float:
+        return 9.0 if task[1:4] in [(TaskKind.FORWARD, 0, 0), (TaskKind.FORWARD, 1, 1)] else 1.0
+
+    strict = report(simulate(lower(Parallel(), Shape(3, 2, 3)), costs)).seconds
+    hinted = report(simulate(lower(HintedSchedule(Parallel()), Shape(3, 2, 3)), costs)).seconds
+    assert hinted < strict
+
+
+def test_a_hint_takes_the_names_and_places_of_its_order() -> None:
+    hint = find_schedule("interleaved", order="hint")
+    assert (hint.name, hint.virtual) == ("interleaved as hint", 2)
+    assert list(hint.placement(Shape(4, 2, 2))) == [0, 1, 0, 1]
+    with pytest.raises(ScheduleError, match="give a multiple of 2"):
+        hint.check(Shape(3, 2, 2))
+    with pytest.raises(OptionError, match="cap must be a positive integer"):
+        HintedSchedule(OneFOneB(), cap=0)
+    with pytest.raises(OptionError, match="order must be 'strict' or 'hint', got 'loose'"):
+        find_schedule("1f1b", order="loose")
+    with pytest.raises(ScheduleError, match="'TwoLines' decides by a rule; only an ordered schedule can be a hint"):
+        find_schedule(TwoLines(), order="hint")
+
+
+class Listed(OrderedSchedule):
+    """One device's order."""
+
+    def __init__(self, *actions: Action) -> None:
+        self._actions = actions
+
+    def order(self, device: int, shape: Shape) -> Iterable[Action]:
+        return self._actions
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        [F(0, 0), F(1, 0), B(0, 0), B(1, 0), F(2, 0), F(3, 0), B(2, 0), B(3, 0)],
+        [F(0, 0), I(0, 0), W(0, 0), F(1, 0), I(1, 0), W(1, 0)],
+        [F(0, 0), F(1, 0), I(1, 0), I(0, 0), W(0, 0), W(1, 0)],
+    ],
+)
+def test_one_device_alone_keeps_to_its_hint(order: list[Action]) -> None:
+    shape = Shape(1, len({action.microbatch for action in order}), 1)
+    times = run(HintedSchedule(Listed(*order)), shape)
+    assert [Action(*time.task[1:4]) for time in times.tasks] == order
+
+
+def test_the_cap_of_a_hint_counts_weight_gradients() -> None:
+    """In the strict order each micro-batch leaves, with its W, before the next one comes."""
+    hint = HintedSchedule(Listed(F(0, 0), I(0, 0), W(0, 0), F(1, 0), I(1, 0), W(1, 0)))
+    assert not hint.admit(F(1, 0), 1, Shape(1, 2, 1))
+
+
+def test_two_that_leave_let_two_in() -> None:
+    """B1 is ready when B0 ends, so both are gone before F2 comes in; F3 need not wait for another one to leave."""
+
+    def costs(task: Task) -> float:
+        return 5.0 if task.kind is TaskKind.BACKWARD and task.stage == 0 else float(task.kind is not TaskKind.COPY)
+
+    times = run(BackwardFirst(cap=2), Shape(2, 4, 2), costs)
+    assert [time.task.label for time in times.tasks if time.task.lane.device == "dev:0" and time.seconds] == [
+        *("F0", "F1", "B0", "B1", "F2", "F3", "B2", "B3")
+    ]
+
+
+# The graph
+
+
+def test_ruled_graphs_have_data_edges_alone() -> None:
+    graph = lower(TwoLines(), Shape(3, 4, 3), checkpoint=CheckpointMode.EXCEPT_LAST)
+    order = [edge for edge in graph.edges() if edge.reason is Reason.ORDER]
+    ends = [(graph.tasks[e.dependency].id, graph.tasks[e.task].id) for e in order]
+    recomputes = [(f"B({i},{j + 1})", f"R({i},{j})") for i in range(3) for j in range(2)]
+    assert sorted(ends) == sorted(recomputes), "a recomputation begins while its gradient is copied"
+
+
+def test_what_belongs_to_the_whole_step_waits_for_every_backward() -> None:
+    """Without a chain the last backward in a list need not be the last one to run."""
+    wiring = Wiring(((0, 1), (1, 2)), ties=((0, 2),), updates=(0, 1))
+    graph = lower(TwoLines(), Shape(3, 3, 3), wiring=wiring)
+    before = {task.id: {graph.tasks[d].id for d in graph.dependencies[task.number]} for task in graph.tasks}
+    assert before["U(1)"] == {"B(0,1)", "B(1,1)", "B(2,1)"}
+    assert before["S(0)"] == {"B(0,0)", "B(1,0)", "B(2,0)", "C(2>0)"}
+    assert before["C(2>0)"] == {"B(0,2)", "B(1,2)", "B(2,2)"}
+    assert all("C(0>2)" in before[f"F({i},2)"] for i in range(3)), "any forward may be the first one"
+
+
+def test_an_update_waits_for_weight_gradients_alone() -> None:
+    class Split(TwoLines):
+        splits_backward = True
+
+    graph = lower(Split(), Shape(2, 2, 2), wiring=Wiring(((0, 1),), updates=(1,)))
+    before = graph.dependencies[graph.find(TaskKind.UPDATE, WHOLE_STEP, 1).number]
+    assert {graph.tasks[task].id for task in before} == {"W(0,1)", "W(1,1)"}
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+def test_phases_without_a_choice_are_chained(phase: Phase) -> None:
+    class Backwards(BackwardFirst):
+        def actions(self, device: int, shape: Shape) -> Iterable[Action]:
+            return reversed(list(super().actions(device, shape)))
+
+    graph = lower(Backwards(), Shape(4, 3, 2), phase=phase)
+    assert graph.rule is None
+    kinds = {task.kind for task in graph.tasks} - {TaskKind.COPY}
+    assert kinds == {TaskKind.FORWARD if phase is Phase.FORWARD else TaskKind.BACKWARD}
+    simulate(graph)
+
+
+# Beside other steps
+
+
+def test_a_refused_step_lets_a_later_one_through() -> None:
+    ruled, ordered = lower(BackwardFirst(cap=1), Shape(2, 2, 2)), lower(find_schedule("gpipe"), Shape(2, 2, 2))
+    state = SchedulerState()
+    state.handle(StepSubmitted(0, ruled), 0.0)
+    state.handle(StepSubmitted(1, ordered), 0.0)
+    assert state.settle(0.0) == [Dispatch(0, ruled.find(TaskKind.FORWARD, 0, 0).number)]
+    state.handle(TaskCompleted(0, ruled.find(TaskKind.FORWARD, 0, 0).number, 0.0, 1.0), 1.0)
+    assert Dispatch(1, ordered.find(TaskKind.FORWARD, 0, 0).number) in state.settle(1.0)
+
+
+# Rules that are none
+
+
+def test_an_impure_rule_fails_its_step() -> None:
+    asked: list[Action] = []
+
+    class Moody(TwoLines):
+        def admit(self, action: Action, live: int, shape: Shape) -> bool:
+            asked.append(action)
+            return len(asked) <= 7
+
+    graph = lower(Moody(), Shape(2, 3, 2))
+    with pytest.raises(ScheduleError, match=r"'Moody', device dev:0: admit does not let F\(1,0\) in, although nothing"):
+        simulate(graph)
+
+
+def test_a_rule_that_raises_while_it_decides_fails_its_step_alone() -> None:
+    class Broken(TwoLines):
+        def admit(self, action: Action, live: int, shape: Shape) -> bool:
+            if live:
+                raise ZeroDivisionError("oh")
+            return True
+
+    graph = lower(Broken(), Shape(2, 3, 2))
+    with pytest.raises(
+        ScheduleError, match=r"does not let F\(1,0\) in, but raises ZeroDivisionError\('oh'\)"
+    ) as raised:
+        simulate(graph)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+class GoesBad(RuledSchedule):
+    """One micro-batch a device at a time, by a rule that lowering finds well, and that changes its mind on the last."""
+
+    splits_backward = True
+
+    def __init__(self, answer: Callable[[], bool]) -> None:
+        self._answer = answer
+
+    def lowered(self, shape: Shape) -> TaskGraph:
+        self._is_bad = False
+        graph = lower(self, shape)
+        self._is_bad = True
+        return graph
+
+    def priority(self, action: Action, shape: Shape) -> int:
+        return 0
+
+    def admit(self, action: Action, live: int, shape: Shape) -> bool:
+        if self._is_bad and action.microbatch == shape.microbatches - 1 and not action.stage and not live:
+            return self._answer()
+        return live < 1
+
+
+def raises() -> bool:
+    raise OSError("gone")
+
+
+def refuses() -> bool:
+    return False
+
+
+@pytest.mark.parametrize("jobs", [("a", "a", "a"), ("a", "b", "b")], ids=["one job", "several jobs"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_rule_that_goes_bad_on_an_empty_device_fails_its_step_alone(microbatches: int, jobs: tuple[str, ...]) -> None:
+    """Nothing else of the step is ready or runs when the rule is asked; the other steps have theirs."""
+    raising, refusing = (GoesBad(answer).lowered(Shape(1, microbatches, 1)) for answer in (raises, refuses))
+    scheduler = ByHand()
+    commands: list[Command] = []
+    ends: dict[int, StepCompleted] = {}
+    for number, graph in enumerate([raising, refusing, lower(find_schedule("gpipe"), Shape(1, 4, 1))]):
+        commands += scheduler.send(StepSubmitted(number, graph, Share(jobs[number])), 0.0)
+    while commands:
+        command = commands.pop(0)
+        if isinstance(command, Dispatch):
+            commands += scheduler.send(TaskCompleted(command.step, command.task, 0.0, 0.0), 0.0)
+        elif isinstance(command, StepCompleted):
+            ends[command.step] = command
+    assert [ends[step].outcome for step in range(3)] == [Outcome.FAILED, Outcome.FAILED, Outcome.OK]
+    last = raising.find(TaskKind.FORWARD, microbatches - 1, 0).number
+    assert (ends[0].failed_task, ends[1].failed_task) == (last, last)
+    assert "but raises OSError('gone')" in str(ends[0].error)
+    assert "although nothing else can run" in str(ends[1].error)
+
+
+def test_a_rule_that_refuses_while_another_device_works_fails_its_step_when_that_is_done() -> None:
+    """Device 0 is empty and refuses F(1,0); the last thing to end is W(0,1), which nothing waits for."""
+    graph = GoesBad(refuses).lowered(Shape(2, 2, 2))
+    late = (TaskKind.WEIGHT_GRADIENT, 1)
+    with pytest.raises(ScheduleError, match=r"admit does not let F\(1,0\) in, although nothing else can run"):
+        simulate(graph, lambda task: 9.0 if (task.kind, task.stage) == late else 1.0)

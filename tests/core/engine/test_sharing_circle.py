@@ -1,0 +1,33 @@
+"""Jobs that wait for one another on different lanes go on, whatever they expect of each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncpipe.core.engine import dispatch
+from asyncpipe.core.engine.share import Share
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.simulate import SimulatedJob, simulate_jobs
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+
+DEVICES = ["d0", "d1"]
+
+
+@pytest.mark.parametrize("order", ["strict", "hint"])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_lane_does_not_wait_for_ever(monkeypatch, background, order):
+    """The outlook says of every lane that foreground jobs are expected there, again and again."""
+    real = dispatch._has_time
+    monkeypatch.setattr(
+        dispatch, "_has_time", lambda claim, *others: claim.job.share.background and real(claim, *others)
+    )
+    shape = Shape(2, 4, 2)
+    graph = lower(find_schedule("1f1b", order=order), shape, devices=DEVICES, checkpoint=CheckpointMode.NEVER)
+    jobs = [
+        SimulatedJob(graph, Costs(), Share(f"job {weight}", weight, background and weight == 2), steps=6)
+        for weight in (1, 2, 7)
+    ]
+    runs = simulate_jobs(jobs)
+    assert [len(run.records) for run in runs] == [6, 6, 6]

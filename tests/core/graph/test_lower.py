@@ -1,0 +1,296 @@
+"""Lowering: which tasks and edges a schedule becomes, and how tasks are numbered and split by device."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncpipe.core.graph.export import to_dict, to_dot
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task import Lane, Queue, Task
+from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph, Wiring, critical_path
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import OptionError
+
+ALWAYS, EXCEPT_LAST, NEVER = CheckpointMode.ALWAYS, CheckpointMode.EXCEPT_LAST, CheckpointMode.NEVER
+
+
+class Listed(OrderedSchedule):
+    """Orders and a placement written out."""
+
+    name = "listed"
+
+    def __init__(self, orders: Sequence[Iterable[Action]], placement: Sequence[int]) -> None:
+        self._orders = orders
+        self._placement = placement
+
+    def order(self, device: int, shape: Shape) -> Iterable[Action]:
+        return self._orders[device]
+
+    def placement(self, shape: Shape) -> Sequence[int]:
+        return self._placement
+
+    def check(self, shape: Shape) -> None:
+        pass
+
+
+def shuffled(shape: Shape, draw: random.Random) -> Listed:
+    """Some order that cannot deadlock: a random run of the whole step, cut up by device."""
+    placement = [draw.randrange(shape.devices) for _ in range(shape.stages)]
+    orders: list[list[Action]] = [[] for _ in range(shape.devices)]
+    ways = [
+        [F(i, j) for j in range(shape.stages)] + [B(i, j) for j in reversed(range(shape.stages))]
+        for i in range(shape.microbatches)
+    ]
+    while ways:
+        way = draw.choice(ways)
+        action = way.pop(0)
+        orders[placement[action.stage]].append(action)
+        ways = [way for way in ways if way]
+    return Listed(orders, placement)
+
+
+def graphs(draw: random.Random) -> TaskGraph:
+    """A graph of any kind."""
+    devices, microbatches = draw.randint(1, 4), draw.randint(1, 6)
+    shape = Shape(draw.randint(1, 6), microbatches, devices)
+    pairs = [(source, user) for user in range(shape.stages) for source in range(user)]
+    links = {*Wiring.chain(shape.stages).links, *draw.sample(pairs, draw.randint(0, len(pairs)))}
+    return lower(
+        shuffled(shape, draw),
+        shape,
+        checkpoint=draw.choice(list(CheckpointMode)),
+        phase=draw.choice(list(Phase)),
+        wiring=Wiring(tuple(sorted(links))),
+    )
+
+
+any_graph = st.randoms(use_true_random=False).map(graphs)
+
+
+def of_kind(graph: TaskGraph, kind: TaskKind) -> list[Task]:
+    return [task for task in graph.tasks if task.kind is kind]
+
+
+def waits(graph: TaskGraph, task: Task) -> set[tuple[str, Reason]]:
+    """What ``task`` waits for, and why."""
+    return {(graph.tasks[e.dependency].id, e.reason) for e in graph.edges() if e.task == task.number}
+
+
+# Tasks
+
+
+@pytest.mark.parametrize(("mode", "recomputed"), [(NEVER, 0), (EXCEPT_LAST, 3), (ALWAYS, 4)])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+def test_recomputed_micro_batches(name: str, mode: CheckpointMode, recomputed: int) -> None:
+    graph = lower(find_schedule(name), Shape(2, 4, 2), checkpoint=mode)
+    expected = sorted(product(range(recomputed), range(2)))
+    assert sorted((task.microbatch, task.stage) for task in of_kind(graph, TaskKind.RECOMPUTE)) == expected
+
+
+def test_the_only_micro_batch_is_the_last_one() -> None:
+    shape = Shape(2, 1, 2)
+    assert not of_kind(lower(find_schedule("gpipe"), shape, checkpoint=EXCEPT_LAST), TaskKind.RECOMPUTE)
+    assert len(of_kind(lower(find_schedule("gpipe"), shape, checkpoint=ALWAYS), TaskKind.RECOMPUTE)) == 2
+
+
+def test_checkpoint_modes_are_parsed_or_listed() -> None:
+    assert CheckpointMode.parse("except_last") is EXCEPT_LAST
+    with pytest.raises(OptionError, match="one of 'always', 'except_last', 'never', got 'sometimes'"):
+        CheckpointMode.parse("sometimes")
+
+
+@settings(deadline=None, max_examples=60)
+@given(any_graph)
+def test_each_task_is_there_once_and_copies_only_where_the_device_changes(graph: TaskGraph) -> None:
+    counts = Counter((task.kind, task.microbatch, task.stage, task.source) for task in graph.tasks)
+    m, n = graph.shape.microbatches, graph.shape.stages
+    borders = [link for link in graph.wiring.links if graph.placement[link[0]] != graph.placement[link[1]]]
+    expected: set[tuple[TaskKind, int, int, int | None]] = set()
+    if graph.phase is not Phase.BACKWARD:
+        expected |= {(TaskKind.FORWARD, i, j, None) for i, j in product(range(m), range(n))}
+        expected |= {(TaskKind.COPY, i, user, source) for i, (source, user) in product(range(m), borders)}
+    if graph.phase is not Phase.FORWARD:
+        expected |= {(TaskKind.BACKWARD, i, j, None) for i, j in product(range(m), range(n))}
+        expected |= {(TaskKind.COPY, i, source, user) for i, (source, user) in product(range(m), borders)}
+    assert {key for key in counts if key[0] is not TaskKind.RECOMPUTE} == expected
+    assert set(counts.values()) == {1}
+    assert graph.phase is not Phase.FORWARD or not of_kind(graph, TaskKind.RECOMPUTE)
+
+
+def test_no_copy_within_a_device() -> None:
+    order = [F(0, 0), F(0, 1), F(0, 2), B(0, 2), B(0, 1), B(0, 0)]
+    graph = lower(Listed([order], [0, 0, 0]), Shape(3, 1, 1))
+    assert not of_kind(graph, TaskKind.COPY)
+    assert waits(graph, graph.find(TaskKind.FORWARD, 0, 1)) == {("F(0,0)", Reason.DATA)}
+    assert waits(graph, graph.find(TaskKind.BACKWARD, 0, 0)) == {("B(0,1)", Reason.DATA), ("F(0,0)", Reason.DATA)}
+
+
+def test_copies_go_both_ways_in_queues_of_their_own() -> None:
+    graph = lower(find_schedule("gpipe"), Shape(2, 1, 2), devices=["left", "right"])
+    onward, back = graph.find(TaskKind.COPY, 0, 1, source=0), graph.find(TaskKind.COPY, 0, 0, source=1)
+    assert (onward.id, onward.lane, onward.is_gradient_copy) == ("C(0,0>1)", Lane("right", Queue.COPY_IN), False)
+    assert (back.id, back.lane, back.is_gradient_copy) == ("C(0,1>0)", Lane("left", Queue.GRAD_IN), True)
+    assert waits(graph, onward) == {("F(0,0)", Reason.DATA)}
+    assert waits(graph, back) == {("B(0,1)", Reason.DATA)}
+    assert waits(graph, graph.find(TaskKind.FORWARD, 0, 1)) == {("C(0,0>1)", Reason.COPY)}
+    assert waits(graph, graph.find(TaskKind.BACKWARD, 0, 0)) == {("C(0,1>0)", Reason.COPY), ("F(0,0)", Reason.DATA)}
+
+
+def test_forwards_only() -> None:
+    trained = lower(find_schedule("1f1b"), Shape(3, 4, 3), checkpoint=ALWAYS)
+    graph = lower(find_schedule("1f1b"), Shape(3, 4, 3), checkpoint=ALWAYS, phase=Phase.FORWARD)
+    assert not graph.training
+    assert {task.kind for task in graph.tasks} == {TaskKind.FORWARD, TaskKind.COPY}
+    forwards = [task.id for task in trained.tasks if task.kind is TaskKind.FORWARD]
+    assert sorted(task.id for task in graph.tasks if task.kind is TaskKind.FORWARD) == sorted(forwards)
+    assert waits(graph, graph.find(TaskKind.FORWARD, 3, 1)) == {("C(3,0>1)", Reason.COPY), ("F(2,1)", Reason.ORDER)}
+
+
+# Edges
+
+
+def test_a_recomputation_follows_the_action_before_its_backward() -> None:
+    """1F1B at stage 0 of 2: F0 F1 (R0) B0 F2 (R1) B1 B2, the last without recomputation."""
+    graph = lower(find_schedule("1f1b"), Shape(2, 3, 2), checkpoint=EXCEPT_LAST)
+    order, copy, recompute = Reason.ORDER, Reason.COPY, Reason.RECOMPUTE
+    assert waits(graph, graph.find(TaskKind.RECOMPUTE, 0, 0)) == {("F(1,0)", order)}
+    backward = {("F(1,0)", order), ("R(0,0)", recompute), ("C(0,1>0)", copy)}
+    assert waits(graph, graph.find(TaskKind.BACKWARD, 0, 0)) == backward
+    assert waits(graph, graph.find(TaskKind.FORWARD, 2, 0)) == {("B(0,0)", order)}
+    assert waits(graph, graph.find(TaskKind.RECOMPUTE, 1, 0)) == {("F(2,0)", order)}
+    last = {("B(1,0)", order), ("F(2,0)", Reason.DATA), ("C(2,1>0)", copy)}
+    assert waits(graph, graph.find(TaskKind.BACKWARD, 2, 0)) == last
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.randoms(use_true_random=False), st.sampled_from(CheckpointMode))
+def test_devices_keep_their_order(draw: random.Random, mode: CheckpointMode) -> None:
+    """Each action waits for the one before it on its device, and each R too, for the same one as its B."""
+    shape = Shape(draw.randint(1, 5), draw.randint(1, 4), draw.randint(1, 3))
+    schedule = shuffled(shape, draw)
+    graph = lower(schedule, shape, checkpoint=mode)
+    for device in range(shape.devices):
+        actions = [graph.find(*action) for action in schedule.order(device, shape)]
+        assert not actions or not {reason for _, reason in waits(graph, actions[0])} & {Reason.ORDER}
+        for before, task in pairwise(actions):
+            assert before.number in graph.dependencies[task.number]
+            if task.kind is TaskKind.BACKWARD and mode.recomputes(task.microbatch, shape.microbatches):
+                recompute = graph.find(TaskKind.RECOMPUTE, task.microbatch, task.stage)
+                assert graph.dependencies[recompute.number] == (before.number,)
+                assert (recompute.id, Reason.RECOMPUTE) in waits(graph, task)
+
+
+@settings(deadline=None, max_examples=60)
+@given(any_graph)
+def test_dependents_invert_dependencies_and_are_split_by_device(graph: TaskGraph) -> None:
+    local, remote = set(), set()
+    for task in graph.tasks:
+        local |= {(task.number, dependent) for dependent in graph.local_dependents[task.number]}
+        remote |= {(task.number, dependent) for dependent in graph.remote_dependents[task.number]}
+        assert len(set(graph.dependencies[task.number])) == len(graph.dependencies[task.number]), "an edge is doubled"
+    edges = {(edge.dependency, edge.task) for edge in graph.edges()}
+    device = [task.lane.device for task in graph.tasks]
+    assert local == {(before, after) for before, after in edges if device[before] == device[after]}
+    assert remote == edges - local
+
+
+# Numbers, cycles and lanes
+
+
+@settings(deadline=None, max_examples=60)
+@given(any_graph)
+def test_numbers_are_topological_and_sorted_by_cycle_with_copies_first(graph: TaskGraph) -> None:
+    assert [task.number for task in graph.tasks] == list(range(len(graph.tasks)))
+    assert all(edge.dependency < edge.task for edge in graph.edges())
+    keys = [(task.cycle, task.kind is not TaskKind.COPY) for task in graph.tasks]
+    assert keys == sorted(keys)
+
+
+@settings(deadline=None, max_examples=60)
+@given(any_graph)
+def test_lanes(graph: TaskGraph) -> None:
+    assert graph.lanes == tuple(Lane(device, queue) for device in graph.devices for queue in Queue)
+    for task in graph.tasks:
+        assert graph.lanes[graph.lane_of[task.number]] == task.lane
+        assert task.lane.device == graph.devices[graph.placement[task.stage]]
+        queue = Queue.COMPUTE if task.source is None else Queue.GRAD_IN if task.is_gradient_copy else Queue.COPY_IN
+        assert task.lane.queue is queue
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (3, 4), (4, 2), (5, 7)])
+def test_the_clock_cycles_of_gpipe(p: int, m: int) -> None:
+    """F(i,j) is in cycle i + j; the backwards mirror them, behind the F(m-1,p-1) in cycle m + p - 2."""
+    graph = lower(find_schedule("gpipe"), Shape(p, m, p))
+    for i, j in product(range(m), range(p)):
+        assert graph.find(TaskKind.FORWARD, i, j).cycle == i + j
+        assert graph.find(TaskKind.BACKWARD, i, j).cycle == (m + p - 1) + (m - 1 - i) + (p - 1 - j)
+    for copy in of_kind(graph, TaskKind.COPY):
+        (producer,) = graph.dependencies[copy.number]
+        assert copy.cycle == graph.tasks[producer].cycle + 1
+
+
+def test_device_names() -> None:
+    assert lower(find_schedule("gpipe"), Shape(2, 1, 2)).devices == ("dev:0", "dev:1")
+    named = lower(find_schedule("gpipe"), Shape(2, 1, 2), devices=["cuda:0", "cuda:1"])
+    assert named.find(TaskKind.FORWARD, 0, 1).lane == Lane("cuda:1", Queue.COMPUTE)
+    assert str(named.find(TaskKind.FORWARD, 0, 1).lane) == "cuda:1/compute"
+
+
+def test_a_task_that_is_not_there() -> None:
+    with pytest.raises(KeyError, match="no R task for micro-batch 0 at stage 1"):
+        lower(find_schedule("gpipe"), Shape(2, 1, 2)).find(TaskKind.RECOMPUTE, 0, 1)
+
+
+# Growth
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("mode", [NEVER, ALWAYS])
+def test_tasks_and_edges_grow_linearly(name: str, mode: CheckpointMode) -> None:
+    """The same number of tasks and edges for every further round of micro-batches, and at most three edges a task."""
+    made = [lower(find_schedule(name), Shape(4, 4 * k, 4), checkpoint=mode) for k in range(2, 7)]
+    for sizes in ([len(graph.tasks) for graph in made], [sum(1 for _ in graph.edges()) for graph in made]):
+        assert len({after - before for before, after in pairwise(sizes)}) == 1, sizes
+    assert all(len(before) <= 3 for graph in made for before in graph.dependencies)
+
+
+# The graph as data
+
+
+def test_the_critical_path_of_a_chain() -> None:
+    graph = lower(find_schedule("gpipe"), Shape(2, 1, 2))
+    seconds = {"F": 3.0, "B": 5.0, "C": 0.5}
+    assert critical_path(graph, lambda task: seconds[task.kind.value]) == 3 + 0.5 + 3 + 5 + 0.5 + 5
+
+
+def test_plain_data_and_dot_name_every_task_and_edge() -> None:
+    graph = lower(find_schedule("1f1b"), Shape(2, 2, 2), checkpoint=ALWAYS)
+    data = to_dict(graph)
+    assert [row["id"] for row in data["tasks"]] == [task.id for task in graph.tasks]
+    assert {"from": "R(0,1)", "to": "B(0,1)", "reason": "recompute"} in data["edges"]
+    assert len(data["edges"]) == sum(1 for _ in graph.edges())
+    copy = next(row for row in data["tasks"] if row["id"] == "C(0,0>1)")
+    assert copy == {
+        "id": "C(0,0>1)",
+        "kind": "C",
+        "microbatch": 0,
+        "stage": 1,
+        "device": "dev:1",
+        "lane": "dev:1/copy-in",
+        "cycle": copy["cycle"],
+        "src": 0,
+        "dst": 1,
+    }
+    dot = to_dot(graph)
+    assert all(f'"{task.id}" [' in dot for task in graph.tasks)
+    assert dot.count(" -> ") == len(data["edges"])
+    assert dot.count("style=dashed") == sum(edge.reason is Reason.ORDER for edge in graph.edges())

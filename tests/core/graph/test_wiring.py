@@ -1,0 +1,183 @@
+"""Links, ties, updates and phases: what a task graph has beside the schedule's actions."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncpipe.core.engine.events import (
+    Dispatch,
+    GateOpened,
+    StepCancelled,
+    StepCompleted,
+    StepSubmitted,
+    TaskCompleted,
+)
+from asyncpipe.core.engine.scheduler import SchedulerState
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task import WHOLE_STEP, Queue, Task
+from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph, Wiring
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import InvalidTransition
+
+FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
+
+
+def graph_of(
+    name: str = "gpipe",
+    shape: Shape = Shape(4, 3, 4),  # noqa: B008 # immutable
+    *,
+    links: tuple[tuple[int, int], ...] = ((0, 1), (1, 2), (2, 3)),
+    ties: tuple[tuple[int, int], ...] = (),
+    updates: tuple[int, ...] = (),
+    phase: Phase = Phase.STEP,
+    checkpoint: str = "never",
+) -> TaskGraph:
+    wiring = Wiring(links, ties, updates)
+    return lower(find_schedule(name), shape, checkpoint=CheckpointMode(checkpoint), phase=phase, wiring=wiring)
+
+
+def before(graph: TaskGraph, task: Task) -> set[str]:
+    return {graph.tasks[dependency].id for dependency in graph.dependencies[task.number]}
+
+
+def copies(graph: TaskGraph) -> list[str]:
+    return sorted(task.id for task in graph.tasks if task.kind is TaskKind.COPY)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_a_skip_is_one_copy_to_its_user_and_one_back(name: str, checkpoint: str) -> None:
+    plain = graph_of(name, checkpoint=checkpoint)
+    graph = graph_of(name, checkpoint=checkpoint, links=((0, 1), (0, 3), (1, 2), (2, 3)))
+    skips = {f"C({i},0>3)" for i in range(3)} | {f"C({i},3>0)" for i in range(3)}
+    assert set(copies(graph)) - set(copies(plain)) == skips
+    assert len(copies(graph)) == len(copies(plain)) + len(skips)
+    for i in range(3):
+        onward, back = graph.find(TaskKind.COPY, i, 3, 0), graph.find(TaskKind.COPY, i, 0, 3)
+        assert before(graph, onward) == {f"F({i},0)"}
+        assert before(graph, back) == {f"B({i},3)"}
+        assert onward.id in before(graph, graph.find(TaskKind.FORWARD, i, 3))
+        assert back.id in before(graph, graph.find(TaskKind.BACKWARD, i, 0))
+
+
+def test_a_skip_within_a_device_is_no_copy() -> None:
+    graph = graph_of("interleaved", Shape(4, 2, 2), links=((0, 1), (0, 2), (1, 2), (2, 3)))
+    assert not [task for task in graph.tasks if task.kind is TaskKind.COPY and {task.stage, task.source} == {0, 2}]
+    assert "F(1,0)" in before(graph, graph.find(TaskKind.FORWARD, 1, 2))
+    assert "B(1,2)" in before(graph, graph.find(TaskKind.BACKWARD, 1, 0))
+
+
+def test_stages_need_no_chain() -> None:
+    graph = graph_of(links=((0, 2), (1, 2), (2, 3)))
+    assert before(graph, graph.find(TaskKind.FORWARD, 0, 1)) == set()
+    assert before(graph, graph.find(TaskKind.BACKWARD, 2, 0)) == {"C(2,2>0)", "F(2,0)"}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_tied_parameters_travel_once_a_step(name: str) -> None:
+    graph = graph_of(name, ties=((0, 2), (0, 3)), updates=(0, 1, 2, 3))
+    assert [task.id for task in graph.tasks if task.microbatch == WHOLE_STEP and task.kind is TaskKind.COPY] == [
+        "C(0>2)",
+        "C(0>3)",
+        "C(3>0)",
+        "C(2>0)",
+    ]
+    bring, back = graph.find(TaskKind.COPY, WHOLE_STEP, 3, 0), graph.find(TaskKind.COPY, WHOLE_STEP, 0, 3)
+    assert (bring.lane.queue, bring.lane.device, before(graph, bring)) == (Queue.COPY_IN, "dev:3", set())
+    assert (back.lane.queue, back.lane.device, before(graph, back)) == (Queue.GRAD_IN, "dev:0", {last(graph, 3)})
+    assert bring.id in before(graph, graph.find(TaskKind.FORWARD, 0, 3))
+    total = graph.find(TaskKind.SUM, WHOLE_STEP, 0)
+    assert (total.id, before(graph, total)) == ("S(0)", {last(graph, 0), "C(2>0)", "C(3>0)"})
+    assert before(graph, graph.find(TaskKind.UPDATE, WHOLE_STEP, 0)) == {"S(0)"}
+    assert before(graph, graph.find(TaskKind.UPDATE, WHOLE_STEP, 2)) == {last(graph, 2)}
+    assert {edge.reason for edge in graph.edges() if edge.task == total.number} == {Reason.DATA, Reason.COPY}
+
+
+def last(graph: TaskGraph, stage: int) -> str:
+    """The last backward of a stage in the order of its device."""
+    return [t.id for t in graph.tasks if t.kind is TaskKind.BACKWARD and t.stage == stage][-1]
+
+
+def test_the_phases_share_the_ties_and_leave_updates_to_the_caller() -> None:
+    forward = graph_of(ties=((0, 3),), updates=(0,), phase=FORWARD)
+    backward = graph_of(ties=((0, 3),), updates=(0,), phase=BACKWARD)
+    assert "C(0>3)" in copies(forward)
+    assert "C(3>0)" not in copies(forward)
+    assert "C(3>0)" in copies(backward)
+    assert "C(0>3)" not in copies(backward)
+    kinds = {task.kind for task in (*forward.tasks, *backward.tasks)}
+    assert TaskKind.SUM in kinds
+    assert TaskKind.UPDATE not in kinds
+
+
+@pytest.mark.parametrize(("name", "shape"), [("gpipe", Shape(3, 4, 3)), ("1f1b", Shape(3, 4, 3))])
+def test_the_backward_phase_is_figure_2(name: str, shape: Shape) -> None:
+    graph = graph_of(name, shape, links=((0, 1), (1, 2)), phase=BACKWARD, checkpoint="except_last")
+    assert [graph.tasks[gated].id for gated in graph.gates] == ["B(0,2)", "B(1,2)", "B(2,2)", "B(3,2)"]
+    for i, j in ((i, j) for i in range(4) for j in range(3)):
+        expected = {f"B({i + 1},{j})"} if i < 3 else set()
+        recomputed = expected | ({f"R({i},{j})"} if i < 3 else set())
+        copied = {f"C({i},{j + 1}>{j})"} if j < 2 else set()
+        assert before(graph, graph.find(TaskKind.BACKWARD, i, j)) == recomputed | copied
+        if i < 3:
+            assert before(graph, graph.find(TaskKind.RECOMPUTE, i, j)) == expected
+
+
+def test_the_backward_phase_mirrors_interleaved_stages() -> None:
+    forward = graph_of("interleaved", Shape(4, 4, 2), phase=FORWARD)
+    backward = graph_of("interleaved", Shape(4, 4, 2), phase=BACKWARD)
+    for device in ("dev:0", "dev:1"):
+        orders = [
+            [(t.microbatch, t.stage) for t in graph.tasks if t.lane.device == device and t.source is None]
+            for graph in (forward, backward)
+        ]
+        assert orders[0] == orders[1][::-1]
+
+
+def test_a_gate_holds_its_backward_and_nothing_else() -> None:
+    graph = graph_of(phase=BACKWARD, checkpoint="always", shape=Shape(2, 2, 2), links=((0, 1),))
+    state = SchedulerState()
+    commands = state.handle(StepSubmitted(0, graph), 0.0)
+    dispatched = {graph.tasks[c.task].id for c in commands if isinstance(c, Dispatch)}
+    assert dispatched == {"R(1,0)", "R(1,1)"}
+    assert state.handle(GateOpened(0, 0), 0.0) == []
+    opened = state.handle(GateOpened(0, 1), 0.0)
+    assert {graph.tasks[c.task].id for c in opened if isinstance(c, Dispatch)} == {"B(1,1)", "R(0,1)", "B(0,1)"}
+    state.check()
+    with pytest.raises(InvalidTransition):
+        state.handle(GateOpened(0, 1), 0.0)
+    with pytest.raises(InvalidTransition):
+        state.handle(GateOpened(7, 0), 0.0)
+
+
+def test_a_step_behind_closed_gates_can_be_cancelled() -> None:
+    graph = graph_of(phase=BACKWARD, shape=Shape(1, 2, 1), links=())
+    state = SchedulerState()
+    assert state.handle(StepSubmitted(0, graph), 0.0) == []
+    assert any(isinstance(command, StepCompleted) for command in state.handle(StepCancelled(0), 1.0))
+    assert state.take_record(0).graph is graph
+    assert state.idle
+
+
+def test_a_gate_that_opens_while_the_step_drains_changes_nothing() -> None:
+    graph = graph_of(phase=BACKWARD, shape=Shape(1, 2, 1), links=())
+    state = SchedulerState()
+    state.handle(StepSubmitted(0, graph), 0.0)
+    state.handle(GateOpened(0, 1), 0.0)
+    state.handle(StepCancelled(0), 1.0)
+    assert state.handle(GateOpened(0, 0), 1.0) == []
+    running = graph.find(TaskKind.BACKWARD, 1, 0).number
+    assert any(isinstance(c, StepCompleted) for c in state.handle(TaskCompleted(0, running, 0.0, 2.0), 2.0))
+
+
+def test_all_of_it_can_be_simulated() -> None:
+    graph = graph_of(ties=((0, 3),), updates=(0, 1, 2, 3), links=((0, 1), (0, 3), (1, 2), (2, 3)), checkpoint="always")
+    result = report(simulate(graph, Costs()))
+    assert len(result.tasks) == len(graph.tasks)
+    backward = graph_of(phase=BACKWARD)
+    assert report(simulate(backward, Costs(backward=1))).seconds == 6.0

@@ -1,0 +1,211 @@
+"""Predicted memory: small steps by hand, and random ones beside the micro-batches that the report counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncpipe.core.engine.events import Outcome, StepRecord, TaskCompleted
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task_graph import Phase
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.memory import StageMemory, format_bytes, peak_memory
+from asyncpipe.core.predict.report import peak_per_device, report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import B, F, I, OrderedSchedule, Shape, W, zigzag_placement
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import OptionError
+
+
+class Late(OrderedSchedule):
+    """One device: F0 I0 F1 I1 W0 W1, so that weight gradients keep what inputs no longer need."""
+
+    def order(self, device: int, shape: Shape) -> Any:
+        return [F(0, 0), I(0, 0), F(1, 0), I(1, 0), W(0, 0), W(1, 0)]
+
+
+class Soon(OrderedSchedule):
+    """One device, one micro-batch after the other, its backward in halves."""
+
+    def order(self, device: int, shape: Shape) -> Any:
+        for i in range(shape.microbatches):
+            yield from (F(i, 0), I(i, 0), W(i, 0))
+
+
+class Vee(OrderedSchedule):
+    """Two stages a device, there and back: breadth first."""
+
+    def check(self, shape: Shape) -> None:
+        pass
+
+    def placement(self, shape: Shape) -> list[int]:
+        return zigzag_placement(shape)
+
+    def order(self, device: int, shape: Shape) -> Any:
+        mine = [stage for stage, at in enumerate(self.placement(shape)) if at == device]
+        yield from (F(i, stage) for stage in mine for i in range(shape.microbatches))
+        yield from (B(i, stage) for stage in reversed(mine) for i in range(shape.microbatches))
+
+
+class Spare(OrderedSchedule):
+    """Everything on the first device; the others stand by."""
+
+    def check(self, shape: Shape) -> None:
+        pass
+
+    def placement(self, shape: Shape) -> list[int]:
+        return [0] * shape.stages
+
+    def order(self, device: int, shape: Shape) -> Any:
+        if not device:
+            yield from (F(0, stage) for stage in range(shape.stages))
+            yield from (B(0, stage) for stage in reversed(range(shape.stages)))
+
+
+def step(name: Any, shape: Shape, mode: CheckpointMode = CheckpointMode.NEVER, **costs: float) -> StepRecord:
+    return simulate(lower(find_schedule(name), shape, checkpoint=mode), Costs(**costs))
+
+
+def test_what_is_saved_counts_from_the_forward_to_the_backward() -> None:
+    """1F1B holds two micro-batches on the first device, one on the second."""
+    memory = StageMemory(saved=[10, 1000], inputs=[3, 5], fixed=[100_000, 200_000])
+    assert peak_memory(step("1f1b", Shape(2, 4, 2)), memory) == [100_020, 201_000]
+    assert peak_memory(step("gpipe", Shape(2, 4, 2)), memory) == [100_040, 204_000]
+
+
+def test_a_recomputed_micro_batch_keeps_its_input_until_it_is_recomputed() -> None:
+    """GPipe, m = 3: at R of the last, that one is whole again and two are inputs."""
+    memory = StageMemory(saved=[100], inputs=[7], fixed=[1000])
+    assert peak_memory(step("gpipe", Shape(1, 3, 1), CheckpointMode.ALWAYS), memory) == [1000 + 100 + 2 * 7]
+
+
+def test_the_last_micro_batch_is_kept_where_only_the_others_are_recomputed() -> None:
+    """F0 F1 F2 keep 7 + 7 + 100; B2 lets 100 go before R1 makes 100 of an input."""
+    memory = StageMemory(saved=[100], inputs=[7], fixed=[0])
+    assert peak_memory(step("gpipe", Shape(1, 3, 1), CheckpointMode.EXCEPT_LAST), memory) == [114]
+
+
+def test_an_input_larger_than_what_is_saved() -> None:
+    memory = StageMemory(saved=[10], inputs=[50], fixed=[0])
+    assert peak_memory(step("gpipe", Shape(1, 2, 1), CheckpointMode.ALWAYS), memory) == [100]
+
+
+def test_a_halved_backward_keeps_everything_until_its_weight_gradients() -> None:
+    record = simulate(lower(Late(), Shape(1, 2, 1)))
+    assert peak_memory(record, StageMemory([10], [0], [0])) == [20]
+    assert report(record).peak_in_flight == (2,)
+    assert peak_memory(simulate(lower(Soon(), Shape(1, 3, 1))), StageMemory([10], [0], [0])) == [10]
+
+
+def test_stages_of_one_device_add_up() -> None:
+    """Two stages a device: the first holds 0 and 3, the second 1 and 2; GPipe holds all micro-batches of all."""
+    graph = lower(Vee(), Shape(4, 2, 2))
+    memory = StageMemory(saved=[1, 10, 100, 1000], inputs=[0] * 4, fixed=[10**4, 10**5, 10**6, 10**7])
+    assert peak_memory(simulate(graph), memory) == [10_010_000 + 2 * 1001, 1_100_000 + 2 * 110]
+
+
+def test_a_device_without_a_stage_needs_nothing() -> None:
+    record = step(Spare(), Shape(2, 1, 3))
+    assert peak_memory(record, StageMemory([1, 2], [0, 0], [10, 20])) == [33, 0, 0]
+    assert peak_per_device(report(record), record.graph) == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+def test_a_phase_alone_counts_what_is_fixed(phase: Phase) -> None:
+    record = simulate(lower(find_schedule("gpipe"), Shape(2, 3, 2), phase=phase))
+    assert peak_memory(record, StageMemory([10, 10], [1, 1], [5, 6])) == [5, 6]
+
+
+def test_a_failed_step_counts_what_completed() -> None:
+    whole = step("gpipe", Shape(1, 3, 1))
+    until = [event for event in whole.journal if not isinstance(event[1], TaskCompleted) or event[1].task < 2]
+    record = StepRecord(0, whole.graph, until, Outcome.FAILED)
+    assert peak_memory(record, StageMemory([10], [0], [1])) == [21]
+
+
+def test_a_step_of_another_size_is_refused() -> None:
+    with pytest.raises(OptionError, match="memory is that of 3 stages, the step has 2"):
+        peak_memory(step("gpipe", Shape(2, 1, 2)), StageMemory([1] * 3, [1] * 3, [1] * 3))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (([1, 2], [1], [1, 2]), r"inputs must have a number for each of 2 stages, got \[1\]"),
+        (([1, 2], [1, 2], [1, 2, 3]), r"fixed must have a number for each of 2 stages, got \[1, 2, 3\]"),
+        (([1, -2], [1, 2], [1, 2]), r"saved must be bytes, zero or more, got \[1, -2\]"),
+        (([1, 2], [1, 2], [1, float("nan")]), r"fixed must be bytes, zero or more, got \[1, nan\]"),
+    ],
+)
+def test_wrong_sizes_are_refused(rows: tuple[Any, Any, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        StageMemory(*rows)
+
+
+# Peaks per device
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(1, 2, 4), (2, 2, 4), (4, 2, 8), (4, 3, 12), (3, 4, 6)])
+def test_interleaved_peaks_are_those_of_the_closed_form(p: int, v: int, m: int) -> None:
+    record = step("interleaved", Shape(p * v, m, p))
+    assert peak_per_device(report(record), record.graph)[0] == min(m, p + (p - 1) / v)
+
+
+def test_a_devices_peak_is_not_the_sum_of_its_stages_peaks() -> None:
+    """Stages of a device are at their fullest at different moments."""
+    record = step("interleaved", Shape(8, 8, 4))
+    found = report(record)
+    assert peak_per_device(found, record.graph)[0] == 5.5
+    assert found.peak_in_flight[0] + found.peak_in_flight[4] == 12
+
+
+# Random steps
+
+COST = st.integers(1, 5)
+STEPS = st.builds(
+    lambda name, p, v, m, f, b, c: step(
+        name, Shape(p * (v if name == "interleaved" else 1), m, p), forward=f, backward=b, copy=c
+    ),
+    st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 8),
+    COST,
+    COST,
+    st.integers(0, 5),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(STEPS, st.integers(0, 10**9))
+def test_equal_sizes_make_bytes_of_micro_batches(record: StepRecord, size: int) -> None:
+    graph = record.graph
+    stages = graph.shape.stages
+    found = peak_memory(record, StageMemory([size] * stages, [1] * stages, [0] * stages))
+    held = peak_per_device(report(record), graph)
+    per_device = stages // graph.shape.devices
+    assert found == [round(peak * per_device) * size for peak in held]
+    if per_device == 1:
+        assert found == [peak * size for peak in report(record).peak_in_flight]
+
+
+@settings(deadline=None, max_examples=30)
+@given(STEPS, st.integers(0, 3))
+def test_one_stages_memory_is_what_it_holds(record: StepRecord, chosen: int) -> None:
+    """All other stages weigh nothing, so the device shows this one's peak."""
+    stages = record.graph.shape.stages
+    chosen %= stages
+    saved = [7 if stage == chosen else 0 for stage in range(stages)]
+    found = peak_memory(record, StageMemory(saved, [0] * stages, [0] * stages))
+    assert found[record.graph.placement[chosen]] == 7 * report(record).peak_in_flight[chosen]
+
+
+def test_bytes_for_people() -> None:
+    from asyncpipe.cli.plan import _bytes
+
+    assert [format_bytes(count) for count in (12, 1536, 2**33, 2**50)] == ["12 B", "1.5 KiB", "8 GiB", "1024 TiB"]
+    # And back: what --memory-limit takes.
+    assert [_bytes(text) for text in ("8GiB", "8G", "500MB", "1.5 kib", "12")] == [2**33, 2**33, 5 * 10**8, 1536, 12]

@@ -1,0 +1,269 @@
+"""The planner: known optima, memory limits, and figures that are those of a direct simulation."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.predict import planner
+from asyncpipe.core.predict.memory import peak_memory
+from asyncpipe.core.predict.planner import Plan, best_of_each, plan
+from asyncpipe.core.predict.profile import Layer, LayerCosts, Measurement, Profile
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.gpipe import GPipe
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import PlanError, ProfileError, ScheduleError, UnknownScheduleError
+
+SIZE = 1000
+
+
+def profile_of(times: list[float], *, measured: tuple[int, ...] = (4,), sizes: list[int] | None = None) -> Profile:
+    """Layers whose forward takes ``times``, a backward twice that; each keeps its size, and sends ``SIZE`` on."""
+    sizes = sizes or [SIZE] * len(times)
+    layers = tuple(
+        LayerCosts(t, t, t, 2 * t, t, t, SIZE, size, 0, 0, SIZE) for t, size in zip(times, sizes, strict=True)
+    )
+    return Profile(
+        layers=tuple(Layer(f"layer {k}", 0, 0) for k in range(len(times))),
+        links=tuple((k, k + 1) for k in range(len(times) - 1)),
+        measurements={
+            m: Measurement(layers, dict.fromkeys("FRBIW", 0.125), step=0.5, latency=0.0, bandwidth=inf)
+            for m in measured
+        },
+    )
+
+
+def direct(profile: Profile, devices: int, found: Plan) -> Plan:
+    """The same plan, from a simulation of its own."""
+    graph = lower(
+        find_schedule(found.schedule),
+        Shape(len(found.balance), found.microbatches, devices),
+        checkpoint=found.checkpoint,
+        wiring=profile.wiring(found.balance),
+    )
+    record = simulate(graph, profile.costs(found.balance, found.microbatches, found.checkpoint))
+    done = report(record)
+    return Plan(
+        *(found.schedule, found.balance, found.microbatches, found.checkpoint),
+        seconds=done.seconds + profile.measurement(found.microbatches).step,
+        memory=tuple(peak_memory(record, profile.memory(found.balance, found.microbatches))),
+        bubble=done.bubble_ratio,
+    )
+
+
+def all_balances(layers: int, stages: int) -> list[tuple[int, ...]]:
+    borders = ((0, *inner, layers) for inner in combinations(range(1, layers), stages - 1))
+    return [tuple(b - a for a, b in pairwise(ends)) for ends in borders]
+
+
+def never(profile: Profile, devices: int, **options: object) -> list[Plan]:
+    return plan(profile, devices, checkpoints=["never"], **options)  # type: ignore[arg-type]
+
+
+class TwoADevice(GPipe):
+    """Serves nothing but two stages a device."""
+
+    virtual = 2
+
+    def check(self, shape: Shape) -> None:
+        if shape.stages != 2 * shape.devices:
+            raise ScheduleError("two, please")
+
+
+# The best
+
+
+@pytest.mark.parametrize(
+    ("times", "devices", "balance"),
+    [
+        ([1.0, 1.0, 1.0, 1.0], 2, (2, 2)),
+        ([4.0, 1.0, 1.0, 1.0, 1.0], 2, (1, 4)),
+        ([1.0, 1.0, 1.0, 1.0, 4.0], 2, (4, 1)),
+        ([2.0, 1.0, 1.0, 4.0, 3.0, 1.0], 3, (3, 1, 2)),
+    ],
+)
+def test_the_known_optimum_is_found(times, devices, balance):
+    best = never(profile_of(times), devices, schedules=["1f1b"])[0]
+    assert best.balance == balance
+    assert (best.schedule, best.microbatches, best.checkpoint) == ("1f1b", 4, CheckpointMode.NEVER)
+
+
+def test_even_layers_take_what_the_closed_form_says():
+    best = never(profile_of([1.0] * 4, measured=(8,)), 2, schedules=["1f1b"])[0]
+    # (m + p - 1) forwards and backwards of two layers, each a task with its overhead, and the step's own time.
+    assert best.seconds == pytest.approx((8 + 2 - 1) * (2 + 0.125 + 4 + 0.125) + 0.5)
+    assert best.bubble == pytest.approx(1 / 9)
+
+
+@pytest.mark.parametrize("times", [[3.0, 1.0, 2.0, 5.0, 1.0, 4.0, 1.0], [1.0, 9.0, 1.0, 1.0, 1.0, 1.0, 6.0]])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_no_balance_is_better_than_the_chosen_one(times, schedule):
+    profile = profile_of(times)
+    every = never(profile, 3, schedules=[schedule], balances=lambda _, stages, *__: all_balances(len(times), stages))
+    best = min(each.seconds for each in every)
+    assert never(profile, 3, schedules=[schedule])[0].seconds == pytest.approx(best)
+
+
+def test_borders_move_where_even_stages_are_not_the_best():
+    """The even balance is 1-2-1-2, but the device of stages 0 and 2 has more to do then than it need have."""
+    profile = profile_of([6.0, 4.0, 3.0, 6.0, 2.0, 5.0])
+    best = never(profile, 2, schedules=["interleaved"])[0]
+    every = never(profile, 2, schedules=["interleaved"], balances=lambda _, stages, *__: all_balances(6, stages))
+    assert best.balance == (1, 2, 2, 1)
+    assert best.seconds == min(each.seconds for each in every)
+
+
+def test_borders_move_again_where_that_helps(monkeypatch):
+    profile = profile_of([1.0, 5.0, 2.0, 3.0, 3.0, 1.0, 2.0, 2.0, 3.0, 5.0])
+    best = never(profile, 2, schedules=["interleaved"])[0]
+    monkeypatch.setattr(planner, "MOST_MOVES", 1)
+    assert best.seconds < never(profile, 2, schedules=["interleaved"])[0].seconds
+
+
+def test_more_microbatches_and_schedules_win_where_they_are_better():
+    profile = profile_of([1.0] * 8, measured=(2, 8))
+    plans = never(profile, 2, schedules=["gpipe", "1f1b", "interleaved"])
+    # Of the same mini-batch, micro-batches of the same cost: fewer are quicker, however large the bubble.
+    assert plans[0].microbatches == 2
+    assert plans[0].schedule == "interleaved"
+    assert plans == sorted(plans, key=lambda each: each.seconds)
+    assert {each.schedule for each in plans} == {"gpipe", "1f1b", "interleaved"}
+
+
+def test_recomputation_costs_time_and_saves_memory():
+    plans = best_of_each(plan(profile_of([1.0] * 4, measured=(8,)), 2, schedules=["gpipe"]))
+    by_mode = {each.checkpoint: each for each in plans}
+    assert by_mode[CheckpointMode.NEVER].seconds < by_mode[CheckpointMode.EXCEPT_LAST].seconds
+    assert max(by_mode[CheckpointMode.ALWAYS].memory) < max(by_mode[CheckpointMode.NEVER].memory)
+    assert len(plans) == 3
+
+
+def test_best_of_each_keeps_one_balance_of_each_choice():
+    plans = never(profile_of([2.0, 1.0, 1.0, 1.0]), 2, schedules=["gpipe", "1f1b"])
+    kept = best_of_each(plans)
+    assert len(kept) == 2 < len(plans)
+    assert kept[0] is plans[0]
+
+
+def test_a_plan_says_how_to_have_it():
+    best = never(profile_of([1.0, 1.0]), 2, schedules=["gpipe"])[0]
+    assert best.options() == {"schedule": "gpipe", "balance": [1, 1], "microbatches": 4, "checkpoint": "never"}
+    assert str(best) == "gpipe, balance 1-1, 4 micro-batches, checkpoint never"
+
+
+# Memory
+
+
+def test_what_does_not_fit_is_left_out():
+    profile = profile_of([1.0] * 4, measured=(8,))
+    free = plan(profile, 2, schedules=["gpipe", "1f1b"])
+    limit = max(free[0].memory) - 1
+    plans = plan(profile, 2, schedules=["gpipe", "1f1b"], memory_limit=limit)
+    assert plans
+    assert all(max(each.memory) <= limit for each in plans)
+    # Without a limit, the same plans come in the same order, and one that does not fit is the first.
+    assert next(each for each in free if max(each.memory) <= limit).seconds == plans[0].seconds
+
+
+def test_a_balance_by_memory_is_found_where_the_one_by_time_does_not_fit():
+    """The last layer takes no time and keeps most: by time it goes to the others, and they do not fit together."""
+    profile = profile_of([1.0, 1.0, 1.0, 0.01], sizes=[SIZE, SIZE, SIZE, 20 * SIZE])
+    fast = never(profile, 2, schedules=["gpipe"])[0]
+    assert fast.balance == (2, 2)
+    small = never(profile, 2, schedules=["gpipe"], memory_limit=max(fast.memory) - 1)[0]
+    assert small.balance == (3, 1)
+
+
+def test_nothing_fits_says_the_smallest_that_was_found():
+    profile = profile_of([1.0] * 4)
+    everything = plan(profile, 2, schedules=["gpipe", "1f1b"])
+    with pytest.raises(
+        PlanError, match="nothing fits into 10 bytes a device; the smallest that was found needs"
+    ) as caught:
+        plan(profile, 2, schedules=["gpipe", "1f1b"], memory_limit=10)
+    said = int(str(caught.value).split("needs ")[1].split(":")[0].replace(",", ""))
+    assert said <= min(max(each.memory) for each in everything)
+
+
+# What can be tried
+
+
+def test_schedules_that_cannot_serve_a_shape_are_left_out():
+    profile = profile_of([1.0] * 3)
+    two_a_device = TwoADevice()
+    schedules = {"1f1b": find_schedule("1f1b"), "two a device": two_a_device}
+    assert {each.schedule for each in never(profile, 2, schedules=schedules)} == {"1f1b"}
+    with pytest.raises(PlanError, match="no schedule serves 2 devices and 3 layers: two a device: two, please"):
+        never(profile, 2, schedules={"two a device": two_a_device})
+    with pytest.raises(PlanError, match="no schedule serves 4 devices and 3 layers"):
+        never(profile, 4)
+
+
+def test_wrong_options_are_told():
+    profile = profile_of([1.0] * 4)
+    with pytest.raises(UnknownScheduleError, match="zigzag"):
+        never(profile, 2, schedules=["zigzag"])
+    with pytest.raises(ProfileError, match="3 micro-batches were not measured; the profile knows 4"):
+        never(profile, 2, microbatches=[3])
+    with pytest.raises(PlanError, match="none of the balances has as many stages"):
+        never(profile, 2, schedules=["gpipe"], balances=lambda *_: [[1, 1, 2]])
+
+
+def test_progress_is_told_and_schedules_may_be_objects():
+    said: list[str] = []
+    plans = never(profile_of([1.0] * 4), 2, schedules={"mine": find_schedule("1f1b")}, progress=said.append)
+    assert plans[0].schedule == "mine"
+    assert said[0].startswith("simulating mine, 4 micro-batches (1 of ")
+    assert said[-1].startswith("moving the borders of mine")
+
+
+def test_every_known_schedule_can_be_planned():
+    plans = plan(profile_of([1.0] * 8, measured=(8,)), 2)
+    assert {"gpipe", "1f1b", "interleaved"} <= {each.schedule for each in plans}
+
+
+# Figures
+
+
+PROFILES = st.builds(
+    lambda times, m, sizes: profile_of(times, measured=(m,), sizes=[round(10 * size) for size in sizes[: len(times)]]),
+    st.lists(st.floats(0.0, 5.0), min_size=4, max_size=7),
+    st.integers(1, 6),
+    st.lists(st.floats(0.0, 50.0), min_size=7, max_size=7),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(PROFILES, st.integers(1, 3))
+def test_figures_are_those_of_a_direct_simulation(profile, devices):
+    for found in plan(profile, devices, schedules=["gpipe", "1f1b", "interleaved"]):
+        assert found == direct(profile, devices, found)
+
+
+def test_what_is_left_out_early_is_not_the_best(monkeypatch):
+    """The same best plan, whether one choice is looked into or all are."""
+    profile = profile_of([3.0, 1.0, 2.0, 5.0, 1.0, 4.0, 1.0, 2.0], measured=(2, 4, 8))
+    thorough, quick = [], []
+    for refined, plans in ((10**6, thorough), (1, quick)):
+        monkeypatch.setattr(planner, "REFINED", refined)
+        plans += plan(profile, 2, schedules=["gpipe", "1f1b", "interleaved"])
+    assert len(quick) < len(thorough)
+    assert quick[0] == thorough[0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(PROFILES, st.integers(1, 3))
+def test_no_plan_is_quicker_than_its_bound(profile, devices):
+    names = {name: find_schedule(name) for name in ("gpipe", "1f1b", "interleaved", "zb-h1")}
+    search = planner._Search(profile, devices, names, 2.0, None)
+    for choice in search.choices(profile.measured, list(CheckpointMode)):
+        search.begin(choice, None)
+    for (choice, balance), found in search._plans.items():
+        assert search._bound(choice, balance) <= found.seconds * (1 + 1e-9)

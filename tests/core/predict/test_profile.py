@@ -1,0 +1,305 @@
+"""Profiles: what stages cost follows from layers, files keep it, and journals are taken apart rightly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncpipe.core.engine.events import TaskCompleted
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.costs import StageCosts
+from asyncpipe.core.predict.layer_times import MeasuredStep, Sort, combine, layer_seconds
+from asyncpipe.core.predict.profile import Layer, LayerCosts, Measurement, Profile
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
+from asyncpipe.errors import AsyncpipeError, BalanceError, ProfileError
+
+OVERHEAD = {"F": 0.5, "R": 0.25, "B": 1.0, "I": 0.75, "W": 0.125}
+
+
+def layer(seconds: float, **sizes: int) -> LayerCosts:
+    """All its times are different multiples of ``seconds``."""
+    bytes_of = dict.fromkeys(("input", "saved", "saved_input", "saved_output", "output"), 0) | sizes
+    times = (seconds, 0.5 * seconds, 1.5 * seconds, 4 * seconds, 3 * seconds, 2 * seconds)
+    return LayerCosts(*times, **bytes_of)
+
+
+# Linear, Tanh (saves its output), Linear with a loss behind it (saves 3 more).
+LAYERS = (
+    layer(1.0, input=10, saved_input=10, output=20),
+    layer(2.0, input=20, saved=20, saved_output=20, output=20),
+    layer(4.0, input=20, saved=3, saved_input=20, output=0),
+)
+PROFILE = Profile(
+    layers=(Layer("a", 100, 100), Layer("b", 0, 0), Layer("c", 60, 40)),
+    links=((0, 1), (1, 2)),
+    measurements={4: Measurement(LAYERS, OVERHEAD, step=0.5, latency=0.25, bandwidth=80.0)},
+    devices=("cpu:0", "cpu:1"),
+)
+
+
+# Stages
+
+
+def test_a_stage_takes_the_sum_of_its_layers_and_one_overhead():
+    costs = PROFILE.costs([2, 1], 4)
+    assert costs.seconds == {
+        TaskKind.FORWARD: (3.5, 4.5),
+        TaskKind.RECOMPUTE: (4.75, 6.25),
+        TaskKind.BACKWARD: (13.0, 17.0),
+        TaskKind.INPUT_GRADIENT: (9.75, 12.75),
+        TaskKind.WEIGHT_GRADIENT: (6.125, 8.125),
+    }
+    assert (tuple(costs.sent), costs.latency, costs.bandwidth) == ((20,), 0.25, 80.0)
+
+
+def test_a_stage_whose_input_gets_no_gradient_does_all_with_its_weights():
+    first = replace(PROFILE, layers=(replace(PROFILE.layers[0], inner=False), *PROFILE.layers[1:]))
+    costs = first.costs([2, 1], 4)
+    assert costs.seconds[TaskKind.INPUT_GRADIENT] == (0.75, 12.75)
+    assert costs.seconds[TaskKind.WEIGHT_GRADIENT] == (9.0 + 6.0 + 0.125, 8.125)
+
+
+@pytest.mark.parametrize("mode", ["except_last", "always"])
+def test_a_forward_that_is_recomputed_costs_what_one_without_a_graph_does(mode):
+    costs = PROFILE.costs([2, 1], 4, CheckpointMode(mode))
+    assert costs.seconds[TaskKind.FORWARD] == (2.0, 2.5)
+
+
+def test_a_stage_keeps_its_borders_and_what_its_layers_save_once():
+    # The second layer has saved what the third one's input is.
+    whole = PROFILE.memory([3], 4)
+    assert (whole.saved, whole.inputs) == ((10 + 20 + 3,), (10,))
+    # Apart, both keep the border: one as its output, one as its input.
+    parts = PROFILE.memory([2, 1], 4)
+    assert (parts.saved, parts.inputs) == ((10 + 20, 20 + 3), (10, 20))
+    # The output of the first is saved by nobody else, but waits for the backward.
+    assert PROFILE.memory([1, 2], 4).saved == (10 + 20, 20 + 20 + 3)
+
+
+def test_trained_parameters_count_with_gradient_and_state_and_frozen_ones_once():
+    assert PROFILE.memory([2, 1], 4).fixed == (200, 100)
+    assert PROFILE.memory([2, 1], 4, parameter_scale=4.0).fixed == (400, 180)
+
+
+def test_layers_have_costs_to_balance_by():
+    assert PROFILE.layer_seconds(4) == [5.0, 10.0, 20.0]
+    assert PROFILE.layer_seconds(4, CheckpointMode.ALWAYS) == [6.0, 12.0, 24.0]
+    assert PROFILE.layer_bytes(4) == [10 + 20 + 200, 20 + 20, 20 + 3 + 100]
+
+
+def test_links_of_layers_become_links_of_stages():
+    skip = replace(PROFILE, links=((0, 1), (0, 2), (1, 2)))
+    assert skip.wiring([1, 1, 1]).links == ((0, 1), (0, 2), (1, 2))
+    assert skip.wiring([2, 1]).links == ((0, 1),)
+
+
+def test_what_was_not_measured_is_an_error_that_lists_what_was():
+    twice = replace(PROFILE, measurements={8: PROFILE.measurements[4], 4: PROFILE.measurements[4]})
+    for ask in (twice.costs, twice.memory):
+        with pytest.raises(ProfileError, match="6 micro-batches were not measured; the profile knows 4, 8;"):
+            ask([2, 1], 6)
+    with pytest.raises(BalanceError, match="sums up to 4, but the model has 3 layers"):
+        PROFILE.costs([2, 2], 4)
+
+
+# Files
+
+
+def test_a_file_keeps_everything(tmp_path):
+    endless = replace(PROFILE.measurements[4], bandwidth=inf)
+    profile = replace(PROFILE, measurements={4: PROFILE.measurements[4], 16: endless})
+    profile.write(tmp_path / "profile.json")
+    assert Profile.read(tmp_path / "profile.json") == profile
+
+
+def damaged(change: str) -> str:
+    document = PROFILE.document()
+    if change == "a negative time":
+        document["measurements"][0]["step"] = -1.0
+    elif change == "a cost that is no number":
+        document["measurements"][0]["layers"][0]["forward"] = "fast"
+    elif change == "a missing key":
+        del document["layers"][1]["trained"]
+    elif change == "a layer too few":
+        document["layers"].pop()
+    elif change == "a link backwards":
+        document["links"] = [(1, 0)]
+    elif change == "an unknown kind":
+        document["measurements"][0]["overhead"]["X"] = 1.0
+    elif change == "another version":
+        document["version"] = 7
+    elif change == "another format":
+        document["format"] = "something else"
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("a negative time", "is damaged: ValueError: a cost must be a finite number, zero or more, got -1.0"),
+        ("a cost that is no number", "is damaged: ValueError: .*got 'fast'"),
+        (
+            "a missing key",
+            "is damaged: ValueError: Layer needs name, parameters, trained, inner, got name, parameters, inner",
+        ),
+        ("a layer too few", "is damaged: ValueError: 3 layers were measured, 2 are listed"),
+        ("a link backwards", r"is damaged: ValueError: links must join 2?3 layers.* got \[\(1, 0\)\]"),
+        ("an unknown kind", "is damaged: ValueError: 'X' is not a valid TaskKind"),
+        ("another version", "has version 7 of the format, this asyncpipe reads 1"),
+        ("another format", "is no profile; 'asyncpipe profile"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path, change, message):
+    path = tmp_path / "profile.json"
+    path.write_text(damaged(change), encoding="utf-8")
+    with pytest.raises(ProfileError, match=message) as caught:
+        Profile.read(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_a_file_that_is_not_there_or_not_json_is_refused(tmp_path):
+    with pytest.raises(AsyncpipeError, match="cannot be read: No such file"):
+        Profile.read(tmp_path / "nothing.json")
+    (tmp_path / "text.json").write_text("F=1", encoding="utf-8")
+    with pytest.raises(AsyncpipeError, match="is not JSON"):
+        Profile.read(tmp_path / "text.json")
+    with pytest.raises(AsyncpipeError, match="cannot be written: No such file"):
+        PROFILE.write(tmp_path / "nowhere" / "profile.json")
+
+
+# From journals
+
+
+class AllAtOnce(OrderedSchedule):
+    """Forwards, then backwards, for any number of stages a device."""
+
+    def __init__(self, split: bool) -> None:
+        self.split = split
+
+    def check(self, shape: Shape) -> None:
+        pass
+
+    def order(self, device: int, shape: Shape) -> Iterator[Action]:
+        mine = range(device, shape.stages, shape.devices)
+        yield from (F(i, j) for j in mine for i in range(shape.microbatches))
+        for j in reversed(mine):
+            for i in range(shape.microbatches):
+                yield from (I(i, j), W(i, j)) if self.split else (B(i, j),)
+
+
+def steps_of(costs: StageCosts, stages: int, devices: int = 2, m: int = 5) -> dict[Sort, list[MeasuredStep]]:
+    """What steps of each sort are like if tasks take exactly ``costs``; a step takes 0.5 s beside its tasks."""
+
+    def step(sort: Sort) -> MeasuredStep:
+        mode = CheckpointMode.ALWAYS if sort is Sort.RECOMPUTED else CheckpointMode.NEVER
+        schedule = AllAtOnce(split=sort is Sort.SPLIT)
+        record = simulate(lower(schedule, Shape(stages, m, devices), checkpoint=mode), costs)
+        return MeasuredStep(report(record).seconds + 0.5, record)
+
+    return {sort: [step(sort)] for sort in Sort}
+
+
+SECONDS = st.floats(0.01, 10.0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(*[SECONDS] * 5), min_size=4, max_size=7), st.tuples(*[st.floats(0.0, 5.0)] * 4), SECONDS)
+def test_layers_and_overheads_are_found_again_in_the_steps_they_make(times, overheads, latency):
+    """What steps of known costs give is a profile whose stages cost what those of the steps did."""
+    kinds = (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT)
+    sizes = [dict.fromkeys(("input", "saved", "saved_input", "saved_output", "output"), 8)] * len(times)
+
+    def costs(balance: list[int]) -> StageCosts:
+        ends = [sum(balance[: k + 1]) for k in range(len(balance))]
+        rows = {
+            kind: [o + sum(t[k] for t in times[end - size : end]) for end, size in zip(ends, balance, strict=True)]
+            for k, (kind, o) in enumerate(zip(kinds, (*overheads, overheads[-1]), strict=True))
+        }
+        return StageCosts(rows, [8] * (len(balance) - 1), latency=latency)
+
+    coarse_balance = [len(times) - 2, 2]
+    fine, coarse = steps_of(costs([1] * len(times)), len(times)), steps_of(costs(coarse_balance), 2)
+    found = combine(fine, coarse, sizes, instant=True)
+    layers = tuple(Layer(str(k), 0, 0) for k in range(len(times)))
+    profile = Profile(layers, (), {5: found})
+    for balance in (coarse_balance, [1] * len(times), [2, len(times) - 2]):
+        predicted, wanted = profile.costs(balance, 5), costs(balance)
+        for kind in kinds:
+            assert predicted.seconds[kind] == pytest.approx(wanted.seconds[kind], rel=1e-6), kind
+    assert found.step == pytest.approx(0.5)
+    assert found.latency == pytest.approx(latency, rel=1e-6)
+    assert found.bandwidth == inf
+
+
+def with_gaps(steps: list[MeasuredStep], gap: float) -> list[MeasuredStep]:
+    """The same steps, in which each compute task ends so much earlier, and nothing else begins any earlier."""
+
+    def shorter(step: MeasuredStep) -> MeasuredStep:
+        journal = [
+            (at, replace(event, ended=event.ended - gap))
+            if isinstance(event, TaskCompleted) and step.record.graph.tasks[event.task].kind is not TaskKind.COPY
+            else (at, event)
+            for at, event in step.record.journal
+        ]
+        return MeasuredStep(step.seconds, replace(step.record, journal=journal))
+
+    return [shorter(step) for step in steps]
+
+
+def test_gaps_between_tasks_count_as_overhead_and_not_as_latency():
+    times = (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT)
+    sizes = [dict.fromkeys(("input", "saved", "saved_input", "saved_output", "output"), 0)] * 4
+    fine = steps_of(StageCosts({kind: [1.0] * 4 for kind in times}, [0] * 3), 4)
+    coarse = steps_of(StageCosts({kind: [2.0, 2.0] for kind in times}, [0], latency=0.75), 2)
+    shrunk = {sort: with_gaps(steps, 0.25) for sort, steps in fine.items()}
+    gappy = {sort: with_gaps(steps, 0.25) for sort, steps in coarse.items()}
+    found = combine(shrunk, gappy, sizes, instant=True)
+    # Layers of 0.75 s, tasks with a gap of 0.25 s, of which the last one of a step has none behind it.
+    stretch = found.latency / 0.75
+    assert found.overhead["F"] == pytest.approx(0.25 * stretch)
+    assert found.layers[0].forward == pytest.approx(0.875 * stretch)
+    assert 0.99 < stretch <= 1.0
+
+
+def test_steps_that_take_longer_than_their_mean_tasks_stretch_everything():
+    """Two micro-batches of 1 and 3 seconds take 2 on the average, but the second stage waits for the slow one."""
+    graph = lower(AllAtOnce(split=False), Shape(2, 2, 2))
+    record = simulate(graph, lambda task: 0.0 if task.kind is TaskKind.COPY else 1.0 + 2.0 * task.microbatch)
+    steps = {Sort.KEPT: [MeasuredStep(report(record).seconds, record)]}
+    sizes = [dict.fromkeys(("input", "saved", "saved_input", "saved_output", "output"), 0)] * 2
+    even = report(simulate(graph, lambda task: 0.0 if task.kind is TaskKind.COPY else 2.0)).seconds
+    found = combine(steps, steps, sizes, instant=True)
+    assert report(record).seconds != even
+    assert found.layers[0].forward == pytest.approx(2.0 * report(record).seconds / even)
+
+
+def test_recomputing_and_halves_that_were_not_measured_follow_from_the_rest():
+    costs = StageCosts({TaskKind.FORWARD: [1.0, 2.0], TaskKind.BACKWARD: [4.0, 6.0]}, [0])
+    record = simulate(lower(AllAtOnce(split=False), Shape(2, 3, 2)), costs)
+    steps = {Sort.KEPT: [MeasuredStep(report(record).seconds, record)]}
+    sizes = [dict.fromkeys(("input", "saved", "saved_input", "saved_output", "output"), 0)] * 2
+    found = combine(steps, steps, sizes, instant=True)
+    assert [la.forward for la in found.layers] == pytest.approx([1.0, 2.0])
+    assert [la.recompute for la in found.layers] == pytest.approx([1.0, 2.0])
+    assert [la.input_gradient for la in found.layers] == pytest.approx([2.0, 3.0])
+    assert [la.weight_gradient for la in found.layers] == pytest.approx([2.0, 3.0])
+    assert layer_seconds(steps[Sort.KEPT][0]) == pytest.approx([5.0, 8.0])
+
+
+def test_bandwidth_follows_from_copies_between_devices_that_copy():
+    seconds = {TaskKind.FORWARD: [1.0, 1.0], TaskKind.BACKWARD: [1.0, 1.0]}
+    record = simulate(lower(AllAtOnce(split=False), Shape(2, 3, 2)), StageCosts(seconds, [64], bandwidth=128.0))
+    steps = {Sort.KEPT: [MeasuredStep(report(record).seconds, record)]}
+    sizes = [dict.fromkeys(("input", "saved", "saved_input", "saved_output"), 0) | {"output": 64}] * 2
+    found = combine(steps, steps, sizes, instant=False)
+    assert found.bandwidth == pytest.approx(128.0)
+    assert found.latency == pytest.approx(0.0, abs=1e-9)

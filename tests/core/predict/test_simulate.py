@@ -1,0 +1,109 @@
+"""Simulation: the scheduler on virtual time, by hand for tiny graphs and by bounds for random ones."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncpipe.core.engine.events import Outcome, StepCompleted, StepRecord, StepSubmitted, TaskCompleted
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task import Task
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+
+SHAPES = st.builds(
+    lambda name, p, v, m: (name, Shape(p * (v if name == "interleaved" else 1), m, p)),
+    st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+    st.integers(1, 4),
+    st.integers(1, 2),
+    st.integers(1, 8),
+)
+
+
+def times(record: StepRecord) -> dict[str, tuple[float, float]]:
+    return {time.task.id: (time.start, time.end) for time in report(record).tasks}
+
+
+def test_two_stages_by_hand() -> None:
+    graph = lower(find_schedule("gpipe"), Shape(2, 1, 2))
+    assert times(simulate(graph, Costs(forward=3, backward=5, copy=0.5))) == {
+        "F(0,0)": (0.0, 3.0),
+        "C(0,0>1)": (3.0, 3.5),
+        "F(0,1)": (3.5, 6.5),
+        "B(0,1)": (6.5, 11.5),
+        "C(0,1>0)": (11.5, 12.0),
+        "B(0,0)": (12.0, 17.0),
+    }
+
+
+def test_a_recomputation_hides_behind_the_copy_of_the_gradient() -> None:
+    """R(0,0) follows F(0,0) and needs no gradient, so it is over when the gradient is there."""
+    graph = lower(find_schedule("gpipe"), Shape(2, 1, 2), checkpoint=CheckpointMode.ALWAYS)
+    found = times(simulate(graph, Costs(forward=1, backward=2, recompute=1, copy=4)))
+    assert found["R(0,0)"] == (1.0, 2.0)
+    assert found["R(0,1)"] == (6.0, 7.0)
+    assert found["B(0,1)"] == (7.0, 9.0)
+    assert found["B(0,0)"] == (13.0, 15.0)
+
+
+def test_a_cost_model_is_any_function_of_a_task() -> None:
+    def slow_second_stage(task: Task) -> float:
+        return 0.0 if task.kind is TaskKind.COPY else 1.0 + 9.0 * task.stage
+
+    graph = lower(find_schedule("gpipe"), Shape(2, 3, 2), phase=Phase.FORWARD)
+    assert report(simulate(graph, slow_second_stage)).seconds == 1 + 3 * 10
+
+
+def test_default_costs() -> None:
+    graph = lower(find_schedule("gpipe"), Shape(1, 1, 1), checkpoint=CheckpointMode.ALWAYS)
+    assert [time.seconds for time in report(simulate(graph)).tasks] == [1.0, 1.0, 2.0]
+    assert [time.task.kind.value for time in report(simulate(graph)).tasks] == ["F", "R", "B"]
+
+
+def test_a_tight_cap_costs_nothing_where_tasks_are_done_when_they_end() -> None:
+    graph = lower(find_schedule("1f1b"), Shape(3, 5, 3))
+    assert times(simulate(graph, Costs(), in_flight=1)) == times(simulate(graph, Costs(), in_flight=100))
+
+
+@settings(deadline=None, max_examples=60)
+@given(SHAPES, st.tuples(*[st.integers(0, 5)] * 4), st.sampled_from(CheckpointMode), st.integers(1, 20))
+def test_every_run_keeps_to_its_graph(
+    named: tuple[str, Shape], costs: tuple[int, int, int, int], mode: CheckpointMode, in_flight: int
+) -> None:
+    name, shape = named
+    graph = lower(find_schedule(name), shape, checkpoint=mode)
+    cost = Costs(*costs)
+    record = simulate(graph, cost, in_flight=in_flight)
+    assert record.outcome is Outcome.OK
+    assert isinstance(record.journal[0][1], StepSubmitted)
+    assert isinstance(record.journal[-1][1], StepCompleted)
+    assert [at for at, _ in record.journal] == sorted(at for at, _ in record.journal), "time goes on"
+    ran = {event.task: event for _, event in record.journal if isinstance(event, TaskCompleted)}
+    assert sorted(ran) == list(range(len(graph.tasks)))
+    for task, event in ran.items():
+        assert event.ended - event.started == cost(graph.tasks[task])
+        assert all(ran[before].ended <= event.started for before in graph.dependencies[task])
+    assert_lanes_run_one_task_at_a_time(graph, ran)
+    summary = report(record)
+    assert summary.seconds >= summary.bound - 1e-9
+    assert simulate(graph, cost, in_flight=in_flight).journal == record.journal, "simulation is deterministic"
+
+
+def assert_lanes_run_one_task_at_a_time(graph: TaskGraph, ran: dict[int, TaskCompleted]) -> None:
+    for lane in graph.lanes:
+        spans = sorted((ran[task.number].started, ran[task.number].ended) for task in graph.tasks if task.lane == lane)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 16])
+def test_the_end_of_the_step_is_that_of_its_last_task(in_flight: int) -> None:
+    record = simulate(lower(find_schedule("1f1b"), Shape(3, 4, 3)), Costs(1, 2), in_flight=in_flight)
+    assert record.journal[-1][0] == report(record).seconds == (4 + 2) * 3

@@ -1,0 +1,114 @@
+"""Schedules out of CSV files: found by the name of the file, for the shape of the file alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+
+from asyncpipe.core.graph.lower import lower
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.csv import CsvSchedule, read_schedule
+from asyncpipe.core.schedules.notation import read_csv
+from asyncpipe.core.schedules.protocol import B, F, Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import ScheduleError
+
+ONE_F_ONE_B = "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
+"""1F1B of two stages and two micro-batches."""
+
+
+def read(text: str) -> CsvSchedule:
+    return CsvSchedule(*read_csv(text, "text"), "text")
+
+
+def written(folder: Path, content: str | bytes = ONE_F_ONE_B) -> str:
+    path = folder / "my schedule.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def test_a_file_is_a_schedule(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    schedule = find_schedule(f"csv:{path}")
+    assert schedule == read_schedule(path)
+    assert hash(schedule) == hash(read_schedule(path))
+    assert schedule.name == f"csv:{path}"
+    times = report(simulate(lower(schedule, Shape(2, 2, 2))))
+    assert times.tasks == report(simulate(lower(find_schedule("1f1b"), Shape(2, 2, 2)))).tasks
+
+
+def test_files_that_differ_are_different_schedules(tmp_path: Path) -> None:
+    before = read_schedule(written(tmp_path))
+    after = read_schedule(written(tmp_path, ONE_F_ONE_B.replace("1F0,1B0,1F1,1B1", "1F0,1F1,1B0,1B1")))
+    assert before.shape == after.shape
+    assert before != after
+
+
+def test_a_file_as_hint(tmp_path: Path) -> None:
+    hinted = find_schedule(f"csv:{written(tmp_path)}", order="hint")
+    assert report(simulate(lower(hinted, Shape(2, 2, 2)))).seconds == 9.0
+
+
+def test_an_encoded_file(tmp_path: Path) -> None:
+    marked = b"\xef\xbb\xbf" + ONE_F_ONE_B.replace("\n", "\r\n").encode()
+    assert read_schedule(written(tmp_path, marked)).orders == read(ONE_F_ONE_B).orders
+
+
+def test_the_name_of_the_file_is_in_its_errors(tmp_path: Path) -> None:
+    path = written(tmp_path, "0F0,0Q0")
+    with pytest.raises(ScheduleError, match=rf"^schedule 'csv:{re.escape(path)}', row 1, column 2 \(both counted"):
+        find_schedule(f"csv:{path}")
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("nowhere.csv", "the file cannot be read: No such file or directory; give csv:FILE"),
+        ("", "the file cannot be read: No such file or directory; give csv:FILE"),
+        (".", "the file cannot be read: Is a directory; give csv:FILE"),
+        ("a\0b", "the file cannot be read: embedded null byte; give csv:FILE"),
+    ],
+    ids=["missing", "no name", "folder", "no path"],
+)
+def test_a_file_that_cannot_be_read(path: str, reason: str) -> None:
+    with pytest.raises(ScheduleError) as raised:
+        read_schedule(path)
+    assert str(raised.value) == f"schedule {'csv:' + path!r}: {reason}"
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"my schedule.csv': the file is not UTF-8 text: .*; give a CSV file"):
+        read_schedule(written(tmp_path, ONE_F_ONE_B.encode("utf-16")))
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 3, 2), Shape(4, 2, 2), Shape(2, 2, 1)], ids=str)
+def test_another_shape_is_refused(shape: Shape) -> None:
+    with pytest.raises(ScheduleError) as raised:
+        lower(read(ONE_F_ONE_B), shape)
+    own, got = (f"{s} stages, {m} micro-batches and {p} devices" for s, m, p in ((2, 2, 2), astuple(shape)))
+    advice = "use it for its own shape, or write a file for this one"
+    assert str(raised.value) == f"schedule 'text' is for {own}, got {got}; {advice}"
+
+
+def test_a_stage_that_is_nowhere_is_found_when_orders_are_made_by_hand() -> None:
+    schedule = CsvSchedule(((F(0, 0), B(0, 0)),), Shape(2, 1, 1))
+    with pytest.raises(ScheduleError, match="places stage 1 on device -1, which is missing"):
+        lower(schedule, schedule.shape)
+
+
+def test_a_long_schedule_is_looked_up_quickly() -> None:
+    """A hint is asked for the rank of every action, and looks its ranking up by schedule each time."""
+    counted: list[int] = []
+
+    class Counted(tuple):  # type: ignore[type-arg]
+        def __hash__(self) -> int:
+            counted.append(1)
+            return super().__hash__()
+
+    orders = read(ONE_F_ONE_B).orders
+    hash(CsvSchedule(Counted(orders), Shape(2, 2, 2)))
+    assert not counted

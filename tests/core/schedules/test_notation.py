@@ -1,0 +1,402 @@
+"""The CSV notation: what is written is read back, and what cannot be read is refused with its row and column."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from io import StringIO
+from itertools import product
+from random import Random
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from asyncpipe.core.graph.export import write_csv
+from asyncpipe.core.graph.lower import lower
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.csv import CsvSchedule
+from asyncpipe.core.schedules.notation import read_csv
+from asyncpipe.core.schedules.protocol import (
+    Action,
+    B,
+    F,
+    I,
+    OrderedSchedule,
+    Overlap,
+    RuledSchedule,
+    Schedule,
+    Shape,
+    W,
+    flat,
+)
+from asyncpipe.core.schedules.registry import find_schedule, known_schedules
+from asyncpipe.errors import ScheduleError
+
+ONE_F_ONE_B = "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
+"""1F1B of two stages and two micro-batches."""
+ORDERED = [name for name in known_schedules() if isinstance(find_schedule(name), OrderedSchedule)]
+SHAPES = [Shape(v * p, m, p) for p, v, m in product((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4, 8, 11))]
+
+
+def allowed(schedule: Schedule) -> Iterator[Shape]:
+    """The shapes of the table that ``schedule`` can serve."""
+    for shape in SHAPES:
+        try:
+            schedule.check(shape)
+        except ScheduleError:
+            continue
+        yield shape
+
+
+def orders_of(schedule: OrderedSchedule, shape: Shape) -> tuple[tuple[Action | Overlap, ...], ...]:
+    return tuple(tuple(schedule.order(device, shape)) for device in range(shape.devices))
+
+
+def read(text: str) -> CsvSchedule:
+    return CsvSchedule(*read_csv(text, "text"), "text")
+
+
+def cells_of(text: str) -> list[list[str]]:
+    return list(csv.reader(StringIO(text)))
+
+
+# Round trips.
+
+
+def test_all_but_ruled_schedules_have_the_form() -> None:
+    others = [find_schedule(name) for name in known_schedules() if name not in ORDERED]
+    assert all(isinstance(schedule, RuledSchedule) for schedule in others)
+    assert {"gpipe", "1f1b", "interleaved"} <= set(ORDERED)
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_what_is_written_is_read_back(name: str) -> None:
+    schedule = find_schedule(name)
+    assert isinstance(schedule, OrderedSchedule)
+    shapes = list(allowed(schedule))
+    assert len(shapes) >= 5
+    for shape in shapes:
+        text = write_csv(schedule, shape)
+        orders, found = read_csv(text, name)
+        assert found == shape
+        assert orders == orders_of(schedule, shape)
+        back = CsvSchedule(orders, found, name)
+        assert list(back.placement(shape)) == list(schedule.placement(shape))
+        assert back.virtual == shape.stages // shape.devices
+        assert write_csv(back, shape) == text
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_each_action_stands_to_the_right_of_what_it_needs(name: str) -> None:
+    """As many columns as clock cycles; an overlap takes two cycles and stands in the first."""
+    schedule = find_schedule(name)
+    assert isinstance(schedule, OrderedSchedule)
+    for shape in allowed(schedule):
+        graph = lower(schedule, shape)
+        cycles = {Action(*task[1:4]): task.cycle for task in graph.tasks if task.kind is not TaskKind.COPY}
+        rows = cells_of(write_csv(schedule, shape))
+        assert {len(row) for row in rows} == {1 + max(cycles.values())}
+        for row, order in zip(rows, orders_of(schedule, shape), strict=True):
+            columns = [column for column, cell in enumerate(row) if cell]
+            assert columns == [cycles[next(flat([entry]))] for entry in order]
+
+
+def test_one_f_one_b_as_torch_writes_it() -> None:
+    assert write_csv(find_schedule("1f1b"), Shape(2, 2, 2)) == ONE_F_ONE_B
+
+
+def test_the_notation_of_every_type() -> None:
+    text = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,,0I1,0W1,0B2\n"
+    orders = ((F(0, 0), F(1, 0), Overlap(F(2, 0), B(0, 0)), I(1, 0), W(1, 0), B(2, 0)),)
+    assert read_csv(text, "text") == (orders, Shape(1, 3, 1))
+    assert write_csv(read(text), Shape(1, 3, 1)) == text
+
+
+def test_stages_may_be_placed_anywhere() -> None:
+    schedule = read("1F0,1B0\n0F0,2F0,2B0,0B0\n")
+    assert schedule.shape == Shape(3, 1, 2)
+    assert list(schedule.placement(schedule.shape)) == [1, 0, 1]
+    assert [schedule.order(device, schedule.shape)[0] for device in (0, 1)] == [F(0, 1), F(0, 0)]
+    assert write_csv(schedule, schedule.shape) == ",1F0,,,1B0,\n0F0,,2F0,2B0,,0B0\n"
+
+
+def random_schedule(random: Random, stages: int, microbatches: int, devices: int) -> CsvSchedule:
+    """Any order that can be run: whatever is ready, one after the other, on any placement that uses all devices."""
+    placement = [*range(devices), *(random.randrange(devices) for _ in range(stages - devices))]
+    random.shuffle(placement)
+    split = {pair: random.random() < 0.5 for pair in product(range(microbatches), range(stages))}
+    waiting = {make(i, j) for i, j in split for make in ((F, I, W) if split[i, j] else (F, B))}
+    orders: list[list[Action | Overlap]] = [[] for _ in range(devices)]
+    while waiting:
+        ready = sorted(action for action in waiting if not needs(action, stages, split) & waiting)
+        action = random.choice(ready)
+        waiting.remove(action)
+        mine = orders[placement[action.stage]]
+        last = mine[-1] if mine else None
+        fits = action.kind in "BI" and random.random() < 0.5
+        if fits and isinstance(last, Action) and last.kind is TaskKind.FORWARD:
+            mine[-1] = Overlap(last, action)
+        else:
+            mine.append(action)
+    return CsvSchedule(tuple(map(tuple, orders)), Shape(stages, microbatches, devices), "random")
+
+
+def needs(action: Action, stages: int, split: dict[tuple[int, int], bool]) -> set[Action]:
+    """What ``action`` waits for."""
+    kind, i, j = action
+    if kind is TaskKind.FORWARD:
+        return {F(i, j - 1)} if j else set()
+    if kind is TaskKind.WEIGHT_GRADIENT:
+        return {I(i, j)}
+    after = set() if j + 1 == stages else {(I if split[i, j + 1] else B)(i, j + 1)}
+    return {F(i, j), *after}
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(0, 3), st.integers(1, 4))
+def test_any_order_that_can_run_is_read_back(random: Random, devices: int, more: int, microbatches: int) -> None:
+    schedule = random_schedule(random, devices + more, microbatches, devices)
+    text = write_csv(schedule, schedule.shape)
+    assert CsvSchedule(*read_csv(text, "random"), "random") == schedule
+    assert report(simulate(lower(read(text), schedule.shape))).seconds > 0
+
+
+# What is tolerated.
+
+TOLERATED = {
+    "space around cells": " 0F0 ,0F1\t, ,  0B0,,0B1 \n,1F0,1B0,1F1,1B1,\n",
+    "quoted cells": '"0F0","0F1","","0B0",,"0B1"\n,1F0, "1B0" ,1F1,1B1,\n',
+    "carriage returns": ONE_F_ONE_B.replace("\n", "\r\n"),
+    "carriage returns alone": ONE_F_ONE_B.replace("\n", "\r"),
+    "no newline at the end": ONE_F_ONE_B.rstrip("\n"),
+    "blank lines at the end": ONE_F_ONE_B + "\n \n,,\n\n",
+    "blank cells at the end": ONE_F_ONE_B.replace("\n", ",,,\n"),
+    "no blank cells": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1",
+    "a byte order mark": "\ufeff" + ONE_F_ONE_B,
+    "leading zeros": "00F0,0F01,0B0,0B1\n1F0,1B0,1F1,1B1",
+}
+
+
+@pytest.mark.parametrize("text", TOLERATED.values(), ids=TOLERATED)
+def test_it_is_one_f_one_b_all_the_same(text: str) -> None:
+    assert read_csv(text, "text") == read_csv(ONE_F_ONE_B, "text")
+
+
+def test_space_inside_an_overlap() -> None:
+    assert read("0F0,( 0F1 ; 0B0 )OVERLAP_F_B,0B1").orders == ((F(0, 0), Overlap(F(1, 0), B(0, 0)), B(1, 0)),)
+
+
+# What is refused.
+
+LOWERED_FORM = "belongs to torch's lowered form, with communication; give the compute-only form"
+NO_OVERLAP = "is not an overlap of a forward and then a backward (B or I)"
+CELLS = {
+    "2F0junk": "has 'junk' behind 2F0",
+    "0F1;": "has ';' behind 0F1",
+    "0F1.5": "has '.5' behind 0F1",
+    "F0": "names no stage",
+    "²F0": "names no stage",
+    "hello world": "names no stage",
+    "0F": "names no micro-batch",
+    "0F ": "names no micro-batch",
+    "00": "names no type",
+    "0 F0": "names no type",
+    "0X1": "has the type 'X', which is none of F, B, I and W",
+    "0f1": "has the type 'f', which is none of F, B, I and W",
+    "0FB1": "has the type 'FB', which is none of F, B, I and W",
+    "0R1": "is a recomputation, which has no cell; the checkpoint mode of the pipeline adds it",
+    "-1F0": "has a negative number; stages and micro-batches count from 0",
+    "0F-1": "has a negative number; stages and micro-batches count from 0",
+    "0F1234567890": "has a number of more than nine digits",
+    "(0F0;1B0": "has a parenthesis that is never closed",
+    "(0F0;1B0)": "has '' behind its parenthesis, not OVERLAP_F_B",
+    "(0F0;1B0)OVERLAP": "has 'OVERLAP' behind its parenthesis, not OVERLAP_F_B",
+    "(0F0)OVERLAP_F_B": "is an overlap of 1 actions, not of two",
+    "()OVERLAP_F_B": "is an overlap of 1 actions, not of two",
+    "(0F0;1B0;1B1)OVERLAP_F_B": "is an overlap of 3 actions, not of two",
+    "(1B0;0F0)OVERLAP_F_B": NO_OVERLAP,
+    "(0F0;0F1)OVERLAP_F_B": NO_OVERLAP,
+    "(0F0;1W0)OVERLAP_F_B": NO_OVERLAP,
+    "(0B0;1B0)OVERLAP_F_B": NO_OVERLAP,
+    "0UNSHARD": LOWERED_FORM,
+    "0RESHARD": LOWERED_FORM,
+    "0REDUCE_GRAD": LOWERED_FORM,
+    "0SEND_F0": LOWERED_FORM,
+    "1RECV_F0": LOWERED_FORM,
+    "1SEND_B0": LOWERED_FORM,
+    "0RECV_B0": LOWERED_FORM,
+}
+"""What is wrong with each of these cells."""
+RIGHT = "a cell is empty, STAGE TYPE MICROBATCH such as 2F0 (types F, B, I, W), or such as (0F8;3B1)OVERLAP_F_B"
+"""What every message about a cell ends with."""
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_malformed_cell_is_refused_with_its_place(cell: str) -> None:
+    for row, column in ((1, 1), (1, 7), (2, 3)):
+        rows = cells_of(ONE_F_ONE_B)
+        rows[row - 1].insert(column - 1, cell)
+        with pytest.raises(ScheduleError) as raised:
+            read_csv("\n".join(map(",".join, rows)), "text")
+        place = f"schedule 'text', row {row}, column {column} (both counted from 1): "
+        assert str(raised.value) == f"{place}{cell.strip()!r} {CELLS[cell]}; {RIGHT}"
+
+
+@pytest.mark.parametrize(("part", "fault"), [("2F0junk", "has 'junk' behind 2F0"), ("0SEND_F0", LOWERED_FORM)])
+def test_the_actions_of_an_overlap_are_cells_too(part: str, fault: str) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(f"column 2 (both counted from 1): {part!r} {fault}; {RIGHT}")):
+        read_csv(f"0F0,({part};0B0)OVERLAP_F_B", "text")
+
+
+def test_a_long_cell_is_shown_in_part() -> None:
+    with pytest.raises(ScheduleError, match=r"'0F0x{57}…' has 'x{60}…' behind 0F0; a cell is"):
+        read_csv("0F0" + 1000 * "x", "text")
+
+
+WELL_FORMED = re.compile(r"\s*([0-9]+[FBIW][0-9]+)?\s*")
+
+
+@given(st.text() | st.from_regex(r"[(-]?[0-9]*[FBIWRX]?[0-9;]*[)a-zF_]*", fullmatch=True), st.data())
+def test_whatever_stands_in_a_cell_is_refused_with_its_place(cell: str, data: st.DataObject) -> None:
+    assume(cell.strip() and not WELL_FORMED.fullmatch(cell) and not cell.startswith("\ufeff"))
+    rows = cells_of(ONE_F_ONE_B)
+    row = data.draw(st.integers(0, 1))
+    column = data.draw(st.integers(0, 5))
+    rows[row][column] = cell
+    text = StringIO()
+    csv.writer(text, quoting=csv.QUOTE_ALL).writerows(rows)
+    with pytest.raises(ScheduleError, match=rf"^schedule 'text', row {row + 1}, column {column + 1} \(both counted"):
+        read_csv(text.getvalue(), "text")
+
+
+@given(st.lists(st.sampled_from('0123FBIW,\n;()" \r-') | st.just("OVERLAP_F_B")).map("".join))
+def test_any_text_is_a_schedule_or_a_schedule_error(text: str) -> None:
+    try:
+        orders, shape = read_csv(text, "text")
+    except ScheduleError as error:
+        assert str(error).startswith("schedule 'text'")  # noqa: PT017 - either outcome is right
+    else:
+        assert sorted(action for order in orders for action in flat(order) if action.kind is TaskKind.FORWARD) == [
+            F(i, j) for i, j in product(range(shape.microbatches), range(shape.stages))
+        ]
+
+
+PLACES = {
+    "twice": ("0F0,0B0,,0F0", (1, 4), "0F0 is there twice, first in column 1; each action must be there once"),
+    "twice in an overlap": ("0F0,(0F0;0B0)OVERLAP_F_B", (1, 2), "0F0 is there twice, first in column 1; "),
+    "two rows": (
+        "0F0,0B0\n1F0,1B0,0F1",
+        (2, 3),
+        "0F1 cannot be: stage 0 is in row 1 already; all actions of a stage are in one row",
+    ),
+    "B before F": ("0F0\n,1B0,1F0", (2, 2), "1B0 comes before 1F0, which must be to its left"),
+    "I before F": ("0F0,,0I1", (1, 3), "0I1 comes before 0F1, which must be to its left"),
+    "W before I": ("0F0,0W0,0I0", (1, 2), "0W0 comes before 0I0, which must be to its left"),
+    "W with B": ("0F0,0B0,0W0", (1, 3), "0W0 comes before 0I0, which must be to its left"),
+    "B after I": ("0F0,0I0,0B0", (1, 3), "0B0 cannot be beside 0I0; a backward is B, or I and W"),
+    "I after B": ("0F0,0B0,0I0", (1, 3), "0I0 cannot be beside 0B0; a backward is B, or I and W"),
+    "open quote": ('0F0,0B0\n1F0,"1B0', (2, 2), "a quote is opened and never closed"),
+    "open quote behind all": ('0F0,0B0\n"\n', (2, 1), "a quote is opened and never closed"),
+    "open quote before more": ('"0F0,0B0\n1F0,1B0', (1, 1), r"'0F0,0B0\n1F0,1B0' has ',0B0\n1F0,1B0' behind 0F0; "),
+}
+
+
+@pytest.mark.parametrize(("text", "place", "fault"), PLACES.values(), ids=PLACES)
+def test_an_action_in_the_wrong_place(text: str, place: tuple[int, int], fault: str) -> None:
+    row, column = place
+    with pytest.raises(ScheduleError) as raised:
+        read_csv(text, "text")
+    assert str(raised.value).startswith(f"schedule 'text', row {row}, column {column} (both counted from 1): {fault}")
+
+
+EACH = "; each stage needs an F and a B, or an F, an I and a W, of the micro-batches 0 to "
+MISSING = {
+    "an F": ("0F0,0B0\n1F0,1B0,1F1,1B1", ", row 1 (counted from 1): 0F1 is missing" + EACH + "1"),
+    "a B": ("0F0,0B0\n1F0", ", row 2 (counted from 1): 1B0 is missing" + EACH + "0"),
+    "a W": ("0F0,0I0,0F1,0B1", ", row 1 (counted from 1): 0W0 is missing" + EACH + "1"),
+    "a micro-batch": ("0F1,0B1", ", row 1 (counted from 1): 0F0 is missing" + EACH + "1"),
+    "many micro-batches": ("0F999999999", ", row 1 (counted from 1): 0F0 is missing" + EACH + "999999999"),
+    "a stage": (
+        "0F0,0B0\n2F0,2B0",
+        ": stage 1 is in no row, but stage 2 is in row 2 (counted from 1); stages count from 0 without a gap",
+    ),
+    "many stages": ("0F0,0B0,999999999F0", ": stage 1 is in no row, but stage 999999999 is in row 1 (counted"),
+    "everything": ("", " has no actions; give one row of actions per device"),
+    "everything but cells": (",,\n \n", " has no actions; give one row of actions per device"),
+    "a row": (
+        "0F0,0B0\n,,\n1F0,1B0",
+        ", row 2 (counted from 1) has no action; each row is a device and needs at least one stage",
+    ),
+    "a first row": ("\n0F0,0B0", ", row 1 (counted from 1) has no action"),
+    "an end of a field": ("0F0,0B0\n" + 200000 * "x", ", row 2 (counted from 1) is not CSV: field larger than"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), MISSING.values(), ids=MISSING)
+def test_what_is_missing_is_named(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as raised:
+        read_csv(text, "text")
+    assert str(raised.value).startswith(f"schedule 'text'{message}")
+
+
+def test_a_deadlock_is_found_when_it_is_lowered() -> None:
+    schedule = read("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    with pytest.raises(ScheduleError, match="schedule 'text' deadlocks: on device"):
+        lower(schedule, schedule.shape)
+
+
+# What cannot be written.
+
+
+class Entries(OrderedSchedule):
+    """The same entries on device 0, whatever the shape; all stages are there."""
+
+    name = "entries"
+
+    def __init__(self, *entries: Action | Overlap) -> None:
+        self._entries = entries
+
+    def order(self, device: int, shape: Shape) -> tuple[Action | Overlap, ...]:
+        return () if device else self._entries
+
+    def placement(self, shape: Shape) -> list[int]:
+        return [0] * shape.stages
+
+    def check(self, shape: Shape) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("overlap", "others"),
+    [
+        (Overlap(B(0, 0), F(1, 0)), [B(1, 0)]),
+        (Overlap(F(1, 0), F(2, 0)), [B(0, 0), B(1, 0), B(2, 0)]),
+        (Overlap(I(0, 0), W(0, 0)), [F(1, 0), B(1, 0)]),
+    ],
+    ids=str,
+)
+def test_an_overlap_that_has_no_form(overlap: Overlap, others: list[Action]) -> None:
+    schedule = Entries(F(0, 0), overlap, *others)
+    with pytest.raises(ScheduleError) as raised:
+        write_csv(schedule, Shape(1, 1 + max(action.microbatch for action in (*overlap, *others)), 1))
+    fault = f"the CSV form has no overlap of {overlap}; give a forward, then a B or an I"
+    assert str(raised.value) == f"schedule 'entries', device 0: {fault}"
+
+
+def test_a_device_without_a_stage_has_no_form() -> None:
+    with pytest.raises(ScheduleError, match=r"'entries' places no stage on device 1.*give fewer devices"):
+        write_csv(Entries(F(0, 0), B(0, 0)), Shape(1, 1, 2))
+
+
+def test_a_rule_has_no_form() -> None:
+    hinted = find_schedule("1f1b", order="hint")
+    with pytest.raises(ScheduleError, match=r"'1f1b as hint' decides by a rule; only an ordered schedule has a CSV"):
+        write_csv(hinted, Shape(2, 2, 2))
+
+
+def test_what_cannot_be_lowered_is_not_written() -> None:
+    with pytest.raises(ScheduleError, match=r"schedule 'entries', device 0: B\(0,0\) is missing"):
+        write_csv(Entries(F(0, 0)), Shape(1, 1, 1))

@@ -1,0 +1,261 @@
+"""Schedules on a V or a zigzag: complete, free of deadlock, and as fast and as sparing as their docstrings say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product
+
+import pytest
+
+from asyncpipe.core.graph.lower import lower
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.report import Report, report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.dualpipev import DualPipeV
+from asyncpipe.core.schedules.hanayo import Hanayo
+from asyncpipe.core.schedules.protocol import Action, HintedSchedule, OrderedSchedule, Overlap, Shape, flat
+from asyncpipe.core.schedules.v_shaped import VHalf, VMin, ZeroBubbleV
+from asyncpipe.errors import ScheduleError
+
+F, B, I, W = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT)  # noqa: E741
+DEVICES = range(1, 9)
+MICROBATCHES = range(1, 17)
+SPLIT = (ZeroBubbleV(), VHalf(), VMin())
+
+
+def run(schedule: OrderedSchedule, p: int, m: int, costs: Costs | None = None, v: int = 2) -> Report:
+    return report(simulate(lower(schedule, Shape(v * p, m, p)), costs or Costs()))
+
+
+def bubble(times: Report, v: int, m: int, costs: Costs | None = None) -> float:
+    """What the step takes beyond the work of one device, which has ``v`` stages."""
+    costs = costs or Costs()
+    return times.seconds - v * m * (costs.forward + costs.full_backward)
+
+
+def peaks(times: Report, v: int, ends: Iterable[TaskKind] = (B, W)) -> list[float]:
+    """Per device, the most micro-batches held from F to one of ``ends``, counted 1/v at each of its ``v`` stages."""
+    found = []
+    for device in times.device_busy:
+        here = [time for time in times.tasks if time.task.lane.device == device]
+        changes = [(time.start, 1) for time in here if time.task.kind is F]
+        changes += [(time.end, -1) for time in here if time.task.kind in ends]
+        live = most = 0
+        for _, change in sorted(changes):
+            live += change
+            most = max(most, live)
+        found.append(most / v)
+    return found
+
+
+# The V family.
+
+
+@pytest.mark.parametrize("schedule", SPLIT, ids=lambda schedule: schedule.name)
+def test_every_action_of_a_split_schedule_is_there_once(schedule: OrderedSchedule) -> None:
+    for p, m in product(DEVICES, MICROBATCHES):
+        shape = Shape(2 * p, m, p)
+        found = sorted(action for device in range(p) for action in flat(schedule.order(device, shape)))
+        assert found == sorted(Action(*action) for action in product((F, I, W), range(m), range(2 * p))), (p, m)
+
+
+@pytest.mark.parametrize("p", DEVICES)
+def test_zero_bubble_v_has_its_closed_form_for_every_shape(p: int) -> None:
+    for m in MICROBATCHES:
+        times = run(ZeroBubbleV(), p, m)
+        assert bubble(times, 2, m) == max(p - 1, 4 * p - 2 - 2 * m), m
+        assert max(peaks(times, 2)) == min(m, p), m
+        assert max(peaks(times, 2, (I,))) == min(m, p), m
+
+
+@pytest.mark.parametrize("p", DEVICES)
+def test_no_device_of_zero_bubble_v_idles_inside(p: int) -> None:
+    m = 2 * p
+    times = run(ZeroBubbleV(), p, m)
+    for device in times.device_busy:
+        here = [time for time in times.tasks if time.task.lane.device == device and time.seconds]
+        assert here[-1].end - here[0].start == 6 * m, device
+
+
+def v_half_bubble(p: int) -> int:
+    if p <= 2:
+        return p - 1
+    return 3 * p - 4 if p % 2 else 3 * p - 7 if p <= 12 else 3 * p - 5
+
+
+def v_min_bubble(p: int) -> int:
+    return max(0, 4 * p - 5 if p % 3 == 1 else 4 * p - 7)
+
+
+@pytest.mark.parametrize("p", DEVICES)
+def test_v_half_has_half_the_bubble_and_half_the_memory(p: int) -> None:
+    for m in MICROBATCHES:
+        times = run(VHalf(), p, m)
+        if m >= p:
+            assert bubble(times, 2, m) == v_half_bubble(p) <= 6 * (p - 1) / 2, m
+        else:
+            assert bubble(times, 2, m) <= 4 * p - 5, m
+        assert max(peaks(times, 2)) == max(peaks(times, 2, (I,))) == min(m, (p + 2) // 2), m
+
+
+@pytest.mark.parametrize("p", DEVICES)
+def test_v_min_has_a_third_of_the_memory_and_two_thirds_of_the_bubble(p: int) -> None:
+    for m in MICROBATCHES:
+        times = run(VMin(), p, m)
+        if m >= p:
+            assert bubble(times, 2, m) == v_min_bubble(p) <= 6 * (p - 1) * 2 / 3, m
+        else:
+            assert bubble(times, 2, m) <= 4 * p - 5, m
+        assert max(peaks(times, 2)) == max(peaks(times, 2, (I,))) == min(m, (p + 4) // 3), m
+
+
+@pytest.mark.parametrize("p", [11, 12, 13, 14, 15, 16, 24])
+def test_the_closed_forms_hold_on_more_devices(p: int) -> None:
+    for m in (p, 2 * p + 1):
+        assert bubble(run(ZeroBubbleV(), p, m), 2, m) == max(p - 1, 4 * p - 2 - 2 * m), m
+        half, least = run(VHalf(), p, m), run(VMin(), p, m)
+        assert (bubble(half, 2, m), max(peaks(half, 2))) == (v_half_bubble(p), (p + 2) // 2), m
+        assert (bubble(least, 2, m), max(peaks(least, 2))) == (v_min_bubble(p), (p + 4) // 3), m
+
+
+@pytest.mark.parametrize("costs", [(2, 2, 1), (3, 2, 2), (2, 3, 2)])
+def test_v_half_tolerates_other_times_and_v_min_does_not(costs: tuple[int, int, int]) -> None:
+    """The paper's conditions for V-Half hold here: t_W + 2t_I >= 2t_F and t_W + 2t_F >= 2t_I."""
+    forward, input_gradient, weight_gradient = costs
+    model = Costs(forward, input_gradient=input_gradient, weight_gradient=weight_gradient)
+    for p in (4, 5, 8):
+        idle = {
+            schedule.name: [bubble(run(schedule, p, m, model), 2, m, model) for m in (16, 32)] for schedule in SPLIT
+        }
+        assert idle["zbv"][0] == idle["zbv"][1] < idle["v-half"][0] == idle["v-half"][1], p
+        assert idle["v-min"][0] < idle["v-min"][1], p
+
+
+# DualPipeV.
+
+
+@pytest.mark.parametrize("p", DEVICES)
+def test_dualpipev_has_its_closed_form_for_every_shape(p: int) -> None:
+    for m in range(2 * p, 2 * p + 17):
+        times = run(DualPipeV(), p, m)
+        assert bubble(times, 2, m) == p - 1, m
+        assert peaks(times, 2) == [p + 1 / 2] * p, m
+
+
+def fused_makespan(p: int, m: int) -> int:
+    """The time of a step at t_F = t_I = t_W = 1 where an overlap is one block, which needs and gives all at once."""
+    cost = {F: 1, I: 1, W: 1, B: 2}
+    orders = [list(DualPipeV().order(device, Shape(2 * p, m, p))) for device in range(p)]
+    ends: dict[tuple[bool, int, int], int] = {}
+    free = [0] * p
+    while any(orders):
+        for device, order in enumerate(orders):
+            while order:
+                block = list(order[0]) if isinstance(order[0], Overlap) else [order[0]]
+                needed = [(True, i, j - 1) for kind, i, j in block if kind is F and j]
+                needed += [(False, i, j + 1) for kind, i, j in block if kind in (B, I) and j < 2 * p - 1]
+                if not all(need in ends for need in needed):
+                    break
+                start = max([free[device], *(ends[need] for need in needed)])
+                free[device] = start + sum(cost[action.kind] for action in block)
+                ends.update({(kind is F, i, j): free[device] for kind, i, j in block if kind is not W})
+                order.pop(0)
+    return max(free)
+
+
+@pytest.mark.parametrize("p", DEVICES)
+def test_dualpipev_with_fused_pairs_has_the_bubble_of_the_paper(p: int) -> None:
+    """(p-1)(F&B + B - 3W), and F&B = 3, B = 2, W = 1."""
+    for m in (2 * p, 2 * p + 1, 3 * p + 5):
+        assert fused_makespan(p, m) - 6 * m == 2 * (p - 1), m
+
+
+def test_dualpipev_pairs_a_forward_with_a_backward_of_the_other_leg() -> None:
+    p, m = 4, 10
+    for device in range(p):
+        order = list(DualPipeV().order(device, Shape(2 * p, m, p)))
+        pairs = [entry for entry in order if isinstance(entry, Overlap)]
+        for first, second in pairs:
+            assert (first.kind, second.kind) == (F, B)
+            assert first.stage + second.stage == 2 * p - 1
+            assert first.microbatch != second.microbatch
+        # Every F after the fill is in a pair, but the first of the last device.
+        assert len(pairs) == 2 * m - (3 * p - device - 1) - (device == p - 1)
+
+
+def test_dualpipev_mixes_whole_and_split_backwards() -> None:
+    p, m = 4, 8
+    kinds = [action.kind for device in range(p) for action in flat(DualPipeV().order(device, Shape(2 * p, m, p)))]
+    assert kinds.count(I) == kinds.count(W) > 0
+    assert kinds.count(B) + kinds.count(I) == kinds.count(F) == 2 * p * m
+
+
+@pytest.mark.parametrize("m", [1, 7])
+def test_dualpipev_asks_for_as_many_microbatches_as_stages(m: int) -> None:
+    message = rf"'dualpipev' needs at least as many micro-batches as stages, got {m} .* 8 stages; give at least 8"
+    with pytest.raises(ScheduleError, match=message):
+        lower(DualPipeV(), Shape(8, m, 4))
+
+
+# Hanayo.
+
+
+@pytest.mark.parametrize("waves", [1, 2, 3])
+@pytest.mark.parametrize("p", DEVICES)
+def test_hanayo_has_its_closed_form_where_p_divides_m(p: int, waves: int) -> None:
+    costs = Costs(1, 2)
+    v = 2 * waves
+    for m in range(1, 17 if p < 8 else 25):
+        times = run(Hanayo(), p, m, costs, v)
+        idle = bubble(times, v, m, costs)
+        most = max(peaks(times, v))
+        if m % p == 0:
+            assert idle == 4 * (p - 1), m
+            assert most == (p if m == p else p + (p - 1) / v), m
+        else:
+            assert idle <= min(6 * waves * (p - 1), 4 * (p - 1) + -m % p * 3 * (v - 1)), m
+            assert most <= min(m, p + (p - 1) / v), m
+
+
+def test_the_bubble_of_hanayo_is_not_more_than_in_the_paper() -> None:
+    for p, waves in product(DEVICES, (1, 2, 3)):
+        times = run(Hanayo(), p, p, Costs(1, 2), 2 * waves)
+        share = 1 - 6 * waves * p / times.seconds
+        assert share == pytest.approx((2 * p - 2) / (3 * p * waves + 2 * p - 2))
+        assert share <= (2 * p - 2) / (3 * p * waves + p - 1)
+
+
+@pytest.mark.parametrize("costs", [Costs(1, 1), Costs(1, 3), Costs(3, 2)], ids=str)
+def test_hanayo_at_other_costs(costs: Costs) -> None:
+    for p, waves in product((2, 5, 8), (1, 2)):
+        idle = bubble(run(Hanayo(), p, 2 * p, costs, 2 * waves), 2 * waves, 2 * p, costs)
+        assert idle == 2 * (p - 1) * max(costs.forward, costs.full_backward), (p, waves)
+
+
+# All of them.
+
+EVERY = (*SPLIT, DualPipeV(), Hanayo())
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=lambda schedule: schedule.name)
+def test_stages_go_to_and_fro(schedule: OrderedSchedule) -> None:
+    placed = list(schedule.placement(Shape(3 * schedule.virtual, 8, 3)))
+    assert placed == [0, 1, 2, 2, 1, 0] * (schedule.virtual // 2)
+
+
+@pytest.mark.parametrize("stages", [3, 7, 9])
+@pytest.mark.parametrize("schedule", EVERY, ids=lambda schedule: schedule.name)
+def test_the_number_of_stages_on_each_device_is_asked_for(schedule: OrderedSchedule, stages: int) -> None:
+    message = rf"'{schedule.name}' needs .* each device, got {stages} stages for 3 devices; give .*6"
+    with pytest.raises(ScheduleError, match=message):
+        lower(schedule, Shape(stages, 32, 3))
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=lambda schedule: schedule.name)
+def test_they_serve_as_hints(schedule: OrderedSchedule) -> None:
+    for p, m in ((1, 2), (3, 7), (4, 8)):
+        shape = Shape(schedule.virtual * p, m, p)
+        strict = report(simulate(lower(schedule, shape)))
+        hinted = report(simulate(lower(HintedSchedule(schedule), shape)))
+        assert len(hinted.tasks) == len(strict.tasks)

@@ -1,0 +1,211 @@
+"""Zero bubble schedules: complete, free of deadlock, with the bubbles and peaks that their docstrings claim."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task import Queue
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.report import Report, TaskTime, report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.interleaved import Interleaved
+from asyncpipe.core.schedules.protocol import OrderedSchedule, Schedule, Shape
+from asyncpipe.core.schedules.zero_bubble import ZBH1, ZBH2, InterleavedZeroBubble
+from asyncpipe.errors import ScheduleError
+
+DEVICES = range(1, 9)
+MICROBATCHES = range(1, 17)
+FORWARD, INPUTS, WEIGHTS = TaskKind.FORWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
+
+
+def times_of(forward: float, inputs: float, weights: float) -> Costs:
+    return Costs(forward, input_gradient=inputs, weight_gradient=weights)
+
+
+def name_of(costs: Costs) -> str:
+    return f"F{costs.forward}-I{costs.input_gradient}-W{costs.weight_gradient}"
+
+
+EQUAL = times_of(1, 1, 1)
+CLOSED = (times_of(2, 2, 1), times_of(1, 2, 1), times_of(4, 5, 3), times_of(3, 2, 2), times_of(1, 5, 1))
+"""A W that is no longer than F and I: what the papers' closed forms need."""
+OTHERS = (times_of(1, 2, 2), times_of(1, 1, 2), times_of(3, 1, 2), times_of(1, 3, 2), times_of(2, 5, 6))
+
+
+def run(schedule: Schedule, p: int, m: int, v: int = 1, costs: Costs = EQUAL) -> Report:
+    graph = lower(schedule, Shape(p * v, m, p))
+    actions = sorted(task[1:4] for task in graph.tasks if task.kind is not TaskKind.COPY)
+    assert actions == sorted(product((FORWARD, INPUTS, WEIGHTS), range(m), range(p * v))), (
+        "each F, I and W is there once"
+    )
+    return report(simulate(graph, costs))
+
+
+def work(costs: Costs) -> float:
+    return costs.forward + costs.input_gradient + costs.weight_gradient
+
+
+def computed(times: Report) -> Iterator[list[TaskTime]]:
+    """What each device computed, by start."""
+    for device in times.device_busy:
+        lane = [time for time in times.tasks if time.task.lane.device == device]
+        yield [time for time in lane if time.task.lane.queue is Queue.COMPUTE]
+
+
+def held(times: Report, end: TaskKind) -> list[int]:
+    """The most (micro-batch, stage) pairs that each device has between their forward and their ``end``."""
+    return [most_held(tasks, end) for tasks in computed(times)]
+
+
+def most_held(tasks: list[TaskTime], end: TaskKind) -> int:
+    changes = [(time.start, 1) for time in tasks if time.task.kind is FORWARD]
+    changes += [(time.end, -1) for time in tasks if time.task.kind is end]
+    live = peak = 0
+    for _, change in sorted(changes):
+        live += change
+        peak = max(peak, live)
+    return peak
+
+
+def idle_inside(times: Report) -> float:
+    """The longest that a device is idle between its own first and last action: how the paper counts a bubble."""
+    return max(tasks[-1].end - tasks[0].start - sum(time.seconds for time in tasks) for tasks in computed(times))
+
+
+def papers(p: int, m: int, most: int, costs: Costs) -> float:
+    """(p-1)(t_F + t_I - k t_W) where m is at least ``most`` = k(p-1) + 1; below, a W less for each missing one."""
+    return (p - 1) * (costs.forward + costs.input_gradient) - (min(m, most) - 1) * costs.weight_gradient
+
+
+@pytest.mark.parametrize("costs", [EQUAL, *CLOSED], ids=name_of)
+def test_zb_h1_has_its_closed_form(costs: Costs) -> None:
+    for p, m in product(DEVICES, MICROBATCHES):
+        times = run(ZBH1(), p, m, costs=costs)
+        bubble = papers(p, m, p, costs)
+        assert times.seconds == m * work(costs) + bubble, (p, m)
+        assert times.bubble_ratio == pytest.approx(bubble / times.seconds), (p, m)
+        assert idle_inside(times) == bubble, (p, m)
+        if m >= p:
+            assert bubble == (p - 1) * (costs.forward + costs.input_gradient - costs.weight_gradient)
+
+
+@pytest.mark.parametrize("costs", [EQUAL, *CLOSED], ids=name_of)
+def test_zb_h2_has_its_closed_form_inside_a_device_and_the_last_ones_delay_outside(costs: Costs) -> None:
+    for p, m in product(DEVICES, MICROBATCHES):
+        times = run(ZBH2(), p, m, costs=costs)
+        inside = max(0, papers(p, m, 2 * p - 1, costs))
+        assert idle_inside(times) == inside, (p, m)
+        bubble = max((p - 1) * costs.forward, inside)
+        assert times.seconds == m * work(costs) + bubble, (p, m)
+        assert times.bubble_ratio == pytest.approx(bubble / times.seconds), (p, m)
+        assert times.seconds <= run(ZBH1(), p, m, costs=costs).seconds, (p, m)
+
+
+def test_with_a_barrier_zb_h2_gains_nothing_at_equal_times() -> None:
+    """Its devices never idle inside, but the last one starts late: the parallelogram of the paper's Figure 3."""
+    times = run(ZBH2(), 4, 8)
+    assert (idle_inside(times), times.seconds) == (0, 8 * 3 + 3)
+    assert [(tasks[0].start, tasks[-1].end) for tasks in computed(times)] == [(0, 24), (1, 25), (2, 26), (3, 27)]
+    assert run(ZBH1(), 4, 8).seconds == times.seconds
+    assert run(ZBH2(), 4, 8, costs=times_of(2, 4, 1)).seconds < run(ZBH1(), 4, 8, costs=times_of(2, 4, 1)).seconds
+
+
+@pytest.mark.parametrize("costs", [EQUAL, *CLOSED, *OTHERS], ids=name_of)
+def test_what_holds_at_any_times(costs: Costs) -> None:
+    """The largest of the three terms in the module's docstring, with enough micro-batches."""
+    f, i, w = costs.forward, costs.input_gradient, costs.weight_gradient
+    for p in DEVICES:
+        one, two = (p - 1) * max(f, i, f + i - w), (p - 1) * max(f, i - f, f + i - 2 * w)
+        for m in (p, p + 1, 2 * p, 16):
+            assert run(ZBH1(), p, m, costs=costs).seconds == m * work(costs) + one, (p, m)
+        for m in (2 * p - 1, 2 * p, 20):
+            assert run(ZBH2(), p, m, costs=costs).seconds == m * work(costs) + two, (p, m)
+        for v, m in product((2, 3), (p, 2 * p)):
+            times = run(InterleavedZeroBubble(), p, m, v, costs)
+            assert times.seconds == m * v * work(costs) + one, (p, m, v)
+
+
+def test_peaks_of_one_stage_a_device() -> None:
+    """A micro-batch is held until its W; papers that count until its I see the forwards ahead."""
+    for p, m in product(DEVICES, MICROBATCHES):
+        one, two = run(ZBH1(), p, m), run(ZBH2(), p, m)
+        assert one.peak_in_flight == (min(m, p),) * p, (p, m)
+        assert two.peak_in_flight == (min(m, 2 * p - 1),) * p, (p, m)
+        assert held(one, INPUTS) == [min(m, p - r) for r in range(p)], (p, m)
+        assert held(two, INPUTS) == [min(m, 2 * (p - r) - 1) for r in range(p)], (p, m)
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize("p", DEVICES)
+def test_interleaved_zb(p: int, v: int) -> None:
+    """Bubble (p-1)(t_F + t_I - t_W)/v and p micro-batches where p divides m; elsewhere between that and two others."""
+    for m in MICROBATCHES:
+        times = run(InterleavedZeroBubble(), p, m, v)
+        ideal = m * v * work(EQUAL) + p - 1
+        if m % p == 0:
+            assert times.seconds == ideal, m
+            assert times.bubble_ratio == pytest.approx((p - 1) / ideal), m
+            assert held(times, WEIGHTS) == [p * v] * p, m
+            assert held(times, INPUTS) == [p * v - r for r in range(p)], m
+        else:
+            padded = (m + -m % p) * v * work(EQUAL) + p - 1
+            plain = report(simulate(lower(Interleaved(), Shape(p * v, m, p)), EQUAL))
+            assert ideal <= times.seconds <= min(padded, plain.seconds), m
+            assert max(held(times, WEIGHTS)) == min(m, p) * v, m
+
+
+def test_interleaved_zb_has_its_closed_form_at_other_times() -> None:
+    for costs, p, v, rounds in product(CLOSED, (2, 4), (2, 3), (1, 3)):
+        m = rounds * p
+        bubble = (p - 1) * (costs.forward + costs.input_gradient - costs.weight_gradient)
+        times = run(InterleavedZeroBubble(), p, m, v, costs)
+        assert times.seconds == m * v * work(costs) + bubble, (costs, p, v, m)
+        assert times.bubble_ratio == pytest.approx(bubble / times.seconds)
+
+
+def test_interleaved_zb_with_one_stage_a_device_is_zb_h1() -> None:
+    for p, m in product(DEVICES, MICROBATCHES):
+        shape = Shape(p, m, p)
+        if m >= p:
+            for r in range(p):
+                assert list(InterleavedZeroBubble().order(r, shape)) == list(ZBH1().order(r, shape)), (p, m, r)
+        assert run(InterleavedZeroBubble(), p, m).seconds == run(ZBH1(), p, m).seconds, (p, m)
+
+
+def test_the_picture_in_the_docstring() -> None:
+    times = run(ZBH1(), 3, 4)
+    rows = []
+    for tasks in computed(times):
+        cells = {time.start: time.task.label for time in tasks}
+        rows.append(" ".join(cells.get(second, "..") for second in range(int(times.seconds))))
+    assert rows == [
+        "F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3",
+        ".. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
+        ".. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
+    ]
+
+
+@pytest.mark.parametrize("schedule", [ZBH1(), ZBH2(), InterleavedZeroBubble()], ids=lambda schedule: schedule.name)
+def test_they_recompute(schedule: OrderedSchedule) -> None:
+    shape = Shape(4 * schedule.virtual, 6, 4)
+    graph = lower(schedule, shape, checkpoint=CheckpointMode.ALWAYS)
+    times = report(simulate(graph, EQUAL))
+    assert sum(time.task.kind is TaskKind.RECOMPUTE for time in times.tasks) == 6 * shape.stages
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
+def test_one_stage_a_device_is_asked_for(name: str) -> None:
+    schedule = {"zb-h1": ZBH1(), "zb-h2": ZBH2()}[name]
+    with pytest.raises(ScheduleError, match=rf"'{name}' puts one stage on each device, got 4 stages for 2 devices"):
+        lower(schedule, Shape(4, 4, 2))
+
+
+def test_interleaved_zb_asks_for_a_multiple_of_the_devices() -> None:
+    assert InterleavedZeroBubble.virtual == 2
+    with pytest.raises(ScheduleError, match=r"'interleaved-zb' needs the same number of stages on each device.* of 2"):
+        lower(InterleavedZeroBubble(), Shape(5, 4, 2))

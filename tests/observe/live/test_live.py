@@ -1,0 +1,581 @@
+"""The live view over HTTP: what pages are sent and when, whom it answers, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, NamedTuple
+
+import pytest
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestClient, TestServer
+
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import OptionError
+from asyncpipe.observe.live import feed as live_feed
+from asyncpipe.observe.live import handlers as live_http
+from asyncpipe.observe.live import server as live
+from asyncpipe.observe.live.feed import KEEP_ALIVE, Feed
+from asyncpipe.observe.live.server import live_app, serve_live
+from asyncpipe.observe.live.view import LiveView
+
+pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
+
+FILES = ["/", "/live.css", "/live.js", "/live_draw.js"]
+
+
+class CountedView(LiveView):
+    """Counts how often it is folded; ``filling`` makes what it tells as large as one likes."""
+
+    folds = 0
+    filling = ""
+    error: Exception | None = None
+
+    def snapshot(self) -> dict[str, Any]:
+        self.folds += 1
+        if self.error is not None:
+            raise self.error
+        return super().snapshot() | {"filling": self.filling}
+
+
+class Clock:
+    """The monotonic clock of feeds, which stands still, and that of their threads."""
+
+    now = 100.0
+    computed = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Event(NamedTuple):
+    id: str
+    kind: str
+    data: dict[str, Any]
+
+
+@pytest.fixture
+def view() -> CountedView:
+    made = CountedView("demo")
+    made.step_completed(simulate(lower(find_schedule("1f1b"), Shape(2, 4, 2), checkpoint=CheckpointMode("never"))))
+    return made
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(live_feed, "monotonic", made)
+    monkeypatch.setattr(live_feed, "thread_time", lambda: made.computed)
+    return made
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks for news every 10 ms, and rests no longer after a fold."""
+    monkeypatch.setattr(live_feed, "WATCHED_SECONDS", 0.01)
+    monkeypatch.setattr(live_feed, "REST", 0.0)
+
+
+@asynccontextmanager
+async def connected(view: LiveView, **options: Any) -> AsyncIterator[TestClient[web.Request, web.Application]]:
+    async with TestClient(TestServer(live_app(view, **options))) as client:
+        yield client
+
+
+def step(view: LiveView, loss: float = 1.0) -> None:
+    view.training_step(loss, 4, 400, 0.1)
+
+
+def parsed(text: bytes) -> Event:
+    fields = dict(line.split(": ", 1) for line in text.decode().strip().split("\n"))
+    assert set(fields) == {"id", "event", "data"}
+    return Event(fields["id"], fields["event"], json.loads(fields["data"]))
+
+
+async def next_block(response: Any) -> bytes:
+    """The next event or comment of a stream."""
+    async with asyncio.timeout(10):
+        block: bytes = await response.content.readuntil(b"\n\n")
+    return block
+
+
+async def next_event(response: Any) -> Event:
+    return parsed(await next_block(response))
+
+
+# What a page is sent
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_page_is_sent_the_state_and_then_what_is_new(view: CountedView) -> None:
+    async with connected(view) as client, client.get("/events") as response:
+        assert response.headers["Content-Type"] == "text/event-stream"
+        assert await next_block(response) == live_http.RETRY
+        first = await next_event(response)
+        assert (first.kind, first.data["job"], first.data["training"]) == ("state", "demo", None)
+        assert first.data["timeline"]["count"] == 2 * 2 * 4 + 2 * 4
+        step(view, 3.5)
+        second = await next_event(response)
+        assert (second.kind, second.data["training"]["loss"]) == ("state", 3.5)
+        assert second.id != first.id
+
+
+async def test_the_state_is_told_once_as_json(view: CountedView) -> None:
+    step(view)
+    async with connected(view) as client, client.get("/state") as response:
+        assert response.content_type == "application/json"
+        state = await response.json()
+    assert state == json.loads(json.dumps(view.snapshot()))
+
+
+@pytest.mark.usefixtures("quick")
+async def test_where_nothing_is_new_only_comments_are_sent(view: CountedView, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_feed, "KEEP_ALIVE_SECONDS", 0.05)
+    async with connected(view) as client, client.get("/events") as response:
+        await next_block(response)
+        await next_event(response)
+        folds = view.folds
+        for _ in range(3):
+            assert await next_block(response) == KEEP_ALIVE
+        assert view.folds == folds
+        step(view)
+        while (block := await next_block(response)) == KEEP_ALIVE:
+            pass
+        assert parsed(block).data["training"]["steps"] == 1
+
+
+async def test_a_page_that_reconnects_is_not_sent_what_it_has(view: CountedView, clock: Clock) -> None:
+    feed = Feed(view)
+    async with aclosing(feed.follow()) as events:
+        first = parsed(await anext(events))
+    async with aclosing(feed.follow(first.id)) as events:
+        waiting = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        step(view)
+        clock.now += 10
+        newest = await feed.newest()
+        assert parsed(await waiting).id == newest.id != first.id
+    await feed.close()
+
+
+async def test_another_server_has_other_ids(view: CountedView) -> None:
+    feeds = [Feed(view), Feed(view)]
+    ids = {(await feed.newest()).id for feed in feeds}
+    assert len(ids) == 2
+    for feed in feeds:
+        await feed.close()
+
+
+async def test_a_slow_page_is_sent_the_newest_state_alone(view: CountedView, clock: Clock) -> None:
+    feed = Feed(view)
+    async with aclosing(feed.follow()) as events:
+        await anext(events)
+        for loss in (3.0, 2.0, 1.0):
+            step(view, loss)
+            clock.now += 10
+            await feed.newest()
+        assert parsed(await anext(events)).data["training"]["loss"] == 1.0
+        waiting = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        step(view, 0.5)
+        clock.now += 10
+        await feed.newest()
+        assert parsed(await waiting).data["training"]["loss"] == 0.5
+    await feed.close()
+
+
+# Folds
+
+
+async def test_a_view_is_folded_at_most_four_times_a_second(view: CountedView, clock: Clock) -> None:
+    feed = Feed(view)
+    for _ in range(100):
+        step(view)
+        await feed.newest()
+        clock.now += 1 / 16
+    # Sixteenths, since binary fractions add up exactly.
+    assert view.folds == 100 / 4
+    await feed.close()
+
+
+async def test_a_long_fold_is_followed_by_a_long_rest(
+    view: CountedView, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow() -> dict[str, Any]:
+        clock.computed += 0.5
+        return {"ended": False}
+
+    monkeypatch.setattr(view, "snapshot", slow)
+    feed = Feed(view)
+    first = await feed.newest()
+    for seconds, is_same in ((0.5 * live_feed.REST - 0.1, True), (0.2, False)):
+        step(view)
+        clock.now += seconds
+        assert (await feed.newest() is first) == is_same
+    await feed.close()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_many_pages_share_a_fold(view: CountedView) -> None:
+    async with connected(view) as client:
+        responses = [await client.get("/events") for _ in range(8)]
+        firsts = []
+        for response in responses:
+            await next_block(response)
+            firsts.append(await next_event(response))
+        step(view)
+        seconds = [await next_event(response) for response in responses]
+        assert len({event.id for event in firsts}) == len({event.id for event in seconds}) == 1
+        assert view.folds == 2
+
+
+async def test_nothing_is_folded_on_the_loop(view: CountedView, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    monkeypatch.setattr(view, "snapshot", lambda: threads.append(threading.current_thread().name) or {"ended": False})
+    feed = Feed(view)
+    await feed.newest()
+    await feed.close()
+    assert [name.startswith("asyncpipe-live") for name in threads] == [True, True]
+
+
+async def test_a_fold_that_fails_is_logged_once_and_pages_go_on(
+    view: CountedView, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    feed = Feed(view)
+    good = await feed.newest()
+    view.error = ZeroDivisionError("no")
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            step(view)
+            clock.now += 10
+            assert (await feed.newest()).data == good.data
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == ["the live view cannot be folded"]
+    view.error = None
+    step(view)
+    await feed.close()
+    assert json.loads((await feed.newest()).data)["training"]["steps"] == 4
+
+
+async def test_a_fold_that_fails_at_once_leaves_an_empty_state(view: CountedView) -> None:
+    view.error = ZeroDivisionError("no")
+    feed = Feed(view)
+    assert json.loads((await feed.newest()).data).keys() == LiveView().snapshot().keys()
+    await feed.close()
+
+
+# The end
+
+
+async def test_closing_tells_every_page_and_ends_its_connection(view: CountedView) -> None:
+    async with ClientSession() as session:
+        async with serve_live(view, 0) as server:
+            responses = [await session.get(f"{server.url}events") for _ in range(3)]
+            for response in responses:
+                await next_block(response)
+                assert (await next_event(response)).data["ended"] is False
+            step(view, 0.25)
+        for response in responses:
+            last = await next_event(response)
+            assert (last.kind, last.data["ended"]) == ("end", True)
+            assert last.data["training"]["loss"] == 0.25
+            assert await response.content.read() == b""
+    assert view.ended is False
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_run_that_ends_is_told_while_the_server_goes_on(view: CountedView) -> None:
+    async with connected(view) as client:
+        async with client.get("/events") as response:
+            await next_block(response)
+            await next_event(response)
+            view.end()
+            last = await next_event(response)
+            assert (last.kind, last.data["ended"]) == ("end", True)
+            assert await response.content.read() == b""
+        # A page that comes later, or comes back, learns the same at once.
+        async with client.get("/events", headers={"Last-Event-ID": last.id}) as response:
+            await next_block(response)
+            assert await next_event(response) == last
+            assert await response.content.read() == b""
+
+
+async def test_a_page_that_takes_nothing_does_not_hold_up_the_end(
+    view: CountedView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_http, "GOODBYE_SECONDS", 0.05)
+    view.filling = "x" * (8 << 20)
+    stuck = asyncio.Event()
+    prepare = web.StreamResponse.write
+
+    async def write(response: web.StreamResponse, data: bytes) -> None:
+        if len(data) > len(view.filling):
+            stuck.set()
+        await prepare(response, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", write)
+    loop = asyncio.get_running_loop()
+    # A host's runner, which would wait for a minute; not that of serve_live.
+    async with TestServer(live_app(view)) as server:
+        with socket.socket() as line:
+            line.setblocking(False)
+            await loop.sock_connect(line, ("127.0.0.1", server.port))
+            await loop.sock_sendall(line, b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await stuck.wait()
+            async with asyncio.timeout(5):
+                await server.close()
+
+
+async def test_a_page_that_was_closed_is_forgotten(view: CountedView, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_feed, "KEEP_ALIVE_SECONDS", 0.01)
+    made: list[Feed] = []
+    left = asyncio.Event()
+
+    class KnownFeed(Feed):
+        async def follow(self, seen: str | None = None) -> AsyncGenerator[bytes, None]:
+            made.append(self)
+            try:
+                async with aclosing(super().follow(seen)) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                left.set()
+
+    monkeypatch.setattr(live, "Feed", KnownFeed)
+    async with connected(view) as client:
+        async with client.get("/events") as response:
+            await next_block(response)
+            await next_event(response)
+            assert made[0].followers == 1
+        # Noticed when the next comment is sent.
+        async with asyncio.timeout(10):
+            await left.wait()
+        assert made[0].followers == 0
+
+
+async def test_a_feed_that_is_closed_while_it_folds_ends_with_the_fold(
+    view: CountedView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, began, may_end = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def snapshot() -> dict[str, Any]:
+        loop.call_soon_threadsafe(began.set)
+        may_end.wait(10)
+        return {"ended": False}
+
+    monkeypatch.setattr(view, "snapshot", snapshot)
+    feed = Feed(view)
+    feed.start()
+    await began.wait()
+    closing = asyncio.ensure_future(feed.close())
+    await asyncio.sleep(0)
+    may_end.set()
+    async with asyncio.timeout(live_feed.UNWATCHED_SECONDS - 1):
+        await closing
+
+
+async def test_a_feed_may_be_closed_twice(view: CountedView) -> None:
+    feed = Feed(view)
+    feed.start()
+    await feed.close()
+    await feed.close()
+    assert (await feed.newest()).last
+
+
+# Whom it answers
+
+
+async def get(client: TestClient[web.Request, web.Application], path: str, **headers: str) -> int:
+    async with client.get(path, headers=headers) as response:
+        return response.status
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:8000", "run.localhost", "127.0.0.1:8000", "127.0.0.2", "[::1]:8000", "[::1]"]
+)
+async def test_loopback_names_are_answered(view: CountedView, host: str) -> None:
+    async with connected(view) as client:
+        assert await get(client, "/state", Host=host) == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1", "[", "", "127.0.0.1.evil.example", "0"],
+)
+@pytest.mark.parametrize("path", ["/", "/events", "/state", "/nothing"])
+async def test_other_names_are_refused(view: CountedView, host: str, path: str) -> None:
+    async with connected(view) as client:
+        assert await get(client, path, Host=host) == 403
+
+
+async def test_hosts_that_are_named_are_answered(view: CountedView) -> None:
+    async with connected(view, hosts=["GPU-box.example"]) as client:
+        assert await get(client, "/state", Host="gpu-box.example:80") == 200
+        assert await get(client, "/state", Host="example") == 403
+
+
+async def test_the_name_that_it_listens_on_is_answered(view: CountedView) -> None:
+    # An odd way to write 127.0.0.1: neither a loopback name nor what the socket says.
+    async with serve_live(view, 0, "127.1", hosts=["gpu-box"]) as server, ClientSession() as session:
+        for host, status in (("127.1", 200), ("gpu-box", 200), ("127.2", 403)):
+            async with session.get(f"http://127.0.0.1:{server.port}/state", headers={"Host": host}) as response:
+                assert response.status == status
+
+
+async def test_a_request_without_a_host_is_refused(view: CountedView) -> None:
+    async with serve_live(view, 0) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET /state HTTP/1.0\r\n\r\n")
+        assert (await reader.read()).split(b"\r\n")[0] == b"HTTP/1.0 403 Forbidden"
+        writer.close()
+        await writer.wait_closed()
+
+
+@pytest.mark.parametrize("path", [*FILES, "/state", "/events"])
+async def test_nothing_can_be_sent(view: CountedView, path: str) -> None:
+    async with connected(view) as client:
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            async with client.request(method, path) as response:
+                assert response.status == 405
+        async with client.head(path) as response:
+            assert response.status == 200
+            assert await response.read() == b""
+
+
+@pytest.mark.parametrize("path", [*FILES, "/state", "/events", "/nothing", "/../live.py"])
+async def test_every_answer_has_the_headers(view: CountedView, path: str) -> None:
+    async with connected(view) as client:
+        for host in ("localhost", "evil.example"):
+            async with client.get(path, headers={"Host": host, "Origin": "http://evil.example"}) as response:
+                assert response.headers.items() >= live_http.HEADERS.items()
+                assert not [name for name in response.headers if name.lower().startswith("access-control")]
+    policy = live_http.HEADERS["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+
+
+# The page
+
+
+async def test_the_page_asks_only_for_files_that_are_there(view: CountedView) -> None:
+    async with connected(view) as client:
+        texts = {}
+        for path, kind in zip(FILES, ["html", "css", "javascript", "javascript"], strict=True):
+            async with client.get(path) as response:
+                assert response.content_type == f"text/{kind}"
+                assert response.charset == "utf-8"
+                texts[path] = await response.text()
+    asked = re.findall(r'(?:src|href)="(?!data:)([^"]+)"', texts["/"])
+    asked += re.findall(r"from '\./([^']+)'", "".join(texts.values()))
+    assert {f"/{name}" for name in asked} == {"/live.css", "/live.js", "/live_draw.js", "/state"}
+    ids = set(re.findall(r'id="([^"]+)"', texts["/"]))
+    used = set(re.findall(r"(?:\$|write)\('([a-z-]+)'", texts["/live.js"]))
+    assert used <= ids, used - ids
+    # Data is text, never markup; and nothing comes from elsewhere.
+    for path, text in texts.items():
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|style=|onclick", text), (
+            path
+        )
+        assert set(re.findall(r"https?://[^'\" ]+", text)) <= {"http://www.w3.org/2000/svg"}, path
+
+
+@pytest.mark.usefixtures("quick")
+async def test_it_can_be_a_part_of_another_application(view: CountedView) -> None:
+    host = web.Application()
+    host.add_subapp("/jobs/demo/", live_app(view))
+    async with TestClient(TestServer(host)) as client:
+        assert await get(client, "/jobs/demo/") == 200
+        assert await get(client, "/jobs/demo/live.js") == 200
+        assert await get(client, "/jobs/demo/state", Host="evil.example") == 403
+        async with client.get("/jobs/demo/events") as response:
+            await next_block(response)
+            assert (await next_event(response)).data["job"] == "demo"
+
+
+# Serving
+
+
+async def test_a_port_of_0_takes_a_free_one(view: CountedView) -> None:
+    async with serve_live(view, 0) as server, ClientSession() as session:
+        assert server.port > 0
+        assert server.url == f"http://127.0.0.1:{server.port}/"
+        async with session.get(server.url) as response:
+            assert response.status == 200
+
+
+async def test_a_port_that_is_taken_is_an_option_error(view: CountedView) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(OptionError, match=rf"cannot serve the live view on 127\.0\.0\.1:{port}: .*in use"):
+            async with serve_live(view, port):
+                pass
+
+
+@pytest.mark.parametrize(("port", "address"), [(0, "192.0.2.1"), (70_000, "127.0.0.1")])
+async def test_an_address_that_is_not_here_is_an_option_error(view: CountedView, port: int, address: str) -> None:
+    with pytest.raises(OptionError, match=f"on {address}:{port}: "):
+        async with serve_live(view, port, address):
+            pass
+
+
+async def test_the_port_is_free_again_afterwards(view: CountedView) -> None:
+    async with serve_live(view, 0) as server:
+        pass
+    async with serve_live(view, server.port) as again:
+        assert again.port == server.port
+
+
+async def test_on_all_addresses_each_of_them_is_answered(view: CountedView) -> None:
+    async with serve_live(view, 0, "0.0.0.0") as server, ClientSession() as session:
+        assert server.url == f"http://127.0.0.1:{server.port}/"
+        for host, status in (("127.0.0.1", 200), ("10.1.2.3", 403), ("evil.example", 403)):
+            async with session.get(f"{server.url}state", headers={"Host": host}) as response:
+                assert response.status == status
+
+
+def test_the_address_in_a_url() -> None:
+    shown = {address: live._host(address) for address in ("::1", "::", "0.0.0.0", "10.0.0.1", "gpu-box")}
+    assert shown == {
+        "::1": "[::1]",
+        "::": "[::1]",
+        "0.0.0.0": "127.0.0.1",
+        "10.0.0.1": "10.0.0.1",
+        "gpu-box": "gpu-box",
+    }
+
+
+async def test_an_error_of_the_block_passes_through(view: CountedView) -> None:
+    with pytest.raises(KeyError, match="mine"):
+        async with serve_live(view, 0):
+            raise KeyError("mine")
+
+
+async def test_without_aiohttp_the_error_says_what_to_install(
+    view: CountedView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(OptionError, match=r"pip install 'asyncpipe\[service\]'"):
+        live_app(view)
+    with pytest.raises(OptionError, match=r"pip install 'asyncpipe\[service\]'"):
+        async with serve_live(view, 0):
+            pass
+
+
+def test_importing_it_imports_neither_aiohttp_nor_torch() -> None:
+    code = "import sys, asyncpipe.observe.live.server; print({'aiohttp', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,147 @@
+"""The live page in a real browser: values move while a pipeline trains, at any width, and nothing goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe import Pipeline
+from asyncpipe.observe.live.server import serve_live
+from asyncpipe.observe.live.view import LiveView
+
+NODE = Path(__file__).resolve().parents[2] / "node"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PICTURES = os.environ.get("ASYNCPIPE_TEST_PICTURES")
+"""A folder for screenshots, to look at them."""
+LIMIT = 1 << 20
+
+pytestmark = [
+    pytest.mark.one_loop,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium: install Debian's package chromium"),
+    pytest.mark.skipif(shutil.which("node") is None, reason="no node: install Node.js 20 or later"),
+    pytest.mark.skipif(
+        not (NODE / "node_modules" / "puppeteer-core").is_dir(),
+        reason="no puppeteer-core: run npm install in tests/node",
+    ),
+]
+
+
+@asynccontextmanager
+async def training(view: LiveView) -> AsyncIterator[None]:
+    """Trains a small pipeline of four stages on two devices during the block."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(128, 128), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(128, 4))
+    x, target = torch.randn(64, 128), torch.randint(4, (64,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    async def steps() -> None:
+        while True:
+            start = perf_counter()
+            result = await pipe.step(x, target, return_outputs=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            await result.completed()
+            assert result.loss is not None
+            view.training_step(result.loss.item(), 64, 64 * 128, perf_counter() - start)
+
+    async with Pipeline(
+        model,
+        ["cpu:0", "cpu:1"],
+        microbatches=8,
+        schedule="interleaved",
+        stages=4,
+        loss_fn=nn.functional.cross_entropy,
+        observers=[view],
+    ) as pipe:
+        trainer = asyncio.create_task(steps())
+        try:
+            yield
+        finally:
+            trainer.cancel()
+            await asyncio.wait([trainer])
+    assert trainer.cancelled(), trainer.exception()
+
+
+@asynccontextmanager
+async def browser(url: str, profile: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The script that drives the page; what it leaves running when the test fails is killed with its group."""
+    assert CHROMIUM is not None
+    process = await asyncio.create_subprocess_exec(
+        "node", "live.mjs", url, CHROMIUM, str(profile), *([PICTURES] if PICTURES else []),
+        cwd=NODE, limit=LIMIT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+async def facts_of(
+    process: asyncio.subprocess.Process, answers: dict[str, Callable[[], Awaitable[None]]]
+) -> dict[str, Any]:
+    """What the script saw; does what it asks for meanwhile."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    async for line in process.stdout:
+        message = json.loads(line)
+        if "facts" in message:
+            found: dict[str, Any] = message["facts"]
+            return found
+        await answers[message["ask"]]()
+        process.stdin.write(b"done\n")
+        await process.stdin.drain()
+    raise AssertionError(f"the script ended: {(await process.stderr.read()).decode()}")
+
+
+async def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    view = LiveView("demo", steps=100_000)
+    async with training(view), AsyncExitStack() as servers:
+        server = await servers.enter_async_context(serve_live(view, 0))
+
+        async def reopen() -> None:
+            await servers.enter_async_context(serve_live(view, server.port))
+
+        async with browser(server.url, tmp_path / "profile") as process:
+            facts = await facts_of(process, {"close": servers.aclose, "open": reopen})
+    assert facts["wrong"] == []
+    first, second = facts["first"], facts["second"]
+    assert (first["connection"], first["job"]) == ("live", "demo")
+    assert "interleaved · 4 stages · 2 devices · 8 micro-batches · step " in first["about"]
+    assert "of 100,000" in first["about"]
+    assert first["ideal"].startswith("ideal ")
+    assert "Stage" in first["finding"]
+    for name in ("loss", "rate", "seconds", "about", "starts"):
+        assert first[name] != second[name], name
+    assert second["points"] >= 5
+    # 4 stages and 8 micro-batches: a forward and a backward each, recomputes, and copies both ways over 3 borders.
+    assert second["tasks"] >= 2 * 4 * 8 + 2 * 3 * 8
+    assert {"F", "B", "C"} <= set(second["kinds"])
+    assert [row.split(" cpu:")[0] for row in second["stages"]] == ["Stage 0", "Stage 1", "Stage 2", "Stage 3"]
+    assert all(width > 1 for width in second["bars"])
+    for size, seen in facts["sizes"].items():
+        assert seen["scroll"] <= seen["width"] == int(size.split()[0]), size
+        assert seen["widest"] <= seen["width"], size
+    hovered, keyed, after = (facts["pointed"][name] for name in ("hovered", "keyed", "after"))
+    assert "micro-batch" in hovered
+    assert "on cpu:" in hovered
+    assert keyed.startswith("forward, micro-batch 0\nstage 0 on cpu:0")
+    assert after == ""
+    assert facts["ended"]["connection"] == "run ended"
+    assert facts["ended"]["tasks"] > 0
+    assert facts["again"]["connection"] == "live"

@@ -1,0 +1,379 @@
+"""What a live view keeps of a run, and the data that it makes of it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import weakref
+from math import inf, nan
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncpipe.core.engine.events import (
+    GateOpened,
+    Outcome,
+    StepCompleted,
+    StepRecord,
+    StepSubmitted,
+    TaskCompleted,
+    TaskFailed,
+)
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task import Task
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import OptionError
+from asyncpipe.observe.live import view as live
+from asyncpipe.observe.live.view import LiveView, Series
+from asyncpipe.observe.pictures.kinds import COLOURS, shade
+
+
+def lowered(name: str = "1f1b", stages: int = 4, microbatches: int = 8, devices: int = 4) -> TaskGraph:
+    return lower(find_schedule(name), Shape(stages, microbatches, devices), checkpoint=CheckpointMode("never"))
+
+
+def slow_stage(task: Task) -> float:
+    """Stage 1 takes twice as long, copies a quarter of a unit."""
+    return Costs(copy=0.25)(task) * (2.0 if task.stage == 1 and task.kind is not TaskKind.COPY else 1.0)
+
+
+def fold(view: LiveView) -> dict[str, Any]:
+    """The snapshot as a page gets it."""
+    state: dict[str, Any] = json.loads(json.dumps(view.snapshot(), allow_nan=False))
+    return state
+
+
+def failed(graph: TaskGraph, error: BaseException, step: int = 3) -> StepRecord:
+    number = graph.find(TaskKind.BACKWARD, 2, 1).number
+    journal = [
+        (5.0, StepSubmitted(step, graph)),
+        (6.0, TaskFailed(step, number, error)),
+        (6.0, StepCompleted(step, Outcome.FAILED, number, error)),
+    ]
+    return StepRecord(step, graph, journal, Outcome.FAILED)
+
+
+# The last step
+
+
+def test_a_view_of_nothing_is_whole() -> None:
+    state = fold(LiveView("demo", steps=10))
+    assert (state["job"], state["steps"], state["ended"]) == ("demo", 10, False)
+    assert [state[name] for name in ("step", "timeline", "training")] == [None, None, None]
+    assert (state["history"], state["bubbles"]) == ([], [])
+
+
+def test_the_figures_are_those_of_the_report() -> None:
+    view, record = LiveView(), simulate(lowered(), slow_stage)
+    view.step_completed(record)
+    state, result = fold(view), report(record)
+    step = state["step"]
+    assert (step["schedule"], step["phase"], step["microbatches"]) == ("1f1b", "step", 8)
+    assert step["seconds"] == pytest.approx(result.seconds, rel=1e-3)
+    assert step["bubble"] == pytest.approx(result.bubble_ratio, rel=1e-3)
+    assert [stage["busy"] for stage in step["stages"]] == pytest.approx(list(result.stage_utilization), rel=1e-3)
+    assert [stage["in_flight"] for stage in step["stages"]] == list(result.peak_in_flight)
+    assert {row["name"]: row["busy"] for row in step["devices"]} == pytest.approx(result.device_utilization, rel=1e-3)
+    assert max(range(4), key=lambda stage: step["stages"][stage]["busy"]) == 1
+
+
+def test_busy_and_idle_shares_of_a_device_add_up_to_the_step() -> None:
+    view = LiveView()
+    view.step_completed(simulate(lowered("interleaved", 8, 8, 4), slow_stage))
+    shares = dict.fromkeys((f"dev:{device}" for device in range(4)), 0.0)
+    for stage in fold(view)["step"]["stages"]:
+        shares[stage["device"]] += stage["busy"] + sum(stage["idle"].values())
+    assert shares == pytest.approx(dict.fromkeys(shares, 1.0), abs=2e-3)
+
+
+def test_the_ideal_bubble_is_that_of_even_stages_and_free_copies() -> None:
+    view, graph = LiveView(), lowered()
+    view.step_completed(simulate(graph, slow_stage))
+    step = fold(view)["step"]
+    assert step["ideal"] == pytest.approx(3 / (8 + 3), rel=1e-3)
+    assert step["bubble"] > step["ideal"]
+
+
+def test_each_task_is_drawn_where_it_ran() -> None:
+    view, graph = LiveView(), lowered("gpipe", 2, 3, 2)
+    record = simulate(graph, Costs(copy=0.25))
+    view.step_completed(record)
+    timeline = fold(view)["timeline"]
+    assert timeline["rows"] == list(graph.devices)
+    assert timeline["count"] == len(timeline["tasks"]) == len(graph.tasks)
+    assert [0, 0.0, 1000.0, "F", "F0", 0, 0, None] in timeline["tasks"]
+    assert [1, 1000.0, 1250.0, "C", "C0", 1, 0, 0] in timeline["tasks"]
+    assert [1, 1250.0, 2250.0, "F", "F0", 1, 0, None] in timeline["tasks"]
+    assert timeline["kinds"] == {"F": "forward", "B": "backward", "C": "copy"}
+    assert timeline["colours"]["F"] == [COLOURS[TaskKind.FORWARD]]
+
+
+def test_later_stages_of_a_device_are_paler() -> None:
+    view = LiveView()
+    view.step_completed(simulate(lowered("interleaved", 4, 4, 2)))
+    timeline = fold(view)["timeline"]
+    assert timeline["tint"] == [0, 0, 1, 1]
+    assert timeline["colours"]["B"] == [shade(TaskKind.BACKWARD, k, 2) for k in (0, 1)]
+
+
+def test_too_many_tasks_are_counted_and_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    view, graph = LiveView(), lowered()
+    monkeypatch.setattr(live, "MOST_TASKS", len(graph.tasks) - 1)
+    view.step_completed(simulate(graph))
+    timeline = fold(view)["timeline"]
+    assert (timeline["tasks"], timeline["count"]) == ([], len(graph.tasks))
+    assert len(fold(view)["step"]["stages"]) == 4
+
+
+def test_a_backward_of_its_own_has_gates_and_no_stage_in_flight() -> None:
+    graph = lower(find_schedule("gpipe"), Shape(2, 3, 2), checkpoint=CheckpointMode("never"), phase=Phase.BACKWARD)
+    record = simulate(graph)
+    assert any(isinstance(event, GateOpened) for _, event in record.journal)
+    view = LiveView()
+    view.step_completed(record)
+    step = fold(view)["step"]
+    assert step["phase"] == "backward"
+    assert [stage["in_flight"] for stage in step["stages"]] == [None, None]
+
+
+def test_a_step_in_which_nothing_ran_has_shares_of_0() -> None:
+    graph = lowered()
+    view = LiveView()
+    view.step_completed(StepRecord(0, graph, [(1.0, StepSubmitted(0, graph))], Outcome.OK))
+    state = fold(view)
+    assert (state["step"]["seconds"], state["timeline"]["tasks"]) == (0, [])
+    assert state["step"]["stages"][0]["busy"] == 0
+
+
+def test_a_whole_step_is_a_pass_through_json_of_some_kilobytes() -> None:
+    view = LiveView()
+    view.step_completed(simulate(lowered("1f1b", 4, 64, 4), slow_stage))
+    for step in range(5000):
+        view.training_step(1 / (step + 1), 8, 800, 0.1234567)
+    assert len(json.dumps(view.snapshot(), separators=(",", ":"))) < 100_000
+
+
+# What is kept
+
+
+def test_only_the_newest_record_is_kept() -> None:
+    class Mark(list[Any]):
+        """A journal that can be referred to weakly."""
+
+    view, graph, marks = LiveView(), lowered(), []
+    for step in range(3):
+        journal = Mark(simulate(graph).journal)
+        marks.append(weakref.ref(journal))
+        view.step_completed(StepRecord(step, graph, journal, Outcome.OK))
+        view.snapshot()
+        del journal
+    gc.collect()
+    assert [mark() is None for mark in marks] == [True, True, False]
+
+
+def test_nothing_of_a_failed_step_is_kept_but_a_sentence() -> None:
+    class Error(ValueError):
+        """Can be referred to weakly, with its frames."""
+
+    view, graph = LiveView(), lowered()
+    view.step_completed(simulate(graph))
+    error = Error("no")
+    mark = weakref.ref(error)
+    view.step_completed(failed(graph, error))
+    del error
+    gc.collect()
+    assert mark() is None
+    state = fold(view)
+    assert state["spoiled"] == {
+        "failed": 1,
+        "cancelled": 0,
+        "last": "Step 3 failed in B(2,1) on dev:1: Error.",
+    }
+    assert state["step"]["number"] == 0
+
+
+def test_a_cancelled_step_is_told_of() -> None:
+    view, graph = LiveView(), lowered()
+    view.step_completed(StepRecord(7, graph, [(0.0, StepSubmitted(7, graph))], Outcome.CANCELLED))
+    assert fold(view)["spoiled"] == {"failed": 0, "cancelled": 1, "last": "Step 7 was cancelled."}
+
+
+def test_a_graph_is_let_go_with_its_last_record() -> None:
+    view, graph = LiveView(), lowered()
+    mark = weakref.ref(graph)
+    view.step_completed(simulate(graph))
+    view.snapshot()
+    del graph
+    view.step_completed(simulate(lowered()))
+    view.snapshot()
+    gc.collect()
+    assert mark() is None
+
+
+def test_a_step_is_folded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    folded: list[int] = []
+
+    def counted(record: StepRecord) -> Any:
+        folded.append(record.step)
+        return report(record)
+
+    monkeypatch.setattr(live, "report", counted)
+    view, graph = LiveView(), lowered()
+    view.step_completed(simulate(graph))
+    first = view.snapshot()
+    view.training_step(1.0, 1, 1, 1.0)
+    assert view.snapshot()["step"] is first["step"]
+    assert folded == [0]
+
+
+def test_steps_may_complete_while_others_are_folded() -> None:
+    view, graph = LiveView(), lowered()
+    record = simulate(graph)
+    stop = threading.Event()
+    seen: list[dict[str, Any]] = []
+
+    def folds() -> None:
+        while not stop.is_set():
+            seen.append(view.snapshot())
+
+    threads = [threading.Thread(target=folds) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for step in range(3000):
+        view.step_completed(record)
+        view.training_step(float(step), 1, 1, 0.1)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    state = view.snapshot()
+    assert state["training"]["steps"] == 3000
+    steps = [point[0] for point in state["history"]]
+    assert steps == sorted(steps)
+    assert seen
+
+
+# Training steps
+
+
+def test_training_steps_make_a_history() -> None:
+    view = LiveView()
+    for step in range(1, 31):
+        view.training_step(10 / step, samples=4, tokens=400, duration=0.5 if step <= 10 else 0.25)
+    state = fold(view)
+    assert state["training"] == {"steps": 30, "loss": 0.333333, "seconds": 0.25, "unit": "tokens", "rate": 1600}
+    assert state["history"][0] == [1, 10, 0.5, 800]
+    assert state["history"][-1] == [30, 0.333333, 0.25, 1600]
+
+
+def test_without_tokens_samples_are_counted() -> None:
+    view = LiveView()
+    view.training_step(1.0, samples=6, tokens=0, duration=2.0)
+    state = fold(view)
+    assert (state["training"]["unit"], state["training"]["rate"]) == ("samples", 3)
+    assert state["history"] == [[1, 1, 2, 3]]
+
+
+def test_a_step_without_any_time_has_no_rate() -> None:
+    view = LiveView()
+    view.training_step(1.0, samples=6, tokens=0, duration=0.0)
+    assert fold(view)["training"]["rate"] is None
+
+
+@pytest.mark.parametrize("loss", [nan, inf, -inf])
+def test_a_loss_that_is_not_finite_is_null(loss: float) -> None:
+    view = LiveView()
+    view.training_step(2.0, 1, 1, 1.0)
+    view.training_step(loss, 1, 1, 1.0)
+    state = fold(view)
+    assert state["training"]["loss"] is None
+    assert [point[1] for point in state["history"]] == [2, None]
+
+
+def test_bubbles_are_told_by_training_step() -> None:
+    view, graph = LiveView(), lowered()
+    for _ in range(3):
+        view.step_completed(simulate(graph))
+        view.training_step(1.0, 1, 1, 1.0)
+        state = fold(view)
+    bubble = state["step"]["bubble"]
+    assert state["bubbles"] == [[1, bubble], [2, bubble], [3, bubble]]
+
+
+def test_the_version_changes_with_whatever_is_new() -> None:
+    view, graph = LiveView(), lowered()
+    versions = [view.version]
+    for change in (
+        lambda: view.step_completed(simulate(graph)),
+        lambda: view.training_step(1.0, 1, 1, 1.0),
+        lambda: view.step_completed(failed(graph, ValueError())),
+        view.end,
+    ):
+        change()
+        versions.append(view.version)
+        view.snapshot()
+        assert view.version == versions[-1]
+    assert len(set(versions)) == len(versions)
+    assert view.ended
+    assert fold(view)["ended"] is True
+
+
+def test_a_negative_number_of_steps_is_refused() -> None:
+    with pytest.raises(OptionError, match="steps must not be negative"):
+        LiveView(steps=-1)
+
+
+# Series
+
+
+def test_a_series_keeps_what_fits() -> None:
+    series = Series(2, most=4)
+    for x in range(3):
+        series.add(x, 10 * x)
+    assert series.points() == [(0, 0), (1, 10), (2, 20)]
+
+
+def test_a_full_series_halves_itself() -> None:
+    series = Series(1, most=4)
+    for x in range(7):
+        series.add(x)
+    assert series.points() == [(0.5,), (2.5,), (4.5,), (6.0,)]
+
+
+@given(st.integers(1, 3000), st.sampled_from([4, 6, 16, 600]))
+def test_a_series_of_any_length_is_bounded_and_loses_nothing(count: int, most: int) -> None:
+    series = Series(1, most=most)
+    for x in range(count):
+        series.add(x)
+    points = [point[0] for point in series.points()]
+    assert len(points) <= most
+    assert len(points) >= min(count, most // 2)
+    assert points == sorted(points)
+    # The mean of each point but the last is of equally many, and so is the whole run's.
+    each = max(round(2 * points[0] + 1), 1)
+    whole = len(points) - 1
+    assert sum(points[:-1]) * each == pytest.approx(sum(range(whole * each)))
+    assert points[-1] == pytest.approx((whole * each + count - 1) / 2)
+
+
+def test_task_times_are_relative_to_the_submission() -> None:
+    graph = lowered("gpipe", 1, 1, 1)
+    journal = [
+        (100.0, StepSubmitted(0, graph)),
+        (101.0, TaskCompleted(0, 0, 100.5, 101.0)),
+        (103.0, TaskCompleted(0, 1, 101.5, 103.0)),
+    ]
+    view = LiveView()
+    view.step_completed(StepRecord(0, graph, journal, Outcome.OK))
+    state = fold(view)
+    assert [task[1:3] for task in state["timeline"]["tasks"]] == [[500, 1000], [1500, 3000]]
+    assert state["step"]["seconds"] == 3
+    assert state["step"]["stages"][0]["idle"]["dispatch"] == pytest.approx(1 / 3, abs=1e-3)

@@ -1,0 +1,369 @@
+"""The fold of steps into metrics, against a slow one in plain Python that can be seen to be right."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncpipe.core.engine.events import (
+    Abort,
+    DeviceMemory,
+    Dispatch,
+    GateOpened,
+    Outcome,
+    StepCompleted,
+    StepNotes,
+    StepRecord,
+    StepSubmitted,
+    TaskCompleted,
+    TaskDropped,
+    TaskFailed,
+    TaskIssued,
+)
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task import Queue
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.report import Report, TaskTime, report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.observe.metrics import plan as fold_plan
+from asyncpipe.observe.metrics.fold import fold
+from asyncpipe.observe.metrics.pack import pack
+from asyncpipe.observe.metrics.plan import Plan, Plans, Segments
+from asyncpipe.observe.metrics.totals import HISTOGRAMS, Totals
+
+# The reference
+
+
+@dataclass
+class Reference:
+    """Counters, values of histograms, and gauges, by name and label values."""
+
+    counters: dict[str, Counter[tuple[str, ...]]] = field(default_factory=lambda: defaultdict(Counter))
+    values: dict[tuple[str, tuple[str, ...]], list[float]] = field(default_factory=lambda: defaultdict(list))
+    gauges: dict[str, dict[tuple[str, ...], float]] = field(default_factory=dict)
+
+    def add(self, name: str, *labels: str, value: float = 1.0) -> None:
+        self.counters[name][labels] += value  # type: ignore[assignment]
+
+
+def reference(records: Iterable[StepRecord]) -> Reference:
+    """What ``records``, in the order in which they ended, add up to."""
+    found = Reference()
+    for number, record in enumerate(records):
+        graph, result = record.graph, report(record)
+        for outcome in Outcome:
+            found.add("steps", outcome.value, value=record.outcome is outcome)
+        found.gauges["last_step_timestamp_seconds"] = {(): float(number)}
+        count_tasks(found, record)
+        busy_and_idle(found, graph, result)
+        waited = queue_times(found, graph, result)
+        executors_and_copies(found, record, result)
+        notes(found, record.notes)
+        if record.outcome is not Outcome.OK:
+            continue
+        found.values["step_duration_seconds", ()].append(result.seconds)
+        found.gauges["bubble_ratio"] = {(): result.bubble_ratio}
+        found.gauges["ready_tasks"] = {
+            (device,): waited[device] / result.seconds if result.seconds else 0.0 for device in graph.devices
+        }
+        if graph.training:
+            found.gauges["inflight_microbatches"] = {(str(j),): peak for j, peak in enumerate(result.peak_in_flight)}
+    return found
+
+
+def count_tasks(found: Reference, record: StepRecord) -> None:
+    tasks = record.graph.tasks
+    for kind in {task.kind.value for task in tasks}:
+        for outcome in ("completed", "failed", "dropped"):
+            found.add("tasks", kind, outcome, value=0)
+    for _, event in record.journal:
+        if isinstance(event, TaskCompleted):
+            task = tasks[event.task]
+            found.add("tasks", task.kind.value, "completed")
+        elif isinstance(event, TaskFailed | TaskDropped):
+            found.add("tasks", tasks[event.task].kind.value, "failed" if isinstance(event, TaskFailed) else "dropped")
+    for time in report(record).tasks:
+        found.values["task_duration_seconds", (str(time.task.stage), time.task.kind.value)].append(time.seconds)
+
+
+def read_times(graph: TaskGraph, number: int, result: Report) -> tuple[float, float, float]:
+    """When the last of what a task reads was produced, sent on its way, and when it had arrived."""
+    times = {time.task.number: time for time in result.tasks}
+    produced = sent = arrived = max(0.0, result.gates_opened.get(number, 0.0))
+    for dependency in graph.dependencies[number]:
+        if dependency in times:
+            arrived = max(arrived, times[dependency].end)
+            makers = graph.dependencies[dependency] if graph.tasks[dependency].kind is TaskKind.COPY else [dependency]
+            produced = max([produced, *(times[maker].end for maker in makers if maker in times)])
+            if graph.tasks[dependency].kind is TaskKind.COPY:
+                sent = max(sent, times[dependency].start - waited_for_lane(graph, dependency, result))
+    return produced, max(sent, produced), arrived
+
+
+def waited_for_lane(graph: TaskGraph, copy: int, result: Report) -> float:
+    """How long a copy had all it reads, and its lane was still at the copies before it."""
+    _, _, ready = read_times(graph, copy, result)
+    before = [time.task.number for time in result.tasks].index(copy)
+    lane = graph.tasks[copy].lane
+    return max([0.0, *(time.end - ready for time in result.tasks[:before] if time.task.lane == lane)])
+
+
+def queue_times(found: Reference, graph: TaskGraph, result: Report) -> dict[str, float]:
+    waited: dict[str, float] = defaultdict(float)
+    for time in result.tasks:
+        _, _, arrived = read_times(graph, time.task.number, result)
+        seconds = max(time.start - arrived, 0.0)
+        found.values["task_queue_seconds", (time.task.lane.device,)].append(seconds)
+        waited[time.task.lane.device] += seconds
+    return waited
+
+
+def busy_and_idle(found: Reference, graph: TaskGraph, result: Report) -> None:
+    for number, device in enumerate(graph.devices):
+        stages = [stage for stage, place in enumerate(graph.placement) if place == number] or [0]
+        for stage in stages:
+            found.add("stage_busy_seconds", str(stage), device, value=0)
+            for reason in ("dependency", "copy", "dispatch", "drain"):
+                found.add("stage_idle_seconds", str(stage), device, reason, value=0)
+        cursor, last = 0.0, stages[0]
+        for time in result.tasks:
+            if time.task.lane.device == device and time.task.lane.queue is Queue.COMPUTE:
+                last, place = time.task.stage, (str(time.task.stage), device)
+                start, end = max(time.start, cursor), max(time.end, cursor)
+                gap(found, place, cursor, start, read_times(graph, time.task.number, result))
+                found.add("stage_busy_seconds", *place, value=end - start)
+                cursor = end
+        found.add("stage_idle_seconds", str(last), device, "drain", value=result.seconds - cursor)
+
+
+def gap(found: Reference, place: tuple[str, str], begin: float, end: float, read: tuple[float, ...]) -> None:
+    produced, sent, arrived = (min(max(moment, begin), end) for moment in read)
+    arrived = max(produced, arrived)
+    sent = min(sent, arrived)
+    found.add("stage_idle_seconds", *place, "dependency", value=produced - begin)
+    found.add("stage_idle_seconds", *place, "copy", value=arrived - sent)
+    found.add("stage_idle_seconds", *place, "dispatch", value=sent - produced + end - arrived)
+
+
+def executors_and_copies(found: Reference, record: StepRecord, result: Report) -> None:
+    graph = record.graph
+    issued = {event.task: event.seconds for _, event in record.journal if isinstance(event, TaskIssued)}
+    ran: dict[int, TaskTime] = {time.task.number: time for time in result.tasks}
+    for task in graph.tasks:
+        taken = ran[task.number].seconds if task.number in ran else 0.0
+        found.add("executor_busy_seconds", task.lane.device, value=issued.get(task.number, taken))
+        if task.source is not None:
+            route = graph.devices[graph.placement[task.source]], task.lane.device
+            found.add("copy_seconds", *route, value=taken)
+            found.add("copy_bytes", *route, value=record.notes.copied.get(task.number, 0))
+
+
+def notes(found: Reference, noted: StepNotes) -> None:
+    for late, took in noted.wakeups:
+        found.values["scheduler_loop_lag_seconds", ()].append(late)
+        found.values["scheduler_dispatch_seconds", ()].append(took)
+    for name in DeviceMemory._fields if noted.memory else ():
+        found.gauges[f"memory_{name}_bytes"] = {(d,): getattr(memory, name) for d, memory in noted.memory.items()}
+
+
+def assert_same(totals: Totals, wanted: Reference) -> None:
+    for name, counter in wanted.counters.items():
+        assert totals.counters[name] == pytest.approx(dict(counter)), name
+    assert totals.counters.keys() - wanted.counters.keys() <= {"copy_seconds", "copy_bytes"}
+    assert {(name, labels) for name, series in totals.histograms.items() for labels in series} == wanted.values.keys()
+    for (name, labels), values in wanted.values.items():
+        histogram = totals.histograms[name][labels]
+        bounds = [*(2.0**exponent for exponent in HISTOGRAMS[name][2]), inf]
+        cumulative = [(bound, sum(value <= bound for value in values)) for bound in bounds]
+        assert histogram.cumulative() == cumulative, (name, labels)
+        assert histogram.total == pytest.approx(sum(values))
+    assert {name: values for name, (_, values) in totals.gauges.items()} == {
+        name: pytest.approx(values, abs=1e-9) for name, values in wanted.gauges.items()
+    }
+
+
+# Random steps
+
+
+NAMES = ("gpipe", "1f1b", "zb-h1", "backward-first", "hint", "interleaved", "zbv", "hanayo")
+
+
+def graph_of(draw: st.DataObject) -> TaskGraph:
+    name = draw.draw(st.sampled_from(NAMES))
+    devices, microbatches = draw.draw(st.integers(1, 3)), draw.draw(st.integers(1, 5))
+    stages = devices * (2 if name in ("interleaved", "zbv", "hanayo") else 1)
+    schedule = find_schedule("gpipe", order="hint") if name == "hint" else find_schedule(name)
+    shape = Shape(stages, microbatches, devices)
+    phase = draw.draw(st.sampled_from([Phase.STEP, Phase.STEP, Phase.FORWARD, Phase.BACKWARD]))
+    mode = draw.draw(st.sampled_from(CheckpointMode))
+    graph = lower(schedule, shape, checkpoint=mode, phase=phase)
+    if phase is not Phase.STEP or draw.draw(st.booleans()):
+        return graph
+    ties = ((0, stages - 1),) if graph.placement[0] != graph.placement[-1] else ()
+    links = {(j, j + 1) for j in range(stages - 1)} | ({(0, stages - 1)} if stages > 1 else set())
+    wiring = Wiring(tuple(sorted(links)), ties, tuple(j for j in range(stages) if draw.draw(st.booleans())))
+    return lower(schedule, shape, checkpoint=mode, wiring=wiring)
+
+
+def record_of(graph: TaskGraph, draw: st.DataObject, step: int) -> StepRecord:
+    """One step of ``graph`` at random costs, with clocks that are a little off, and perhaps cut short."""
+    seed = draw.draw(st.integers(0, 2**32))
+    random = np.random.default_rng(seed)
+    costs = random.choice([0.0, 0.25, 1.0, 3.0], len(graph.tasks)) * random.random()
+    origin = float(random.choice([0.0, 1234.5]))
+    off = float(random.choice([0.0, 0.1]))
+    asynchronous = bool(random.random() < 0.3)
+    journal: list[tuple[float, object]] = []
+    for at, event in simulate(graph, lambda task: float(costs[task.number])).journal:
+        if isinstance(event, TaskCompleted):
+            late = off * random.random()
+            moved = replace(event, started=event.started + origin + late, ended=event.ended + origin + late)
+            if asynchronous and random.random() < 0.8:
+                journal.append((at + origin, TaskIssued(0, event.task, float(random.random()))))
+            journal.append((at + origin, moved))
+        elif isinstance(event, GateOpened):
+            journal.append((origin + float(random.random()), event))
+        else:
+            journal.append((at + origin, event))
+    record = StepRecord(step, graph, journal, Outcome.OK, notes_of(graph, random))  # type: ignore[arg-type]
+    outcome = draw.draw(st.sampled_from([Outcome.OK, Outcome.OK, Outcome.FAILED, Outcome.CANCELLED]))
+    return record if outcome is Outcome.OK else cut_short(record, int(random.integers(1, len(journal))), outcome)
+
+
+def notes_of(graph: TaskGraph, random: np.random.Generator) -> StepNotes:
+    copies = [task.number for task in graph.tasks if task.source is not None and random.random() < 0.9]
+    memory = DeviceMemory(*map(int, random.integers(1, 1000, 3)))
+    return StepNotes(
+        copied={number: int(random.integers(0, 1 << 40)) for number in copies},
+        memory={"cpu": memory} if random.random() < 0.7 else {},
+        wakeups=[(float(late), float(took)) for late, took in random.exponential(1e-4, (int(random.integers(4)), 2))],
+    )
+
+
+def cut_short(record: StepRecord, kept: int, outcome: Outcome) -> StepRecord:
+    """The record, ended after ``kept`` entries of its journal: what is under way fails or is dropped."""
+    journal = list(record.journal[:kept])
+    held = [event.task for _, event in journal if isinstance(event, Dispatch)]
+    ended = {event.task for _, event in journal if isinstance(event, TaskCompleted)}
+    at, error = journal[-1][0], ValueError("no")
+    for task in (task for task in held if task not in ended):
+        if outcome is Outcome.FAILED and not any(isinstance(event, TaskFailed) for _, event in journal):
+            journal.append((at, TaskFailed(record.step, task, error)))
+        else:
+            journal.append((at, TaskDropped(record.step, task)))
+    journal += [(at, Abort(record.step)), (at, StepCompleted(record.step, outcome))]
+    return replace(record, journal=journal, outcome=outcome)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_the_fold_is_the_reference(draw: st.DataObject) -> None:
+    graph = graph_of(draw)
+    records = [record_of(graph, draw, step) for step in range(draw.draw(st.integers(1, 3)))]
+    totals = fold([pack(record, float(at)) for at, record in enumerate(records)], Plan.of(graph))
+    wanted = reference(records)
+    assert_same(totals, wanted)
+    busy_and_idle_seconds = sum(
+        value for name in ("stage_busy_seconds", "stage_idle_seconds") for value in totals.counters[name].values()
+    )
+    step_seconds = sum(report(record).seconds for record in records)
+    assert busy_and_idle_seconds == pytest.approx(step_seconds * len(graph.devices))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_folding_a_stack_is_folding_one_by_one(draw: st.DataObject) -> None:
+    graph = graph_of(draw)
+    plan = Plan.of(graph)
+    steps = [pack(record_of(graph, draw, step), float(step)) for step in range(4)]
+    one_by_one = Totals()
+    for step in steps:
+        one_by_one.merge(fold([step], plan))
+    whole = fold(steps, plan)
+    for name, counter in whole.counters.items():
+        assert one_by_one.counters[name] == pytest.approx(counter), name
+    for name, series in whole.histograms.items():
+        for labels, histogram in series.items():
+            assert one_by_one.histograms[name][labels].cumulative() == histogram.cumulative()
+    assert {name: at for name, (at, _) in whole.gauges.items()} == {
+        name: at for name, (at, _) in one_by_one.gauges.items()
+    }
+
+
+# Single things
+
+
+def test_what_a_step_without_any_completed_task_adds() -> None:
+    graph = lower(find_schedule("gpipe"), Shape(2, 2, 2))
+    record = StepRecord(0, graph, [(1.0, StepSubmitted(0, graph)), (2.0, Abort(0))], Outcome.CANCELLED)
+    totals = fold([pack(record, 7.0)], Plan.of(graph))
+    assert totals.counters["steps"] == {("ok",): 0, ("failed",): 0, ("cancelled",): 1}
+    assert set(totals.counters["stage_busy_seconds"].values()) == {0.0}
+    assert set(totals.counters["stage_idle_seconds"].values()) == {0.0}
+    assert totals.histograms == {}
+    assert totals.gauges == {"last_step_timestamp_seconds": (7.0, {(): 7.0})}
+
+
+def test_a_copy_goes_from_its_source_to_its_stage_in_both_directions() -> None:
+    graph = lower(find_schedule("gpipe"), Shape(2, 1, 2), devices=["cpu:0", "cpu:1"])
+    onward, back = (graph.find(TaskKind.COPY, 0, stage, 1 - stage).number for stage in (1, 0))
+    record = replace(simulate(graph, Costs(copy=0.5)), notes=StepNotes(copied={onward: 100, back: 3}))
+    totals = fold([pack(record, 0.0)], Plan.of(graph))
+    assert totals.counters["copy_bytes"] == {("cpu:0", "cpu:1"): 100, ("cpu:1", "cpu:0"): 3}
+    assert totals.counters["copy_seconds"] == {("cpu:0", "cpu:1"): 0.5, ("cpu:1", "cpu:0"): 0.5}
+
+
+def test_a_packed_step_keeps_nothing_of_its_journal() -> None:
+    graph = lower(find_schedule("gpipe"), Shape(1, 1, 1))
+
+    class Loud(Exception):
+        pass
+
+    error = Loud()
+    gone = weakref.ref(error)
+    record = StepRecord(0, graph, [(0.0, StepSubmitted(0, graph)), (1.0, TaskFailed(0, 0, error))], Outcome.FAILED)
+    packed = pack(record, 0.0)
+    del record, error
+    gc.collect()
+    assert gone() is None
+    assert packed.lost == ((0, "failed"),)
+
+
+def test_latest_of_empty_rows_is_never() -> None:
+    rows = Segments.of([[0, 2], [], [1]], empty=3)
+    times = np.array([[1.0, 2.0, 3.0, -inf], [5.0, -inf, 4.0, -inf]])
+    assert rows.latest(times).tolist() == [[3.0, -inf, 2.0], [5.0, -inf, -inf]]
+    assert Segments.of([], empty=3).latest(times).shape == (2, 0)
+
+
+def test_a_plan_is_made_once_and_goes_with_its_graph() -> None:
+    plans = Plans()
+    graph = lower(find_schedule("gpipe"), Shape(2, 2, 2))
+    plan = plans.of(graph)
+    assert plans.of(graph) is plan
+    assert plans.ideal_bubble(graph, make=False) is None
+    assert plans.ideal_bubble(graph, make=True) == pytest.approx(1 / 3)
+    assert plans.ideal_bubble(graph, make=False) == pytest.approx(1 / 3)
+    gone = weakref.ref(graph)
+    del graph
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_ideal_is_left_out_for_large_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = lower(find_schedule("gpipe"), Shape(2, 2, 2))
+    monkeypatch.setattr(fold_plan, "MOST_SIMULATED", len(graph.tasks) - 1)
+    assert Plans().ideal_bubble(graph, make=True) is None

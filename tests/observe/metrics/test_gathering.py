@@ -1,0 +1,203 @@
+"""Metrics: how steps gather until a scrape, from any thread, and add up."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from metric_helpers import failed, lowered, value
+from prometheus_client import CollectorRegistry, generate_latest
+
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.errors import OptionError
+from asyncpipe.observe.metrics import collector as metrics
+from asyncpipe.observe.metrics.collector import MergedCollector, PipelineCollector
+from asyncpipe.observe.metrics.totals import HISTOGRAMS, Histogram, Totals, bucket_of
+
+
+def watched_folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps each fold takes."""
+    folded: list[int] = []
+    fold = metrics.fold
+    monkeypatch.setattr(metrics, "fold", lambda steps, plan: folded.append(len(steps)) or fold(steps, plan))
+    return folded
+
+
+def test_steps_wait_for_the_scrape_which_folds_them_in_stacks(
+    registry: CollectorRegistry, collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folded, record = watched_folds(monkeypatch), simulate(lowered())
+    monkeypatch.setattr(metrics, "STACK", 4 * len(record.graph.tasks))
+    for _ in range(10):
+        collector.step_completed(record)
+    assert folded == []
+    assert value(registry, "steps_total", outcome="ok") == 10
+    assert folded == [4, 4, 2]
+
+
+def test_steps_of_different_graphs_are_folded_apart(
+    registry: CollectorRegistry, collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folded = watched_folds(monkeypatch)
+    records = [simulate(lowered()), simulate(lowered("1f1b", Shape(2, 3, 2)))]
+    for record in (*records, *records, records[0]):
+        collector.step_completed(record)
+    assert value(registry, "steps_total", outcome="ok") == 5
+    assert folded == [3, 2]
+    assert value(registry, "tasks_total", kind="F", outcome="completed") == 3 * 12 + 2 * 6
+
+
+@pytest.mark.parametrize("limit", ["MOST_STEPS", "MOST_TASKS"])
+def test_more_steps_than_may_wait_are_folded_before_the_scrape(
+    registry: CollectorRegistry, collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    folded, record = watched_folds(monkeypatch), simulate(lowered())
+    tasks = len(record.graph.tasks)
+    monkeypatch.setattr(metrics, limit, 5 if limit == "MOST_STEPS" else 5 * tasks)
+    monkeypatch.setattr(metrics, "STACK", 3 * tasks)
+    for _ in range(10):
+        collector.step_completed(record)
+        assert len(collector._waiting) <= 5
+    assert folded == [3, 3]
+    assert value(registry, "steps_total", outcome="ok") == 10
+
+
+def test_a_step_that_is_larger_than_a_stack_is_folded_alone(
+    registry: CollectorRegistry, collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folded = watched_folds(monkeypatch)
+    monkeypatch.setattr(metrics, "STACK", 1)
+    for _ in range(2):
+        collector.step_completed(simulate(lowered()))
+    assert value(registry, "steps_total", outcome="ok") == 2
+    assert folded == [1, 1]
+
+
+def test_a_failed_step_is_let_go_of_at_once(collector: PipelineCollector) -> None:
+    class Loud(Exception):
+        pass
+
+    error = Loud()
+    gone = weakref.ref(error)
+    collector.step_completed(simulate(lowered()))
+    collector.step_completed(failed(lowered(), error))
+    del error
+    gc.collect()
+    assert gone() is None
+
+
+def test_scrapes_and_steps_at_the_same_time_lose_nothing(
+    registry: CollectorRegistry, collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "MOST_STEPS", 2)
+    record = simulate(lowered(shape=Shape(1, 1, 1)))
+
+    def repeat(action: Callable[[], object], times: int) -> None:
+        for _ in range(times):
+            action()
+
+    with ThreadPoolExecutor(3) as pool:
+        ran = [pool.submit(repeat, lambda: collector.step_completed(record), 200)]
+        ran += [pool.submit(repeat, lambda: generate_latest(registry), 20) for _ in range(2)]
+        for future in ran:
+            future.result()
+    assert value(registry, "steps_total", outcome="ok") == 200
+    assert value(registry, "task_duration_seconds_count", stage="0", kind="F") == 200
+
+
+def test_totals_are_touched_under_the_lock_and_folded_without_it(
+    registry: CollectorRegistry, collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[str, bool]] = set()
+
+    def watch(owner: object, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args: object) -> object:
+            if owner is metrics or args[0] is collector._totals:
+                seen.add((name, collector._lock.locked()))
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for name in ("merge", "copy", "add", "set"):
+        watch(Totals, name)
+    watch(metrics, "fold")
+    collector.step_completed(simulate(lowered()))
+    collector.training_step(1.0, 1, 1, 1.0)
+    generate_latest(registry)
+    assert seen == {("merge", True), ("copy", True), ("add", True), ("set", True), ("fold", False)}
+
+
+def test_several_jobs_share_a_registry_through_a_merged_collector(registry: CollectorRegistry) -> None:
+    first, second = PipelineCollector("demo"), PipelineCollector("other")
+    merged = MergedCollector([first])
+    registry.register(merged)
+    merged.add(second)
+    second.step_completed(simulate(lowered()))
+    first.training_step(1.0, 1, 1, 1.0)
+    text = generate_latest(registry).decode()
+    assert text.count("# TYPE asyncpipe_loss gauge") == 1
+    assert text.count("asyncpipe_build_info{") == 2
+    assert registry.get_sample_value("asyncpipe_steps_total", {"job": "other", "outcome": "ok"}) == 1
+    with pytest.raises(OptionError, match="job 'demo' already"):
+        merged.add(PipelineCollector("demo"))
+    merged.remove(second)
+    assert registry.get_sample_value("asyncpipe_steps_total", {"job": "other", "outcome": "ok"}) is None
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        registry.register(PipelineCollector("third"))
+
+
+def test_the_hot_path_takes_no_lock(collector: PipelineCollector) -> None:
+    with collector._lock:
+        collector.step_completed(simulate(lowered()))
+
+
+# Totals
+
+
+@given(st.one_of(st.floats(0, 64), st.integers(-20, 8).map(lambda exponent: 2.0**exponent)))
+def test_a_bucket_holds_what_is_not_above_its_bound(seconds: float) -> None:
+    exponents = range(-4, 3)
+    histogram = Histogram.empty(exponents)
+    histogram.add(np.bincount(bucket_of(np.array([seconds]), exponents), minlength=8), seconds)
+    assert histogram.cumulative() == [
+        (bound, int(seconds <= bound)) for bound in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, inf)
+    ]
+
+
+def test_a_late_fold_does_not_turn_a_gauge_back() -> None:
+    totals, late = Totals(), Totals()
+    totals.set("loss", {(): 1.0}, at=7.0)
+    totals.set("bubble_ratio", {(): 0.5}, at=7.0)
+    late.set("loss", {(): 2.0}, at=6.0)
+    late.set("ready_tasks", {("cpu:0",): 3.0}, at=6.0)
+    totals.merge(late)
+    assert totals.gauges == {
+        "loss": (7.0, {(): 1.0}),
+        "bubble_ratio": (7.0, {(): 0.5}),
+        "ready_tasks": (6.0, {("cpu:0",): 3.0}),
+    }
+
+
+def test_a_copy_of_totals_is_independent() -> None:
+    totals = Totals()
+    totals.add("samples", (), 1)
+    totals.set("loss", {(): 1.0}, at=0.0)
+    totals.observe("step_duration_seconds", (), [1.0])
+    same = totals.copy()
+    same.add("samples", (), 1)
+    same.gauges["loss"][1][()] = 2.0
+    same.observe("step_duration_seconds", (), [1.0])
+    assert totals.counters == {"samples": {(): 1}}
+    assert totals.gauges == {"loss": (0.0, {(): 1.0})}
+    assert totals.histograms["step_duration_seconds"][()].cumulative()[-1] == (inf, 1)
+    assert len(totals.histograms["step_duration_seconds"][()].counts) == len(HISTOGRAMS["step_duration_seconds"][2]) + 1

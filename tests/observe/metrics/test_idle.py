@@ -1,0 +1,163 @@
+"""Idle time: every second in which a device does nothing has one reason, and busy and idle add up to the step."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncpipe.core.engine.events import GateOpened, Outcome, StepRecord, StepSubmitted, TaskCompleted
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.observe.metrics.fold import fold
+from asyncpipe.observe.metrics.idle import IdleReason
+from asyncpipe.observe.metrics.pack import pack
+from asyncpipe.observe.metrics.plan import Plan
+
+
+def lowered(name: str = "gpipe", shape: Shape = Shape(3, 4, 3), checkpoint: str = "never") -> TaskGraph:  # noqa: B008
+    return lower(find_schedule(name), shape, checkpoint=CheckpointMode(checkpoint))
+
+
+def busy(record: StepRecord) -> dict[tuple[int, str], float]:
+    """Seconds by stage and device."""
+    found = fold([pack(record, 0.0)], Plan.of(record.graph)).counters["stage_busy_seconds"]
+    return {(int(stage), device): seconds for (stage, device), seconds in found.items()}
+
+
+def idle(record: StepRecord) -> dict[tuple[int, str, IdleReason], float]:
+    """Seconds by stage, device and reason, where there are any."""
+    found = fold([pack(record, 0.0)], Plan.of(record.graph)).counters["stage_idle_seconds"]
+    assert min(found.values()) >= 0
+    assert {reason for _, _, reason in found} == set(IdleReason)
+    return {
+        (int(stage), device, IdleReason(reason)): seconds
+        for (stage, device, reason), seconds in found.items()
+        if seconds
+    }
+
+
+def seconds_by_reason(cost: Costs) -> dict[str, dict[str, float]]:
+    """GPipe, 2 stages, 1 micro-batch: F(0,0) C F(0,1) B(0,1) C B(0,0)."""
+    graph = lowered(shape=Shape(2, 1, 2))
+    found: dict[str, dict[str, float]] = {device: {} for device in graph.devices}
+    for (_, device, reason), seconds in idle(simulate(graph, cost)).items():
+        found[device][reason.value] = seconds
+    return found
+
+
+def test_a_gap_is_divided_between_dependency_and_copy() -> None:
+    assert seconds_by_reason(Costs(forward=1, backward=2, copy=0.5)) == {
+        "dev:0": {"dependency": 0.5 + 1 + 2, "copy": 0.5},
+        "dev:1": {"dependency": 1, "copy": 0.5, "drain": 0.5 + 2},
+    }
+    assert seconds_by_reason(Costs(forward=1, backward=2, copy=0)) == {
+        "dev:0": {"dependency": 3},
+        "dev:1": {"dependency": 1, "drain": 2},
+    }
+
+
+def test_a_task_that_starts_late_waited_for_its_dispatch() -> None:
+    graph = lowered(shape=Shape(2, 1, 2))
+    forward, copy, second = (
+        graph.find(TaskKind.FORWARD, 0, 0).number,
+        graph.find(TaskKind.COPY, 0, 1, 0).number,
+        graph.find(TaskKind.FORWARD, 0, 1).number,
+    )
+    journal = [
+        (10.0, StepSubmitted(0, graph)),
+        (12.0, TaskCompleted(0, forward, 10.25, 12.0)),
+        (13.0, TaskCompleted(0, copy, 12.5, 13.0)),
+        (15.0, TaskCompleted(0, second, 13.5, 15.0)),
+    ]
+    assert idle(StepRecord(0, graph, journal, Outcome.CANCELLED)) == {
+        (0, "dev:0", IdleReason.DISPATCH): 0.25,
+        (0, "dev:0", IdleReason.DRAIN): 3.0,
+        (1, "dev:1", IdleReason.DEPENDENCY): 2.0,
+        (1, "dev:1", IdleReason.COPY): 0.5,
+        (1, "dev:1", IdleReason.DISPATCH): 1.0,
+    }
+
+
+def test_a_copy_that_waits_for_its_lane_is_on_its_way() -> None:
+    """Two copies of a lane that are handed out at once: the second one's wait for the first is the copy's."""
+    graph = lowered(shape=Shape(2, 2, 2))
+    numbers = [graph.find(TaskKind.FORWARD, i, 0).number for i in range(2)]
+    numbers += [graph.find(TaskKind.COPY, i, 1, 0).number for i in range(2)]
+    numbers += [graph.find(TaskKind.FORWARD, i, 1).number for i in range(2)]
+    spans = [(0, 1), (1, 2), (1, 4), (4, 6), (4, 5), (6, 7)]
+    done = [TaskCompleted(0, task, *span) for task, span in zip(numbers, spans, strict=True)]
+    journal = [(0.0, StepSubmitted(0, graph)), *((event.ended, event) for event in done)]
+    used = idle(StepRecord(0, graph, journal, Outcome.CANCELLED))
+    assert {reason: seconds for (_, device, reason), seconds in used.items() if device == "dev:1"} == {
+        IdleReason.DEPENDENCY: 1.0,
+        IdleReason.COPY: 3.0 + 1.0,
+    }
+
+
+def test_waiting_for_the_callers_gradient_is_waiting_for_a_dependency() -> None:
+    graph = lower(find_schedule("gpipe"), Shape(1, 2, 1), phase=Phase.BACKWARD)
+    last, first = (graph.find(TaskKind.BACKWARD, i, 0).number for i in (1, 0))
+    journal = [
+        (10.0, StepSubmitted(0, graph)),
+        (11.0, GateOpened(0, 1)),
+        (12.5, TaskCompleted(0, last, 11.25, 12.5)),
+        (14.0, GateOpened(0, 0)),
+        (16.0, TaskCompleted(0, first, 14.5, 16.0)),
+    ]
+    assert idle(StepRecord(0, graph, journal, Outcome.OK)) == {
+        (0, "dev:0", IdleReason.DEPENDENCY): 1.0 + 1.5,
+        (0, "dev:0", IdleReason.DISPATCH): 0.25 + 0.5,
+    }
+
+
+def test_a_gap_belongs_to_the_stage_of_the_task_that_ends_it() -> None:
+    graph = lowered("interleaved", Shape(4, 1, 2))
+    assert idle(simulate(graph)) == {
+        (2, "dev:0", IdleReason.DEPENDENCY): 1.0 + 3.0,
+        (0, "dev:0", IdleReason.DEPENDENCY): 2.0,
+        (1, "dev:1", IdleReason.DEPENDENCY): 1.0 + 2.0,
+        (3, "dev:1", IdleReason.DEPENDENCY): 1.0,
+        (1, "dev:1", IdleReason.DRAIN): 2.0,
+    }
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+    st.sampled_from(["never", "always", "except_last"]),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.data(),
+)
+def test_busy_and_idle_of_a_device_add_up_to_the_step(
+    name: str, checkpoint: str, devices: int, microbatches: int, data: st.DataObject
+) -> None:
+    stages = 2 * devices if name == "interleaved" else devices
+    graph = lowered(name, Shape(stages, microbatches, devices), checkpoint)
+    cost = st.floats(0, 10)
+    costs = data.draw(st.lists(cost, min_size=len(graph.tasks), max_size=len(graph.tasks)))
+    record = simulate(graph, lambda task: costs[task.number])
+    result, computed, stood = report(record), busy(record), idle(record)
+    for device in graph.devices:
+        working = sum(seconds for (_, where), seconds in computed.items() if where == device)
+        waiting = sum(seconds for (_, where, _), seconds in stood.items() if where == device)
+        assert working == pytest.approx(result.device_busy[device])
+        assert working + waiting == pytest.approx(result.seconds)
+
+
+def test_tasks_that_seem_to_overlap_are_counted_once() -> None:
+    graph = lowered(shape=Shape(1, 2, 1))
+    journal = [
+        (0.0, StepSubmitted(0, graph)),
+        (2.0, TaskCompleted(0, 0, 0.0, 2.0)),
+        (3.0, TaskCompleted(0, 1, 1.5, 3.0)),
+    ]
+    record = StepRecord(0, graph, journal, Outcome.CANCELLED)
+    assert busy(record) == {(0, "dev:0"): 3.0}
+    assert idle(record) == {}

@@ -1,0 +1,347 @@
+"""Timelines as text and as SVG."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task_graph import Phase
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.observe.pictures.kinds import ANSI_COLOURS, COLOURS, NAMES
+from asyncpipe.observe.pictures.svg import common_scale, svg_timeline
+from asyncpipe.observe.pictures.timeline import format_time, text_timeline, tick_step
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def simulated(
+    name: str = "gpipe",
+    shape: Shape = Shape(3, 4, 3),  # noqa: B008 # immutable
+    costs: Costs | None = None,
+    checkpoint: str = "never",
+    phase: Phase = Phase.STEP,
+) -> StepRecord:
+    mode = CheckpointMode(checkpoint)
+    return simulate(lower(find_schedule(name), shape, checkpoint=mode, phase=phase), costs)
+
+
+def tasks(root: ElementTree.Element) -> list[ElementTree.Element]:
+    """The drawn tasks of a picture."""
+    return [group for group in root.iter(f"{SVG}g") if "data-m" in group.attrib]
+
+
+def story(group: ElementTree.Element) -> str:
+    return group.findtext(f"{SVG}title") or ""
+
+
+class Halves(OrderedSchedule):
+    """All forwards, then backwards in halves, save that of the last micro-batch."""
+
+    def order(self, device: int, shape: Shape) -> Iterator[Action]:
+        yield from (F(i, device) for i in range(shape.microbatches))
+        for i in range(shape.microbatches - 1):
+            yield I(i, device)
+            yield W(i, device)
+        yield B(shape.microbatches - 1, device)
+
+
+def halves(microbatches: int = 3) -> StepRecord:
+    return simulate(lower(Halves(), Shape(2, microbatches, 2)))
+
+
+def test_figure_2_as_text() -> None:
+    assert text_timeline(simulated(checkpoint="except_last"), virtual=True) == (
+        "time   0              5              10             15             20\n"
+        "dev:0  F0 F1 F2 F3 ··················B3─── R2 B2─── R1 B1─── R0 B0───\n"
+        "dev:1  ···F0 F1 F2 F3 ·········B3─── R2 B2─── R1 B1─── R0 B0─── ······\n"
+        "dev:2  ······F0 F1 F2 F3 B3─── R2 B2─── R1 B1─── R0 B0─── ············\n"
+        "\n"
+        "F forward, R recompute, B backward\n"
+        "\n"
+        "makespan 21, bubble 28.6%, peak in flight 4 at every stage\n"
+    )
+
+
+def test_stages_are_named_where_a_device_has_several() -> None:
+    assert text_timeline(simulated("interleaved", Shape(4, 2, 2)), virtual=True) == (
+        "time   0         2         4         6         8         10        12        14\n"
+        "dev:0  F0.0 F1.0 F0.2 F1.2 ··········B0.2───── ·····B1.2───── B0.0───── B1.0─────\n"
+        "dev:1  ·····F0.1 F1.1 F0.3 B0.3───── F1.3 B1.3───── B0.1───── B1.1───── ··········\n"
+        "\n"
+        "makespan 15, bubble 20.0%, peak in flight 2 2 2 1 (stages 0 … 3)\n"
+    )
+
+
+def test_copy_lanes_stand_below_their_device_when_asked_for() -> None:
+    record = simulated(shape=Shape(2, 2, 2), costs=Costs(copy=1))
+    assert text_timeline(record, copies=True, virtual=True) == (
+        "time       0              5              10\n"
+        "dev:0      F0 F1 ···············B1─── B0───\n"
+        "  grad-in  ··················C1 ···C0 ······\n"
+        "dev:1      ······F0 F1 B1─── B0─── ·········\n"
+        "  copy-in  ···C0 C1 ························\n"
+        "\n"
+        "F forward, B backward, C copy\n"
+        "\n"
+        "makespan 11, bubble 45.5%, peak in flight 2 at every stage\n"
+    )
+
+
+def test_halves_of_a_backward_have_letters_and_a_legend() -> None:
+    assert text_timeline(halves(), virtual=True) == (
+        "time   0              5              10\n"
+        "dev:0  F0 F1 F2 ······I0 W0 I1 W1 ···B2───\n"
+        "dev:1  ···F0 F1 F2 I0 W0 I1 W1 B2─── ······\n"
+        "\n"
+        "F forward, B backward, I input gradient, W weight gradient\n"
+        "\n"
+        "makespan 12, bubble 25.0%, peak in flight 3 at every stage\n"
+    )
+
+
+def test_tasks_of_one_column_are_their_letters() -> None:
+    first, second = text_timeline(halves(), 7 + 12, virtual=True).splitlines()[1:3]
+    assert (first, second) == ("dev:0  FFF··IWIW·B2", "dev:1  ·FFFIWIWB2··")
+
+
+def test_colours_are_backgrounds_and_change_nothing_else() -> None:
+    plain, coloured = (text_timeline(halves(), virtual=True, colour=colour) for colour in (False, True))
+    assert "\x1b" not in plain
+    rows = [line for line in coloured.splitlines() if line.startswith("dev:")]
+    bare = [re.sub(r"\x1b\[[\d;]*m", "", row).rstrip() for row in rows]
+    assert bare == [row.replace("─", " ").rstrip() for row in plain.splitlines()[1:3]]
+    spans = re.findall(r"\x1b\[38;5;16;48;5;(\d+)m([^\x1b]*)\x1b\[0m", rows[0])
+    assert [text for _, text in spans] == ["F0", "F1", "F2", "I0", "W0", "I1", "W1", "B2   "]
+    assert all(int(colour) == ANSI_COLOURS[TaskKind(text[0])] for colour, text in spans)
+    assert f"48;5;{ANSI_COLOURS[TaskKind.WEIGHT_GRADIENT]}m W \x1b[0m weight gradient" in coloured
+
+
+def test_every_kind_has_a_name_and_colours_of_its_own() -> None:
+    for table in (NAMES, COLOURS, ANSI_COLOURS):
+        assert set(table) == set(TaskKind)
+        assert len(set(map(str, table.values()))) == len(TaskKind)
+
+
+def test_a_forward_step_has_no_peak() -> None:
+    text = text_timeline(simulated(phase=Phase.FORWARD), virtual=True)
+    assert text.endswith("\nmakespan 6, bubble 33.3%\n")
+    assert "dev:2  ······F0 F1 F2 F3\n" in text
+
+
+def test_cells_shrink_to_the_width_and_labels_are_never_cut() -> None:
+    record = simulated(shape=Shape(2, 12, 2))
+    assert "F10 F11" in text_timeline(record, virtual=True)
+    narrow = text_timeline(record, 7 + 2 * 39, virtual=True).splitlines()[1]
+    assert narrow == ("dev:0  F0F1F2F3F4F5F6F7F8F9F─F─······B11 B10 B9─ B8─ B7─ B6─ B5─ B4─ B3─ B2─ B1─ B0─")
+
+
+def test_real_times_fill_the_width_and_carry_a_unit() -> None:
+    costs = Costs(forward=0.00123457, backward=0.00251, copy=0.00011)
+    text = text_timeline(simulated(costs=costs), 80)
+    axis, *rows = text.splitlines()[:4]
+    assert re.findall(r"\d+ ms", axis)[:2] == ["0 ms", "5 ms"]
+    assert max(map(len, rows)) == 80
+    assert [re.findall(r"[FB]\d", row) for row in rows] == [["F0", "F1", "F2", "F3", "B3", "B2", "B1", "B0"]] * 3
+    assert "makespan 22.91 ms" in text
+
+
+def test_a_column_that_is_mostly_idle_shows_idle() -> None:
+    record = simulated(shape=Shape(2, 1, 2), costs=Costs(forward=0.00037, backward=1.00013))
+    first, second = text_timeline(record, 47).splitlines()[1:3]
+    assert first == "dev:0  " + "·" * 20 + "B0" + "─" * 17
+    assert second == "dev:1  B0" + "─" * 17 + " " + "·" * 20
+
+
+def test_costs_without_a_common_measure_get_no_endless_picture() -> None:
+    text = text_timeline(simulated(costs=Costs(forward=1, backward=2.001)), virtual=True)
+    assert max(map(len, text.splitlines())) == 107
+
+
+def test_a_step_without_time_has_no_timeline() -> None:
+    nothing = simulated(costs=Costs(0, 0, 0, 0))
+    assert text_timeline(nothing) == "no task took any time\n"
+    assert ElementTree.fromstring(svg_timeline(nothing)).tag == SVG + "svg"
+    only_copies = simulated(costs=Costs(0, 0, 0, 1))
+    assert "makespan 10, bubble 100.0%" in text_timeline(only_copies, copies=True, virtual=True)
+    assert ElementTree.fromstring(svg_timeline(only_copies)).tag == SVG + "svg"
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b"]),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.builds(Costs, st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3)),
+)
+def test_every_cell_is_exactly_as_wide_as_its_task_is_long(
+    name: str, stages: int, microbatches: int, costs: Costs
+) -> None:
+    record = simulated(name, Shape(stages, microbatches, stages), costs, "always")
+    lines = text_timeline(record, virtual=True).splitlines()
+    makespan = report(record).seconds
+    rows = {line.split()[0]: line[7:] for line in lines[1 : stages + 1]}
+    # Ends of lines are stripped: of the gap after the last cell, where no other row has dots up to the end.
+    columns = max(map(len, rows.values())) + (stages == 1)
+    unit = columns / makespan
+    for time in report(record).tasks:
+        if time.task.source is not None:
+            continue
+        assert (unit * time.start).is_integer()
+        cell = rows[time.task.lane.device].ljust(columns)[int(unit * time.start) : int(unit * time.end)]
+        assert len(cell) == unit * time.seconds
+        assert re.fullmatch(rf"{time.task.kind.value}{time.task.microbatch}─* ", cell)
+    busy = sum(time.seconds for time in report(record).tasks if time.task.source is None)
+    assert sum(row.count("·") for row in rows.values()) == unit * (stages * makespan - busy)
+
+
+@pytest.mark.parametrize(("least", "step"), [(1, 1), (1.1, 2), (3, 5), (6, 10), (0.03, 0.05), (70, 100), (2, 2)])
+def test_ticks_are_round_numbers(least: float, step: float) -> None:
+    assert tick_step(least) == pytest.approx(step)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "longest", "text"),
+    [(2.5, 3, "2.5 s"), (0.0025, 0.01, "2.5 ms"), (0.00025, 0.0005, "250 µs"), (2e-7, 3e-7, "0.2 µs"), (0, 1, "0 s")],
+)
+def test_times_have_the_unit_of_the_longest(seconds: float, longest: float, text: str) -> None:
+    assert format_time(seconds, longest, virtual=False) == text
+
+
+def test_svg_has_a_rectangle_and_a_tooltip_for_every_task_that_took_time() -> None:
+    record = simulated(costs=Costs(copy=0.5), checkpoint="except_last")
+    root = ElementTree.fromstring(svg_timeline(record, title="a < b", virtual=True))
+    groups = {story(group).partition("\n")[0]: group for group in tasks(root)}
+    assert {text.partition(":")[0] for text in groups} == {task.id for task in record.graph.tasks}
+    first, copy = groups["F(0,1): 1.5 to 2.5 on dev:1/compute"], groups["C(0,0>1): 1 to 1.5 on dev:1/copy-in"]
+    assert (first.findtext(f"{SVG}text"), copy.find(f"{SVG}text")) == ("F0", None)
+    assert root.findtext(f"{SVG}title") == "a < b"
+
+
+def test_svg_is_to_scale() -> None:
+    record = simulated(checkpoint="always")
+    root = ElementTree.fromstring(svg_timeline(record, virtual=True))
+    found = []
+    for group in tasks(root):
+        rectangle = group.find(f"{SVG}rect")
+        assert rectangle is not None
+        found.append((float(rectangle.attrib["x"]), float(rectangle.attrib["width"]) + 0.8, rectangle.attrib["y"]))
+    ran = [time for time in report(record).tasks if time.task.source is None]
+    left = min(x for x, _, _ in found)
+    unit = min(width for _, width, _ in found)
+    assert sorted((round((x - left) / unit, 2), round(width / unit, 2)) for x, width, _ in found) == sorted(
+        (time.start, time.seconds) for time in ran
+    )
+    assert len({y for _, _, y in found}) == 3
+
+
+def test_svg_draws_arrows_in_small_graphs_or_when_asked() -> None:
+    small, large = simulated(), simulated(shape=Shape(4, 16, 4))
+    assert svg_timeline(small).count("marker-end") == 16
+    assert svg_timeline(small, arrows=False).count("marker-end") == 0
+    assert svg_timeline(large).count("marker-end") == 0
+    assert svg_timeline(large, arrows=True).count("marker-end") == 96
+
+
+def test_svg_says_what_each_task_waited_for() -> None:
+    record = simulated("1f1b", Shape(2, 2, 2), Costs(copy=0.5))
+    stories = {story(group).partition(":")[0]: story(group) for group in tasks(root_of(record))}
+    assert stories["F(0,0)"] == "F(0,0): 0 to 1 on dev:0/compute"
+    assert stories["F(1,0)"].endswith("\nwaited for F(0,0) until 1")
+    assert stories["C(0,0>1)"].endswith("\nwaited for F(0,0) until 1, copy-in idle for 1")
+    assert stories["B(0,0)"].endswith("\nwaited for C(0,1>0) until 5, device idle for 3")
+    # At the same moment both its input and its device were there: the input is what explains the time.
+    even = simulated("gpipe", Shape(2, 2, 2))
+    stories = {story(group).partition(":")[0]: story(group) for group in tasks(root_of(even))}
+    assert stories["B(0,0)"].endswith("\nwaited for B(0,1) until 7")
+    # A copy waits for the one before it in its queue, though it does not depend on it.
+    slow = simulated("1f1b", Shape(2, 2, 2), Costs(copy=2))
+    stories = {story(group).partition(":")[0]: story(group) for group in tasks(root_of(slow))}
+    assert stories["C(1,0>1)"].endswith("\nwaited for C(0,0>1) until 3")
+    # A copy that takes no time is not in the picture: what it copied is named.
+    stories = {story(group).partition(":")[0]: story(group) for group in tasks(root_of(simulated("1f1b")))}
+    assert stories["F(0,1)"].endswith("\nwaited for F(0,0) until 1, device idle for 1")
+
+
+def root_of(record: StepRecord) -> ElementTree.Element:
+    return ElementTree.fromstring(svg_timeline(record, virtual=True))
+
+
+def test_svg_tells_halves_of_a_backward_apart() -> None:
+    colours = {story(group)[0]: rectangle_of(group).attrib["fill"] for group in tasks(root_of(halves()))}
+    assert colours == {kind: COLOURS[TaskKind(kind)] for kind in "FBIW"}
+
+
+PAIRS = ("01", "23", "45")
+"""The first, second and third stages of two devices."""
+
+
+def test_svg_tells_the_stages_of_a_device_apart() -> None:
+    record = simulated("interleaved", Shape(6, 2, 2))
+    found = {(story(group)[0], story(group)[4], rectangle_of(group).attrib["fill"]) for group in tasks(root_of(record))}
+    assert len(found) == 12
+    for kind in "FB":
+        first, second, third = (
+            {colour for k, s, colour in found if (k, s) in ((kind, a), (kind, b))} for a, b in PAIRS
+        )
+        assert first == {COLOURS[TaskKind(kind)]}
+        assert len(first | second | third) == 3
+        assert max(third) > max(second) > max(first)
+
+
+def rectangle_of(group: ElementTree.Element) -> ElementTree.Element:
+    rectangle = group.find(f"{SVG}rect")
+    assert rectangle is not None
+    return rectangle
+
+
+def test_svgs_of_one_scale_can_be_laid_over_each_other() -> None:
+    records = [simulated("1f1b", Shape(2, 2, 2)), simulated("gpipe", Shape(3, 9, 3))]
+    scale = common_scale(records)
+    assert scale.seconds == report(records[1]).seconds
+    for record in records:
+        root = ElementTree.fromstring(svg_timeline(record, virtual=True, scale=scale))
+        ran = [time for time in report(record).tasks if time.seconds > 0]
+        drawn = {story(group).partition(":")[0]: float(rectangle_of(group).attrib["x"]) for group in tasks(root)}
+        for time in ran:
+            expected = scale.left + time.start * scale.width / scale.seconds
+            assert drawn[time.task.id] == pytest.approx(expected, abs=0.01)
+
+
+def test_a_scale_of_steps_without_time_is_a_scale() -> None:
+    scale = common_scale([simulated(costs=Costs(0, 0, 0, 0, 0, 0))])
+    assert scale.seconds == 0
+    assert scale.width > 0
+
+
+def test_svg_inside_a_page_has_ids_of_its_own_and_no_heading() -> None:
+    root = ElementTree.fromstring(svg_timeline(simulated(), title="a < b", virtual=True, inline="here-"))
+    assert [element.attrib["id"] for element in root.iter() if "id" in element.attrib] == ["here-head"]
+    assert root.attrib["aria-label"] == "a < b"
+    texts = {text.text for text in root.iter(f"{SVG}text")}
+    assert not texts & {"a < b", "forward"}
+    assert svg_timeline(simulated(), inline="here-").count("url(#here-head)") == 16
+
+
+def test_svg_is_wide_enough_for_its_title() -> None:
+    root = ElementTree.fromstring(svg_timeline(simulated(), title="x" * 200))
+    assert float(root.attrib["width"]) > 200 * 7
+    root = ElementTree.fromstring(svg_timeline(simulated(), title="x"))
+    ends = [float(part.attrib["x"]) + float(part.attrib["width"]) for part in root.iter(f"{SVG}rect")]
+    assert float(root.attrib["width"]) > max(ends)
+
+
+def test_svg_is_self_contained() -> None:
+    text = svg_timeline(simulated())
+    assert "<script" not in text
+    assert re.findall(r'(?:href|src)="', text) == []

@@ -1,0 +1,301 @@
+"""Chrome traces: slices, arrows, steps and names. Counters have a file of their own, and so has the format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncpipe.core.engine.events import (
+    Dispatch,
+    Outcome,
+    StepCompleted,
+    StepRecord,
+    StepSubmitted,
+    TaskCompleted,
+    TaskFailed,
+)
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task import Task
+from asyncpipe.core.graph.task_graph import Phase, Wiring
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.observe.pictures.trace import to_chrome, write_trace
+
+
+def simulated(
+    name: str = "gpipe", cost: Callable[[Task], float] | None = None, *, phase: Phase = Phase.STEP
+) -> StepRecord:
+    shape = Shape(3, 4, 3)
+    return simulate(lower(find_schedule(name), shape, checkpoint=CheckpointMode.EXCEPT_LAST, phase=phase), cost)
+
+
+def moved(record: StepRecord, step: int, seconds: float) -> StepRecord:
+    """The same step, under another number and later on the clock."""
+    journal: list[Any] = []
+    for at, event in record.journal:
+        if isinstance(event, StepSubmitted):
+            event = StepSubmitted(step, event.graph)
+        elif isinstance(event, TaskCompleted):
+            event = TaskCompleted(step, event.task, event.started + seconds, event.ended + seconds)
+        journal.append((at + seconds, event))
+    return StepRecord(step, record.graph, journal, record.outcome)
+
+
+def phase(trace: dict[str, Any], letter: str) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["ph"] == letter]
+
+
+def tasks(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in phase(trace, "X") if event["cat"] != "step"]
+
+
+def steps(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in phase(trace, "X") if event["cat"] == "step"]
+
+
+def arrows(trace: dict[str, Any]) -> list[list[str]]:
+    """The slices that each arrow leads over: a viewer ties its ends to those around their times on their threads."""
+    found: dict[int, list[str]] = {}
+    for letter in "stf":
+        for event in phase(trace, letter):
+            (inside,) = [
+                piece["name"]
+                for piece in phase(trace, "X")
+                if piece["tid"] == event["tid"] and piece["ts"] <= event["ts"] < piece["ts"] + piece["dur"]
+            ]
+            found.setdefault(event["id"], []).append(inside)
+    return list(found.values())
+
+
+def test_every_task_is_a_slice_with_its_identity_in_microseconds() -> None:
+    slices = {event["name"]: event for event in tasks(to_chrome([simulated(cost=Costs(copy=0.25))]))}
+    assert len(slices) == 49
+    assert slices["B(3,1)"] == {
+        "ph": "X",
+        "name": "B(3,1)",
+        "cat": "backward",
+        "cname": "good",
+        "pid": 13,
+        "tid": 4,
+        "ts": 8_750_000.0,
+        "dur": 2_000_000.0,
+        "args": {"step": 0, "microbatch": 3, "stage": 1, "kind": "B"},
+    }
+    assert slices["C(2,1>0)"]["args"] == {"step": 0, "microbatch": 2, "stage": 0, "kind": "C", "src": 1, "dst": 0}
+
+
+def test_devices_are_processes_and_lanes_are_threads_numbered_from_1() -> None:
+    names = [event for event in phase(to_chrome([simulated()]), "M") if event["name"].endswith("_name")]
+    assert [(event["pid"], event.get("tid"), event["args"]["name"]) for event in names] == [
+        (11, None, "steps"),
+        (12, None, "dev:0"),
+        (13, None, "dev:1"),
+        (14, None, "dev:2"),
+        (12, 1, "compute"),
+        (12, 2, "copy-in"),
+        (12, 3, "grad-in"),
+        (13, 4, "compute"),
+        (13, 5, "copy-in"),
+        (13, 6, "grad-in"),
+        (14, 7, "compute"),
+        (14, 8, "copy-in"),
+        (14, 9, "grad-in"),
+        (11, 10, "step"),
+    ]
+
+
+def test_the_steps_come_first_then_the_devices_in_their_order() -> None:
+    trace = to_chrome([simulated()])
+    order = {e["pid"]: e["args"]["sort_index"] for e in phase(trace, "M") if e["name"] == "process_sort_index"}
+    assert sorted(order, key=order.__getitem__) == [11, 12, 13, 14]
+    order = {e["tid"]: e["args"]["sort_index"] for e in phase(trace, "M") if e["name"] == "thread_sort_index"}
+    assert sorted(order, key=order.__getitem__) == list(range(1, 11))
+
+
+@given(st.sampled_from(["gpipe", "1f1b"]), st.lists(st.floats(0, 3), min_size=49, max_size=49))
+def test_slices_of_a_lane_do_not_overlap(name: str, costs: list[float]) -> None:
+    trace = to_chrome([simulated(name, lambda task: costs[task.number])])
+    lanes: dict[int, list[dict[str, Any]]] = {}
+    for event in phase(trace, "X"):
+        lanes.setdefault(event["tid"], []).append(event)
+    for slices in lanes.values():
+        for first, second in pairwise(sorted(slices, key=lambda event: (event["ts"], event["dur"]))):
+            assert first["ts"] + first["dur"] <= second["ts"] + 1e-3
+
+
+def test_an_arrow_leads_from_producer_over_copy_to_consumer() -> None:
+    trace = to_chrome([simulated(cost=Costs(copy=0.25))])
+    found = arrows(trace)
+    assert len(found) == 16
+    assert ["F(2,0)", "C(2,0>1)", "F(2,1)"] in found
+    assert ["B(0,2)", "C(0,2>1)", "B(0,1)"] in found
+    assert all(event["bp"] == "e" for event in phase(trace, "f"))
+    assert {event["id"] for event in phase(trace, "f")} == set(range(1, 17)), "Perfetto refuses words"
+
+
+def test_an_arrow_leaves_out_a_copy_that_nobody_can_see() -> None:
+    found = arrows(to_chrome([simulated(cost=Costs(copy=0))]))
+    assert len(found) == 16
+    assert ["F(2,0)", "F(2,1)"] in found
+
+
+def test_a_task_that_takes_no_time_has_no_arrow() -> None:
+    assert arrows(to_chrome([simulated(cost=lambda task: 1.0 if task.kind is TaskKind.COPY else 0.0)])) == []
+
+
+def test_copies_of_tied_parameters_have_their_arrows() -> None:
+    """What brings weights reads what nobody made; what brings gradients back reads those of both micro-batches."""
+    wiring = Wiring(((0, 1), (1, 2)), ties=((0, 2),))
+    graph = lower(find_schedule("1f1b", order="hint"), Shape(3, 2, 3), wiring=wiring)
+    back = graph.find(TaskKind.COPY, -1, 0, 2).number
+    assert [graph.tasks[number].id for number in graph.dependencies[back]] == ["B(0,2)", "B(1,2)"]
+    found = arrows(to_chrome([simulate(graph, lambda task: 1.0)]))
+    assert ["C(0>2)", "F(0,2)"] in found
+    assert [ends for ends in found if ends[-1] == "S(0)"] == [["B(1,2)", "C(2>0)", "S(0)"]]
+
+
+def test_copies_carry_the_bytes_that_they_brought() -> None:
+    record = simulated()
+    first, second = (record.graph.find(TaskKind.COPY, i, 1, 0).number for i in (0, 1))
+    record.notes.copied[first] = 4096
+    slices = {event["name"]: event["args"] for event in tasks(to_chrome([record]))}
+    assert slices["C(0,0>1)"] == {
+        "step": 0,
+        "microbatch": 0,
+        "stage": 1,
+        "kind": "C",
+        "src": 0,
+        "dst": 1,
+        "bytes": 4096,
+    }
+    assert "bytes" not in slices[record.graph.tasks[second].id]
+
+
+def test_steps_lie_one_after_the_other_on_their_clock() -> None:
+    first, second = moved(simulated(), 7, 1000.0), moved(simulated(), 8, 1030.0)
+    trace = to_chrome([first, second])
+    begins = {event["args"]["step"]: event["ts"] for event in tasks(trace) if event["name"] == "F(0,0)"}
+    assert begins == {7: 0.0, 8: 30_000_000.0}
+    assert [(event["name"], event["ts"], event["dur"]) for event in steps(trace)] == [
+        ("step 7", 0.0, 21_000_000.0),
+        ("step 8", 30_000_000.0, 21_000_000.0),
+    ]
+    assert len({event["tid"] for event in steps(trace)}) == 1
+    assert len({event["id"] for event in phase(trace, "s")}) == 32
+    times = [event["ts"] for event in trace["traceEvents"] if event["ph"] != "M"]
+    assert times == sorted(times)
+
+
+def test_a_failed_step_shows_the_failure_and_ends_what_was_in_flight() -> None:
+    graph = simulated().graph
+    first, second = graph.find(TaskKind.FORWARD, 0, 0).number, graph.find(TaskKind.FORWARD, 1, 0).number
+    copy = graph.find(TaskKind.COPY, 0, 1, 0).number
+    error = ValueError("no")
+    journal = [
+        (5.0, StepSubmitted(3, graph)),
+        (5.0, Dispatch(3, first)),
+        (6.0, TaskCompleted(3, first, 5.0, 6.0)),
+        (6.5, TaskCompleted(3, copy, 6.0, 6.5)),
+        (7.0, TaskFailed(3, second, error)),
+        (7.0, StepCompleted(3, Outcome.FAILED, second, error)),
+    ]
+    trace = to_chrome([StepRecord(3, graph, journal, Outcome.FAILED)])
+    (failure,) = phase(trace, "i")
+    assert (failure["name"], failure["ts"], failure["tid"]) == ("F(1,0) failed: ValueError", 2e6, 1)
+    in_flight = [(event["ts"], event["args"]["micro-batches in flight"]) for event in phase(trace, "C")]
+    assert in_flight == [(0.0, 1), (2e6, 0)]
+    assert arrows(trace) == [], "nobody read what the copy brought"
+    (step,) = steps(trace)
+    assert (step["name"], step["cname"], step["dur"]) == ("step 3 failed", "terrible", 2e6)
+    assert (step["args"]["outcome"], step["args"]["error"]) == ("failed", "F(1,0): ValueError")
+    assert "bubble_ratio" not in step["args"]
+
+
+# Steps
+
+
+def test_a_step_tells_what_it_was() -> None:
+    record = simulated("1f1b")
+    (step,) = steps(to_chrome([record]))
+    assert step["args"] == {
+        "step": 0,
+        "outcome": "ok",
+        "phase": "step",
+        "schedule": "1f1b",
+        "stages": 3,
+        "microbatches": 4,
+        "devices": 3,
+        "tasks": 49,
+        "bubble_ratio": round(report(record).bubble_ratio, 4),
+    }
+
+
+def test_phases_of_a_drop_in_step_are_told_apart() -> None:
+    trace = to_chrome([simulated(phase=part) for part in (Phase.FORWARD, Phase.BACKWARD)])
+    assert [event["name"] for event in steps(trace)] == ["step 0 forward", "step 0 backward"]
+
+
+def test_steps_that_overlap_get_rows_of_their_own() -> None:
+    """Devices that run ahead, or several jobs: at 0, 10 and 25, each 21 long."""
+    trace = to_chrome([moved(simulated(), number, seconds) for number, seconds in enumerate((25.0, 0.0, 10.0))])
+    rows = {event["name"]: event["tid"] for event in steps(trace)}
+    assert rows == {"step 1": 10, "step 2": 11, "step 0": 10}
+    names = {e["tid"]: e["args"]["name"] for e in phase(trace, "M") if e["name"] == "thread_name"}
+    assert (names[10], names[11]) == ("row 1", "row 2")
+
+
+def test_a_cancelled_step_says_so() -> None:
+    graph = simulated().graph
+    journal = [(5.0, StepSubmitted(3, graph)), (6.0, StepCompleted(3, Outcome.CANCELLED))]
+    (step,) = steps(to_chrome([StepRecord(3, graph, journal, Outcome.CANCELLED)]))
+    assert (step["name"], step["dur"], step["args"]["outcome"]) == ("step 3 cancelled", 1e6, "cancelled")
+    assert "error" not in step["args"]
+
+
+# Time
+
+
+def test_times_are_exact_to_the_nanosecond_and_no_longer() -> None:
+    trace = to_chrome([simulated(cost=lambda task: 1 / 3 + task.number / 7)])
+    for event in trace["traceEvents"]:
+        for key in ("ts", "dur"):
+            assert len(str(event.get(key, 0.0)).partition(".")[2]) <= 3
+
+
+def test_a_unit_of_virtual_time_may_be_what_one_likes() -> None:
+    seconds, milliseconds = to_chrome([simulated("1f1b")]), to_chrome([simulated("1f1b")], unit=1e-3)
+    for event, other in zip(seconds["traceEvents"], milliseconds["traceEvents"], strict=True):
+        assert event.get("name") == other.get("name")
+        if event["ph"] in "XC":
+            assert event["ts"] == pytest.approx(other["ts"] * 1000)
+            assert event.get("dur", 0) == pytest.approx(other.get("dur", 0) * 1000)
+
+
+def test_a_device_whose_clock_is_a_little_early_makes_no_negative_times() -> None:
+    record = simulated()
+    journal: list[Any] = []
+    for at, event in record.journal:
+        if isinstance(event, TaskCompleted):
+            event = TaskCompleted(0, event.task, event.started - 0.5, event.ended - 0.5)
+        journal.append((at, event))
+    trace = to_chrome([StepRecord(0, record.graph, journal, Outcome.OK)])
+    assert min(event["ts"] for event in tasks(trace)) == 0
+    assert [event["ts"] for event in steps(trace)] == [500_000.0]
+
+
+def test_the_file_is_json(tmp_path: Path) -> None:
+    record = simulated()
+    write_trace([record], tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text(encoding="utf-8")) == to_chrome([record])
+    assert to_chrome([])["traceEvents"] == []

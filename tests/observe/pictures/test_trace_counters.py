@@ -1,0 +1,192 @@
+"""The counters of Chrome traces: micro-batches in flight, and memory, measured and predicted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncpipe.core.engine.events import DeviceMemory, Outcome, StepNotes, StepRecord, StepSubmitted
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task_graph import Phase
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.memory import StageMemory, memory_over_time, peak_memory
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import OptionError
+from asyncpipe.observe.pictures.trace import to_chrome
+
+
+def step(
+    name: str = "gpipe",
+    stages: int = 3,
+    microbatches: int = 4,
+    *,
+    devices: tuple[str, ...] | None = None,
+    phase: Phase = Phase.STEP,
+    mode: CheckpointMode = CheckpointMode.NEVER,
+    copy: float = 0.0,
+) -> StepRecord:
+    shape = Shape(stages, microbatches, stages)
+    return simulate(lower(find_schedule(name), shape, devices=devices, checkpoint=mode, phase=phase), Costs(copy=copy))
+
+
+def counters(trace: dict[str, Any]) -> dict[tuple[str, str], list[tuple[float, int]]]:
+    """(time, value) of each counter, by the process that it is shown in and its name."""
+    events = trace["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    found: dict[tuple[str, str], list[tuple[float, int]]] = {}
+    for event in events:
+        if event["ph"] == "C":
+            ((key, value),) = event["args"].items()
+            found.setdefault((processes[event["pid"]], f"{event['name']} {key}"), []).append((event["ts"], value))
+    return found
+
+
+def values(trace: dict[str, Any], process: str, name: str) -> list[int]:
+    return [value for _, value in counters(trace)[process, name]]
+
+
+def test_in_flight_follows_the_micro_batches_of_a_stage() -> None:
+    """1F1B: F and B take 1 and 2, copies a quarter; B(0,0) ends and F(3,0) starts at 10."""
+    name = "stage {} micro-batches in flight"
+    found = counters(to_chrome([step("1f1b", copy=0.25)]))
+    quarters = {place: [(at / 250_000, value) for at, value in row] for place, row in found.items()}
+    assert quarters == {
+        ("dev:0", name.format(0)): [(0, 1), (4, 2), (8, 3), (52, 2), (66, 1), (80, 0)],
+        ("dev:1", name.format(1)): [(5, 1), (9, 2), (43, 1), (45, 2), (57, 1), (71, 0)],
+        ("dev:2", name.format(2)): [(10, 1), (34, 0), (36, 1), (48, 0), (50, 1), (62, 0)],
+    }
+
+
+def test_what_ends_and_starts_at_one_instant_is_no_notch() -> None:
+    found = counters(to_chrome([step("1f1b")]))
+    assert {place[0]: [value for _, value in row] for place, row in found.items()} == {
+        "dev:0": [1, 2, 3, 2, 1, 0],
+        "dev:1": [1, 2, 1, 0],
+        "dev:2": [1, 0],
+    }
+
+
+def test_micro_batches_in_flight_add_up_over_steps() -> None:
+    """A second step on the clock of the first, while that one's micro-batches are still there."""
+    record = step(stages=1, microbatches=2)
+    assert values(to_chrome([record, record]), "dev:0", "stage 0 micro-batches in flight") == [2, 4, 2, 0]
+
+
+def test_a_forward_step_leaves_nothing_in_flight() -> None:
+    found = counters(to_chrome([step(phase=Phase.FORWARD)]))
+    assert {value for row in found.values() for _, value in row} == {0, 1}
+
+
+# Measured memory
+
+
+def measured(samples: list[tuple[float, str, int]], devices: tuple[str, ...] = ("cpu:0", "cpu:1")) -> StepRecord:
+    """A step submitted at time 10 in which memory was sampled."""
+    graph = step(stages=len(devices), devices=devices).graph
+    notes = StepNotes(samples=samples)
+    return StepRecord(0, graph, [(10.0, StepSubmitted(0, graph))], Outcome.OK, notes)
+
+
+def test_memory_of_the_process_has_a_place_of_its_own() -> None:
+    record = measured([(10.5, "cpu", 100), (10.75, "cpu", 300), (11.0, "cpu", 200)])
+    assert counters(to_chrome([record])) == {
+        ("cpu memory", "memory bytes"): [(500_000.0, 100), (750_000.0, 300), (1_000_000.0, 200)]
+    }
+
+
+def test_memory_of_a_gpu_is_shown_with_the_logical_device_of_its_name() -> None:
+    """Two logical devices share a GPU; the second GPU has but a logical device of another name."""
+    samples = [(10.5, "cuda:0", 100), (10.5, "cuda:1", 70), (10.75, "cuda:0", 50)]
+    trace = to_chrome([measured(samples, ("cuda:0", "cuda:0#1", "cuda:1#1"))])
+    assert counters(trace) == {
+        ("cuda:0", "memory bytes"): [(500_000.0, 100), (750_000.0, 50)],
+        ("cuda:1 memory", "memory bytes"): [(500_000.0, 70)],
+    }
+
+
+def test_samples_of_several_threads_are_put_in_order() -> None:
+    record = measured([(10.75, "cpu", 1), (10.25, "cpu", 1), (10.5, "cpu", 2)])
+    assert values(to_chrome([record]), "cpu memory", "memory bytes") == [1, 2, 1]
+
+
+def test_what_does_not_change_is_not_said_again() -> None:
+    record = measured([(10.0 + i / 8, "cpu", size) for i, size in enumerate([5, 5, 5, 6, 6, 5])])
+    assert counters(to_chrome([record]))["cpu memory", "memory bytes"] == [(0.0, 5), (375_000.0, 6), (625_000.0, 5)]
+
+
+def test_where_nothing_was_sampled_the_ends_of_steps_tell() -> None:
+    records = []
+    for number, allocated in enumerate((100, 120)):
+        graph = step(stages=1).graph
+        notes = StepNotes(memory={"cpu": DeviceMemory(allocated, 500, 1000)})
+        begin = 10.0 + 2 * number
+        journal: Any = [(begin, StepSubmitted(number, graph)), (begin + 1, StepSubmitted(number, graph))]
+        records.append(StepRecord(number, graph, journal, Outcome.OK, notes))
+    assert counters(to_chrome(records)) == {("cpu memory", "memory bytes"): [(1e6, 100), (3e6, 120)]}
+
+
+# Predicted memory
+
+MEMORY = StageMemory(saved=[10, 1000], inputs=[3, 500], fixed=[100_000, 200_000])
+
+
+def test_predicted_memory_goes_up_with_forwards_and_down_with_backwards() -> None:
+    """1F1B, two micro-batches: F F B B on the first device, F B F B on the second."""
+    found = counters(to_chrome([step("1f1b", 2, 2)], memory=MEMORY, unit=1e-3))
+    assert found["dev:0", "predicted memory bytes"] == [
+        (0.0, 100_010),
+        (1000.0, 100_020),
+        (6000.0, 100_010),
+        (9000.0, 100_000),
+    ]
+    assert found["dev:1", "predicted memory bytes"] == [(0.0, 200_000), (1000.0, 201_000), (7000.0, 200_000)]
+
+
+def test_rows_of_memory_over_time_by_hand() -> None:
+    """GPipe on one device, both micro-batches recomputed: F0 F1 R1 B1 R0 B0."""
+    memory = StageMemory(saved=[100], inputs=[7], fixed=[1000])
+    record = step(stages=1, microbatches=2, mode=CheckpointMode.ALWAYS)
+    assert memory_over_time(record, memory) == [
+        (0.0, 0, 1000),
+        (0.0, 0, 1007),
+        (1.0, 0, 1014),
+        (2.0, 0, 1107),
+        (5.0, 0, 1007),
+        (5.0, 0, 1100),
+        (8.0, 0, 1000),
+    ]
+
+
+def test_a_phase_alone_holds_what_is_fixed() -> None:
+    found = counters(to_chrome([step(stages=2, phase=Phase.FORWARD)], memory=MEMORY))
+    assert found["dev:1", "predicted memory bytes"] == [(0.0, 200_000)]
+
+
+def test_memory_of_another_number_of_stages_is_refused() -> None:
+    with pytest.raises(OptionError, match="memory is that of 2 stages, the step has 3"):
+        to_chrome([step()], memory=MEMORY)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.sampled_from(list(CheckpointMode)),
+    st.data(),
+)
+def test_the_counters_peak_is_the_predicted_one(
+    name: str, stages: int, microbatches: int, mode: CheckpointMode, data: st.DataObject
+) -> None:
+    sizes = st.lists(st.integers(0, 1000), min_size=stages, max_size=stages)
+    memory = StageMemory(data.draw(sizes), data.draw(sizes), data.draw(sizes))
+    record = step(name, stages, microbatches, mode=mode)
+    trace = to_chrome([record], memory=memory)
+    found = [values(trace, device, "predicted memory bytes") for device in record.graph.devices]
+    assert [max(row) for row in found] == peak_memory(record, memory)
+    assert [row[-1] for row in found] == list(memory.fixed)

@@ -1,0 +1,232 @@
+"""Traces of every kind of step against a JSON schema of the format, and against what a schema cannot say.
+
+``tests/node/perfetto.mjs`` shows a trace in Perfetto's own UI and tells what its importer complains about.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from torch import Tensor, nn
+
+import asyncpipe
+from asyncpipe.core.engine.events import Outcome, StepRecord
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task_graph import Phase, Wiring
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.memory import StageMemory
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.observe.pictures.trace import to_chrome
+
+SCHEMA = json.loads(Path(__file__).with_name("trace_schema.json").read_text(encoding="utf-8"))
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+Trace = dict[str, Any]
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def step_completed(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+class Fails(nn.Module):
+    """Raises for micro-batches that hold a number which is none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise ValueError("not a number")
+        return x
+
+
+def measured_records() -> dict[str, list[StepRecord]]:
+    """Real steps on four CPU devices: whole ones, a failed one, a drop-in one."""
+    layers = [nn.Linear(8, 8), nn.Tanh(), Fails(), nn.Linear(8, 2)]
+    recorder = Recorder()
+    with asyncpipe.Pipeline(
+        nn.Sequential(*layers),
+        [f"cpu:{index}" for index in range(4)],
+        microbatches=8,
+        balance=[1, 1, 1, 1],
+        schedule="1f1b",
+        checkpoint="always",
+        loss_fn=nn.functional.mse_loss,
+        observers=[recorder],
+        sample_memory=True,
+    ).sync() as pipe:
+        x, target = torch.randn(16, 8), torch.randn(16, 2)
+        for _ in range(3):
+            pipe.step(x, target)
+        with pytest.raises(asyncpipe.TaskError):
+            pipe.step(x.where(torch.arange(16).unsqueeze(1) != 15, torch.nan), target)
+        pipe(x).sum().backward()
+    whole, failed, drop_in = recorder.records[:3], recorder.records[3], recorder.records[4:]
+    assert [record.outcome for record in recorder.records] == [Outcome.OK] * 3 + [Outcome.FAILED] + [Outcome.OK] * 2
+    assert [record.graph.phase for record in drop_in] == [Phase.FORWARD, Phase.BACKWARD]
+    return {"one": whole[-1:], "several": whole, "failed": [failed], "drop-in": drop_in, "all": recorder.records}
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, list[StepRecord]]:
+    return measured_records()
+
+
+def simulated(name: str) -> Trace:
+    """Traces of simulated steps: with skips, ties and updates, and with free copies."""
+    wiring = Wiring(((0, 1), (1, 2), (2, 3), (0, 3)), ties=((0, 3),), updates=(0, 1, 2, 3))
+    graph = lower(find_schedule(name), Shape(4, 6, 4), checkpoint=CheckpointMode.EXCEPT_LAST, wiring=wiring)
+    memory = StageMemory([100] * 4, [10] * 4, [1000] * 4)
+    return to_chrome([simulate(graph, Costs(copy=0.25))], memory=memory, unit=1e-3)
+
+
+@pytest.fixture(scope="module")
+def traces(measured: dict[str, list[StepRecord]]) -> list[Trace]:
+    return [
+        *(to_chrome(records) for records in measured.values()),
+        *(simulated(name) for name in ("gpipe", "1f1b", "zb-h1")),
+        to_chrome([simulate(lower(find_schedule("interleaved"), Shape(8, 4, 4)))]),
+        to_chrome([]),
+    ]
+
+
+def of_phase(trace: Trace, letters: str) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["ph"] in letters]
+
+
+def valid(event: dict[str, Any]) -> bool:
+    return bool(VALIDATOR.is_valid({"displayTimeUnit": "ms", "traceEvents": [event]}))
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("letter", "change"),
+    [
+        ("X", {"dur": -1}),
+        ("X", {"tid": 0}),
+        ("X", {"cname": "blue"}),
+        ("X", {"extra": 1}),
+        ("s", {"id": "0.3.5"}),
+        ("f", {"bp": "x"}),
+        ("s", {"bp": "e"}),
+        ("C", {"args": {}}),
+        ("C", {"args": {"bytes": "many"}}),
+        ("M", {"args": {"name": ""}}),
+        ("M", {"args": {"sort_index": 1}}),
+        ("M", {"tid": 1}),
+        ("i", {"s": "z"}),
+    ],
+)
+def test_the_schema_refuses_what_is_wrong(
+    measured: dict[str, list[StepRecord]], letter: str, change: dict[str, Any]
+) -> None:
+    event = of_phase(to_chrome(measured["failed"]), letter)[0]
+    assert valid(event)
+    assert not valid({**event, **change})
+
+
+@pytest.mark.parametrize("letter", list("XMstfCi"))
+def test_the_schema_asks_for_every_field(measured: dict[str, list[StepRecord]], letter: str) -> None:
+    event = of_phase(to_chrome(measured["failed"]), letter)[0]
+    for key in event:
+        assert not valid({name: value for name, value in event.items() if name != key}), key
+
+
+def test_every_trace_is_of_the_schema(traces: list[Trace]) -> None:
+    for trace in traces:
+        errors = list(VALIDATOR.iter_errors(json.loads(json.dumps(trace))))
+        assert not errors, errors[0]
+
+
+def test_every_kind_of_event_is_there(measured: dict[str, list[StepRecord]]) -> None:
+    """What the schema says about events would otherwise be said about nothing."""
+    assert {event["ph"] for event in to_chrome(measured["one"])["traceEvents"]} == set("XMstfC")
+    assert {event["ph"] for event in to_chrome(measured["failed"])["traceEvents"]} == set("XMstfCi")
+    categories = {event["cat"] for name in ("1f1b", "zb-h1") for event in of_phase(simulated(name), "X")}
+    assert categories == set("step forward recompute backward input_gradient weight_gradient copy update sum".split())
+
+
+def test_slices_of_a_thread_do_not_overlap(traces: list[Trace]) -> None:
+    for trace in traces:
+        threads: dict[int, list[tuple[int, int]]] = {}
+        for event in of_phase(trace, "X"):
+            begin, length = round(event["ts"] * 1000), round(event["dur"] * 1000)
+            threads.setdefault(event["tid"], []).append((begin, begin + length))
+        for slices in threads.values():
+            assert all(first[1] <= second[0] for first, second in pairwise(sorted(slices)))
+
+
+def test_ends_of_arrows_lie_inside_slices(traces: list[Trace]) -> None:
+    """Each in one, and an arrow goes from its start over its steps to one end, never back in time."""
+    for trace in traces:
+        slices = [event for event in of_phase(trace, "X") if event["dur"] > 0]
+        arrows: dict[int, list[tuple[float, str]]] = {}
+        for event in of_phase(trace, "stf"):
+            around = [
+                piece
+                for piece in slices
+                if piece["tid"] == event["tid"] and piece["ts"] <= event["ts"] < piece["ts"] + piece["dur"]
+            ]
+            assert len(around) == 1, event
+            assert around[0]["pid"] == event["pid"]
+            arrows.setdefault(event["id"], []).append((event["ts"], event["ph"]))
+        assert arrows or not slices
+        for ends in arrows.values():
+            assert [letter for _, letter in ends] in (["s", "f"], ["s", "t", "f"])
+            assert ends == sorted(ends, key=lambda end: end[0])
+
+
+def test_every_thread_has_one_name_and_a_number_from_1(traces: list[Trace]) -> None:
+    for trace in traces:
+        named = Counter(
+            (event["pid"], event["tid"]) for event in of_phase(trace, "M") if event["name"] == "thread_name"
+        )
+        used = {(event["pid"], event["tid"]) for event in of_phase(trace, "Xstfi")}
+        assert used <= named.keys()
+        assert set(named.values()) <= {1}
+        assert sorted(tid for _, tid in named) == list(range(1, len(named) + 1))
+        processes = Counter(event["pid"] for event in of_phase(trace, "M") if event["name"] == "process_name")
+        assert {event["pid"] for event in trace["traceEvents"]} == processes.keys()
+        assert set(processes.values()) <= {1}
+        # Perfetto takes a thread with the number of its process for the main one.
+        assert not processes.keys() & {tid for _, tid in named}
+
+
+def _arguments(event: dict[str, Any]) -> set[str]:
+    """The keys of its arguments, without the bytes of a copy: those are measured alone."""
+    keys = set(event.get("args", {}))
+    return keys - {"bytes"} if event.get("cat") == "copy" else keys
+
+
+def test_measured_and_simulated_steps_have_the_same_form(measured: dict[str, list[StepRecord]]) -> None:
+    """But for what only one of them has: bytes that were copied."""
+    (record,) = measured["one"]
+    again = simulate(record.graph, Costs(recompute=1, copy=0.25))
+    memory = StageMemory([1] * 4, [1] * 4, [1] * 4)
+
+    def form(trace: Trace) -> set[tuple[str, ...]]:
+        """Of each kind of event its keys, and those of its arguments."""
+        return {
+            (event["ph"], event.get("cat", ""), *sorted(event), *sorted(_arguments(event)))
+            for event in of_phase(trace, "XstfC")
+        }
+
+    real, predicted = to_chrome([record]), to_chrome([again], memory=memory)
+    assert form(real) == form(predicted)
+    tasks = [
+        {event["name"]: event["cname"] for event in of_phase(trace, "X") if event["cat"] != "step"}
+        for trace in (real, predicted)
+    ]
+    assert tasks[0] == tasks[1]

@@ -1,0 +1,121 @@
+"""Fork and Join: the order of a backward graph, told by autograd functions that write down when they ran."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncpipe.ops.autograd.dependency import fork, join, phony
+
+CPU = torch.device("cpu")
+
+
+class Note(torch.autograd.Function):
+    """Passes a tensor on; its backward appends ``name`` to ``log``."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str, log: list[str]) -> Tensor:
+        ctx.name, ctx.log = name, log
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.log.append(ctx.name)
+        return grads[0], None, None
+
+
+def in_fresh_thread(function: Callable[[], Tensor]) -> Tensor:
+    """``function()`` on a thread of its own, where autograd numbers nodes from 0: they look older than any here."""
+    results: list[Tensor] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def two_branches(tied: bool) -> list[str]:
+    """In which order two branches are passed in backward, made on two threads as two stages are."""
+    log: list[str] = []
+    for _ in range(20):
+        torch.ones(1, requires_grad=True).exp()  # So that this thread's numbers are ahead of the fresh one's.
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    later, edge = fork(Note.apply(b, "later", log))
+    sooner = in_fresh_thread(lambda: Note.apply(join(a, edge) if tied else a * 1, "sooner", log))
+    torch.autograd.backward([later.sum(), sooner.sum()])
+    assert a.grad is not None
+    assert b.grad is not None
+    assert (a.grad.tolist(), b.grad.tolist()) == ([1, 1], [1, 1])
+    return log
+
+
+def test_without_a_tie_the_order_is_the_engines() -> None:
+    """Which the tie below must overrule: by itself the engine takes the node with the highest number first."""
+    assert two_branches(tied=False) == ["later", "sooner"]
+
+
+def test_a_tie_decides_the_order() -> None:
+    assert two_branches(tied=True) == ["sooner", "later"]
+
+
+def test_a_node_on_the_phony_runs_between_join_and_fork() -> None:
+    """As the diagram says: Join, then what made the phony, then Fork."""
+    log: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    before = Note.apply(x, "before fork", log)
+    forked, edge = fork(before)
+    edge = Note.apply(edge, "on the phony", log)
+    after = Note.apply(join(forked, edge), "after join", log)
+    after.sum().backward()
+    assert log == ["after join", "on the phony", "before fork"]
+
+
+def test_a_phony_that_hangs_on_no_fork_orders_nothing() -> None:
+    """The test above can fail: with Join alone the node on the phony, if it is the older one, comes last."""
+    log: list[str] = []
+    edge = Note.apply(phony(CPU, requires_grad=True), "on the phony", log)
+    tensor = Note.apply(torch.ones(2, requires_grad=True), "before join", log)
+    join(tensor, edge).sum().backward()
+    assert log == ["before join", "on the phony"]
+
+
+def test_values_and_gradients_pass_unchanged() -> None:
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    forked, edge = fork(x)
+    joined = join(forked, edge)
+    assert torch.equal(joined, x)
+    assert joined.data_ptr() == x.data_ptr(), "no copy"
+    weight = torch.randn(3, 2, dtype=torch.float64)
+    (joined * weight).sum().backward()
+    assert torch.equal(x.grad, weight)
+
+
+def test_nothing_is_recorded_where_nothing_wants_a_gradient() -> None:
+    x = torch.ones(2)
+    forked, edge = fork(x)
+    assert forked is x
+    assert not edge.requires_grad
+    assert join(x, edge) is x
+    with torch.no_grad():
+        leaf = torch.ones(2, requires_grad=True)
+        assert fork(leaf)[0] is leaf
+        assert join(leaf, phony(CPU, requires_grad=True)) is leaf
+
+
+def test_join_gives_a_gradient_to_a_tensor_that_has_none() -> None:
+    """A phony that requires a gradient makes the result require one, so the node on it is reached."""
+    log: list[str] = []
+    edge = Note.apply(phony(CPU, requires_grad=True), "on the phony", log)
+    joined = join(torch.ones(2), edge)
+    assert joined.requires_grad
+    joined.sum().backward()
+    assert log == ["on the phony"]
+
+
+def test_a_phony_is_empty() -> None:
+    assert phony(CPU, requires_grad=True).numel() == 0
+    assert phony(CPU, requires_grad=True).requires_grad
+    assert not phony(CPU, requires_grad=False).requires_grad

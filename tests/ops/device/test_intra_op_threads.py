@@ -1,0 +1,102 @@
+"""Intra-op threads: set on each device's thread, and as they were on every other one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from asyncpipe.core.engine.events import Event, TaskCompleted
+from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
+from asyncpipe.runtime.executor import Assignment, ThreadExecutor
+
+CALLERS = 3
+
+
+@pytest.fixture(autouse=True)
+def callers_threads() -> Iterator[None]:
+    """A number that is neither the default of a small machine nor what the devices get."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(CALLERS)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_thread(function: Callable[[], int]) -> int:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def seen_by(executor: ThreadExecutor, events: SimpleQueue[Event]) -> int:
+    """How many intra-op threads a task of ``executor`` has."""
+    found: list[int] = []
+    step = SimpleNamespace(number=0, aborted=False)
+    executor.submit([Assignment(step, 0, lambda: found.append(torch.get_num_threads()))])
+    assert isinstance(events.get(timeout=10), TaskCompleted)
+    return found[0]
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_each_devices_thread_has_its_own_number() -> None:
+    intra_op = IntraOpThreads(1)
+    events: SimpleQueue[Event] = SimpleQueue()
+    executors = [ThreadExecutor(f"cpu:{k}", on_start=intra_op.initializer()) for k in range(3)]
+    for executor in executors:
+        executor.start(lambda event, *, wake=True: events.put(event))
+    intra_op.settle()
+    try:
+        assert [seen_by(executor, events) for executor in executors] == [1, 1, 1]
+        assert torch.get_num_threads() == CALLERS
+        assert in_thread(torch.get_num_threads) == CALLERS, "threads that start later"
+        assert [seen_by(executor, events) for executor in executors] == [1, 1, 1], "settling leaves them alone"
+    finally:
+        for executor in executors:
+            executor.close()
+            executor.join()
+
+
+def test_a_thread_that_ran_before_keeps_its_number() -> None:
+    numbers: SimpleQueue[int] = SimpleQueue()
+    asked = threading.Event()
+
+    def early() -> None:
+        numbers.put(torch.get_num_threads())
+        asked.wait()
+        numbers.put(torch.get_num_threads())
+
+    thread = threading.Thread(target=early)
+    thread.start()
+    first = numbers.get(timeout=10)
+    intra_op = IntraOpThreads(2)
+    device = threading.Thread(target=intra_op.initializer())
+    device.start()
+    intra_op.settle()
+    device.join()
+    asked.set()
+    thread.join()
+    assert (first, numbers.get(timeout=10)) == (CALLERS, CALLERS)
+
+
+def test_settle_waits_for_every_device() -> None:
+    intra_op = IntraOpThreads(1)
+    initializers = [intra_op.initializer(), intra_op.initializer()]
+    settled = threading.Event()
+
+    def settle() -> None:
+        intra_op.settle()
+        settled.set()
+
+    thread = threading.Thread(target=settle)
+    thread.start()
+    in_thread(lambda: initializers[0]() or 0)
+    assert not settled.is_set()
+    in_thread(lambda: initializers[1]() or 0)
+    thread.join(10)
+    assert settled.is_set()

@@ -1,0 +1,167 @@
+"""Streams, fences and timings on one GPU with two logical devices: nothing reads what is not written yet."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncpipe.core.graph.task import Lane, Queue
+from asyncpipe.ops.device.copies import Copier
+from asyncpipe.ops.device.devices import resolve_devices
+from asyncpipe.ops.device.streams import CpuStream, CudaStream, Fence, LaneStream, make_streams
+
+SIZE = 1 << 20
+BUSY = 100_000_000
+"""Device cycles: some 50 ms, in which a reader that does not wait sees the old value."""
+
+
+def two_devices() -> tuple[Mapping[Lane, LaneStream], CudaStream, CudaStream]:
+    """Two logical devices on one GPU: every lane's stream, and their compute streams."""
+    streams = make_streams(resolve_devices(["cuda:0", "cuda:0"]))
+    left, right = streams[Lane("cuda:0", Queue.COMPUTE)], streams[Lane("cuda:0#1", Queue.COMPUTE)]
+    assert isinstance(left, CudaStream)
+    assert isinstance(right, CudaStream)
+    return streams, left, right
+
+
+def recorded(stream: CudaStream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream.stream)
+    return event
+
+
+def late(value: float) -> Tensor:
+    """A tensor that the current stream writes after a while."""
+    tensor = torch.zeros(SIZE, device="cuda:0")
+    torch.cuda._sleep(BUSY)
+    return tensor.add_(value)
+
+
+def test_a_cpu_lane_is_done_when_its_call_returns() -> None:
+    streams = make_streams(resolve_devices(["cpu:0", "cpu:1"]))
+    assert set(streams) == {Lane(device, queue) for device in ("cpu:0", "cpu:1") for queue in Queue}
+    for stream in streams.values():
+        assert isinstance(stream, CpuStream)
+        assert stream.begin() is None
+        stream.keep([torch.ones(1)])
+        with stream.use():
+            pass
+    fence = Fence(streams.values())
+    fence.end([torch.ones(1)])
+
+
+@pytest.mark.cuda
+def test_every_lane_has_a_stream_of_its_own_and_none_is_the_default() -> None:
+    streams, _, _ = two_devices()
+    handles = {stream.stream.cuda_stream for stream in streams.values() if isinstance(stream, CudaStream)}
+    assert len(handles) == 2 * len(Queue)
+    assert torch.cuda.default_stream(0).cuda_stream not in handles
+
+
+@pytest.mark.cuda
+def test_a_tensor_crosses_between_two_logical_devices() -> None:
+    """F on the left, the copy lane waits for it, the right waits for the copy lane; the host waits for nothing."""
+    streams, left, right = two_devices()
+    lane = streams[Lane("cuda:0#1", Queue.COPY_IN)]
+    assert isinstance(lane, CudaStream)
+    copier = Copier(lane, right)
+    with left.use():
+        tensor = late(3.0)
+    assert copier.side([tensor]) is None
+    with lane.use():
+        lane.wait(recorded(left))
+        (moved,) = copier.copy([tensor], None)
+    assert moved is not None
+    with right.use():
+        right.wait(recorded(lane))
+        result = moved * 2
+    right.stream.synchronize()
+    assert bool((result == 6).all())
+
+
+@pytest.mark.cuda
+def test_a_fence_puts_the_lanes_behind_the_caller() -> None:
+    streams, left, right = two_devices()
+    weight = late(5.0)  # As an optimizer writes the parameters, on the caller's stream.
+    fence = Fence(streams.values())
+    results = []
+    for stream in (left, right):
+        with stream.use():
+            results.append(weight + 1)
+    torch.cuda.synchronize()
+    assert all(bool((result == 6).all()) for result in results)
+    fence.end()
+
+
+@pytest.mark.cuda
+def test_a_fence_puts_the_caller_behind_the_lanes() -> None:
+    streams, left, right = two_devices()
+    late(0.0)  # The kernels are loaded when first used, which takes longer than the lanes stay busy.
+    torch.cuda.synchronize()
+    fence = Fence(streams.values())
+    results = []
+    for value, stream in ((1.0, left), (2.0, right)):
+        with stream.use():
+            results.append(late(value))
+    fence.end(results)
+    total = results[0] + results[1]  # On the caller's stream, queued while the lanes are busy.
+    assert not recorded(left).query(), "the lanes are still busy, or the test shows nothing"
+    assert bool((total == 3).all())
+
+
+@pytest.mark.cuda
+def test_timings_are_ordered() -> None:
+    """Task after task on a stream: each starts before it ends, and ends before the next one starts."""
+    streams, left, _ = two_devices()
+    for _ in range(3):
+        before = time.perf_counter()
+        fence = Fence(streams.values())
+        timings = []
+        for _ in range(3):
+            timing = left.begin()
+            assert timing is not None
+            with left.use():
+                torch.cuda._sleep(BUSY // 10)
+            timing.end(left.stream)
+            timings.append(timing)
+        spans = [timing.wait() for timing in timings]
+        fence.end()
+        assert all(start < end for start, end in spans)
+        for (_, end), (start, _) in itertools.pairwise(spans):
+            assert end <= start + 1e-4
+        assert spans[0][0] >= before
+
+
+@pytest.mark.cuda
+def test_memory_that_another_stream_still_reads_is_not_reused() -> None:
+    """``keep`` (record_stream): without it the allocator hands the block out at once, to be overwritten."""
+    _, left, right = two_devices()
+    with left.use():
+        tensor = torch.full((SIZE,), 4.0, device="cuda:0")
+    address = tensor.data_ptr()
+    with right.use():
+        right.wait(recorded(left))
+        torch.cuda._sleep(BUSY)
+        result = tensor * 1
+    right.keep([tensor, torch.ones(1)])
+    del tensor
+    with left.use():
+        other = torch.full((SIZE,), -1.0, device="cuda:0")
+    assert other.data_ptr() != address
+    torch.cuda.synchronize()
+    assert bool((result == 4).all())
+
+
+@pytest.mark.cuda
+def test_a_cpu_lane_waits_for_a_cuda_event_on_its_own_thread() -> None:
+    _, left, _ = two_devices()
+    with left.use():
+        torch.cuda._sleep(BUSY)
+    event = recorded(left)
+    CpuStream().wait(event)
+    assert event.query()

@@ -1,0 +1,168 @@
+"""The gradient guard: a step's gradients are added in the earlier tensors, or leave no trace."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncpipe.errors import BackwardError
+from asyncpipe.ops.execute.gradients import GradientGuard
+
+
+def parameters(*grads: float | None) -> list[nn.Parameter]:
+    """Parameters with these earlier gradients."""
+    made = [nn.Parameter(torch.zeros(2)) for _ in grads]
+    for parameter, grad in zip(made, grads, strict=True):
+        parameter.grad = None if grad is None else torch.full((2,), grad)
+    return made
+
+
+def guarded(owned: list[nn.Parameter]) -> GradientGuard:
+    guard = GradientGuard()
+    guard.begin(iter(owned))
+    return guard
+
+
+def values(owned: list[nn.Parameter]) -> list[float | None]:
+    return [None if parameter.grad is None else parameter.grad[0].item() for parameter in owned]
+
+
+def identities(owned: list[nn.Parameter]) -> list[int]:
+    return [id(parameter.grad) for parameter in owned]
+
+
+def test_a_step_starts_without_gradients() -> None:
+    owned = parameters(1.0, None)
+    guarded(owned)
+    assert values(owned) == [None, None]
+
+
+def step(owned: list[nn.Parameter]) -> list[Tensor]:
+    """A step that reaches all parameters but the last."""
+    made = [torch.full((2,), 10.0) for _ in owned[:-1]]
+    for parameter, grad in zip(owned, made, strict=False):
+        parameter.grad = grad
+    return made
+
+
+def test_commit_adds_in_the_earlier_tensors() -> None:
+    """Who holds a gradient tensor (an optimizer's flat buffer, a hook) sees the sum in it."""
+    owned = parameters(1.0, None, 3.0)
+    earlier = [owned[0].grad, owned[2].grad]
+    guard = guarded(owned)
+    made = step(owned)
+    guard.commit()
+    assert values(owned) == [11.0, 10.0, 3.0]
+    assert owned[0].grad is earlier[0]
+    assert owned[1].grad is made[1]
+    assert owned[2].grad is earlier[1]
+
+
+def test_roll_back_puts_the_earlier_tensors_back_unchanged() -> None:
+    owned = parameters(1.0, None, 3.0)
+    before = identities(owned)
+    guard = guarded(owned)
+    step(owned)
+    guard.roll_back()
+    assert values(owned) == [1.0, None, 3.0]
+    assert identities(owned) == before
+
+
+def test_an_interrupted_beginning_can_be_rolled_back() -> None:
+    owned = parameters(1.0, 2.0)
+    before = identities(owned)
+
+    def interrupted() -> object:
+        yield owned[0]
+        raise KeyboardInterrupt
+
+    guard = GradientGuard()
+    with pytest.raises(KeyboardInterrupt):
+        guard.begin(interrupted())  # type: ignore[arg-type]
+    assert values(owned) == [None, 2.0]
+    guard.roll_back()
+    assert identities(owned) == before
+
+
+def test_accumulation_is_that_of_the_plain_model() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    for _ in range(2):
+        model(x).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    for _ in range(2):
+        guard = guarded(list(model.parameters()))
+        model(x).sum().backward()
+        with torch.no_grad():
+            guard.commit()
+    assert all(torch.equal(a, parameter.grad) for a, parameter in zip(expected, model.parameters(), strict=True))
+
+
+def test_some_parameters_can_be_committed_before_the_others() -> None:
+    owned = parameters(1.0, 2.0, 3.0)
+    guard = guarded(owned)
+    step(owned)
+    guard.commit_some(owned[:1])
+    assert values(owned) == [11.0, 10.0, None]
+    guard.roll_back()
+    assert values(owned) == [11.0, 2.0, 3.0]
+
+
+def test_new_gradients_can_be_taken_away() -> None:
+    owned = parameters(1.0, None, 3.0)
+    before = identities(owned)
+    guard = guarded(owned)
+    made = step(owned)
+    taken = guard.take()
+    assert [taken[id(parameter)] for parameter in owned] == [*made, None]
+    assert identities(owned) == before
+
+
+def test_of_overlapping_backwards_the_last_takes_the_sum() -> None:
+    owned = parameters(1.0, None)
+    guard = guarded(owned)
+    guard.begin(owned)
+    made = step(owned)
+    assert guard.take() == {}
+    assert values(owned) == [10.0, None]
+    assert guard.take()[id(owned[0])] is made[0]
+    assert values(owned) == [1.0, None]
+
+
+def test_of_overlapping_backwards_one_failure_spoils_the_sum() -> None:
+    owned = parameters(1.0, None)
+    guard = guarded(owned)
+    guard.begin(owned)
+    step(owned)
+    guard.roll_back()
+    with pytest.raises(BackwardError, match="another backward of this pipeline failed while this one ran"):
+        guard.take()
+    assert values(owned) == [1.0, None]
+    guard.begin(owned)
+    made = step(owned)
+    assert guard.take()[id(owned[0])] is made[0], "the next one starts afresh"
+
+
+def test_what_was_given_up_is_waited_for() -> None:
+    owned = parameters(1.0)
+    guard = guarded(owned)
+    guard.give_up()
+    settled = threading.Event()
+    waiting = threading.Thread(target=lambda: (guard.settle(), settled.set()))
+    waiting.start()
+    assert not settled.is_set()
+    guard.forget()
+    waiting.join(10)
+    assert settled.is_set()
+    assert values(owned) == [1.0]
+
+
+@pytest.mark.parametrize("end", ["commit", "roll_back"])
+def test_nothing_guarded(end: str) -> None:
+    owned = parameters(1.0)
+    getattr(GradientGuard(), end)()
+    assert values(owned) == [1.0]

@@ -1,0 +1,315 @@
+"""Deferred batch norm: its running statistics against those that the bare layer gets from the whole mini-batch."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from asyncpipe.ops.autograd.checkpoint import checkpoint
+from asyncpipe.ops.model.batchnorm import (
+    DeferredBatchNorm,
+    DeferredBatchNorm1d,
+    DeferredBatchNorm2d,
+    DeferredBatchNorm3d,
+    convert_deferred_batch_norm,
+)
+
+KINDS: list[tuple[type[nn.Module], type[DeferredBatchNorm], tuple[int, ...]]] = [
+    (nn.BatchNorm1d, DeferredBatchNorm1d, ()),
+    (nn.BatchNorm1d, DeferredBatchNorm1d, (5,)),
+    (nn.BatchNorm2d, DeferredBatchNorm2d, (2, 3)),
+    (nn.BatchNorm3d, DeferredBatchNorm3d, (2, 1, 3)),
+]
+
+
+def twins(layer: nn.Module) -> tuple[nn.Module, DeferredBatchNorm]:
+    """``layer`` and a deferred copy of it."""
+    deferred = convert_deferred_batch_norm(copy.deepcopy(layer))
+    assert isinstance(deferred, DeferredBatchNorm)
+    return layer, deferred
+
+
+def assert_same_statistics(deferred: nn.Module, bare: nn.Module, tolerance: float = 1e-12) -> None:
+    assert list(deferred.state_dict()) == list(bare.state_dict())
+    for name, buffer in bare.named_buffers():
+        torch.testing.assert_close(deferred.get_buffer(name), buffer, rtol=tolerance, atol=tolerance)
+
+
+# One update a mini-batch
+
+
+@pytest.mark.parametrize("momentum", [0.1, 1.0, 0.0, None])
+@pytest.mark.parametrize(("kind", "expected", "shape"), KINDS)
+def test_statistics_are_those_of_the_whole_mini_batch(
+    kind: type[nn.Module], expected: type[DeferredBatchNorm], shape: tuple[int, ...], momentum: float | None
+) -> None:
+    torch.manual_seed(1)
+    bare, deferred = twins(kind(4, momentum=momentum, dtype=torch.float64))
+    assert type(deferred) is expected
+    for sizes in ([4, 3, 2], [2], [5, 2]):
+        batch = 3 + 2 * torch.randn(sum(sizes), 4, *shape, dtype=torch.float64)
+        bare(batch)
+        before = [buffer.clone() for buffer in deferred.buffers()]
+        for microbatch in batch.split(sizes):
+            deferred(microbatch)
+        assert all(map(torch.equal, deferred.buffers(), before))
+        deferred.commit()
+        assert_same_statistics(deferred, bare)
+    x = torch.randn(3, 4, *shape, dtype=torch.float64)
+    torch.testing.assert_close(deferred.eval()(x), bare.eval()(x), rtol=1e-12, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.floats(-1e6, 1e6), st.integers(0, 1000))
+def test_any_micro_batches_with_any_offset(sizes: list[int], offset: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    batch = offset + torch.randn(sum(sizes), 2, 3, dtype=torch.float64, generator=generator)
+    bare, deferred = twins(nn.BatchNorm1d(2, momentum=None, dtype=torch.float64))
+    bare(batch)
+    for microbatch in batch.split(sizes):
+        deferred(microbatch)
+    deferred.commit()
+    # The variance of numbers near 1e6 is known to that many digits less, to the bare layer as well.
+    assert_same_statistics(deferred, bare, tolerance=1e-12 * max(1.0, abs(offset)))
+
+
+def test_one_sample_a_micro_batch() -> None:
+    bare, deferred = twins(nn.BatchNorm2d(2, momentum=1.0, dtype=torch.float64))
+    batch = torch.arange(24.0, dtype=torch.float64).reshape(3, 2, 2, 2) ** 2
+    bare(batch)
+    for microbatch in batch.split(1):
+        deferred(microbatch)
+    deferred.commit()
+    assert_same_statistics(deferred, bare)
+    values = batch[:, 0].flatten()
+    assert deferred.running_var is not None
+    torch.testing.assert_close(deferred.running_var[0], values.var(correction=1))
+
+
+def test_one_value_a_channel_is_refused_as_by_the_bare_layer_and_not_gathered() -> None:
+    bare, deferred = twins(nn.BatchNorm1d(2, dtype=torch.float64))
+    batch = torch.randn(4, 2, dtype=torch.float64)
+    bare(batch)
+    deferred(batch)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        deferred(batch[:1])
+    with pytest.raises(ValueError, match="expected 2D or 3D input"):
+        deferred(batch.reshape(1, 2, 2, 2))
+    deferred.commit()
+    assert_same_statistics(deferred, bare)
+
+
+def test_an_empty_micro_batch_counts_for_nothing() -> None:
+    bare, deferred = twins(nn.BatchNorm1d(2, dtype=torch.float64))
+    batch = torch.randn(4, 2, dtype=torch.float64)
+    bare(batch)
+    deferred(batch)
+    assert deferred(batch[:0]).shape == (0, 2)
+    deferred.commit()
+    assert_same_statistics(deferred, bare)
+
+
+def test_each_micro_batch_is_normalised_with_its_own_statistics() -> None:
+    torch.manual_seed(1)
+    bare, deferred = twins(nn.BatchNorm1d(3, dtype=torch.float64))
+    assert isinstance(bare.weight, nn.Parameter)
+    with torch.no_grad():
+        bare.weight.uniform_()
+        deferred.weight.copy_(bare.weight)
+    for microbatch in torch.randn(6, 3, dtype=torch.float64).split([4, 2]):
+        x, y = microbatch.clone().requires_grad_(), microbatch.clone().requires_grad_()
+        expected, got = bare(x), deferred(y)
+        assert torch.equal(got, expected)
+        expected.square().sum().backward()
+        got.square().sum().backward()
+        assert x.grad is not None
+        assert y.grad is not None
+        assert torch.equal(y.grad, x.grad)
+    assert deferred.weight.grad is not None
+    assert bare.weight.grad is not None
+    assert torch.equal(deferred.weight.grad, bare.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_gathered_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    _, deferred = twins(nn.BatchNorm2d(3, momentum=1.0).to(dtype))
+    batch = (100 + torch.randn(32, 3, 4, 4)).to(dtype)
+    for microbatch in batch.split(1):
+        deferred(microbatch)
+    assert deferred._gathered is not None
+    exact = batch.double().transpose(0, 1).flatten(1)
+    torch.testing.assert_close(deferred._gathered.mean.double(), exact.mean(1), rtol=1e-6, atol=0)
+    variance = deferred._gathered.deviations.double() / (exact.size(1) - 1)
+    torch.testing.assert_close(variance, exact.var(1), rtol=1e-4, atol=0)
+    deferred.commit()
+    assert deferred.running_var is not None
+    assert deferred.running_var.dtype == dtype
+    assert torch.equal(deferred.running_var, exact.var(1).to(dtype))
+
+
+def test_half_precision_is_rounded_once_an_update() -> None:
+    torch.manual_seed(1)
+    deferred = DeferredBatchNorm1d(64, momentum=0.3).to(torch.bfloat16)
+    running = torch.zeros(64, dtype=torch.bfloat16)
+    for _ in range(3):
+        batch = (1 + torch.randn(16, 64)).to(torch.bfloat16)
+        deferred(batch)
+        deferred.commit()
+        running = (0.3 * batch.double().mean(0) + 0.7 * running.double()).to(torch.bfloat16)
+        assert deferred.running_mean is not None
+        assert torch.equal(deferred.running_mean, running)
+
+
+def test_a_mean_far_from_zero_cancels_nothing() -> None:
+    torch.manual_seed(1)
+    bare, deferred = twins(nn.BatchNorm1d(2, momentum=1.0))
+    batch = 1000 + torch.randn(256, 2)
+    bare(batch)
+    for microbatch in batch.split(16):
+        deferred(microbatch)
+    deferred.commit()
+    assert_same_statistics(deferred, bare, tolerance=1e-5)
+
+
+# When to count
+
+
+def test_commit_without_micro_batches_does_nothing() -> None:
+    bare, deferred = twins(nn.BatchNorm1d(2, momentum=None))
+    deferred.commit()
+    assert_same_statistics(deferred, bare)
+
+
+def test_commit_clears_and_discard_clears() -> None:
+    bare, deferred = twins(nn.BatchNorm1d(2, dtype=torch.float64))
+    first, second = torch.randn(2, 4, 2, dtype=torch.float64)
+    deferred(first)
+    deferred.discard()
+    deferred.commit()
+    assert_same_statistics(deferred, bare)
+    bare(second)
+    deferred(second)
+    deferred.commit()
+    deferred.commit()
+    assert_same_statistics(deferred, bare)
+
+
+def test_a_recomputation_is_not_counted_again() -> None:
+    bare, deferred = twins(nn.BatchNorm1d(2, dtype=torch.float64))
+    batch = torch.randn(6, 2, dtype=torch.float64)
+    bare(batch)
+    handles = []
+    for microbatch in batch.split([4, 2]):
+        outputs, recomputation = checkpoint(
+            lambda tensors: [deferred(tensors[0])], [microbatch.clone().requires_grad_()]
+        )
+        handles.append((outputs, recomputation))
+    (early, recomputation), (late, _) = handles
+    recomputation.run()
+    early[0].square().sum().backward()
+    late[0].square().sum().backward()
+    deferred.commit()
+    assert_same_statistics(deferred, bare)
+    deferred.commit()
+    assert_same_statistics(deferred, bare)
+
+
+def test_evaluation_is_that_of_the_bare_layer() -> None:
+    bare, deferred = twins(nn.BatchNorm1d(2))
+    bare(x := torch.randn(4, 2))
+    deferred(x)
+    deferred.commit()
+    bare.eval()
+    deferred.eval()
+    torch.testing.assert_close(deferred(x), bare(x))
+    deferred.commit()
+    assert_same_statistics(deferred, bare, tolerance=1e-6)
+
+
+def test_nothing_gathered_holds_a_graph(no_leaks: None) -> None:
+    deferred = DeferredBatchNorm1d(2)
+    x = torch.randn(4, 2, requires_grad=True)
+    deferred(x * 2)
+    assert deferred._gathered is not None
+    assert not deferred._gathered.mean.requires_grad
+    assert not deferred._gathered.deviations.requires_grad
+    assert deferred._gathered.mean.untyped_storage().nbytes() == 2 * 4
+
+
+def test_gathered_inside_inference_mode_and_committed_outside() -> None:
+    bare, deferred = twins(nn.BatchNorm1d(2, dtype=torch.float64))
+    batch = torch.randn(6, 2, dtype=torch.float64)
+    bare(batch)
+    with torch.inference_mode():
+        deferred(batch[:3])
+        deferred(batch[3:])
+    deferred.commit()
+    assert_same_statistics(deferred, bare)
+
+
+# Layers of every kind
+
+
+@pytest.mark.parametrize("options", [{"affine": False}, {"eps": 0.1}])
+def test_options_stay(options: dict[str, Any]) -> None:
+    bare, deferred = twins(nn.BatchNorm1d(3, dtype=torch.float64, **options))
+    x = torch.randn(4, 3, dtype=torch.float64)
+    assert torch.equal(deferred(x), bare(x))
+    deferred.commit()
+    assert_same_statistics(deferred, bare)
+    assert isinstance(deferred, nn.BatchNorm1d)
+    assert repr(deferred) == "Deferred" + repr(bare)
+
+
+def test_without_running_statistics_it_is_the_bare_layer() -> None:
+    made = DeferredBatchNorm2d(2, track_running_stats=False)
+    made(torch.randn(2, 2, 2, 2))
+    made.commit()
+    assert list(made.state_dict()) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_without_a_counter_as_the_bare_layer(momentum: float | None) -> None:
+    bare, deferred = twins(nn.BatchNorm1d(2, momentum=momentum, dtype=torch.float64))
+    bare.num_batches_tracked = deferred.num_batches_tracked = None
+    x = torch.randn(4, 2, dtype=torch.float64)
+    bare(x)
+    deferred(x)
+    deferred.commit()
+    assert_same_statistics(deferred, bare)
+
+
+def pickled(layer: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(layer))
+
+
+def saved(layer: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert isinstance(loaded, nn.Module)
+    return loaded
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, saved])
+def test_copies_go_their_own_way(duplicate: Any) -> None:
+    bare, deferred = twins(nn.BatchNorm1d(2, dtype=torch.float64))
+    batch = torch.randn(6, 2, dtype=torch.float64)
+    bare(batch)
+    deferred(batch[:3].clone().requires_grad_())
+    twin = duplicate(deferred)
+    deferred.discard()
+    twin(batch[3:])
+    twin.commit()
+    assert_same_statistics(twin, bare)
+    assert int(deferred.num_batches_tracked) == 0

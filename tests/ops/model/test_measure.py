@@ -1,0 +1,387 @@
+"""Profiles of layers: times by a clock that layers advance, what passes from layer to layer, and nothing changed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from math import inf, nan
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncpipe.errors import BalanceError, BatchError, DeviceError, MicrobatchError, OptionError
+from asyncpipe.ops.model.batchnorm import DeferredBatchNorm1d
+from asyncpipe.ops.model.measure import balance_by_size, balance_by_time, layer_bytes, layer_times
+from asyncpipe.ops.model.microbatch import Arguments, NoChunk
+from asyncpipe.ops.model.skip import Namespace, pop, skippable, stash
+
+FLOAT = 4
+"""Bytes of a float32."""
+
+
+class Clock:
+    """Time passes only where a layer says so. Copies of a layer share it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Clock:
+        return self
+
+
+class _Passing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, forward: float, backward: float) -> Tensor:
+        ctx.clock, ctx.seconds = clock, backward
+        clock.now += forward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.clock.now += ctx.seconds
+        return grads[0], None, None, None
+
+
+class Takes(nn.Module):
+    """A layer whose forward and backward take so many seconds of the clock."""
+
+    def __init__(self, clock: Clock, forward: float, backward: float = 0.0, weight: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1), requires_grad=weight)
+        self.seconds = forward, backward
+        self.clock = clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _Passing.apply(x * self.weight, self.clock, *self.seconds)  # type: ignore[no-untyped-call]
+        return result
+
+
+class Calls(nn.Module):
+    """A layer without state of its own that calls a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def times(*layers: nn.Module, sample: Any = None, seconds: float = 0.0, clock: Clock | None = None) -> list[float]:
+    sample = torch.ones(2, 3) if sample is None else sample
+    return layer_times(nn.Sequential(*layers), sample, seconds=seconds, clock=clock or Clock())
+
+
+# Times
+
+
+def test_forward_and_backward_of_each_layer() -> None:
+    clock = Clock()
+    layers = [Takes(clock, 1, 2), Takes(clock, 0.5, 0.25), nn.ReLU(inplace=True), Takes(clock, 0, 8)]
+    assert times(*layers, clock=clock) == [3, 0.75, 0, 8]
+
+
+def test_stages_of_even_time() -> None:
+    clock = Clock()
+    model = nn.Sequential(*(Takes(clock, seconds) for seconds in (1, 1, 1, 1, 2, 6)))
+    assert balance_by_time(2, model, torch.ones(1), seconds=0, clock=clock) == [5, 1]
+    assert balance_by_time(3, model, torch.ones(1), seconds=0, clock=clock) == [3, 2, 1]
+
+
+def test_the_median_of_repeats_after_one_that_does_not_count() -> None:
+    clock, taken = Clock(), iter([100.0, 1.0, 2.0, 50.0, 3.0, 4.0])
+
+    def take(x: Tensor) -> Tensor:
+        clock.now += next(taken)
+        return x
+
+    # The budget is used up by 1 + 2 + 50 + 3 seconds; the first 100 are no part of it.
+    assert times(Calls(take), seconds=56, clock=clock) == [2.5]
+    assert next(taken) == 4
+
+
+def test_once_at_least() -> None:
+    clock = Clock()
+    assert times(Takes(clock, 5), seconds=0, clock=clock) == [5]
+    assert times() == []
+
+
+def test_frozen_layers_at_the_start_have_no_backward() -> None:
+    clock = Clock()
+    frozen, trained = Takes(clock, 1, 2, weight=False), Takes(clock, 1, 2)
+    assert times(frozen, trained, frozen, clock=clock) == [1, 3, 3]
+    assert times(frozen, sample=torch.ones(2, requires_grad=True), clock=clock) == [3]
+
+
+def test_wall_time_by_default() -> None:
+    (seconds,) = layer_times(nn.Sequential(nn.Linear(8, 8)), torch.ones(4, 8), seconds=0)
+    assert 0 < seconds < 60
+
+
+# Values between layers
+
+
+def test_nested_and_integer_and_missing_values_pass() -> None:
+    clock = Clock()
+    seen: list[Any] = []
+
+    def look(x: Any) -> Any:
+        seen.append(x)
+        return x
+
+    layers = [
+        nn.Embedding(5, 3),
+        Calls(lambda x: {"x": (x, x.argmax(-1)), "name": "n", "none": None}),
+        Calls(look),
+        Calls(lambda value: value["x"][1]),
+        Calls(lambda x: x.float()),
+        Takes(clock, 1, 2),
+    ]
+    assert times(*layers, sample=torch.tensor([[1, 2]]), clock=clock)[-1] == 3
+    x, indices = seen[0]["x"]
+    assert (x.shape, x.requires_grad, indices.dtype) == ((1, 2, 3), True, torch.int64)
+    assert (seen[0]["name"], seen[0]["none"]) == ("n", None)
+    assert len(layer_bytes(nn.Sequential(*layers), torch.tensor([[1, 2]]))) == len(layers)
+
+
+def test_the_first_layer_takes_all_arguments() -> None:
+    clock = Clock()
+
+    def weigh(x: Tensor, *, mask: Tensor) -> Tensor:
+        assert (x.shape, mask.shape) == ((4, 3), (3,))
+        clock.now += 1
+        return x * mask
+
+    sample = Arguments.of(torch.ones(4, 3), mask=NoChunk(torch.ones(3)))
+    assert times(Calls(weigh), nn.Linear(3, 1), sample=sample, clock=clock) == [1, 0]
+
+    def weigh_half(x: Tensor, *, mask: Tensor) -> Tensor:
+        return weigh(torch.cat([x, x]), mask=mask)
+
+    assert len(layer_bytes(nn.Sequential(Calls(weigh_half)), sample, microbatches=2)) == 1
+
+
+def test_operations_in_place_on_inputs_of_any_layer() -> None:
+    sample = torch.tensor([[-1.0, 2.0]])
+    layers = [nn.ReLU(inplace=True), nn.Linear(2, 2), nn.ReLU(inplace=True), Calls(lambda x: x.add_(1)), nn.Sigmoid()]
+    times(*layers, sample=sample)
+    assert sample.tolist() == [[-1.0, 2.0]]
+    # The second ReLU overwrites the memory that is its output; sigmoid saves its own.
+    assert layer_bytes(nn.Sequential(*layers), sample)[2] == 2 * FLOAT
+
+
+def test_a_layer_sees_what_the_layers_before_made() -> None:
+    seen: list[Tensor] = []
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 2), Calls(lambda x: seen.append(x) or x))
+    sample = torch.randn(4, 3)
+    layer_bytes(model, sample)
+    expected = model[:3](sample)
+    assert torch.equal(seen[0], expected)
+
+
+@skippable(stash=["kept"])
+class Stashes(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("kept", x * 2)
+        return x
+
+
+@skippable(pop=["kept"])
+class Pops(nn.Module):
+    def __init__(self, clock: Clock | None = None) -> None:
+        super().__init__()
+        self.late = None if clock is None else Takes(clock, 1, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        kept = yield pop("kept")
+        kept += 1
+        return x + kept if self.late is None else self.late(x + kept)
+
+
+def test_skips_reach_their_layer() -> None:
+    clock, outer, inner = Clock(), Namespace(), Namespace()
+    layers = [
+        Takes(clock, 1, 2),
+        Stashes().isolate(outer),
+        Stashes().isolate(inner),
+        Pops(clock).isolate(inner),
+        Pops().isolate(outer),
+    ]
+    assert times(*layers, seconds=12, clock=clock) == [3, 0, 0, 3, 0]
+    # What a layer stashes is output too: 2 × 3 numbers beside those that it returns.
+    assert layer_bytes(nn.Sequential(*layers), torch.ones(2, 3))[1] == 2 * (2 * 3) * FLOAT
+
+
+# Nothing changes
+
+
+class Restless(nn.Module):
+    """Changes all that a layer can change about itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.zeros(()))
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.count += 1
+        self.train(not self.training)
+        with torch.no_grad():
+            self.weight.add_(1)
+        return x * self.weight + torch.rand_like(x)
+
+
+def measure_time(model: nn.Sequential, sample: Any) -> None:
+    layer_times(model, sample, seconds=0)
+
+
+def measure_size(model: nn.Sequential, sample: Any) -> None:
+    layer_bytes(model, sample, microbatches=2)
+
+
+@pytest.mark.parametrize("measure", [measure_time, measure_size])
+def test_the_model_is_left_as_it_was(measure: Callable[[nn.Sequential, Any], None]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), DeferredBatchNorm1d(3), Restless(), nn.Dropout())
+    model[1].eval()
+    sample = torch.randn(4, 3, requires_grad=True)
+    model[0].weight.grad = torch.ones(3, 3)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    generator = torch.get_rng_state()
+    measure(model, sample)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    after = [parameter.grad for parameter in model.parameters()]
+    assert all(now is then for now, then in zip(after, gradients, strict=True))
+    assert torch.equal(model[0].weight.grad, torch.ones(3, 3))
+    assert sample.grad is None
+    assert [module.training for module in model.modules()] == modes
+    assert model[3].count == 0
+    assert model[2]._gathered is None
+
+
+def test_gradients_of_parameters_that_a_function_holds_on_to() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    kept = torch.ones(3, 3)
+    model[0].weight.grad = kept
+    model.append(Calls(lambda x, weight=model[0].weight: x @ weight))
+    times(*model)
+    assert model[0].weight.grad is kept
+    assert torch.equal(kept, torch.ones(3, 3))
+    assert model[0].bias.grad is None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_on_whatever_the_caller_has(mode: Callable[[], Any]) -> None:
+    clock = Clock()
+    layers = Takes(clock, 1, 2), nn.Linear(3, 2)
+    with mode():
+        assert times(*layers, sample=torch.ones(2, 3), clock=clock) == [3, 0]
+        assert layer_bytes(nn.Sequential(*layers), torch.ones(2, 3), parameter_scale=0)[1] == 2 * (3 + 2) * FLOAT
+        assert not torch.is_grad_enabled()
+
+
+def test_one_copy_at_a_time(no_leaks: None) -> None:
+    copies: list[weakref.ref[nn.Module]] = []
+
+    class Witness:
+        """Part of a layer; sees when that is copied."""
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Witness:
+            assert [copy for copy in copies if copy() is not None] == []
+            return self
+
+    class Alone(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.witness = Witness()
+
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+            copies.append(weakref.ref(self))
+            return super().forward(input)
+
+    times(*(Alone() for _ in range(3)))
+    assert len(copies) == 6
+    layer_bytes(nn.Sequential(Alone(), nn.ReLU(), Alone()), torch.ones(2, 3))
+    assert len(copies) == 8
+
+
+# Errors
+
+
+def test_a_failing_layer_is_named_and_all_is_put_back() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 4))
+    model[0].weight.grad = kept = torch.ones(3, 3)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        layer_times(model, torch.randn(2, 3))
+    assert raised.value.__notes__ == ["raised by layer 1 (Linear) while it was measured"]
+    assert model[0].weight.grad is kept
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("measure", [layer_times, layer_bytes])
+def test_layers_come_in_a_sequence(measure: Callable[..., Any]) -> None:
+    with pytest.raises(BalanceError, match=r"in an nn\.Sequential; got Linear; make one of its layers"):
+        measure(nn.Linear(2, 2), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("balance", [balance_by_time, balance_by_size])
+@pytest.mark.parametrize("stages", [0, 3])
+def test_a_layer_a_stage_before_anything_runs(balance: Callable[..., Any], stages: int) -> None:
+    calls: list[Any] = []
+    model = nn.Sequential(Calls(calls.append), nn.ReLU())
+    with pytest.raises(BalanceError, match=f"cannot split 2 layers into {stages} stages"):
+        balance(stages, model, torch.ones(1))
+    assert calls == []
+
+
+@pytest.mark.parametrize("measure", [layer_times, layer_bytes])
+@pytest.mark.parametrize("sample", [None, 3, [], {"x": "y"}])
+def test_a_sample_holds_tensors(measure: Callable[..., Any], sample: Any) -> None:
+    with pytest.raises(BatchError, match=f"the sample holds no tensor, got {type(sample).__name__}; "):
+        measure(nn.Sequential(nn.ReLU()), sample)
+
+
+@pytest.mark.parametrize(
+    ("measure", "options", "error", "message"),
+    [
+        (layer_times, {"seconds": -1}, OptionError, "seconds must be a finite number, zero or more, got -1"),
+        (layer_times, {"seconds": inf}, OptionError, "seconds must be a finite number, zero or more, got inf"),
+        (layer_times, {"seconds": nan}, OptionError, "seconds must be a finite number, zero or more, got nan"),
+        (layer_times, {"device": "nowhere"}, DeviceError, "'nowhere' is no device"),
+        (layer_bytes, {"device": "nowhere"}, DeviceError, "'nowhere' is no device"),
+        (layer_bytes, {"parameter_scale": -1}, OptionError, "parameter_scale must be a finite number, zero or more"),
+        (layer_bytes, {"parameter_scale": nan}, OptionError, "parameter_scale must be a finite number, zero or more"),
+        (layer_bytes, {"microbatches": 0}, MicrobatchError, "microbatches must be a positive integer, got 0"),
+        (layer_bytes, {"batch_dim": 2}, BatchError, "dimension 2 must be the batch"),
+    ],
+)
+def test_options_out_of_range(
+    measure: Callable[..., Any], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        measure(nn.Sequential(nn.ReLU()), torch.ones(2, 2), **options)
+
+
+# Devices
+
+
+@pytest.mark.cuda
+def test_on_a_cuda_device() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 2048), nn.Linear(2048, 2))
+    generator = torch.cuda.get_rng_state()
+    seconds = layer_times(model, torch.randn(4, 8), seconds=0.1, device="cuda:0")
+    assert all(0 < each < 60 for each in seconds)
+    assert torch.equal(torch.cuda.get_rng_state(), generator)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    on_cpu = layer_bytes(model, torch.randn(4, 8), parameter_scale=0)
+    on_cuda = layer_bytes(model, torch.randn(4, 8), parameter_scale=0, device="cuda:0")
+    assert [on_cuda[0], *on_cuda[2:]] == [on_cpu[0], *on_cpu[2:]]

@@ -1,0 +1,77 @@
+"""Sizes of layers, against those by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncpipe.ops.model.measure import balance_by_size, layer_bytes
+
+FLOAT = 4
+"""Bytes of a float32."""
+
+
+def test_sizes_by_hand() -> None:
+    model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5), nn.Flatten())
+    batch = 8
+    saved = [batch * 10, 0, batch * 20, 0]  # A ReLU saves its output.
+    outputs = [batch * 20, batch * 20, batch * 5, batch * 5]
+    parameters = [10 * 20 + 20, 0, 20 * 5 + 5, 0]
+    for scale in (0, 0.5, 2, 4):
+        got = layer_bytes(model, torch.randn(batch, 10), parameter_scale=scale)
+        assert got == [FLOAT * (s + o + scale * p) for s, o, p in zip(saved, outputs, parameters, strict=True)]
+    assert layer_bytes(model, torch.randn(batch, 10)) == layer_bytes(model, torch.randn(batch, 10), parameter_scale=2)
+
+
+@pytest.mark.parametrize(("microbatches", "largest"), [(1, 8), (3, 3), (4, 2), (100, 1)])
+def test_activations_are_those_of_the_largest_micro_batch(microbatches: int, largest: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    sizes = layer_bytes(model, torch.randn(8, 3), microbatches=microbatches, parameter_scale=0)
+    assert sizes == [largest * (3 + 2) * FLOAT]
+
+
+def test_the_batch_may_be_another_dimension() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    sizes = layer_bytes(model, torch.randn(5, 8, 3), microbatches=4, batch_dim=1, parameter_scale=0)
+    assert sizes == [5 * 2 * (3 + 2) * FLOAT]
+
+
+def test_frozen_parameters_count_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 2).requires_grad_(False), nn.Linear(2, 2))
+    batch = 4
+    outputs = batch * 2 * FLOAT
+    assert layer_bytes(model, torch.randn(batch, 3), parameter_scale=4) == [
+        outputs + (3 * 2 + 2) * FLOAT,
+        outputs + batch * 2 * FLOAT + 4 * (2 * 2 + 2) * FLOAT,
+    ]
+    assert layer_bytes(model, torch.randn(batch, 3), parameter_scale=0)[0] == outputs
+
+
+def test_buffers_are_no_activations() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(1000))
+    (size,) = layer_bytes(model.eval(), torch.randn(1, 1000), parameter_scale=0)
+    # Input and output; weight, bias and the two running statistics, which are as large, belong to the layer.
+    assert size == 2 * 1000 * FLOAT
+
+
+class SavesTwice(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * x, x.view(-1)
+
+
+def test_a_storage_counts_once() -> None:
+    saved_twice = nn.Sequential(nn.Linear(3, 3, bias=False), SavesTwice())
+    assert layer_bytes(saved_twice, torch.randn(2, 3), parameter_scale=0)[1] == 2 * (2 * 3) * FLOAT
+
+
+def test_stages_of_even_size() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2), nn.ReLU())
+    few, many = torch.randn(1, 4), torch.randn(10_000, 4)
+    # With one sample the parameters decide, with many the activations.
+    assert layer_bytes(model, few) == [192, 16, 2832, 256, 1304, 8]
+    assert balance_by_size(3, model, few) == [2, 1, 3]
+    assert balance_by_size(3, model, few, parameter_scale=0) == [3, 1, 2]
+    assert balance_by_size(3, model, many) == [3, 1, 2]
+    assert balance_by_size(3, model, many, microbatches=10_000) == [2, 1, 3]
+    assert balance_by_size(3, model, many.unsqueeze(0), microbatches=10_000, batch_dim=1) == [2, 1, 3]

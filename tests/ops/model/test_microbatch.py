@@ -1,0 +1,271 @@
+"""Scatter and gather: any nested value is cut and put together again, and bad ones are told where they are off."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from asyncpipe.errors import BatchError, MicrobatchError, StageError
+from asyncpipe.ops.model.microbatch import (
+    Arguments,
+    Cut,
+    Microbatches,
+    NoChunk,
+    Packet,
+    check_microbatches,
+    cut,
+    cut_alike,
+    gather,
+)
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Whether two nested values have the same structure, tensors and other leaves."""
+    (ours, spec), (theirs, other) = tree_flatten(left), tree_flatten(right)
+    return spec == other and all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def alike(batch: Any, sizes: list[int]) -> list[Any]:
+    return cut_alike(batch, Cut([None] * len(sizes), sizes, ready_made=False))
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("size", "microbatches", "sizes"),
+    [(8, 4, [2, 2, 2, 2]), (7, 3, [3, 2, 2]), (8, 3, [3, 3, 2]), (3, 8, [1, 1, 1]), (1, 1, [1]), (5, 1, [5])],
+)
+def test_sizes_are_even_and_small_batches_make_fewer(size: int, microbatches: int, sizes: list[int]) -> None:
+    assert cut(torch.zeros(size, 2), microbatches).sizes == sizes
+
+
+@given(st.integers(1, 50), st.integers(1, 20))
+@settings(deadline=None, max_examples=100)
+def test_sizes(size: int, microbatches: int) -> None:
+    sizes = cut([torch.zeros(size)], microbatches).sizes
+    assert sum(sizes) == size
+    assert len(sizes) == min(size, microbatches)
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("microbatches", [0, -1, 1.0, True, "2", None])
+def test_a_number_of_micro_batches_is_a_positive_integer(microbatches: Any) -> None:
+    with pytest.raises(MicrobatchError) as raised:
+        check_microbatches(microbatches)
+    assert str(raised.value) == f"microbatches must be a positive integer, got {microbatches!r}"
+    assert check_microbatches(3) == 3
+
+
+# Scatter
+
+
+def test_nested_values_are_cut_and_the_rest_is_repeated() -> None:
+    x, mask = torch.arange(10).reshape(5, 2), torch.arange(5)
+    batch = {"x": (x, "name"), "rest": [mask, None, 3, {"deep": mask.double()}]}
+    first, second = cut(batch, 2).pieces
+    assert equal(first, {"x": (x[:3], "name"), "rest": [mask[:3], None, 3, {"deep": mask[:3].double()}]})
+    assert equal(second, {"x": (x[3:], "name"), "rest": [mask[3:], None, 3, {"deep": mask[3:].double()}]})
+
+
+def test_micro_batches_are_views() -> None:
+    x = torch.zeros(4, 2)
+    for i, part in enumerate(cut(x, 2).pieces):
+        assert part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        part += i + 1
+    assert x[:, 0].tolist() == [1, 1, 2, 2]
+
+
+def test_a_value_without_tensors_is_repeated() -> None:
+    assert alike(None, [2, 2]) == [None, None]
+    assert alike({"scale": 2.0}, [1, 1, 1]) == [{"scale": 2.0}] * 3
+
+
+def test_a_tensor_subclass_keeps_its_class_where_torch_keeps_it() -> None:
+    parts = cut(torch.nn.Parameter(torch.zeros(4, 2)), 2).pieces
+    assert all(part.requires_grad for part in parts)
+
+
+BAD_BATCHES = {
+    "no tensor": (3, "the input holds no tensor, got int; micro-batches are cut from tensors"),
+    "no tensor in a dict": ({"a": 1}, "the input holds no tensor, got dict; micro-batches are cut from tensors"),
+    "none": (None, "the input holds no tensor, got NoneType; micro-batches are cut from tensors"),
+    "without dimensions": (
+        {"x": torch.zeros(4), "t": (torch.tensor(1.0),)},
+        "the input['t'][0] is a tensor without dimensions; dimension 0 must be the batch (NoChunk(tensor) gives it "
+        "to every micro-batch whole)",
+    ),
+    "bare without dimensions": (
+        torch.tensor(1.0),
+        "the input is a tensor without dimensions; dimension 0 must be the batch (NoChunk(tensor) gives it "
+        "to every micro-batch whole)",
+    ),
+    "disagreement": (
+        [torch.zeros(4), {"mask": torch.zeros(3, 4)}],
+        "the tensors of the input disagree in their batch size: the input[0] has 4, the input[1]['mask'] has 3; "
+        "NoChunk(tensor) gives one to every micro-batch whole",
+    ),
+    "empty": (torch.zeros(0, 3), "the input is empty; give at least one sample"),
+}
+
+
+@pytest.mark.parametrize(("batch", "message"), BAD_BATCHES.values(), ids=BAD_BATCHES.keys())
+def test_batches_that_cannot_be_cut(batch: Any, message: str) -> None:
+    with pytest.raises(BatchError) as raised:
+        cut(batch, 2)
+    assert str(raised.value) == message
+
+
+def test_a_target_has_as_many_samples_as_the_input() -> None:
+    with pytest.raises(BatchError) as raised:
+        alike({"y": torch.zeros(5)}, [2, 2])
+    assert str(raised.value) == "the target has 5 samples, but the input has 4; they must be equal"
+    with pytest.raises(BatchError, match=r"the target\[0\] is a tensor without dimensions"):
+        alike([torch.tensor(0.0)], [2, 2])
+    with pytest.raises(BatchError, match=r"the tensors of the target disagree.*the target\[1\] has 3"):
+        alike([torch.zeros(4), torch.zeros(3)], [2, 2])
+
+
+# Gather
+
+
+def test_scalars_are_stacked_and_non_tensors_listed() -> None:
+    outputs = [{"loss": torch.tensor(float(i)), "y": torch.full((2 + i,), i), "name": f"n{i}"} for i in range(2)]
+    gathered = gather(outputs)
+    assert equal(gathered["loss"], torch.tensor([0.0, 1.0]))
+    assert gathered["y"].tolist() == [0, 0, 1, 1, 1]
+    assert gathered["name"] == ["n0", "n1"]
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        [torch.zeros(1), (torch.zeros(1),)],
+        [{"a": torch.zeros(1)}, {"b": torch.zeros(1)}],
+        [[torch.zeros(1)], [torch.zeros(1), torch.zeros(1)]],
+    ],
+    ids=["tuple", "keys", "length"],
+)
+def test_outputs_of_mixed_structure(outputs: list[Any]) -> None:
+    with pytest.raises(StageError, match="the micro-batches' outputs differ in structure; they cannot be gathered"):
+        gather(outputs)
+
+
+def test_a_column_of_tensors_and_others() -> None:
+    with pytest.raises(StageError, match=r"a tensor for some micro-batches and not for others \(Tensor, int\)"):
+        gather([[torch.ones(1)], [2]])
+
+
+def test_none_stays_none() -> None:
+    assert equal(gather([(torch.ones(1), None), (torch.zeros(1), None)]), (torch.tensor([1.0, 0.0]), None))
+
+
+def test_shapes_that_do_not_fit() -> None:
+    with pytest.raises(
+        StageError, match=r"shapes \(1, 2\), \(1, 3\) cannot be concatenated along the batch dimension 0"
+    ):
+        gather([torch.ones(1, 2), torch.ones(1, 3)])
+    with pytest.raises(StageError, match=r"shapes \(2,\), \(2,\) cannot be concatenated along the batch dimension 1"):
+        gather([torch.ones(2), torch.ones(2)], 1)
+
+
+# Other ways to give micro-batches
+
+
+def test_another_dimension_may_be_the_batch() -> None:
+    x = torch.arange(12).reshape(2, 3, 2)
+    made = cut({"x": x}, 2, dim=1)
+    assert made.sizes == [2, 1]
+    assert equal(made.pieces, [{"x": x[:, :2]}, {"x": x[:, 2:]}])
+    assert equal(gather(made.pieces, 1), {"x": x})
+    with pytest.raises(BatchError, match=r"the input is a tensor of shape \(3,\); dimension 1 must be the batch"):
+        cut(torch.zeros(3), 2, dim=1)
+
+
+def test_a_tensor_may_go_to_every_micro_batch_whole() -> None:
+    x, mask = torch.zeros(4, 2), torch.ones(7)
+    first, second = cut((x, NoChunk(mask)), 2).pieces
+    assert first[1] is mask
+    assert second[1] is mask
+    with pytest.raises(BatchError, match="NoChunk takes a tensor, got str"):
+        NoChunk("mask")  # type: ignore[arg-type]
+
+
+def test_ready_made_micro_batches_are_taken_as_they_are() -> None:
+    pieces = [torch.zeros(2, 5), (torch.zeros(3, 7), NoChunk(torch.ones(9)))]
+    made = cut(Microbatches(pieces), 8)
+    assert (made.sizes, made.ready_made) == ([2, 3], True)
+    assert made.pieces[0] is pieces[0]
+    assert made.pieces[1][1].shape == (9,)
+    assert cut_alike(Microbatches(["a", "b"]), made) == ["a", "b"]
+    assert [len(part) for part in cut_alike(torch.zeros(5), made)] == [2, 3]
+    with pytest.raises(BatchError, match="the target has 1 micro-batches, but the input has 2"):
+        cut_alike(Microbatches([torch.zeros(5)]), made)
+    with pytest.raises(BatchError, match="Microbatches needs at least one micro-batch, got none"):
+        Microbatches([])
+    with pytest.raises(BatchError, match="micro-batch 1 of the input is empty"):
+        cut(Microbatches([torch.zeros(1), torch.zeros(0)]), 2)
+
+
+def test_arguments_are_cut_like_any_nested_value() -> None:
+    first, second = cut(Arguments.of(torch.zeros(4), 3, mask=torch.ones(4), name=None), 2).pieces
+    assert isinstance(first, Arguments)
+    assert equal(second, Arguments((torch.zeros(2), 3), {"mask": torch.ones(2), "name": None}))
+    assert Arguments.wrap(first) is first
+    assert Arguments.wrap(3) == Arguments.of(3)
+
+
+# Round trips
+
+names = st.text("abc", min_size=1, max_size=2)
+
+
+def nested(size: int) -> st.SearchStrategy[Any]:
+    """Nested tuples, lists and dicts of tensors with ``size`` samples."""
+    tensors = st.builds(
+        lambda shape, seed: torch.randn(size, *shape, generator=torch.Generator().manual_seed(seed)),
+        st.lists(st.integers(0, 3), max_size=2),
+        st.integers(0, 1000),
+    )
+    return st.recursive(
+        tensors,
+        lambda inner: st.one_of(
+            st.lists(inner, min_size=1, max_size=3),
+            st.lists(inner, min_size=1, max_size=3).map(tuple),
+            st.dictionaries(names, inner, min_size=1, max_size=3),
+            st.dictionaries(names, inner, min_size=1, max_size=3).map(OrderedDict),
+        ),
+        max_leaves=5,
+    )
+
+
+@given(st.integers(1, 9).flatmap(nested), st.integers(1, 10))
+@settings(deadline=None, max_examples=150)
+def test_gather_undoes_scatter(batch: Any, microbatches: int) -> None:
+    assert equal(gather(cut(batch, microbatches).pieces), batch)
+
+
+@given(nested(2), st.one_of(st.none(), st.integers(), st.text()))
+@settings(deadline=None, max_examples=100)
+def test_a_packet_is_rebuilt_with_other_tensors(value: Any, rest: Any) -> None:
+    packet = Packet({"value": value, "rest": (rest,)})
+    assert equal(packet.rebuild(packet.tensors), {"value": value, "rest": (rest,)})
+    replaced = [tensor + 1 for tensor in packet.tensors]
+    leaves, _ = tree_flatten(packet.rebuild(replaced))
+    assert [leaf for leaf in leaves if isinstance(leaf, Tensor)] == replaced or not replaced
+
+
+def test_a_packet_of_one_tensor() -> None:
+    packet = Packet(torch.zeros(2))
+    other = torch.ones(2)
+    assert packet.rebuild([other]) is other

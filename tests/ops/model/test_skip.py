@@ -1,0 +1,339 @@
+"""Skips of one forward: a U-shaped model computes what the hand-written one does, and every misuse is named."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+import re
+import weakref
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncpipe.errors import AsyncpipeError, OptionError, SkipError
+from asyncpipe.ops.model.skip import (
+    Namespace,
+    SkipKey,
+    Skippable,
+    SkipStore,
+    pop,
+    skippable,
+    stash,
+    use_skips,
+    verify_skippables,
+)
+
+Skips = Generator[Any, Any, Any]
+Gradients = Callable[[nn.Module, Callable[[Tensor], Tensor]], list[Tensor]]
+ONE = torch.ones(())
+A: SkipKey = (None, "a")
+B: SkipKey = (None, "b")
+
+
+@skippable(stash=["a"])
+class Down(nn.Module):
+    def __init__(self) -> None:
+        super(Down, self).__init__()  # noqa: UP008  # The explicit form must find the class that it names.
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Skips:
+        """Down it goes."""
+        yield stash("a", x)
+        return self.linear(x)
+
+
+@skippable(pop=["a"])
+class Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Skips:
+        a = yield pop("a")
+        return self.linear(x) * a
+
+
+class Wider(Down):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + 1
+
+
+def layer(forward: Callable[..., Any], stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Any:
+    """An instance of a decorated class called Layer with this forward."""
+    return skippable(stash, pop)(type("Layer", (nn.Module,), {"forward": forward}))()
+
+
+def stashing(*names: str) -> Any:
+    def forward(self: nn.Module, x: Tensor) -> Skips:
+        for name in names:
+            yield stash(name, x)
+        return x
+
+    return layer(forward, stash=names)
+
+
+def popping(*names: str) -> Any:
+    """A layer that adds what it pops to its input."""
+
+    def forward(self: nn.Module, x: Tensor) -> Skips:
+        for name in names:
+            x = x + (yield pop(name))
+        return x
+
+    return layer(forward, pop=names)
+
+
+def u_shape() -> nn.Sequential:
+    """Two pairs, one inside the other, of the same names."""
+    outer, inner = Namespace(), Namespace()
+    middle = nn.Linear(3, 3)
+    return nn.Sequential(Down().isolate(outer), Down().isolate(inner), middle, Up().isolate(inner), Up().isolate(outer))
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# Without a pipeline
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_gradients_equal_those_by_hand(gradients: Gradients) -> None:
+    model = u_shape()
+
+    def by_hand(x: Tensor) -> Tensor:
+        first, second, middle, third, fourth = model
+        y = first.linear(x)
+        return fourth.linear(third.linear(middle(second.linear(y))) * y) * x
+
+    for _ in range(2):
+        assert same(gradients(model, model), gradients(model, by_hand))
+
+
+def test_what_is_stashed_is_passed_on_as_it_is() -> None:
+    found = []
+
+    def take(self: nn.Module, x: Tensor) -> Skips:
+        found.extend([(yield pop("a")), (yield pop("none"))])
+        return x
+
+    def give(self: nn.Module, x: Tensor) -> Skips:
+        found.extend([(yield stash("a", x)), (yield stash("none", None))])
+        return x + 1
+
+    nn.Sequential(layer(give, stash=["a", "none"]), nn.ReLU(), layer(take, pop=["none", "a"]))(ONE)
+    assert found[:2] == [None, None]
+    assert found[2] is ONE
+    assert found[3] is None
+
+
+def test_nothing_is_kept_but_the_skips_of_a_failed_forward() -> None:
+    def fail(self: nn.Module, x: Tensor) -> Skips:
+        yield stash("a", x)
+        raise KeyError("mine")
+
+    model, x = nn.Sequential(stashing("a"), popping("a")), torch.ones(3)
+    model(x)
+    failing = layer(fail, stash=["a"])
+    with pytest.raises(KeyError, match="mine"):
+        failing(ONE)
+    gone = weakref.ref(x), weakref.ref(failing)
+    del x, failing
+    assert [ref() for ref in gone] == [None, None]
+    assert model(ONE * 3).item() == 6, "what the failed forward stashed is replaced"
+
+
+# The class
+
+
+def test_the_class_stays_itself() -> None:
+    assert (Down.__name__, Down.__qualname__, Down.__module__) == ("Down", "Down", __name__)
+    assert (Down.forward.__name__, Down.forward.__doc__) == ("forward", "Down it goes.")
+    down = Down()
+    assert repr(down).startswith("Down(\n  (linear): Linear(")
+    assert all(isinstance(down, kind) for kind in (Down, nn.Module, Skippable))
+    assert not isinstance(down.linear, Skippable)
+    assert list(down.isolate(Namespace()).state_dict()) == ["linear.weight", "linear.bias"]
+    assert list(inspect.signature(down.forward).parameters) == ["x"]
+    assert type("Derived", (Down,), {}).forward is Down.forward
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies(copied: Callable[[nn.Sequential], nn.Sequential], gradients: Gradients) -> None:
+    model = u_shape()
+    twin = copied(model)
+    assert [type(module) for module in twin] == [Down, Down, nn.Linear, Up, Up]
+    assert same(gradients(twin, twin), gradients(model, model)), "layers that shared a namespace still do"
+    with pytest.raises(TypeError, match=r"Down.*no layer after it pops\n.*Up.*no layer before it stashes"):
+        verify_skippables([twin[0], model[4]])
+    assert isinstance(copied(Wider()), Wider)
+
+
+def test_hooks_see_values() -> None:
+    seen: list[Any] = []
+    down = Down().isolate(Namespace())
+    down.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    down.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].shape))
+    down(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    assert seen == [(2, 3), (2, 3)]
+
+
+def test_any_signature_and_value() -> None:
+    def forward(self: nn.Module, x: Tensor, /, *more: Any, scale: int = 1, **others: Any) -> Skips:
+        yield stash("signature", x)
+        return (x, *more), scale, others
+
+    module = layer(forward, stash=["signature"])
+    assert module(ONE, 2, 3, scale=4, other=5) == ((ONE, 2, 3), 4, {"other": 5})
+    assert module(ONE) == ((ONE,), 1, {})
+    assert layer(lambda self: 7)() == 7, "no generator, no names"
+
+
+def test_what_cannot_be_decorated() -> None:
+    for bad in (Namespace, 3, nn.ReLU()):
+        with pytest.raises(TypeError, match=r"@skippable decorates a subclass of nn\.Module, got "):
+            skippable(stash=["a"])(bad)  # type: ignore[type-var]
+    for option in ("stash", "pop"):
+        for names in ("name", [1]):
+            message = f"{option} must be a list of names such as ['a'], got {names!r}"
+            with pytest.raises(OptionError, match=re.escape(message)):
+                skippable(**{option: names})
+
+
+# Subclasses
+
+
+def generator(self: nn.Module, x: Tensor) -> Skips:
+    yield stash("a", 2 * x)
+    return x
+
+
+def around(self: nn.Module, x: Tensor) -> Skips:
+    doubled = nn.Sequential(stashing("z"), popping("z"))(x)  # Another module's forward between this one's parts.
+    return Down.forward(self, x) + doubled
+    yield
+
+
+@functools.wraps(Down.forward)
+def wrapping(self: nn.Module, x: Tensor) -> Skips:
+    yield stash("a", 3 * x)
+    return x
+
+
+def derived(forward: Callable[..., Any], *bases: type) -> type[nn.Module]:
+    return type("Derived", bases or (Down,), {"forward": forward})
+
+
+SUBCLASSES: dict[str, tuple[type[nn.Module], int, int | None]] = {
+    "inherited": (type("Derived", (Down,), {}), 1, 0),
+    "plain": (Wider, 1, 1),
+    "plain twice": (derived(lambda self, x: Wider.forward(self, x) + 1, Wider), 1, 2),
+    "generator": (derived(generator), 2, None),
+    "generator around": (derived(around), 1, 2),
+    "looks decorated": (derived(wrapping), 3, None),
+    "mixin first": (type("Derived", (type("Mixin", (), {"forward": generator}), Down), {}), 2, None),
+    "abstract base": (derived(generator, skippable(stash=["a"])(type("Abstract", (nn.Module,), {}))), 2, None),
+    "base named": (skippable(stash=["a"])(derived(generator, nn.Module, Skippable)), 2, None),
+}
+
+
+@pytest.mark.parametrize(("kind", "factor", "added"), SUBCLASSES.values(), ids=SUBCLASSES.keys())
+def test_subclasses(kind: type[nn.Module], factor: int, added: int | None) -> None:
+    """What each stashes is ``factor`` times x; what it returns is x, or Down's output and ``added``."""
+    module, x = kind(), torch.ones(3)
+    for _ in range(2):
+        with use_skips(SkipStore()) as store:
+            y = module(x)
+        assert torch.allclose(y, x if added is None else module.linear(x) + added)
+        assert list(store.outgoing) == [A]
+        assert torch.equal(store.outgoing[A], factor * x)
+
+
+def test_a_subclass_may_declare_other_names() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Skips:
+        yield stash("b", x)
+        return Down.forward(self, x)
+
+    more = skippable(stash=["b", "a"])(derived(forward))()
+    with use_skips(SkipStore()) as store:
+        more(torch.ones(3))
+    assert list(store.outgoing) == [B, A]
+    verify_skippables([Down(), Up()])
+    with pytest.raises(TypeError, match=r"layer 0 \(Derived\) stashes skip 'b', which no layer after it pops"):
+        verify_skippables([more, Up()])
+
+
+def test_a_module_that_calls_itself_or_another_one() -> None:
+    def forward(self: Any, x: Tensor, depth: int) -> Skips:
+        x = self(x + 1, depth - 1) if depth else x
+        yield stash("depth", x)
+        return x
+
+    assert layer(forward, stash=["depth"])(ONE, 3).item() == 4
+    inner = nn.Sequential(stashing("b", "c"), popping("c"))
+
+    def calls(self: Any, x: Tensor) -> Skips:
+        yield stash("a", x)
+        return inner(x) + (yield pop("b"))
+
+    with use_skips(SkipStore()) as store:
+        assert layer(calls, stash=["a"], pop=["b"])(ONE).item() == 3
+    assert store.outgoing == {A: ONE}
+
+
+# Misuse: of a class that stashes 'a' and pops 'b'
+
+FROM = "yield stash(name, tensor) or pop(name), and call super().forward(...) without 'yield from'"
+DECLARED = "is not declared; the class has @skippable(stash=['a'], pop=['b'])"
+UNUSED = "is declared but was not yielded; yield every declared name once, with None where there is no tensor"
+TWICE = "was yielded twice; use a name for each tensor"
+MISUSES: dict[str, tuple[list[Any], type[Exception], str]] = {
+    "stash undeclared": ([stash("c", ONE)], SkipError, f"stash('c') {DECLARED}"),
+    "stash what pops": ([stash("b", ONE)], SkipError, f"stash('b') {DECLARED}"),
+    "pop undeclared": ([pop("c")], SkipError, f"pop('c') {DECLARED}"),
+    "pop what stashes": ([stash("a", ONE), pop("a")], SkipError, f"pop('a') {DECLARED}"),
+    "nothing": ([], SkipError, f"stash('a'), pop('b') {UNUSED}"),
+    "no pop": ([stash("a", ONE)], SkipError, f"pop('b') {UNUSED}"),
+    "no stash": ([pop("b")], SkipError, f"stash('a') {UNUSED}"),
+    "stash twice": ([stash("a", None), stash("a", None)], SkipError, f"stash('a') {TWICE}"),
+    "pop twice": ([pop("b"), pop("b")], SkipError, f"pop('b') {TWICE}"),
+    "tensor": ([ONE], TypeError, f"yielded a value of type Tensor; {FROM}"),
+    "none": ([None], TypeError, f"yielded a value of type NoneType; {FROM}"),
+    "class": ([stash], TypeError, f"yielded a value of type type; {FROM}"),
+}
+
+
+@pytest.mark.parametrize(("commands", "kind", "message"), MISUSES.values(), ids=MISUSES.keys())
+def test_misuse(commands: list[Any], kind: type[Exception], message: str) -> None:
+    def forward(self: nn.Module, x: Tensor) -> Skips:
+        yield from (command for command in commands)
+
+    module = layer(forward, ["a"], ["b"])
+    with use_skips(SkipStore({B: ONE})):
+        with pytest.raises(kind) as raised:
+            module(ONE)
+        assert str(raised.value) == f"in the forward of Layer: {message}"
+        assert raised.value.__context__ is None
+        assert nn.Sequential(stashing("z"), popping("z"))(ONE).item() == 2, "the next one is not impaired"
+
+
+def test_an_error_is_raised_where_the_forward_yielded() -> None:
+    found: list[Any] = []
+
+    def forward(self: nn.Module, x: Tensor) -> Skips:
+        try:
+            yield pop("a")
+        except SkipError as error:
+            found.append(error)
+            return x + (yield pop("b"))
+
+    with use_skips(SkipStore({B: ONE})):
+        assert layer(forward, pop=["a", "b"])(ONE).item() == 2
+    assert str(found[0]) == "in the forward of Layer: skip 'a' is popped, but no layer before has stashed it"
+    assert isinstance(found[0], AsyncpipeError)
+    assert isinstance(found[0], RuntimeError)

@@ -1,0 +1,242 @@
+"""Skips of a whole model: stores, names kept apart, every mismatch listed, and what the layout says that travels."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncpipe.errors import OptionError, SkipError
+from asyncpipe.ops.model.skip import (
+    Namespace,
+    SkipKey,
+    SkipStore,
+    pop,
+    skip_layout,
+    skippable,
+    stash,
+    use_skips,
+    verify_skippables,
+)
+
+ONE = torch.ones(())
+A: SkipKey = (None, "a")
+B: SkipKey = (None, "b")
+
+
+def kind(name: str, stashes: Iterable[str] = (), pops: Iterable[str] = (), power: int = 1) -> Any:
+    """A class of layers of this name: they stash their input, add to it what they pop, and return a power of it."""
+
+    def forward(self: nn.Module, x: Tensor) -> Generator[Any, Any, Any]:
+        for skip in stashes:
+            yield stash(skip, x)
+        for skip in pops:
+            x = x + (yield pop(skip))
+        return x**power
+
+    return skippable(stashes, pops)(type(name, (nn.Module,), {"forward": forward}))
+
+
+Down, Up, Both = kind("Down", ["a"], power=2), kind("Up", pops=["a"], power=3), kind("Layer", ["a"], ["a"])
+Wider = type("Wider", (Down,), {})
+
+
+def stashing(*names: str) -> Any:
+    return kind("Layer", names)()
+
+
+def popping(*names: str) -> Any:
+    return kind("Layer", pops=names)()
+
+
+def u_shape() -> nn.Sequential:
+    """Two pairs, one inside the other, of the same names."""
+    outer, inner = Namespace(), Namespace()
+    middle = nn.Linear(3, 3)
+    return nn.Sequential(Down().isolate(outer), Down().isolate(inner), middle, Up().isolate(inner), Up().isolate(outer))
+
+
+# Stores
+
+
+def test_a_store_takes_what_came_in_and_keeps_what_goes_out() -> None:
+    given: dict[SkipKey, Tensor | None] = {B: ONE * 4}
+    with use_skips(SkipStore(given)) as store:
+        y = nn.Sequential(stashing("c"), popping("b"), stashing("a"), popping("c"))(ONE)
+    assert y.item() == 1 + 4 + 1
+    assert store.outgoing == {A: ONE * 5}
+    assert store.incoming == given == {B: ONE * 4}
+    given.clear()
+    assert store.incoming == {B: ONE * 4}
+
+
+def test_a_store_loses_and_invents_nothing() -> None:
+    store = SkipStore({A: ONE})
+    store.stash(A, None)
+    with pytest.raises(SkipError, match="skip 'a' is stashed again before it was popped"):
+        store.stash(A, ONE)
+    assert store.outgoing == {A: None}
+    assert store.pop(A) is None, "what was stashed here comes first"
+    assert store.pop(A) is ONE
+    for key, message in ((A, "skip 'a' is popped a second time"), (B, "skip 'b' is popped, but no layer before")):
+        with pytest.raises(SkipError, match=message):
+            store.pop(key)
+
+
+def test_the_former_store_is_restored() -> None:
+    stashes, pops = stashing("a"), popping("a")
+    stashes(ONE)
+    with use_skips(SkipStore()) as outer:
+        with use_skips(SkipStore()) as inner:
+            stashes(2 * ONE)
+        stashes(3 * ONE)
+        with pytest.raises(SkipError), use_skips(SkipStore()):
+            pops(ONE)
+        assert pops(ONE).item() == 1 + 3
+    assert pops(ONE).item() == 1 + 1, "the thread's own store"
+    assert (inner.outgoing, outer.outgoing) == ({A: 2 * ONE}, {})
+
+
+def test_threads_do_not_mix() -> None:
+    """Both stash before either pops, inside one module and between two, with the threads' stores and their own."""
+    meet, outputs = threading.Barrier(2, timeout=10), {}
+
+    class Meeting(nn.Module):
+        def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
+            meet.wait()
+            yield stash("a", x)
+            meet.wait()
+            return x
+
+    model = nn.Sequential(skippable(stash=["a"])(Meeting)(), popping("a"))
+
+    def run(value: int) -> None:
+        outputs[value, "thread's"] = model(value * ONE).item()
+        with use_skips(SkipStore()):
+            outputs[value, "own"] = model(value * ONE).item()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, (1, 10)))
+    assert outputs == {(1, "thread's"): 2, (1, "own"): 2, (10, "thread's"): 20, (10, "own"): 20}
+
+
+# Isolation
+
+
+def test_isolated_names_do_not_meet() -> None:
+    left, right = Namespace(), Namespace()
+    give, take = stashing("a", "b"), popping("a", "b")
+    assert give.isolate(left) is give
+    twin = copy.copy(take.isolate(left)).isolate(right, only=[])
+    give_right, take = stashing("a", "b").isolate(left).isolate(right), take.isolate(right, only=["b"])
+    take.isolate(right, only=["a"])
+    model = nn.Sequential(give, nn.Softplus(), give_right, take, twin)
+    assert list(skip_layout([model])) == [(left, "a"), (left, "b"), (right, "a"), (right, "b")]
+    assert torch.allclose(model(ONE), 3 * nn.Softplus()(ONE) + 2)
+    part = stashing("a", "b").isolate(left, only=["b"])
+    with use_skips(SkipStore()) as store:
+        part(ONE)
+    assert list(store.outgoing) == [A, (left, "b")]
+    with pytest.raises(SkipError, match=r"skip 'a' in Namespace\(0x"):
+        twin(ONE)
+
+
+def test_what_cannot_be_isolated() -> None:
+    with pytest.raises(OptionError) as raised:
+        kind("Layer", ["b", "a"], ["c"])().isolate(Namespace(), only=["a", "x", "y"])
+    assert str(raised.value) == "Layer cannot isolate ['x', 'y']; the names that it declares: ['b', 'a', 'c']"
+    with pytest.raises(OptionError, match=r"isolated in a Namespace\(\), got 'left'"):
+        Down().isolate("left")
+    with pytest.raises(OptionError, match="only must be a list of names"):
+        Down().isolate(Namespace(), only="a")
+
+
+# Verifying
+
+FIX = (
+    "Every skip needs one stash and one pop in a later layer; where a name is used by several pairs, give each pair "
+    "its own with isolate(Namespace())."
+)
+UNPOPPED, UNSTASHED = "which no layer after it pops", "which no layer before it stashes"
+SPACE, SHARED = Namespace(), Up()
+MISMATCHES: dict[str, tuple[Iterable[nn.Module], list[str]]] = {
+    "never popped": ([Down()], [f"0 (Down) stashes skip 'a', {UNPOPPED}"]),
+    "wrong order": ([Up(), Down()], [f"0 (Up) pops skip 'a', {UNSTASHED}", f"1 (Down) stashes skip 'a', {UNPOPPED}"]),
+    "stashed twice": (nn.Sequential(Down(), Wider(), Up()), ["1 (Wider) stashes skip 'a', as layer 0 (Down) does"]),
+    "popped twice": (nn.ModuleList([Down(), Up(), Up()]), ["2 (Up) pops skip 'a', as layer 1 (Up) does"]),
+    "one twice": (nn.Sequential(Down(), SHARED, SHARED), ["2 (Up) pops skip 'a', as layer 1 (Up) does"]),
+    "both": ([Down(), Both(), Up()], ["1 (Layer) both stashes and pops skip 'a'"]),
+    "inside a layer": (nn.Sequential(nn.Sequential(nn.ReLU(), Down())), [f"0.1 (Down) stashes skip 'a', {UNPOPPED}"]),
+    "namespace": (
+        [Down().isolate(SPACE), Up()],
+        [f"0 (Down) stashes skip 'a' in {SPACE!r}, {UNPOPPED}", f"1 (Up) pops skip 'a', {UNSTASHED}"],
+    ),
+    "all at once": (
+        nn.ModuleDict({"x": stashing("a", "b"), "y": Both(), "z": Down(), "last": popping("c", "d")}).values(),
+        [
+            f"0 (Layer) stashes skip 'a', {UNPOPPED}",
+            f"0 (Layer) stashes skip 'b', {UNPOPPED}",
+            "1 (Layer) both stashes and pops skip 'a'",
+            "2 (Down) stashes skip 'a', as layer 0 (Layer) does",
+            f"3 (Layer) pops skip 'c', {UNSTASHED}",
+            f"3 (Layer) pops skip 'd', {UNSTASHED}",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "lines"), MISMATCHES.values(), ids=MISMATCHES.keys())
+def test_every_mismatch_is_listed(model: Iterable[nn.Module], lines: list[str]) -> None:
+    with pytest.raises(TypeError) as raised:
+        verify_skippables(model)
+    expected = ["stashes and pops do not match:", *(f"  layer {line}" for line in lines), FIX]
+    assert str(raised.value).splitlines() == expected
+
+
+def test_what_matches_and_what_is_no_list_of_modules() -> None:
+    verify_skippables(nn.Sequential())
+    verify_skippables(u_shape())
+    verify_skippables(module for module in (nn.ReLU(), nn.Sequential(Down(), nn.ReLU()), nn.Sequential(Up())))
+    verify_skippables([nn.Sequential(Down(), Up())])
+    for bad in ("ab", nn.ModuleDict({"a": nn.ReLU()}), [3]):
+        with pytest.raises(TypeError, match=r"layer 0 must be an nn\.Module, got a (str|int)"):
+            verify_skippables(bad)  # type: ignore[arg-type]
+
+
+def test_the_layout_and_its_stores_are_the_whole_model(
+    gradients: Callable[[nn.Module, Callable[[Tensor], Tensor]], list[Tensor]],
+) -> None:
+    model = u_shape()
+    stages = [model[:1], list(model[1:3]), nn.ModuleList(), model[3:4], model[4:]]
+    layout = skip_layout(stages)
+    outer, inner = layout
+    assert list(layout.items()) == [(outer, (0, 4)), (inner, (1, 3))]
+    assert skip_layout([model[:1], model[1:4], iter(model[4:])]) == {outer: (0, 2), inner: (1, 1)}
+    sent: dict[SkipKey, Tensor | None] = {}
+
+    def staged(x: Tensor) -> Tensor:
+        for index, layers in enumerate(stages):
+            incoming = {key: sent[key] for key, (_, target) in layout.items() if target == index}
+            with use_skips(SkipStore(incoming)) as store:
+                x = nn.Sequential(*layers)(x)
+            assert list(store.outgoing) == [key for key, (source, _) in layout.items() if source == index]
+            sent.update(store.outgoing)
+        return x
+
+    assert all(map(torch.equal, gradients(model, staged), gradients(model, model)))
+
+
+def test_the_layout_verifies_the_whole() -> None:
+    head = nn.Sequential()
+    head.add_module("head", Up())
+    assert skip_layout([[nn.ReLU(), Down()], [nn.ReLU()], head]) == {A: (0, 2)}
+    with pytest.raises(TypeError, match=r"layer 3 \(Down\) stashes skip 'a', as layer 1 \(Down\) does\nEvery"):
+        skip_layout([[nn.ReLU(), Down()], [nn.ReLU(), Down()], head])
+    with pytest.raises(TypeError, match=rf"layer head \(Up\) pops skip 'a', {UNSTASHED}\nEvery"):
+        skip_layout([[nn.ReLU()], head])

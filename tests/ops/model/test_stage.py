@@ -1,0 +1,289 @@
+"""Stages: devices are resolved, the model is split and placed, and its parameters keep their names and identity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncpipe.errors import BalanceError, DeviceError, OptionError, SharedParameterError
+from asyncpipe.ops.device.devices import Device, resolve_devices
+from asyncpipe.ops.model.microbatch import Arguments
+from asyncpipe.ops.model.sequential import SequentialStage, as_sequential, split, stage_sequence
+from asyncpipe.ops.model.stage import CALLER, Stage
+from asyncpipe.ops.model.tie import place
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+
+
+def model(layers: int = 4) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+
+
+# Devices
+
+
+@pytest.mark.parametrize(
+    ("entries", "names"),
+    [
+        (["cpu"], ["cpu"]),
+        (["cpu:0", "cpu:1"], ["cpu:0", "cpu:1"]),
+        (["cpu:7", "cpu:3"], ["cpu:7", "cpu:3"]),
+        (["cpu:0", "cpu:0", "cpu:1", "cpu:0"], ["cpu:0", "cpu:0#1", "cpu:1", "cpu:0#2"]),
+        (["cpu", "cpu:0"], ["cpu", "cpu:0"]),
+        ([torch.device("cpu"), "cpu"], ["cpu", "cpu#1"]),
+        (("cpu:0",), ["cpu:0"]),
+    ],
+)
+def test_logical_devices(entries: Any, names: list[str]) -> None:
+    devices = resolve_devices(entries)
+    assert [device.name for device in devices] == names
+    assert {device.physical for device in devices} == {CPU}
+    assert not any(device.is_cuda for device in devices)
+
+
+@pytest.mark.parametrize("entries", [[], (), "cpu:0", "cuda", CPU, None])
+def test_devices_are_a_list(entries: Any) -> None:
+    with pytest.raises(DeviceError) as raised:
+        resolve_devices(entries)
+    assert str(raised.value) == f"devices must be a list such as ['cpu:0', 'cpu:1'], got {entries!r}"
+
+
+@pytest.mark.parametrize("entry", ["tpu:0", "gpu", "", "cpu:x", None, 1.5, object])
+def test_what_is_no_device(entry: Any) -> None:
+    with pytest.raises(DeviceError) as raised:
+        resolve_devices(["cpu", entry])
+    assert str(raised.value) == f"{entry!r} is no device; asyncpipe knows 'cpu:N' and 'cuda:N'"
+
+
+@pytest.mark.parametrize("entry", ["meta", "mps", "xpu:1", META])
+def test_other_kinds_of_devices(entry: Any) -> None:
+    with pytest.raises(
+        DeviceError, match=r"is a device of kind '(meta|mps|xpu)'; asyncpipe knows 'cpu:N' and 'cuda:N'"
+    ):
+        resolve_devices([entry])
+
+
+@pytest.mark.parametrize(
+    ("count", "there"), [(0, "no CUDA device"), (1, "cuda:0"), (2, "cuda:0, cuda:1")], ids=["none", "one", "two"]
+)
+def test_a_cuda_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, count: int, there: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    for entry in (f"cuda:{count}", "cuda:9", "cuda:256", "cuda:99999", torch.device("cuda", 7)):
+        with pytest.raises(DeviceError) as raised:
+            resolve_devices([entry])
+        assert str(raised.value) == f"{entry!r} is not there; this machine has {there}, and 'cpu:N' for any N"
+
+
+def test_cuda_devices_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    devices = resolve_devices(["cuda:0", "cuda:0", "cuda", "cpu"])
+    assert [device.name for device in devices] == ["cuda:0", "cuda:0#1", "cuda", "cpu"]
+    assert [device.physical for device in devices] == [*[torch.device("cuda", 0)] * 2, torch.device("cuda", 1), CPU]
+    assert [device.is_cuda for device in devices] == [True, True, True, False]
+
+
+# The model
+
+
+def test_a_sequential_is_itself_and_a_list_is_wrapped() -> None:
+    sequence = model()
+    assert as_sequential(sequence) is sequence
+    layers = [nn.Linear(2, 2), nn.ReLU()]
+    assert list(as_sequential(layers)) == layers
+    assert list(as_sequential(tuple(layers))) == layers
+
+
+@pytest.mark.parametrize("bad", [nn.Linear(2, 2), [nn.ReLU(), 3], "model", None, {"a": nn.ReLU()}])
+def test_what_is_no_model(bad: Any) -> None:
+    with pytest.raises(
+        OptionError, match=f"must be an nn.Sequential, a list of modules or a traced model, got {type(bad).__name__}"
+    ):
+        as_sequential(bad)
+
+
+@pytest.mark.parametrize("empty", [[], nn.Sequential()], ids=["list", "sequential"])
+def test_a_model_has_layers(empty: Any) -> None:
+    with pytest.raises(OptionError, match="model has no layers; give at least one a stage"):
+        as_sequential(empty)
+
+
+# Splitting
+
+
+def test_a_balance_is_followed_and_names_are_kept() -> None:
+    whole = model()
+    parts = split(whole, [1, 3], 2)
+    assert [list(part._modules) for part in parts] == [["0"], ["1", "2", "3"]]
+    assert [layer for part in parts for layer in part] == list(whole)
+    assert [key for part in parts for key in part.state_dict()] == list(whole.state_dict())
+    owned = [id(parameter) for part in parts for parameter in part.parameters()]
+    assert owned == [id(parameter) for parameter in whole.parameters()]
+
+
+def test_names_of_layers_are_kept() -> None:
+    whole = nn.Sequential()
+    whole.add_module("embed", nn.Linear(2, 2))
+    whole.add_module("head", nn.Linear(2, 2))
+    assert [list(part.state_dict()) for part in split(whole, [1, 1], 2)] == [
+        ["embed.weight", "embed.bias"],
+        ["head.weight", "head.bias"],
+    ]
+
+
+def test_auto_spreads_parameters() -> None:
+    whole = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 100))
+    assert [len(part) for part in split(whole, "auto", 2)] == [3, 1]
+
+
+BAD_BALANCES = {
+    "word": ("even", 2, "balance must be 'auto' or a list of integers, got 'even'"),
+    "sum": ([1, 2], 2, "balance [1, 2] sums up to 3, but the model has 4 layers; it must sum up to 4"),
+    "entries": ([1, 1, 2], 2, "balance [1, 1, 2] has 3 entries for 2 stages; give one a stage"),
+    "zero": ([0, 4], 2, "balance must be a list of positive integers, one a stage, got [0, 4]"),
+    "auto": ("auto", 5, "cannot split 4 layers into 5 stages; give at most as many stages as layers"),
+}
+
+
+@pytest.mark.parametrize(("balance", "stages", "message"), BAD_BALANCES.values(), ids=BAD_BALANCES.keys())
+def test_balances_that_do_not_fit(balance: Any, stages: int, message: str) -> None:
+    with pytest.raises(BalanceError) as raised:
+        split(model(), balance, stages)
+    assert str(raised.value) == message
+
+
+# Placing
+
+
+def layers_of(stage: Stage) -> nn.Sequential:
+    assert isinstance(stage.module, SequentialStage)
+    return stage.module.layers
+
+
+def test_stages_are_placed_and_parameters_stay_the_same_objects() -> None:
+    whole = model()
+    before = list(whole.parameters())
+    devices = resolve_devices(["cpu:0", "cpu:1"])
+    stages, ties = place(stage_sequence(whole, [1, 1, 2], 3), [0, 1, 0], devices)
+    assert ties.links == ()
+    assert [stage.index for stage in stages] == [0, 1, 2]
+    assert [stage.device.name for stage in stages] == ["cpu:0", "cpu:1", "cpu:0"]
+    assert all(a is b for a, b in zip(before, whole.parameters(), strict=True))
+    x = torch.ones(1, 2)
+    expected = whole(x)
+    sent = {0: Arguments.of(x)}
+    received: Any = {CALLER: sent[0]}
+    for stage in stages:
+        target, value = next(iter(stage.module(received).items()))
+        received = {stage.index: value}
+    assert target == CALLER
+    assert torch.equal(value, expected)
+
+
+def test_a_stage_is_moved_to_its_device() -> None:
+    staged = stage_sequence(model(2), [1, 1], 2)
+    place(staged, [0, 1], [Device("cpu", CPU), Device("meta", META)])
+    assert [next(part.parameters()).device for part in staged.stages] == [CPU, META]
+
+
+def test_stages_that_work_in_place_say_so() -> None:
+    whole = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(inplace=True)), nn.ReLU())
+    assert [stage.overwrites_input for stage in stage_sequence(whole, [1, 1, 1], 3).stages] == [False, True, False]
+
+
+# Ties
+
+
+def tied() -> nn.Sequential:
+    whole = model(3)
+    whole[2].weight = whole[0].weight
+    return whole
+
+
+@pytest.mark.parametrize("placement", [[0, 0, 0], [0, 1, 0]])
+def test_a_parameter_shared_on_one_device_needs_no_replica(placement: list[int]) -> None:
+    whole = tied()
+    stages, ties = place(stage_sequence(whole, [1, 1, 1], 3), placement, resolve_devices(["cpu:0", "cpu:1"]))
+    assert ties.links == ()
+    assert layers_of(stages[2])[0].weight is whole[0].weight
+
+
+def test_a_parameter_tied_over_devices_has_one_owner_and_a_replica() -> None:
+    """Also on one physical device: two threads would add to the same gradient at the same time."""
+    whole = tied()
+    keys = list(whole.state_dict())
+    stages, ties = place(stage_sequence(whole, [1, 1, 1], 3), [0, 1, 2], resolve_devices(["cpu:0"] * 3))
+    assert ties.links == ((0, 2),)
+    (replica,) = ties.between(0, 2)
+    mine = layers_of(stages[2])[0].weight
+    assert mine is replica.tensor
+    assert replica.owner is whole[0].weight is whole[2].weight
+    assert mine is not whole[0].weight
+    assert mine.data_ptr() == whole[0].weight.data_ptr(), "between CPU devices it shares the memory"
+    assert layers_of(stages[2])[0].bias is whole[2].bias
+    assert list(whole.state_dict()) == keys
+    assert len(list(whole.parameters())) == 5
+
+
+def test_the_owner_is_on_the_device_of_the_first_stage_that_uses_it() -> None:
+    whole = tied()
+    place(stage_sequence(whole, [1, 1, 1], 3), [0, 1, 1], [Device("cpu", CPU), Device("meta", META)])
+    assert whole[0].weight.device == CPU
+    assert whole[2].weight is whole[0].weight
+    assert whole[2].bias.device == META
+
+
+def test_a_layer_used_twice_is_two_layers_with_replicas() -> None:
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    whole = nn.Sequential(layer, nn.ReLU(), layer)
+    stages, ties = place(stage_sequence(whole, [1, 1, 1], 3), [0, 1, 2], resolve_devices(["cpu:0"] * 3))
+    assert [replica.owner for replica in ties.between(0, 2)] == [layer[0].weight, layer[0].bias]
+    assert layers_of(stages[0])[0] is layer
+    shadow = layers_of(stages[2])[0]
+    assert shadow is not layer
+    assert shadow[1] is layer[1], "what holds nothing tied is shared"
+
+
+def test_shadows_follow_their_module() -> None:
+    layer = nn.LSTM(2, 2)
+    whole = nn.Sequential(layer, nn.ReLU(), layer)
+    stages, ties = place(stage_sequence(whole, [1, 1, 1], 3), [0, 1, 2], resolve_devices(["cpu:0"] * 3))
+    shadow = layers_of(stages[2])[0]
+    assert shadow._flat_weights[0] is shadow.weight_ih_l0 is not layer.weight_ih_l0
+    whole.eval()
+    layer.weight_ih_l0.requires_grad_(False)
+    ties.refresh()
+    assert not shadow.training
+    assert not shadow.weight_ih_l0.requires_grad
+    assert shadow.weight_hh_l0.requires_grad
+
+
+def test_a_shared_buffer_is_replicated() -> None:
+    class Scaled(nn.Module):
+        def __init__(self, scale: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("scale", scale)
+
+    scale = torch.ones(2)
+    whole = nn.Sequential(Scaled(scale), Scaled(scale))
+    stages, ties = place(stage_sequence(whole, [1, 1], 2), [0, 1], [Device("cpu", CPU), Device("meta", META)])
+    (replica,) = ties.between(0, 1)
+    assert not replica.tensor.requires_grad
+    assert layers_of(stages[1])[0].scale.device == META
+    assert whole[1].scale is whole[0].scale is scale
+
+
+def test_running_statistics_shared_over_devices_are_refused_before_anything_moves() -> None:
+    layer = nn.BatchNorm1d(2)
+    staged = stage_sequence(nn.Sequential(layer, nn.ReLU(), layer), [1, 1, 1], 3)
+    with pytest.raises(SharedParameterError) as raised:
+        place(staged, [1, 0, 0], [Device("cpu", CPU), Device("meta", META)])
+    assert str(raised.value) == (
+        "stage 0 and stage 2, on different devices, both update the running statistics of one BatchNorm1d; give each "
+        "a layer of its own, or put both on one device"
+    )
+    assert layer.weight.device == CPU

@@ -1,0 +1,196 @@
+"""Where a traced model is cut, and what is said of splits, models and arguments for which there is no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import SplitPoint
+
+from asyncpipe.errors import BatchError, TraceError
+from asyncpipe.ops.model.batchnorm import convert_deferred_batch_norm
+from asyncpipe.ops.model.microbatch import Arguments
+from asyncpipe.ops.model.stage import StagedModel
+from asyncpipe.ops.model.trace.trace import trace
+
+Run = Callable[[StagedModel, Arguments], Any]
+Check = Callable[[nn.Module, StagedModel, Arguments], Any]
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x)))
+
+
+# Splits
+
+
+def test_parameters_are_spread_evenly_at_the_borders_of_blocks() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(4)))
+    staged = trace(model, Arguments.of(torch.randn(2, 8)), 2)
+    names = [list(dict(stage.named_parameters())) for stage in staged.stages]
+    assert [name[0] for name in names[0]] == ["0"] * 4 + ["1"] * 4
+    assert [name[0] for name in names[1]] == ["2"] * 4 + ["3"] * 4
+
+
+@pytest.mark.parametrize(("stages", "parameters"), [(2, [6, 8]), (3, [4, 4, 6])])
+def test_smaller_submodules_are_split_where_the_outer_ones_are_uneven(
+    stages: int, parameters: list[int], check: Check
+) -> None:
+    body = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    model = nn.Sequential(body, nn.Linear(8, 1))
+    staged = trace(model, Arguments.of(torch.randn(2, 8)), stages)
+    assert [len(list(stage.parameters())) for stage in staged.stages] == parameters
+    check(model, staged, Arguments.of(torch.randn(5, 8)))
+
+
+def test_the_end_of_a_submodule_is_that_of_what_it_calls() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), nn.Tanh(), nn.Linear(3, 1))
+    staged = trace(model, Arguments.of(torch.randn(2, 3)), {"0": SplitPoint.END})
+    assert [len(list(stage.parameters())) for stage in staged.stages] == [4, 2]
+    assert "tanh" in staged.stages[1]._pieces[True].graph.code
+
+
+def test_submodules_that_begin_together_are_one_place_to_cut() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    assert len(trace(model, Arguments.of(torch.randn(2, 3)), 3).stages) == 3
+    with pytest.raises(TraceError, match=r"4 stages need 3 cuts, .* begin at only 2 places"):
+        trace(model, Arguments.of(torch.randn(2, 3)), 4)
+
+
+@pytest.mark.parametrize(
+    ("split", "told"),
+    [
+        (["secnd"], "no submodule 'secnd' to split at; near it are second"),
+        (["first"], "nothing is computed between the model's beginning and the beginning of 'first' in train mode"),
+        ({"third": SplitPoint.END}, "between the end of 'third' and the model's end"),
+        (["second", "second"], "between the beginning of 'second' and the beginning of 'second'"),
+        ([""], "no submodule ''"),
+        (5, "5 stages need 4 cuts, but the model's submodules begin at only 2 places"),
+        (0, "split must be at least 1 stage, got 0"),
+        (True, "split must be a number of stages, a list of submodules' names"),
+        ("second", "split must be a number of stages, a list of submodules' names"),
+        ({"second": "END"}, "split must be a number of stages, a list of submodules' names"),
+        (None, "split must be a number of stages, a list of submodules' names"),
+    ],
+)
+def test_splits_that_cannot_be(split: Any, told: str) -> None:
+    with pytest.raises(TraceError) as raised:
+        trace(Chain(), Arguments.of(torch.randn(2, 4)), split)
+    assert told in str(raised.value)
+
+
+# Models
+
+
+class Replacing(nn.Module):
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean * 0.9 + x.mean(0) * 0.1
+        return self.a(x)
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "told"),
+    [
+        (lambda: 3, Arguments.of(1), "the model must be a torch.nn.Module, got int"),
+        (Chain, Arguments.of(), "the example does not fit Chain.forward: missing a required argument: 'x'"),
+        (Chain, Arguments.of(3), "the example has no tensor"),
+        (Branching, Arguments.of(torch.ones(2)), "Branching cannot be traced in train mode: GuardOnDataDependent"),
+        (Replacing, Arguments.of(torch.ones(2, 3)), "replaces the buffer 'mean' by another tensor"),
+        (
+            lambda: convert_deferred_batch_norm(nn.Sequential(nn.BatchNorm1d(3))),
+            Arguments.of(torch.ones(2, 3)),
+            "deferred batch norms",
+        ),
+    ],
+)
+def test_models_that_cannot_be_traced(model: Callable[[], Any], arguments: Arguments, told: str) -> None:
+    with pytest.raises(TraceError) as raised:
+        trace(model(), arguments, 1)
+    assert told in str(raised.value)
+    assert ("cannot be traced" in told) == (type(raised.value.__cause__).__name__.startswith("Guard"))
+
+
+def test_a_model_without_submodules(run_stages: Run) -> None:
+    class Bare(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin()
+
+    staged = trace(Bare(), Arguments.of(torch.randn(2)), 1)
+    assert torch.equal(run_stages(staged, Arguments.of(torch.zeros(3))), torch.zeros(3))
+    staged = trace(nn.Identity(), Arguments.of(torch.randn(2)), 1)
+    assert torch.equal(run_stages(staged, Arguments.of(torch.ones(3))), torch.ones(3))
+
+
+# Arguments that do not fit
+
+
+class Picky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Embedding(9, 4)
+
+    def forward(self, batch: dict[str, Any], mask: Tensor | None = None, kind: str = "sum", factor: int = 2) -> Tensor:
+        x = self.a(batch["ids"]) * factor
+        return x + mask[:, None, None] if mask is not None else x.view(batch["ids"].shape[0], 12)
+
+
+IDS = torch.zeros(2, 3, dtype=torch.long)
+
+
+@pytest.fixture(scope="module")
+def picky(doubles: None) -> StagedModel:
+    return trace(Picky(), Arguments.of({"ids": IDS}), 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (Arguments.of(), "do not fit Picky.forward: missing a required argument: 'batch'"),
+        (Arguments.of({"ids": IDS}, other=3), "got an unexpected keyword argument 'other'"),
+        (Arguments.of({}), "missing batch['ids']"),
+        (Arguments.of({"ids": IDS, "more": [1]}), "extra batch['more'][0]"),
+        (Arguments.of({"id": IDS}), "missing batch['ids'] and extra batch['id']"),
+        (Arguments.of({"ids": IDS}, torch.ones(2)), "mask is a tensor, but was traced as None"),
+        (Arguments.of({"ids": 3}), "batch['ids'] is 3, but was traced as a tensor"),
+        (Arguments.of({"ids": IDS}, kind="mean"), "kind is 'mean', but was traced as 'sum'"),
+        (Arguments.of({"ids": IDS}, factor=2.0), "factor is 2.0, but was traced as 2"),
+        (Arguments.of({"ids": IDS.int()}), "batch['ids'] is a tensor of torch.int32 with 2 dimensions, but was traced"),
+        (Arguments.of({"ids": IDS[0]}), "batch['ids'] is a tensor of torch.int64 with 1 dimensions"),
+        (Arguments.of({"ids": IDS[:, :2]}), "the micro-batch has sizes that the trace is not for, which is for"),
+    ],
+)
+def test_arguments_that_do_not_fit_the_trace(arguments: Arguments, told: str, picky: StagedModel) -> None:
+    with pytest.raises(BatchError) as raised:
+        picky.takes(arguments)
+    assert told in str(raised.value)
+    picky.takes(Arguments.of(kind="sum", batch={"ids": IDS.repeat(2, 1)}, factor=2, mask=None))
+
+
+def test_an_example_of_one_sample_fixes_the_batch_size() -> None:
+    staged = trace(Chain(), Arguments.of(torch.randn(1, 4)), 2)
+    with pytest.raises(
+        BatchError, match=r"x.size\(\)\[0\] == 1; trace with an example like it, of at least two samples"
+    ):
+        staged.takes(Arguments.of(torch.randn(2, 4)))

@@ -1,0 +1,361 @@
+"""Traced stages keep what a model has besides its outputs: modes, buffers, random numbers, devices, copies."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from asyncpipe.errors import TraceError
+from asyncpipe.ops.autograd.random_streams import RandomStream
+from asyncpipe.ops.model.microbatch import Arguments
+from asyncpipe.ops.model.stage import CALLER, StagedModel
+from asyncpipe.ops.model.trace import stage as trace_stage
+from asyncpipe.ops.model.trace.trace import trace
+
+Run = Callable[[StagedModel, Arguments], Any]
+Check = Callable[[nn.Module, StagedModel, Arguments], Any]
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+# Modes
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.relu = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(inplace=True)
+        self.dropout, self.head = nn.Dropout(0.5), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.dropout(self.relu(self.norm(self.conv(x))).mean((2, 3))))
+
+
+@pytest.mark.parametrize("split", [3, ["relu"]])
+def test_batch_norm_and_dropout_in_both_modes(
+    split: Any, monkeypatch: pytest.MonkeyPatch, check: Check, run_stages: Run
+) -> None:
+    model = Normed()
+    staged = trace(model, Arguments.of(torch.randn(2, 2, 5, 5)), split)
+    check(model, staged, Arguments.of(torch.randn(4, 2, 6, 5)))
+    assert model.norm.num_batches_tracked == 1
+    assert not torch.equal(model.norm.running_mean, torch.zeros(3))
+    model.eval()
+    x = torch.randn(3, 2, 5, 6)
+    assert torch.equal(check(model, staged, Arguments.of(x)), run_stages(staged, Arguments.of(x)))
+    model.train()
+    assert not torch.equal(run_stages(staged, Arguments.of(x)), run_stages(staged, Arguments.of(x)))
+    before = copy.deepcopy(dict(model.named_buffers()))
+    monkeypatch.setattr(trace_stage, "is_recomputing", lambda: True)
+    run_stages(staged, Arguments.of(x))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+class Auxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.aux = (nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.a(x)
+        output = {"y": self.c(self.b(x))}
+        if self.training:
+            output["aux"] = self.aux(x)
+        return output
+
+
+def test_a_link_that_one_mode_needs_is_empty_in_the_other(check: Check) -> None:
+    model = Auxiliary()
+    staged = trace(model, Arguments.of(torch.randn(2, 3)), ["b", "c"])
+    assert staged.links == ((0, 1), (0, 2), (1, 2))
+    check(model, staged, Arguments.of(torch.randn(3, 3)))
+    model.eval()
+    assert set(check(model, staged, Arguments.of(torch.randn(3, 3)))) == {"y"}
+    sent = staged.stages[0](dict.fromkeys([CALLER], staged.takes(Arguments.of(torch.randn(3, 3)))[0]))
+    assert sent[2] == ()
+    with pytest.raises(TraceError, match="'aux' computes nothing in eval mode"):
+        trace(model, Arguments.of(torch.randn(2, 3)), ["aux"])
+
+
+def test_modes_of_submodules_are_kept(check: Check) -> None:
+    model = Normed()
+    model.norm.eval()
+    staged = trace(model, Arguments.of(torch.randn(2, 2, 5, 5)), ["norm"])
+    assert model.training
+    assert not model.norm.training
+    assert all(module.training for module in model.modules() if module is not model.norm)
+    check(model, staged, Arguments.of(torch.randn(2, 2, 5, 5)))
+    assert model.norm.num_batches_tracked == 0
+    evaluated = trace(nn.Linear(3, 3).eval(), Arguments.of(torch.randn(2, 3)), 1)
+    assert not evaluated.stages[0].training
+
+
+def test_tracing_leaves_the_model_and_the_generators_alone() -> None:
+    model = Normed()
+    state, attributes = copy.deepcopy(model.state_dict()), {name: set(vars(m)) for name, m in model.named_modules()}
+    generator = torch.get_rng_state()
+    trace(model, Arguments.of(torch.randn(2, 2, 5, 5, generator=torch.Generator())), 2)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert {name: set(vars(m)) for name, m in model.named_modules()} == attributes
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.unused(x)
+        return self.a(x)
+
+
+def test_what_a_forward_leaves_behind_is_neither_kept_nor_computed() -> None:
+    model = Remembering()
+    with pytest.warns(UserWarning, match=r"self\.model\.last was assigned during export"):
+        staged = trace(model, Arguments.of(torch.randn(2, 3)), 1)
+    assert not hasattr(model, "last")
+    assert set(dict(staged.stages[0].named_parameters())) == {"a.weight", "a.bias"}
+
+
+def test_recurrent_layers_are_traced_and_work_afterwards(check: Check) -> None:
+    model = nn.Sequential(nn.LSTM(3, 3, batch_first=True), Unpacked(), nn.Linear(3, 2))
+    staged = trace(model, Arguments.of(torch.randn(2, 4, 3)), ["2"])
+    check(model, staged, Arguments.of(torch.randn(5, 4, 3)))
+
+
+class Unpacked(nn.Module):
+    def forward(self, pair: tuple[Tensor, Any]) -> Tensor:
+        return pair[0]
+
+
+# Buffers and what is changed in place
+
+
+class Constants(nn.Module):
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("mask", torch.rand(3), persistent=False)
+        self.plain, self.listed = torch.rand(3), [torch.rand(3)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x) + torch.tensor([1.0, 2.0, 3.0] if self.training else [4.0, 5.0, 6.0])
+        return self.b(x * self.mask) * self.plain + self.listed[0] + torch.tensor(3.0)
+
+
+def test_buffers_and_constants(check: Check) -> None:
+    model = Constants()
+    staged = trace(model, Arguments.of(torch.randn(2, 3)), ["b"])
+    for training in (True, False):
+        model.train(training)
+        check(model, staged, Arguments.of(torch.randn(4, 3)))
+    assert dict(staged.stages[1].named_buffers())["plain"] is model.plain
+    assert staged.stages[1].state_dict().keys() == {"b.weight", "b.bias"}
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.relu, self.b = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.dropout(self.a(x))
+        return self.b(self.relu(y[:, :].view(-1, 4)))
+
+
+def test_a_stage_that_overwrites_what_it_receives_says_so(check: Check) -> None:
+    model = InPlace()
+    x = Arguments.of(torch.randn(2, 4))
+    assert [stage.overwrites_input for stage in trace(model, x, ["relu"]).stages] == [False, True]
+    assert [stage.overwrites_input for stage in trace(model, x, ["dropout"]).stages] == [False, True]
+    staged = trace(model, x, ["b"])
+    assert [stage.overwrites_input for stage in staged.stages] == [False, False]
+    check(model, staged, Arguments.of(torch.randn(3, 4)))
+
+
+class Stale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        view = h[:, :2]
+        y = self.b(x)
+        h.mul_(2)
+        return self.c(y).sum() + view.sum() + h.sum()
+
+
+@pytest.mark.parametrize("split", [["b"], ["b", "c"]])
+def test_another_view_of_what_a_stage_overwrites(split: list[str]) -> None:
+    with pytest.raises(TraceError, match=r"stage 1 overwrites in place .* a value that it received"):
+        trace(Stale(), Arguments.of(torch.randn(2, 4)), split)
+
+
+def test_views_within_a_stage_follow_its_change(check: Check) -> None:
+    model = Stale()
+    check(model, trace(model, Arguments.of(torch.randn(2, 4)), ["c"]), Arguments.of(torch.randn(3, 4)))
+
+
+class SharedNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=0.1), nn.Linear(3, 3)
+        self.norm.num_batches_tracked = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.b(self.norm(self.a(x))))
+
+
+def test_a_buffer_that_several_stages_change(check: Check) -> None:
+    with pytest.raises(TraceError, match=r"'norm\.running_mean' is overwritten by stage 0 and used by stages 0, 1"):
+        trace(SharedNorm(), Arguments.of(torch.randn(2, 3)), ["b"])
+    model = SharedNorm()
+    check(model, trace(model, Arguments.of(torch.randn(2, 3)), 1), Arguments.of(torch.randn(4, 3)))
+
+
+# Random numbers
+
+
+class Names(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.dropout = nn.LSTM(4, 4, 2, dropout=0.3, batch_first=True), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lstm(x)[0]
+        q = x[:, None]
+        x = functional.scaled_dot_product_attention(q, q, q, dropout_p=0.2)[:, 0] + torch.rand(4)
+        with torch.no_grad():
+            noise = functional.dropout1d(torch.bernoulli(torch.full((4, 4), 0.5)), 0.1)
+        return self.dropout(x) + noise
+
+
+def test_a_function_mode_sees_what_draws() -> None:
+    # One sample, since it is for names: sizes that may vary take longer to trace.
+    x = Arguments.of(torch.randn(1, 4, 4))
+    staged = trace(Drawing(), x, 1)
+    received = {CALLER: staged.takes(x)[0]}
+    with Names() as names:
+        staged.stages[0](received)
+    drawing = ["lstm.input", "scaled_dot_product_attention.default", "rand.generator", "bernoulli.default"]
+    assert [name for name in names.seen if name in drawing or "dropout" in name] == [
+        *drawing,
+        "feature_dropout.default",
+        "dropout.default",
+    ]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.rand(x.shape),
+        lambda x: torch.randn(x.shape),
+        lambda x: torch.randint(9, (4,)),
+        lambda x: torch.randint(2, 9, (4,)),
+        lambda x: torch.randperm(x.shape[0]),
+        lambda x: functional.dropout(x, 0.5),
+    ],
+)
+def test_a_random_stream_repeats_what_a_stage_draws(draw: Callable[[Tensor], Tensor], run_stages: Run) -> None:
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return draw(x * 2)
+
+    staged = trace(Draws(), Arguments.of(torch.ones(5, 2)), 1)
+    x = Arguments.of(torch.ones(8, 2))
+    with RandomStream(1, 2, 3, torch.device("cpu")):
+        first = run_stages(staged, x)
+    state = torch.get_rng_state()
+    with RandomStream(1, 2, 3, torch.device("cpu")):
+        assert torch.equal(run_stages(staged, x), first)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# Placement and copies
+
+
+class Factories(nn.Module):
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        x = x + torch.arange(x.shape[1], device=x.device) + torch.full((x.shape[0], 3), math.pi, dtype=x.dtype)
+        with torch.no_grad():
+            y = torch.ones(3).to(x.device)
+        x = (x * 2).float().double()
+        return self.norm(self.a(x)) + torch.tensor([1.0, 2.0, 3.0]) + y
+
+
+def test_what_the_forward_makes_is_on_the_stages_device(run_stages: Run) -> None:
+    model = Factories()
+    staged = trace(model, Arguments.of(torch.randn(2, 3)), ["a"])
+    for stage in staged.stages:
+        stage.to("meta")
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert dict(staged.stages[1].named_buffers())["norm.running_mean"] is model.norm.running_mean
+    assert dict(staged.stages[0].named_buffers())["steps"] is model.steps
+    output = run_stages(staged, Arguments.of(torch.randn(4, 3, device="meta")))
+    assert output.is_meta
+    assert output.shape == (4, 3)
+
+
+@pytest.fixture(scope="module")
+def normed(doubles: None) -> StagedModel:
+    return trace(Normed(), Arguments.of(torch.randn(2, 2, 5, 5)), ["norm", "head"])
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda stages: pickle.loads(pickle.dumps(stages))])
+def test_stages_can_be_copied(duplicate: Callable[[Any], Any], run_stages: Run, normed: StagedModel) -> None:
+    model, staged = normed.module, normed
+    copies = StagedModel(model, duplicate(list(staged.stages)), staged.links, staged.takes)
+    assert not {id(p) for stage in copies.stages for p in stage.parameters()} & {id(p) for p in model.parameters()}
+    arguments = Arguments.of(torch.randn(3, 2, 6, 6))
+    torch.manual_seed(2)
+    expected = run_stages(staged, arguments)
+    torch.manual_seed(2)
+    assert torch.equal(run_stages(copies, arguments), expected)
+    copies.stages[1].to("meta")
+    assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+def test_the_example_is_not_kept() -> None:
+    x = torch.randn(2, 4)
+    alive = weakref.ref(x)
+    storage = weakref.ref(x.untyped_storage())
+    staged = trace(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), Arguments.of(x), 2)
+    del x
+    gc.collect()
+    assert alive() is None
+    assert storage() is None
+    assert len(staged.stages) == 2

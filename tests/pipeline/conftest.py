@@ -1,0 +1,78 @@
+"""A small model, its unsplit gradients, and faults at any task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncpipe.core.graph.task import Task
+from asyncpipe.ops.execute.binder import Binder
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One batch for a model of eight layers, in float64, with what the unsplit model makes of it."""
+
+    x: Tensor
+    target: Tensor
+    loss: Tensor
+    outputs: Tensor
+    gradients: list[Tensor]
+
+    @staticmethod
+    def model(dropout: float = 0.0) -> nn.Sequential:
+        torch.manual_seed(7)
+        layers: list[nn.Module] = []
+        for width in (6, 8, 8, 8):
+            layers += [nn.Linear(width, 8), nn.Sequential(nn.Tanh(), nn.Dropout(dropout))]
+        return nn.Sequential(*layers).double()
+
+    def worst(self, model: nn.Module) -> float:
+        """The largest distance of the model's gradients from those of the unsplit model."""
+        pairs = zip(model.parameters(), self.gradients, strict=True)
+        return max(float((parameter.grad - wanted).abs().max()) for parameter, wanted in pairs)
+
+
+def make_workload(samples: int) -> Workload:
+    torch.manual_seed(11)
+    x, target = torch.randn(samples, 6, dtype=torch.float64), torch.randn(samples, 8, dtype=torch.float64)
+    model = Workload.model()
+    outputs = model(x)
+    loss = nn.functional.mse_loss(outputs, target)
+    loss.backward()
+    return Workload(x, target, loss.detach(), outputs.detach(), [p.grad for p in model.parameters()])
+
+
+@pytest.fixture(scope="session")
+def workload() -> Workload:
+    return make_workload(12)
+
+
+@pytest.fixture(scope="session")
+def workloads() -> Callable[[int], Workload]:
+    return make_workload
+
+
+@pytest.fixture
+def before_task(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Task], None]], None]]:
+    """Call a function with each task on its device's thread, before its real work; it may raise."""
+    hooks: list[Callable[[Task], None]] = []
+    real = Binder.bind
+
+    def bind(self: Binder, task: Task) -> Callable[[], object]:
+        work = real(self, task)
+
+        def hooked() -> object:
+            for hook in hooks:
+                hook(task)
+            return work()
+
+        return hooked
+
+    monkeypatch.setattr(Binder, "bind", bind)
+    yield lambda hook: hooks.__setitem__(slice(None), [hook])
+    hooks.clear()

@@ -1,0 +1,270 @@
+"""The asynchronous path without a GPU: streams that only note what is ordered behind what.
+
+The tasks compute on the CPU as they are issued, so results are real; their completion is held back until the
+test lets go of it. What is checked is what a GPU would rely on: every dependency's event is waited for before a
+task computes, tensors that cross streams are kept, and a step returns before anything has completed.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import asyncpipe.pipeline.build
+import asyncpipe.pipeline.call
+import asyncpipe.pipeline.step
+from asyncpipe import Pipeline, TaskError, pop, skippable, stash
+from asyncpipe.core.engine.events import Dispatch, TaskCompleted
+from asyncpipe.core.graph.task import Lane, Queue
+from asyncpipe.core.schedules.backward_first import BackwardFirst
+from asyncpipe.core.schedules.one_f_one_b import OneFOneB
+from asyncpipe.core.schedules.protocol import HintedSchedule
+from asyncpipe.errors import AsyncpipeError
+from asyncpipe.ops.device.streams import CudaStream
+
+mse = nn.functional.mse_loss
+
+
+class NotingStream(CudaStream):
+    """A stream that notes waits and ends; its tasks are done when ``released``."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, lane, released):
+        self.lane, self.released = lane, released
+        self.stream = self
+        self.events, self.waited, self.kept = [], [], 0
+
+    def use(self):
+        return nullcontext()
+
+    def wait(self, event):
+        self.waited.append(event)
+
+    def keep(self, tensors):
+        self.kept += len(list(tensors))
+
+    def begin(self):
+        return NotingTiming(self)
+
+    def tick(self):
+        pass
+
+
+class NotingTiming:
+    """A task between begin and end: what its stream had been told to wait for, and the event of its end."""
+
+    def __init__(self, stream):
+        self.stream, self.waited = stream, set(stream.waited)
+        self.error = None
+
+    def end(self, stream):
+        assert stream is self.stream
+        self.stream.events.append(self)
+        return self
+
+    def wait(self):
+        assert self.stream.released.wait(30)
+        if self.error is not None:
+            raise self.error
+        return 0.0, 0.0
+
+
+class NoFence:
+    """Stands in for the fence, which asks CUDA for the caller's streams."""
+
+    def __init__(self, streams):
+        pass
+
+    def begin(self):
+        pass
+
+    def end(self, results=()):
+        list(results)
+
+    def hand_over(self, tensors):
+        list(tensors)
+
+
+@pytest.fixture
+def noting(monkeypatch):
+    released = threading.Event()
+    streams = {}
+
+    def make_streams(devices):
+        streams.update({Lane(d.name, q): NotingStream(Lane(d.name, q), released) for d in devices for q in Queue})
+        return streams
+
+    monkeypatch.setattr(asyncpipe.pipeline.build, "make_streams", make_streams)
+    for module in (asyncpipe.pipeline.step, asyncpipe.pipeline.call):
+        monkeypatch.setattr(module, "Fence", NoFence)
+    yield streams, released
+    released.set()
+
+
+def pipeline(model, schedule="1f1b", checkpoint="always"):
+    devices = ["cpu:0", "cpu:1", "cpu:2"]
+    return Pipeline(model, devices, microbatches=4, schedule=schedule, checkpoint=checkpoint, loss_fn=mse, in_flight=64)
+
+
+def order_of_tasks(graph, journal, streams):
+    """The event of each task: per lane, tasks are issued in the order of their dispatch, and so are their events."""
+    dispatched = [event.task for _, event in journal if hasattr(event, "task")]
+    issued = {}
+    for lane, stream in streams.items():
+        tasks = list(dict.fromkeys(t for t in dispatched if graph.tasks[t].lane == lane))
+        issued.update(zip(tasks, stream.events, strict=True))
+    return issued
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("schedule", ["backward-first", "1f1b as hint", "split"])
+async def test_a_rule_waits_for_completion_and_its_streams_for_events(workload, noting, schedule, checkpoint):
+    """Only what follows completed tasks is dispatched; its stream waits for their events all the same."""
+    streams, released = noting
+    released.set()
+    rule = {"backward-first": BackwardFirst(), "1f1b as hint": HintedSchedule(OneFOneB()), "split": Split()}[schedule]
+    model = workload.model()
+    async with pipeline(model, rule, checkpoint) as pipe:
+        record = (await (await pipe.step(workload.x, workload.target)).completed()).record
+    issued = order_of_tasks(record.graph, record.journal, streams)
+    at = {(type(event), event.task): k for k, (_, event) in enumerate(record.journal) if hasattr(event, "task")}
+    for edge in record.graph.edges():
+        assert at[TaskCompleted, edge.dependency] < at[Dispatch, edge.task]
+        assert issued[edge.dependency] in issued[edge.task].waited, f"{edge} is not ordered by an event"
+    assert workload.worst(model) < 1e-10
+
+
+class Split(BackwardFirst):
+    """Backward first, in halves."""
+
+    splits_backward = True
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+async def test_every_dependency_is_waited_for(workload, noting, before_task, schedule, checkpoint):
+    streams, released = noting
+    async with pipeline(workload.model(), schedule, checkpoint) as pipe:
+        result = await pipe.step(workload.x, workload.target)
+        with pytest.raises(AsyncpipeError, match=r"await result\.completed\(\)"):
+            _ = result.report
+        graph = result._execution.graph
+        issued = order_of_tasks(graph, pipe._tenancy.driver._state._steps[0].journal, streams)
+        released.set()
+        assert len((await result.completed()).report.tasks) == len(graph.tasks)
+    for edge in graph.edges():
+        assert issued[edge.dependency] in issued[edge.task].waited, f"{edge} is not ordered by an event"
+    assert (result.outputs - workload.outputs).abs().max() < 1e-10
+
+
+async def test_tensors_that_cross_streams_are_kept(workload, noting):
+    streams, released = noting
+    released.set()
+    model = workload.model()
+    async with pipeline(model) as pipe:
+        await (await pipe.step(workload.x, workload.target)).completed()
+    kept = {str(lane): stream.kept for lane, stream in streams.items() if stream.kept}
+    # On compute streams: 4 activations and 4 gradients a border, and from the caller 4 inputs (with what they were
+    # moved to) and 4 targets (likewise).
+    assert kept == {"cpu:0/compute": 8 + 4, "cpu:1/compute": 4 + 4, "cpu:2/compute": 4 + 8}
+    assert workload.worst(model) < 1e-10
+
+
+async def test_gradients_may_be_used_before_completion(workload, noting):
+    model = workload.model()
+    async with pipeline(model) as pipe:
+        result = await pipe.step(workload.x, workload.target)
+        assert workload.worst(model) < 1e-10
+        noting[1].set()
+        await result.completed()
+
+
+async def test_a_device_error_after_the_issue_comes_with_completion(workload, noting):
+    streams, released = noting
+    async with pipeline(workload.model()) as pipe:
+        result = await pipe.step(workload.x, workload.target)
+        streams[Lane("cpu:1", Queue.COMPUTE)].events[2].error = RuntimeError("device-side assert")
+        released.set()
+        with pytest.raises(TaskError, match="device-side assert"):
+            await result.completed()
+
+
+class _Tied(nn.Module):
+    """A later layer's own use of the first layer's weight."""
+
+    def __init__(self, first: nn.Linear) -> None:
+        super().__init__()
+        self.weight = first.weight
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@skippable(stash=["kept"])
+class _Keep(nn.Module):
+    def forward(self, x):
+        yield stash("kept", x)
+        return x
+
+
+@skippable(pop=["kept"])
+class _Add(nn.Module):
+    def forward(self, x):
+        return x + (yield pop("kept"))
+
+
+def make_tied():
+    torch.manual_seed(8)
+    first = nn.Linear(6, 6)
+    return nn.Sequential(first, _Keep(), nn.Linear(6, 6), nn.Tanh(), _Tied(first), _Add()).double()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+async def test_skips_ties_and_updates_are_waited_for(noting, checkpoint):
+    streams, released = noting
+    model, x = make_tied(), torch.randn(8, 6, dtype=torch.float64)
+    bare = make_tied()
+    bare(x).square().mean().backward()
+    async with Pipeline(
+        model,
+        ["cpu:0", "cpu:1", "cpu:2"],
+        microbatches=4,
+        balance=[2, 2, 2],
+        checkpoint=checkpoint,
+        loss_fn=lambda y: y.square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        in_flight=64,
+    ) as pipe:
+        await pipe.step(x)
+        record = pipe._tenancy.driver._state._steps[0]
+        issued = order_of_tasks(record.graph, record.journal, streams)
+        released.set()
+    assert {"C(0,0>2)", "C(0,2>0)", "C(0>2)", "C(2>0)", "S(0)", "U(0)"} <= {task.id for task in record.graph.tasks}
+    for edge in record.graph.edges():
+        assert issued[edge.dependency] in issued[edge.task].waited, f"{edge} is not ordered by an event"
+    for ours, theirs, start in zip(model.parameters(), bare.parameters(), make_tied().parameters(), strict=True):
+        assert (ours - (start - theirs.grad)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_backward_of_the_callers_returns_before_completion(workload, noting, checkpoint):
+    streams, released = noting
+    model, x = workload.model(), workload.x.clone().requires_grad_()
+    with pipeline(model, checkpoint=checkpoint).sync() as pipe:
+        output = pipe(x)
+        mse(output, workload.target).backward()
+        assert not released.is_set()
+        assert workload.worst(model) < 1e-10
+        assert x.grad is not None
+        forward, backward = pipe._tenancy.driver._state._steps.values()
+        for lane, stream in streams.items():
+            del stream.events[: sum(task.lane == lane for task in forward.graph.tasks)]
+        issued = order_of_tasks(backward.graph, backward.journal, streams)
+        for edge in backward.graph.edges():
+            assert issued[edge.dependency] in issued[edge.task].waited, f"{edge} is not ordered by an event"
+        released.set()

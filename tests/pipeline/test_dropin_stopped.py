@@ -1,0 +1,247 @@
+"""A graph of the caller's that raises in the midst of ``loss.backward()``: the pipeline's part of it ends, too."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe import Microbatches, Pipeline
+from asyncpipe.core.engine.events import Outcome
+from asyncpipe.errors import BackwardError
+from asyncpipe.ops.execute.gradients import GradientGuard
+from asyncpipe.pipeline import call
+from asyncpipe.runtime.driver import Driver
+
+mse = nn.functional.mse_loss
+
+
+class Boom(Exception):
+    """The fault."""
+
+
+def pipeline(model, devices=3, **options):
+    options = {"microbatches": 4, "schedule": "gpipe", "checkpoint": "always"} | options
+    return Pipeline(model, [f"cpu:{k}" for k in range(devices)], **options)
+
+
+def parts(workload):
+    return Microbatches(list(workload.x.split(3)))
+
+
+def raise_boom(_):
+    raise Boom("in a hook")
+
+
+class Gradients:
+    """The gradients of a model as they were, the tensors and their values."""
+
+    def __init__(self, model):
+        self._model = model
+        self._kept = [(p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+
+    def assert_kept(self):
+        for parameter, (grad, value) in zip(self._model.parameters(), self._kept, strict=True):
+            assert parameter.grad is grad
+            assert grad is None or torch.equal(grad, value)
+
+
+@pytest.fixture
+def cancelled(monkeypatch):
+    """Set when the driver cancels something."""
+    event = threading.Event()
+    cancel = Driver._cancel
+
+    async def noting(self, execution):
+        event.set()
+        await cancel(self, execution)
+
+    monkeypatch.setattr(Driver, "_cancel", noting)
+    return event
+
+
+def threads_of_asyncpipe():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("asyncpipe")]
+
+
+def join_all(threads):
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_the_callers_graph_raises_between_two_exits(workload, no_leaks):
+    """Micro-batches from 3 down to ``nth`` + 1 have their gradients; the others' never come."""
+    model = workload.model()
+    with pipeline(model).sync() as pipe:
+        for nth in range(4):
+            mse(pipe(workload.x), workload.target).backward()
+            before = Gradients(model)
+            outputs = pipe(parts(workload))
+            outputs[nth].register_hook(raise_boom)
+            with pytest.raises(Boom, match="in a hook"):
+                mse(torch.cat(outputs), workload.target).backward()
+            before.assert_kept()
+            model.zero_grad()
+            mse(pipe(workload.x), workload.target).backward()
+            assert workload.worst(model) < 1e-10
+
+
+class Held:
+    """Holds B(3,2) until ``let_go``; ``stop`` makes outputs whose backward raises while it is held."""
+
+    def __init__(self, before_task, let_go):
+        self.begun, self.ended = threading.Event(), threading.Event()
+        self._before_task, self._let_go = before_task, let_go
+
+    def _hold(self, task):
+        if task.id == "B(3,2)" and not self.begun.is_set():
+            self.begun.set()
+            assert self._let_go.wait(30)
+            self.ended.set()
+
+    def _raise(self, _):
+        assert self.begun.wait(30)
+        raise Boom("in a hook")
+
+    def stop(self, pipe, workload, *, retain=False):
+        outputs = pipe(parts(workload))
+        handle = outputs[1].register_hook(self._raise)
+        self._before_task(self._hold)
+        with pytest.raises(Boom) as caught:
+            torch.cat(outputs).square().sum().backward(retain_graph=retain)
+        del caught
+        handle.remove()
+        return outputs
+
+
+def test_what_it_had_begun_has_ended_when_the_error_arrives(workload, before_task, cancelled, no_leaks):
+    """So that the caller may clear gradients, and goes on as after an error of the bare model."""
+    records = []
+
+    class Observer:
+        def step_completed(self, record):
+            records.append(record)
+
+    model = workload.model()
+    held = Held(before_task, cancelled)
+    with pipeline(model, observers=[Observer()]).sync() as pipe:
+        mse(pipe(workload.x), workload.target).backward()
+        before = Gradients(model)
+        outputs = held.stop(pipe, workload)
+        assert held.ended.is_set()
+        assert records[-1].outcome is Outcome.CANCELLED
+        before.assert_kept()
+        with pytest.raises(BackwardError, match="a second backward"):
+            mse(torch.cat(outputs), workload.target).backward()
+        model.zero_grad()
+        del outputs
+        mse(pipe(workload.x), workload.target).backward()
+    assert workload.worst(model) < 1e-10
+
+
+@pytest.fixture
+def engine_thread(monkeypatch):
+    """As if the engine's pass ended on a thread of its own, which it does on CUDA: nothing may wait there."""
+    monkeypatch.setattr(call, "threading", SimpleNamespace(get_ident=object))
+
+
+@pytest.mark.parametrize("method", ["Driver.drain", "GradientGuard.settle"])
+def test_what_comes_next_waits_for_it(workload, before_task, engine_thread, no_leaks, monkeypatch, method):
+    """A close, or another call: the task is let go only when that has begun."""
+    let_go = threading.Event()
+    owner = {"Driver": Driver, "GradientGuard": GradientGuard}[method.partition(".")[0]]
+    name = method.partition(".")[2]
+    real = getattr(owner, name)
+
+    def noting(self, *args):
+        let_go.set()
+        return real(self, *args)
+
+    model = workload.model()
+    held = Held(before_task, let_go)
+    with pipeline(model).sync() as pipe:
+        mse(pipe(workload.x), workload.target).backward()
+        before = Gradients(model)
+        outputs = held.stop(pipe, workload)
+        assert not held.ended.is_set()
+        monkeypatch.setattr(owner, name, noting)
+        if owner is GradientGuard:
+            loss = mse(pipe(workload.x), workload.target)
+            before.assert_kept()
+            model.zero_grad()
+            loss.backward()
+            assert workload.worst(model) < 1e-10
+        else:
+            pipe.close()
+            before.assert_kept()
+        del outputs
+
+
+def test_dropped_with_a_task_that_still_runs(workload, before_task, engine_thread, no_leaks, monkeypatch):
+    """Neither pipeline nor outputs are referred to: the threads end when that task has, and not before."""
+    let_go, left = threading.Event(), []
+    close = Driver.close
+
+    def noting(self):
+        left.append(len(self._executions))
+        close(self)
+
+    monkeypatch.setattr(Driver, "close", noting)
+    model = workload.model()
+    held = Held(before_task, let_go)
+    pipe = pipeline(model).sync().__enter__()
+    threads = threads_of_asyncpipe()
+    held.stop(pipe, workload)
+    del pipe
+    gc.collect()
+    assert not held.ended.is_set()
+    assert all(thread.is_alive() for thread in threads)
+    let_go.set()
+    join_all(threads)
+    assert left
+    assert not any(left)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("used", [slice(0, 12), slice(0, 3)])
+def test_a_retained_graph_that_was_stopped_goes_backward_again(workload, before_task, cancelled, used):
+    """With other gradients than those that it had taken the first time, or with none where it had some."""
+    bare, model = workload.model(), workload.model()
+    mse(bare(workload.x)[used], workload.target[used]).backward()
+    with pipeline(model).sync() as pipe:
+        outputs = Held(before_task, cancelled).stop(pipe, workload, retain=True)
+        chosen = torch.cat(outputs) if used.stop == 12 else outputs[0]
+        mse(chosen, workload.target[used]).backward()
+        del outputs, chosen
+    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).abs().max() < 1e-10
+
+
+def test_the_callers_graph_raises_before_any_exit(workload):
+    model = workload.model()
+    with pipeline(model).sync() as pipe:
+        output = pipe(workload.x)
+        middle = output * 1.0
+        middle.register_hook(raise_boom)
+        with pytest.raises(Boom):
+            mse(middle, workload.target).backward()
+        mse(output, workload.target).backward()
+    assert workload.worst(model) < 1e-10
+
+
+def test_the_callers_graph_raises_behind_the_entry(workload):
+    model = workload.model()
+    with pipeline(model).sync() as pipe:
+        x = workload.x.clone().requires_grad_()
+        front = x * 1.0
+        front.register_hook(raise_boom)
+        with pytest.raises(Boom):
+            mse(pipe(front), workload.target).backward()
+        model.zero_grad()
+        mse(pipe(x), workload.target).backward()
+    assert workload.worst(model) < 1e-10

@@ -1,0 +1,162 @@
+"""The optimizer inside the step: each stage's update is a task behind its last backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe import Arguments, Pipeline, TaskError
+from asyncpipe.core.graph.task import WHOLE_STEP, Task
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.report import report
+from asyncpipe.errors import OptionError
+from asyncpipe.testing import EmulatedExecutor
+
+pytestmark = pytest.mark.one_loop
+
+mse = nn.functional.mse_loss
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+async def test_updates_are_those_of_one_optimizer(workload, schedule):
+    model, bare = workload.model(), workload.model()
+    optimizer = adamw(bare.parameters())
+    devices = ["cpu:0", "cpu:1"]
+    async with Pipeline(
+        model, devices, microbatches=5, schedule=schedule, loss_fn=mse, optimizer=adamw, checkpoint="always"
+    ) as pipe:
+        assert list(pipe.optimizers) == list(range(len(pipe.stages)))
+        for step in range(5):
+            # Accumulate over the first two.
+            await pipe.step(workload.x, workload.target, update=step != 0)
+            mse(bare(workload.x), workload.target).backward()
+            if step != 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        assert ours.grad is None
+        assert (ours - theirs).abs().max() < 1e-10
+
+
+async def test_updates_follow_a_loss_that_counts(workload):
+    model, bare = workload.model(), workload.model()
+    optimizer = torch.optim.SGD(bare.parameters(), lr=1.0)
+    kept = torch.arange(12) % 3 > 0
+
+    def loss_fn(output, target, kept):
+        return mse(output[kept], target[kept]), kept.sum()
+
+    async with Pipeline(
+        model,
+        ["cpu:0", "cpu:1"],
+        microbatches=5,
+        loss_fn=loss_fn,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+    ) as pipe:
+        for update in (False, True):
+            await pipe.step(workload.x, Arguments.of(workload.target, kept), update=update)
+            loss_fn(bare(workload.x), workload.target, kept)[0].backward()
+    optimizer.step()
+    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-10
+
+
+async def test_an_update_waits_for_its_own_stage_alone(workload):
+    """The last stage is updated while the first still has backwards to run."""
+
+    def cost(task: Task) -> float:
+        return 0.01 if task.kind is TaskKind.BACKWARD else 0.0
+
+    devices = ["cpu:0", "cpu:1", "cpu:2"]
+    async with Pipeline(
+        workload.model(),
+        devices,
+        microbatches=3,
+        schedule="gpipe",
+        loss_fn=mse,
+        optimizer=adamw,
+        executors=lambda device: EmulatedExecutor(device, cost),
+    ) as pipe:
+        record = (await pipe.step(workload.x, workload.target)).record
+    times = {time.task.id: time for time in report(record).tasks}
+    assert [times[f"U({j})"].task.microbatch for j in range(3)] == [WHOLE_STEP] * 3
+    assert times["U(2)"].end < times["B(0,0)"].start
+    assert times["B(0,0)"].end <= times["U(0)"].start
+
+
+async def test_a_step_that_fails_before_its_updates_changes_nothing(workload, before_task):
+    model = workload.model()
+    before = [parameter.clone() for parameter in model.parameters()]
+    async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=3, loss_fn=mse, optimizer=adamw) as pipe:
+
+        def fail(task):
+            if task.id == "B(0,1)":
+                raise ValueError("no")
+
+        before_task(fail)
+        with pytest.raises(TaskError):
+            await pipe.step(workload.x, workload.target)
+    for ours, earlier in zip(model.parameters(), before, strict=True):
+        assert torch.equal(ours, earlier)
+        assert ours.grad is None
+
+
+async def test_stages_without_parameters_have_no_optimizer(workload):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh()).double()
+    async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, loss_fn=mse, optimizer=adamw) as pipe:
+        assert list(pipe.optimizers) == [0]
+        await pipe.step(workload.x, workload.target)
+
+
+def test_what_is_no_optimizer():
+    with pytest.raises(OptionError, match="from a stage's parameters to a torch optimizer, and returned list"):
+        Pipeline([nn.Linear(2, 2)], ["cpu"], microbatches=1, optimizer=lambda parameters: parameters)
+
+
+# Recipes of the README: gradients are ordinary, so what works on them works here.
+
+
+def test_clipping_and_accumulation_with_an_optimizer_of_ones_own(workload):
+    model, bare = workload.model(), workload.model()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (model, bare)]
+    with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=4, loss_fn=mse).sync() as pipe:
+        for half, goal in zip(workload.x.split(6), workload.target.split(6), strict=True):
+            pipe.step(half, goal)
+            mse(bare(half), goal).backward()
+        for m, optimizer in zip((model, bare), optimizers, strict=True):
+            nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_gradient_scaler(workload, inside):
+    """Inside: the scaled loss is the step's business; outside: the caller's, as on any model."""
+    model, bare = workload.model().float(), workload.model().float()
+    x, target = workload.x.float(), workload.target.float()
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, bare))
+    scaler, reference = (torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2))
+    with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=4, loss_fn=mse).sync() as pipe:
+        for _ in range(5):
+            if inside:
+                result = pipe.step(x, target, scaler=scaler)
+                assert result.loss < 100, "losses are not scaled, gradients are"
+            else:
+                scaler.scale(mse(pipe(x), target)).backward()
+            assert max(p.grad.abs().max() for p in model.parameters()) > 1
+            scaler.step(ours)
+            scaler.update()
+            ours.zero_grad()
+            reference.scale(mse(bare(x), target)).backward()
+            reference.step(theirs)
+            reference.update()
+            theirs.zero_grad()
+    assert scaler.get_scale() == reference.get_scale()
+    for a, b in zip(model.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(a, b)

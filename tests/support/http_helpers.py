@@ -1,0 +1,264 @@
+"""A service without training for the API's tests: real settings, store and checks, jobs that are moved by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestClient, TestServer
+from torch import Generator, Tensor, nn
+
+from asyncpipe.errors import OptionError
+from asyncpipe.observe.live.view import LiveView
+from asyncpipe.service.http import make_api, serve_api
+from asyncpipe.service.intake.entries import Entries
+from asyncpipe.service.intake.service_settings import ServiceSettings
+from asyncpipe.service.intake.submission import check_new_schedule, check_submission
+from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError
+from asyncpipe.service.jobs.job_log import JobEvent, LossRow
+from asyncpipe.service.store.job_store import JobStore
+from asyncpipe.service.training_service import ServiceDrainingError, ServiceStatus, TrainingService
+from asyncpipe.train.workload import Workload
+
+TOKEN = "quite-a-secret-token-0123456789"
+ENTRY = "tiny:build"
+JSON = {"Content-Type": "application/json"}
+NOBODY = "0" * 26
+"""The id of no job."""
+
+
+def build(width: int = 4, scale: float = 1.0) -> Workload:
+    raise AssertionError("nothing is trained here")
+
+
+def submission(**more: Any) -> dict[str, Any]:
+    """A whole one."""
+    return {
+        "name": "demo",
+        "entry": ENTRY,
+        "parameters": {"width": 8},
+        "pipeline": {"devices": ["cpu:0", "cpu:1"], "microbatches": 4, "schedule": "gpipe"},
+        "training": {"steps": 100, "batch_size": 8, "learning_rate": 0.01},
+    } | more
+
+
+def make_settings(folder: Path, **more: Any) -> ServiceSettings:
+    """Settings on a free port."""
+    given = {
+        "folder": folder,
+        "devices": ("cpu:0", "cpu:1"),
+        "entries": [ENTRY],
+        "port": 0,
+        "requests_per_second": 1e6,
+        "burst": 10**6,
+    }
+    return ServiceSettings(**given | more)
+
+
+@dataclass
+class FakeService:
+    """What the API needs of a ``TrainingService``; jobs become what they are told at once."""
+
+    settings: ServiceSettings
+    store: JobStore
+    draining: str = ""
+    live: bool = True
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.entries = Entries({ENTRY: build})
+        self.views: dict[str, LiveView] = {}
+        self.rows: dict[str, list[LossRow]] = {}
+        self.told: dict[str, list[JobEvent]] = {}
+        self.news = asyncio.Event()
+        self.followers = 0
+        self.busy: set[str] = set()
+        """Jobs that cannot be paused."""
+
+    async def submit(self, asked: Mapping[str, Any], idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
+        self._check()
+        return await self.store.add(check_submission(asked, self.settings, self.entries), idempotency_key)
+
+    async def pause(self, job: str, cause: str = "") -> JobRecord:
+        if job in self.busy:
+            raise JobStateError(job, JobState.RUNNING, "pause just now")
+        return await self.become(job, JobState.PAUSED, cause)
+
+    async def resume(self, job: str, cause: str = "") -> JobRecord:
+        return await self.become(job, JobState.QUEUED, cause)
+
+    async def cancel(self, job: str, cause: str = "") -> JobRecord:
+        return await self.become(job, JobState.CANCELLED, cause)
+
+    async def become(self, job: str, to: JobState, cause: str = "because") -> JobRecord:
+        self._check()
+        try:
+            return await self.store.transition(job, to, cause)
+        finally:
+            self._wake()
+
+    async def change_schedule(self, job: str, schedule: str) -> JobRecord:
+        self._check()
+        record = await self.store.get(job)
+        check_new_schedule(record.spec, schedule)
+        return record
+
+    async def get(self, job: str) -> JobRecord:
+        if self.error is not None:
+            raise self.error
+        return await self.store.get(job)
+
+    async def list(self, states: Any = None, limit: int = 100, after: str | None = None) -> Sequence[JobRecord]:
+        return await self.store.list(states, limit, after)
+
+    async def history(self, job: str) -> Sequence[Any]:
+        return await self.store.history(job)
+
+    async def waits_for(self, job: str) -> str | None:
+        return "a place"
+
+    async def losses(self, job: str, after: int = 0, limit: int = 1000) -> Sequence[LossRow]:
+        await self.store.get(job)
+        return [row for row in self.rows.get(job, []) if row.step > after][:limit]
+
+    def tell(self, job: str, kind: Any, **data: Any) -> None:
+        """An event for those who follow."""
+        told = self.told.setdefault(job, [])
+        told.append(JobEvent(len(told) + 1, 1.5, kind, data))
+        self._wake()
+
+    async def follow(self, job: str, after: int = 0) -> AsyncIterator[JobEvent]:
+        self.followers += 1
+        try:
+            while True:
+                news = self.news
+                state = (await self.store.get(job)).state
+                for event in self.told.get(job, [])[after:]:
+                    after = event.id
+                    yield event
+                if state in FINAL_STATES or self.draining:
+                    return
+                await news.wait()
+        finally:
+            self.followers -= 1
+            self._wake()
+
+    def view(self, job: str) -> LiveView | None:
+        return self.views.get(job)
+
+    def status(self) -> ServiceStatus:
+        return ServiceStatus(not self.draining and self.live, self.live, self.draining or "takes jobs", 1, 2)
+
+    async def drain(self, cause: str) -> None:
+        """Say that it drains."""
+        self.draining = cause
+        self._wake()
+
+    def _wake(self) -> None:
+        news, self.news = self.news, asyncio.Event()
+        news.set()
+
+    def _check(self) -> None:
+        if self.draining:
+            raise ServiceDrainingError(self.draining)
+        if self.error is not None:
+            raise self.error
+
+
+@asynccontextmanager
+async def fake(folder: Path, **settings: Any) -> AsyncIterator[FakeService]:
+    """A fake service in ``folder``."""
+    made = make_settings(folder, **settings)
+    made.make_folder()
+    async with JobStore(folder / "jobs.sqlite3") as store:
+        yield FakeService(made, store)
+
+
+class Api:
+    """A client of the API under test."""
+
+    def __init__(self, session: Any, base: str, service: FakeService) -> None:
+        self.session = session
+        self.base = base
+        self.service = service
+
+    async def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, Mapping[str, str]]:
+        """Status, JSON (or text) and headers of the answer; ``body`` is sent as JSON unless it is bytes."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        given = ({} if data is None else JSON) | {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.session.request(
+            method, self.base + path, data=data, headers=given, allow_redirects=False
+        ) as answer:
+            text = await answer.text()
+            return answer.status, json.loads(text) if "json" in answer.content_type else text, answer.headers
+
+    async def submitted(self, **more: Any) -> str:
+        """The id of a new job."""
+        status, job, _ = await self.ask("POST", "/v1/jobs", submission(**more))
+        assert status == 201, job
+        return str(job["id"])
+
+
+@asynccontextmanager
+async def mounted(folder: Path, below: str = "", **settings: Any) -> AsyncIterator[Api]:
+    """The application alone, or as a sub-application ``below`` a path of a host's."""
+    async with fake(folder, **settings) as service:
+        app = make_api(service, service.settings)  # type: ignore[arg-type]
+        if below:
+            host = web.Application()
+            host.add_subapp(below, app)
+            app = host
+        async with TestClient(TestServer(app)) as client:
+            yield Api(client, below, service)
+
+
+@asynccontextmanager
+async def served(folder: Path, **settings: Any) -> AsyncIterator[Api]:
+    """The API on a socket of its own."""
+    async with (
+        fake(folder, **settings) as service,
+        serve_api(service, service.settings) as url,  # type: ignore[arg-type]
+        ClientSession() as session,
+    ):
+        yield Api(session, url.rstrip("/"), service)
+
+
+# The real one
+
+
+def tiny(width: int = 8, scale: float = 1.0) -> Workload:
+    """A regression of a few numbers."""
+    if not 0 < width <= 64:
+        raise OptionError("width must be from 1 to 64")
+
+    def batches(size: int, generator: Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            x = torch.randn(size, width, generator=generator)
+            yield x, scale * x.sum(1, keepdim=True)
+
+    model = nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 1))
+    return Workload(model, nn.functional.mse_loss, batches, memoryless=True)
+
+
+def job(steps: int = 20, **more: Any) -> dict[str, Any]:
+    """A submission of so many steps."""
+    return submission(training={"steps": steps, "batch_size": 8, "learning_rate": 0.01}) | more
+
+
+@asynccontextmanager
+async def real(folder: Path, **settings: Any) -> AsyncIterator[Api]:
+    """The API of a service that trains."""
+    made = make_settings(folder, **settings)
+    async with (
+        TrainingService(made, entries=Entries({ENTRY: tiny})) as service,
+        serve_api(service, made) as url,
+        ClientSession() as session,
+    ):
+        yield Api(session, url.rstrip("/"), service)  # type: ignore[arg-type]
