@@ -205,8 +205,8 @@ class _Table:
         for action in self._missing(stages, microbatches):
             raise ScheduleError(
                 f"schedule {self._name!r}, row {self._row_of[action.stage]} (counted from 1): "
-                f"{format_cell(action, '')} is missing; each stage needs an F and a B, or an F, an I and a W, of the micro-batches 0 to "
-                f"{microbatches - 1}"
+                f"{format_cell(action, '')} is missing; each stage needs an F and a B, or an F, an I and a W, of the "
+                f"micro-batches 0 to {microbatches - 1}"
             )
         return Orders(tuple(self._orders), Shape(stages, microbatches, len(self._orders)))
 
