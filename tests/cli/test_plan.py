@@ -47,7 +47,7 @@ learning_rate = 1e-2
 MODULE = """\
 import torch
 from torch import nn
-from asyncpipe.service.run.workload import Workload
+from asyncpipe.train.workload import Workload
 
 def build():
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))

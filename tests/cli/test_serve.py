@@ -46,7 +46,7 @@ JOB: dict[str, Any] = {
 SLOW = """\
 import os
 from torch import nn
-from asyncpipe.service.run.workload import Workload
+from asyncpipe.train.workload import Workload
 import torch
 
 class Gate(nn.Module):

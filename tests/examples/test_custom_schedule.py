@@ -94,7 +94,7 @@ MODULE = """
 import torch
 from torch import nn
 from asyncpipe import RuledSchedule, TaskKind
-from asyncpipe.service.run.workload import Workload
+from asyncpipe.train.workload import Workload
 
 def build():
     def batches(batch_size, generator):

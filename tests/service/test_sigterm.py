@@ -37,7 +37,7 @@ pytestmark = [
 GATED = """\
 import torch
 from torch import nn
-from asyncpipe.service.run.workload import Workload
+from asyncpipe.train.workload import Workload
 
 class Gate(nn.Module):
     def forward(self, x):

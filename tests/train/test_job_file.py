@@ -38,7 +38,7 @@ trace = "runs/linear.json"
 
 MODULE = """\
 from torch import nn
-from asyncpipe.service.run.workload import Workload
+from asyncpipe.train.workload import Workload
 
 def build(*, width, depth=3):
     layers = [nn.Linear(width, width) for _ in range(depth)]

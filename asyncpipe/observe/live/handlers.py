@@ -58,7 +58,7 @@ def make_app(feed: Feed, hosts: Iterable[str]) -> web.Application:
 
     handlers = LiveHandlers(find)
     app = web.Application(middlewares=[_guard(frozenset(host.lower() for host in hosts))])
-    add_files(app.router, "/", "asyncpipe.service.live", FILES)
+    add_files(app.router, "/", "asyncpipe.observe.live", FILES)
     app.router.add_get("/state", handlers.state)
     app.router.add_get("/events", handlers.events)
     app.on_response_prepare.append(add_headers)

@@ -45,9 +45,9 @@ class Pages:
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add all pages."""
         add_files(router, "/", __package__ or "", OWN_FILES)
-        add_files(router, "/", "asyncpipe.service.live", SHARED_FILES)
+        add_files(router, "/", "asyncpipe.observe.live", SHARED_FILES)
         router.add_get("/jobs/{id}", self._to_page)
-        add_files(router, "/jobs/{id}/", "asyncpipe.service.live", FILES)
+        add_files(router, "/jobs/{id}/", "asyncpipe.observe.live", FILES)
         router.add_get("/jobs/{id}/state", self._live.state)
         router.add_get("/jobs/{id}/events", self._events)
 
