@@ -30,7 +30,7 @@ from asyncpipe.bench.example import example_folder
 from asyncpipe.bench.load import Load, load
 from asyncpipe.errors import OptionError
 from asyncpipe.runtime.portal import new_event_loop
-from asyncpipe.service.intake.service_settings import ServiceSettings
+from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.training_service import LossRow, TrainingService
 
 __all__ = ["Size", "run", "show"]

@@ -42,10 +42,10 @@ from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics.collector import serve_metrics
 from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.service.client import JobClient
-from asyncpipe.service.heap import limit_arenas
 from asyncpipe.service.http import serve_api
-from asyncpipe.service.intake.service_settings import ServiceSettings
 from asyncpipe.service.job_states import FINAL_STATES
+from asyncpipe.service.malloc import limit_arenas
+from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.training_service import TrainingService
 
 __all__ = ["Size", "run", "show"]

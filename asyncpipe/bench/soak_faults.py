@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from asyncpipe.bench.soak_entry import FAULTS
 from asyncpipe.bench.soak_jobs import EVERY, SMALL, Tally, unfinished
-from asyncpipe.service.intake.service_settings import ServiceSettings
 from asyncpipe.service.job_states import JobRecord, JobState
+from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.training_service import TrainingService
 
 __all__ = ["Chaos"]

@@ -173,7 +173,7 @@ def _run(command: Command, args: argparse.Namespace) -> int:
 
 
 def _token(path: Path | None) -> str | None:
-    from asyncpipe.service.intake.token_file import read_token
+    from asyncpipe.service.settings.token_file import read_token
 
     given = path or os.environ.get("ASYNCPIPE_TOKEN_FILE")
     if not given:
@@ -186,7 +186,7 @@ def _token(path: Path | None) -> str | None:
 
 def _submit(client: JobClient, args: argparse.Namespace) -> int:
     from asyncpipe.cli.jobs_text import plain
-    from asyncpipe.service.intake.job_submission import read_submission
+    from asyncpipe.service.submission.from_job_file import read_submission
 
     submission, ignored = read_submission(args.file)
     for key in ignored:

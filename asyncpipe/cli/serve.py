@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
-    from asyncpipe.service.intake.service_settings import ServiceSettings
+    from asyncpipe.service.settings.service_settings import ServiceSettings
     from asyncpipe.service.training_service import TrainingService
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -110,7 +110,7 @@ def _serve(args: argparse.Namespace) -> int:
     settings = _settings({key: value for key in SETTINGS if (value := getattr(args, key)) is not None})
     logging.basicConfig(level=args.log_level.upper(), format=FORMAT, stream=sys.stderr)
 
-    from asyncpipe.service.heap import limit_arenas
+    from asyncpipe.service.malloc import limit_arenas
 
     limit_arenas(len(settings.devices))
 
@@ -137,7 +137,7 @@ def _give_up() -> None:
 
 def _settings(given: dict[str, Any]) -> ServiceSettings:
     try:
-        from asyncpipe.service.intake.service_settings import ServiceSettings
+        from asyncpipe.service.settings.service_settings import ServiceSettings
     except ImportError as error:
         needs = "a service needs pydantic-settings and aiohttp"
         raise OptionError(f"{needs}, and not all is installed: pip install 'asyncpipe[service]'") from error

@@ -31,8 +31,8 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from asyncpipe.errors import AsyncpipeError, OptionError
 from asyncpipe.service.client_events import EventReader, ServerEvent
-from asyncpipe.service.intake.token_file import check_token
 from asyncpipe.service.job_states import FINAL_STATES
+from asyncpipe.service.settings.token_file import check_token
 
 __all__ = ["ApiError", "JobClient", "ServerEvent", "UnreachableError", "WaitTimeoutError"]
 

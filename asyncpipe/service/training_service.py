@@ -32,15 +32,15 @@ from asyncpipe.errors import AsyncpipeError
 from asyncpipe.observe.live.view import LiveView
 from asyncpipe.runtime.portal import Call, Portal
 from asyncpipe.runtime.waiting import outlast
-from asyncpipe.service.intake.entries import Entries
-from asyncpipe.service.intake.service_settings import ServiceSettings
-from asyncpipe.service.intake.submission import Submission, check_submission
 from asyncpipe.service.job_states import JobRecord, JobState, Transition
+from asyncpipe.service.jobs.job_control import JobControl
 from asyncpipe.service.jobs.job_log import JobEvent, JobLog, LossRow, read_losses
 from asyncpipe.service.jobs.manager import Manager
-from asyncpipe.service.jobs.requests import Requests
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
+from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobStore
+from asyncpipe.service.submission.entries import Entries
+from asyncpipe.service.submission.submission import Submission, check_submission
 from asyncpipe.train.threads import in_thread
 
 __all__ = ["JobEvent", "LossRow", "ServiceDrainingError", "ServiceStatus", "TrainingService"]
@@ -89,7 +89,7 @@ class TrainingService:
         self._metrics = ServiceMetrics()
         self._metrics.is_ready = lambda: self.status().ready
         self._manager: Manager | None = None
-        self._requests: Requests | None = None
+        self._control: JobControl | None = None
         self._portal: Portal | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stack = AsyncExitStack()
@@ -154,7 +154,7 @@ class TrainingService:
             self._metrics.commits = lambda: store.commits
             self._metrics.hung_tasks = lambda: manager.hung_tasks
             self._manager = await stack.enter_async_context(manager)
-            self._requests = Requests(manager.jobs, settings.max_queued)
+            self._control = JobControl(manager.jobs, settings.max_queued)
             self._heart()
             self._stack = stack.pop_all()
 
@@ -300,10 +300,10 @@ class TrainingService:
 
     # The service's loop
 
-    def _opened(self) -> tuple[Manager, Requests]:
-        if self._manager is None or self._requests is None or self._state:
+    def _opened(self) -> tuple[Manager, JobControl]:
+        if self._manager is None or self._control is None or self._state:
             raise ServiceDrainingError(f"the service {self._state or 'opens'}")
-        return self._manager, self._requests
+        return self._manager, self._control
 
     async def _do(self, request: Coroutine[Any, Any, _T]) -> _T:
         """What ``request`` returns; it is done to its end, whoever is cancelled meanwhile."""

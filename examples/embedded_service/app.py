@@ -16,9 +16,9 @@ from aiohttp import web
 
 from asyncpipe import TrainingService
 from asyncpipe.service.http import make_api
-from asyncpipe.service.intake.service_settings import ServiceSettings
-from asyncpipe.service.intake.submission import SubmissionError
+from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import UnknownJobError
+from asyncpipe.service.submission.submission import SubmissionError
 
 HERE = Path(__file__).parent
 SERVICE = web.AppKey("service", TrainingService)

@@ -20,7 +20,7 @@ import pytest
 from asyncpipe import cli
 from asyncpipe.cli.jobs_text import EventPrinter, job_text, jobs_table, loss_line, plain
 from asyncpipe.service.client import ServerEvent
-from asyncpipe.service.intake.job_submission import read_submission
+from asyncpipe.service.submission.from_job_file import read_submission
 
 CHARLM = Path(__file__).parents[2] / "examples" / "charlm" / "charlm.toml"
 TOKEN = "correct-horse-battery-staple"

@@ -318,7 +318,7 @@ def test_giving_up_waits_for_no_reader(how):
 
 
 def test_its_threads_share_heaps(folder):
-    code = "from asyncpipe.service import heap; heap.limit_arenas = lambda devices: print(devices, 'devices heap')"
+    code = "from asyncpipe.service import malloc; malloc.limit_arenas = lambda devices: print(devices, 'devices heap')"
     with serve(folder, code=code) as served:
         served.line("2 devices heap")
         served.line("^ready")

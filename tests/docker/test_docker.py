@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from asyncpipe.service.intake.service_settings import ServiceSettings
+from asyncpipe.service.settings.service_settings import ServiceSettings
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

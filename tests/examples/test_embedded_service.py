@@ -41,7 +41,7 @@ async def running(example: ModuleType, folder: Path) -> AsyncIterator[Any]:
     """A client of the application, which runs during the block."""
     from aiohttp.test_utils import TestClient, TestServer
 
-    from asyncpipe.service.intake.service_settings import ServiceSettings
+    from asyncpipe.service.settings.service_settings import ServiceSettings
 
     settings = ServiceSettings(
         devices=["cpu:0", "cpu:1"], entries=["charlm:build"], entry_path=EXAMPLES / "charlm", folder=folder

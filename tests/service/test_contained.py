@@ -16,9 +16,9 @@ from run_helpers import plain
 from torch import Generator
 
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.service.intake.entries import Entries
-from asyncpipe.service.intake.service_settings import SettingsError
 from asyncpipe.service.job_states import JobState
+from asyncpipe.service.settings.service_settings import SettingsError
+from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.training_service import TrainingService
 from asyncpipe.train.loop import TrainingRun
 from asyncpipe.train.own_thread import OwnThread

@@ -20,10 +20,10 @@ import torch
 from manager_helpers import ENTRY, make_settings, submission
 from torch import Generator, Tensor, nn
 
-from asyncpipe.service.intake.entries import Entries
 from asyncpipe.service.job_states import JobState
 from asyncpipe.service.jobs.job_log import JobEvent
 from asyncpipe.service.store.job_store import StoreError, StoreProblem
+from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.training_service import TrainingService
 from asyncpipe.train.snapshots import snapshots
 from asyncpipe.train.snapshots.files import read_snapshot

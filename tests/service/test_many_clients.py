@@ -32,9 +32,9 @@ pytest.importorskip("aiohttp", reason="the API needs aiohttp: pip install 'async
 from asyncpipe.bench.soak_samples import POOLS
 from asyncpipe.service.client import ApiError, JobClient
 from asyncpipe.service.http import serve_api
-from asyncpipe.service.intake.entries import Entries
 from asyncpipe.service.job_states import JobState, Transition, check_history
 from asyncpipe.service.jobs.loss_file import read_losses
+from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.training_service import TrainingService
 from asyncpipe.train.workload import Workload
 

@@ -8,10 +8,10 @@ import threading
 import pytest
 from manager_helpers import ENTRY, Fakes, make_settings, mlp, submission, until
 
-from asyncpipe.service.intake.entries import Entries
 from asyncpipe.service.job_states import JobState
 from asyncpipe.service.jobs.job_log import Follower, JobEvent, JobLog, JobLogs
 from asyncpipe.service.store.job_store import JobStore
+from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.training_service import TrainingService
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
@@ -49,7 +49,7 @@ async def test_a_follower_whose_log_opens_while_the_service_closes_ends(tmp_path
     monkeypatch.setattr(JobLog, "follow", follows)
     monkeypatch.setattr(JobStore, "__aexit__", ends)
     settings = make_settings(tmp_path)
-    async with TrainingService(settings, entries=Entries({ENTRY: mlp}), make_training=Fakes()) as service:
+    async with TrainingService(settings, entries=Entries({ENTRY: mlp}), make_trainer=Fakes()) as service:
         job, _ = await service.submit(submission())
         await service.pause(job.id)
         while (await service.get(job.id)).state is not JobState.PAUSED:

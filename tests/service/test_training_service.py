@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from torch import Generator, Tensor, nn
 
-from asyncpipe.service.intake.entries import Entries
-from asyncpipe.service.intake.submission import SubmissionError
 from asyncpipe.service.job_states import JobState, JobStateError, check_history
 from asyncpipe.service.store.job_store import IdempotencyConflictError, UnknownJobError
+from asyncpipe.service.submission.entries import Entries
+from asyncpipe.service.submission.submission import SubmissionError
 from asyncpipe.service.training_service import ServiceDrainingError, TrainingService
 from asyncpipe.train.workload import Workload
 
@@ -340,7 +340,7 @@ async def test_a_service_that_does_not_answer_is_not_live(tmp_path, monkeypatch)
 
 async def test_a_scheduler_of_jobs_that_broke_is_told(tmp_path, monkeypatch):
     fakes = Fakes()
-    opened = TrainingService(make_settings(tmp_path), entries=Entries({ENTRY: mlp}), make_training=fakes)
+    opened = TrainingService(make_settings(tmp_path), entries=Entries({ENTRY: mlp}), make_trainer=fakes)
     async with opened:
 
         def broken(*_: object) -> None:

@@ -18,12 +18,12 @@ from torch import Generator, Tensor, nn
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.live.view import LiveView
 from asyncpipe.service.http import make_api, serve_api
-from asyncpipe.service.intake.entries import Entries
-from asyncpipe.service.intake.service_settings import ServiceSettings
-from asyncpipe.service.intake.submission import check_new_schedule, check_submission
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError
 from asyncpipe.service.jobs.job_log import JobEvent, LossRow
+from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobStore
+from asyncpipe.service.submission.entries import Entries
+from asyncpipe.service.submission.submission import check_new_schedule, check_submission
 from asyncpipe.service.training_service import ServiceDrainingError, ServiceStatus, TrainingService
 from asyncpipe.train.workload import Workload
 

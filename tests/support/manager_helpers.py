@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from asyncpipe.core.predict.report import Report
-from asyncpipe.service.intake.entries import Entries
-from asyncpipe.service.intake.service_settings import ServiceSettings
-from asyncpipe.service.intake.submission import check_submission
 from asyncpipe.service.job_states import JobRecord, JobState
+from asyncpipe.service.jobs.job_control import JobControl
 from asyncpipe.service.jobs.manager import Manager
-from asyncpipe.service.jobs.requests import Requests
+from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobStore
+from asyncpipe.service.submission.entries import Entries
+from asyncpipe.service.submission.submission import check_submission
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import StepProgress, TrainingSummary
 from asyncpipe.train.workload import Workload
@@ -152,13 +152,13 @@ class Service:
 
     manager: Manager
     store: JobStore
-    requests: Requests
+    control: JobControl
     fakes: Fakes
     entries: Entries
 
     async def submit(self, name: str = "job", **changed: Any) -> JobRecord:
         spec = check_submission(submission(name, **changed), self.manager.settings, self.entries)
-        return (await self.requests.submit(spec, None))[0]
+        return (await self.control.submit(spec, None))[0]
 
     async def running(self, name: str = "job", **changed: Any) -> JobRecord:
         """A new job whose training was made."""
@@ -186,9 +186,9 @@ async def opened(
     entries = Entries({ENTRY: mlp})
     settings = make_settings(folder, **changed)
     async with JobStore(folder / "jobs.sqlite3") as store:
-        manager = Manager(settings, entries, store, make_training=fakes, retry_seconds=0.01, **(options or {}))
+        manager = Manager(settings, entries, store, make_trainer=fakes, retry_seconds=0.01, **(options or {}))
         async with manager:
-            yield Service(manager, store, Requests(manager.jobs, settings.max_queued), fakes, entries)
+            yield Service(manager, store, JobControl(manager.jobs, settings.max_queued), fakes, entries)
 
 
 async def until(true: Callable[[], object]) -> None:

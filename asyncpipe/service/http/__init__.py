@@ -26,7 +26,7 @@ from asyncpipe.errors import OptionError
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from asyncpipe.service.intake.service_settings import ServiceSettings
+    from asyncpipe.service.settings.service_settings import ServiceSettings
     from asyncpipe.service.training_service import TrainingService
 
 __all__ = ["make_api", "serve_api"]

@@ -14,16 +14,16 @@ from asyncpipe.errors import OptionError
 from asyncpipe.observe.live.handlers import add_headers
 from asyncpipe.observe.live.hosts import is_loopback, shown_address
 from asyncpipe.service.http import openapi
+from asyncpipe.service.http.access_control import AccessControl
 from asyncpipe.service.http.audit import Audit, audit_files
 from asyncpipe.service.http.connection import connections
-from asyncpipe.service.http.guard import Guard
-from asyncpipe.service.http.limits import Buckets, Places
+from asyncpipe.service.http.event_stream import EventStreams
 from asyncpipe.service.http.pages import Pages
 from asyncpipe.service.http.problems import Problem, catch_problems
+from asyncpipe.service.http.rate_limits import ConcurrencyLimit, TokenBuckets
 from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.http.routes import Routes
-from asyncpipe.service.http.stream import Streams
-from asyncpipe.service.intake.service_settings import ServiceSettings
+from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.training_service import TrainingService
 
 __all__ = ["make_api", "serve_api"]
@@ -40,10 +40,10 @@ _AUDIT = web.AppKey("audit", Audit)
 def make_api(service: TrainingService, settings: ServiceSettings) -> web.Application:
     """The application; see the package."""
     redact, audit = _redactor(settings), Audit()
-    buckets = Buckets(settings.requests_per_second, settings.burst)
-    guard = Guard(settings.hosts, settings.token, buckets, audit)
-    places = Places(max(1, settings.max_connections // STREAM_SHARE))
-    streams, pages = Streams(places, redact), Pages(service, places)
+    buckets = TokenBuckets(settings.requests_per_second, settings.burst)
+    guard = AccessControl(settings.hosts, settings.token, buckets, audit)
+    places = ConcurrencyLimit(max(1, settings.max_connections // STREAM_SHARE))
+    streams, pages = EventStreams(places, redact), Pages(service, places)
     routes = Routes(service, settings, streams, audit, redact)
     app = web.Application(middlewares=[catch_problems(redact), guard.middleware])
     app[_AUDIT] = audit

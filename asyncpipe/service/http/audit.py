@@ -75,7 +75,7 @@ async def audit_files(audit: Audit, folder: Path) -> AsyncIterator[None]:
         _close(files)
         raise OptionError(f"the audit file in {folder} cannot be opened: {error.strerror}") from error
     queue: Queue[Any] = Queue(MOST_WAITING)
-    handler = _Waiting(queue, audit)
+    handler = _BoundedQueueHandler(queue, audit)
     listener = _Listener(queue, *files)
     level = _logger.level
     if not _logger.isEnabledFor(logging.INFO):
@@ -112,7 +112,7 @@ class _Listener(QueueListener):
         self._put(None)
 
 
-class _Waiting(QueueHandler):
+class _BoundedQueueHandler(QueueHandler):
     """Takes one API's lines, and loses some before it waits."""
 
     def __init__(self, queue: Queue[Any], audit: Audit) -> None:

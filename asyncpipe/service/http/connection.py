@@ -25,7 +25,7 @@ from aiohttp.http_exceptions import LineTooLong
 from asyncpipe.service.http.problems import Problem
 from asyncpipe.service.http.redact import Redactor
 
-__all__ = ["Connection", "connections"]
+__all__ = ["ClientConnection", "connections"]
 
 UNTAKEN_SECONDS = 30.0
 """A client that takes nothing of its answer for so long is gone, or holds the connection on purpose."""
@@ -37,10 +37,12 @@ MOST_HEAD = 8190
 _logger = logging.getLogger("asyncpipe.service.http")
 
 
-class Connection(web.RequestHandler):
+class ClientConnection(web.RequestHandler):
     """One client's connection."""
 
-    def __init__(self, server: web.Server, held: set[Connection], most: int, redact: Redactor, **options: Any) -> None:
+    def __init__(
+        self, server: web.Server, held: set[ClientConnection], most: int, redact: Redactor, **options: Any
+    ) -> None:
         super().__init__(server, **options)
         self._held = held
         self._most = most
@@ -107,11 +109,11 @@ def connections(
     server: web.Server, most: int, header_seconds: float, redact: Redactor
 ) -> Callable[[], asyncio.Protocol]:
     """Makes the connections of ``server``: at most ``most``, each waiting ``header_seconds`` for a request's head."""
-    held: set[Connection] = set()
+    held: set[ClientConnection] = set()
     loop = asyncio.get_running_loop()
 
-    def make() -> Connection:
-        return Connection(
+    def make() -> ClientConnection:
+        return ClientConnection(
             server,
             held,
             most,

@@ -21,7 +21,7 @@ __all__ = [
     "ErrorAnswer",
     "EventAnswer",
     "HistoryAnswer",
-    "Job",
+    "JobSummary",
     "JobDetails",
     "JobsAnswer",
     "LossAnswer",
@@ -43,11 +43,11 @@ MOST_CAUSE = 300
 Time = Annotated[float, Field(description="Unix time in seconds")]
 
 
-class _Answer(BaseModel):
+class _ResponseModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Job(_Answer):
+class JobSummary(_ResponseModel):
     """A job."""
 
     id: str = Field(pattern=ID)
@@ -67,7 +67,7 @@ class Job(_Answer):
     snapshot: str | None = Field(description="Name of the newest snapshot.")
 
 
-class JobDetails(Job):
+class JobDetails(JobSummary):
     """A job, with what was submitted."""
 
     waits_for: str | None = Field(description="Why a queued job has not begun.")
@@ -80,16 +80,16 @@ class JobDetails(Job):
         return cls(**_facts(record, redact, 2000), waits_for=waiting, document=dict(record.spec.document))
 
 
-class JobsAnswer(_Answer):
+class JobsAnswer(_ResponseModel):
     """Jobs in the order of submission."""
 
-    jobs: list[Job]
+    jobs: list[JobSummary]
     next: str | None = Field(description="Ask for what comes behind it, as `after`; null at the end.")
 
     @classmethod
     def of(cls, records: list[JobRecord], redact: Redactor, limit: int) -> JobsAnswer:
         """One page; a full one may have a next."""
-        jobs = [Job(**_facts(record, redact, MOST_CAUSE)) for record in records]
+        jobs = [JobSummary(**_facts(record, redact, MOST_CAUSE)) for record in records]
         return cls(jobs=jobs, next=jobs[-1].id if len(jobs) >= limit else None)
 
 
@@ -120,7 +120,7 @@ def _table(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-class TransitionAnswer(_Answer):
+class TransitionAnswer(_ResponseModel):
     """One change of a job's state."""
 
     sequence: int = Field(description="Counts over all jobs.")
@@ -142,13 +142,13 @@ class TransitionAnswer(_Answer):
         )
 
 
-class HistoryAnswer(_Answer):
+class HistoryAnswer(_ResponseModel):
     """Every transition of a job, its submission first."""
 
     transitions: list[TransitionAnswer]
 
 
-class LossAnswer(_Answer):
+class LossAnswer(_ResponseModel):
     """One training step. Numbers that are not finite are null."""
 
     step: int
@@ -169,14 +169,14 @@ class LossAnswer(_Answer):
         )
 
 
-class LossesAnswer(_Answer):
+class LossesAnswer(_ResponseModel):
     """Steps of a job."""
 
     losses: list[LossAnswer]
     next: int | None = Field(description="Ask for what comes behind it, as `after`; null at the end, for now.")
 
 
-class EventAnswer(_Answer):
+class EventAnswer(_ResponseModel):
     """The data of a server-sent event."""
 
     id: int
@@ -214,33 +214,33 @@ class ScheduleRequest(BaseModel):
     )
 
 
-class SchedulesAnswer(_Answer):
+class SchedulesAnswer(_ResponseModel):
     """Schedules that jobs may name."""
 
     schedules: list[str]
 
 
-class EntryAnswer(_Answer):
+class EntryAnswer(_ResponseModel):
     """An entry that jobs may name."""
 
     name: str
     parameters: dict[str, JsonValue] = Field(description="JSON schema of its parameters.")
 
 
-class EntriesAnswer(_Answer):
+class EntriesAnswer(_ResponseModel):
     """All entries."""
 
     entries: list[EntryAnswer]
 
 
-class ReadyAnswer(_Answer):
+class ReadyAnswer(_ResponseModel):
     """How the service stands."""
 
     ready: bool
     reason: str
 
 
-class WrongKeyAnswer(_Answer):
+class WrongKeyAnswer(_ResponseModel):
     """One thing that is wrong with a request."""
 
     key: str

@@ -14,9 +14,9 @@ from pydantic.json_schema import models_json_schema
 
 from asyncpipe.core.schedules.registry import known_schedules
 from asyncpipe.service.http import models
-from asyncpipe.service.intake.service_settings import ServiceSettings
-from asyncpipe.service.intake.submission import Submission, SubmittedPipeline
 from asyncpipe.service.job_states import JobState
+from asyncpipe.service.settings.service_settings import ServiceSettings
+from asyncpipe.service.submission.submission import Submission, SubmittedPipeline
 from asyncpipe.train.job_file import AUTO
 
 __all__ = ["describe"]

@@ -13,9 +13,9 @@ from aiohttp import web
 from asyncpipe.observe.live.feed import Feed
 from asyncpipe.observe.live.handlers import FILES, LiveHandlers, add_files
 from asyncpipe.observe.live.view import LiveView
-from asyncpipe.service.http.limits import Full, Places
+from asyncpipe.service.http.event_stream import too_many
+from asyncpipe.service.http.rate_limits import ConcurrencyLimit, LimitReachedError
 from asyncpipe.service.http.routes import job_id
-from asyncpipe.service.http.stream import too_many
 from asyncpipe.service.job_states import JobRecord
 from asyncpipe.service.training_service import TrainingService
 
@@ -34,7 +34,7 @@ SHARED_FILES = {"/live_draw.js": FILES["/live_draw.js"]}
 class Pages:
     """The pages of one service."""
 
-    def __init__(self, service: TrainingService, places: Places) -> None:
+    def __init__(self, service: TrainingService, places: ConcurrencyLimit) -> None:
         self._service = service
         self._places = places
         self._feeds: OrderedDict[str, tuple[LiveView, Feed]] = OrderedDict()
@@ -66,7 +66,7 @@ class Pages:
         try:
             with self._places.one():
                 return await self._live.events(request)
-        except Full:
+        except LimitReachedError:
             raise too_many() from None
 
     async def _feed(self, request: web.Request) -> Feed:

@@ -19,7 +19,6 @@ from aiohttp.typedefs import Handler, Middleware
 
 from asyncpipe.errors import OptionError, ScheduleError
 from asyncpipe.service.http.redact import Redactor
-from asyncpipe.service.intake.submission import SubmissionError
 from asyncpipe.service.job_states import JobSpecError, JobStateError
 from asyncpipe.service.store.job_store import (
     IdempotencyConflictError,
@@ -28,6 +27,7 @@ from asyncpipe.service.store.job_store import (
     StoreProblem,
     UnknownJobError,
 )
+from asyncpipe.service.submission.submission import SubmissionError
 from asyncpipe.service.training_service import ServiceDrainingError
 
 __all__ = ["Problem", "catch_problems", "invalid", "problem_of"]

@@ -18,15 +18,15 @@ from pydantic import BaseModel, ValidationError
 
 from asyncpipe.service.http import models
 from asyncpipe.service.http.audit import Audit
-from asyncpipe.service.http.body import read_json
+from asyncpipe.service.http.event_stream import EventStreams
+from asyncpipe.service.http.json_body import read_json
 from asyncpipe.service.http.problems import Problem, draining, invalid, problem_of
 from asyncpipe.service.http.redact import Redactor
-from asyncpipe.service.http.stream import Streams
-from asyncpipe.service.intake.service_settings import ServiceSettings
-from asyncpipe.service.intake.submission import SubmissionError
-from asyncpipe.service.intake.wrong_keys import wrong_keys
 from asyncpipe.service.job_states import FINAL_STATES, JSON, JobRecord, JobState
+from asyncpipe.service.settings.service_settings import ServiceSettings
+from asyncpipe.service.settings.wrong_keys import wrong_keys
 from asyncpipe.service.store.job_store import StoreError, UnknownJobError
+from asyncpipe.service.submission.submission import SubmissionError
 from asyncpipe.service.training_service import ServiceDrainingError, TrainingService
 
 __all__ = ["Routes", "job_id"]
@@ -41,7 +41,7 @@ class Routes:
     """The handlers of ``v1``, ``livez`` and ``readyz`` for one service."""
 
     def __init__(
-        self, service: TrainingService, settings: ServiceSettings, streams: Streams, audit: Audit, redact: Redactor
+        self, service: TrainingService, settings: ServiceSettings, streams: EventStreams, audit: Audit, redact: Redactor
     ) -> None:
         self._service = service
         self._settings = settings

@@ -5,7 +5,7 @@
     TrainingRun ── stepped ───▶ log (at once)      store: the step, at most once a second
                 ── snapshot ──▶ store ──▶ log      acknowledged when both know, never before it is on disk
                 ── noted ─────▶ log
-                ── ends ──────▶ Outcome ──▶ next_state ──▶ the manager writes the transition
+                ── ends ──────▶ RunOutcome ──▶ next_state ──▶ the manager writes the transition
 
 What a run came to is plain data: an error is turned into words here, since it holds the frames, and with them the
 tensors, of the step that failed.
@@ -22,8 +22,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncpipe.core.engine.events import Outcome as StepOutcome
-from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.engine.events import Outcome, StepRecord
 from asyncpipe.core.engine.share import Share
 from asyncpipe.errors import AsyncpipeError, JobFileError, TaskError
 from asyncpipe.observe.live.view import LiveView
@@ -38,7 +37,7 @@ from asyncpipe.train.progress import RunStarted, StepProgress, TrainingSummary
 from asyncpipe.train.schedule_changes import NoMoreStepsError
 from asyncpipe.train.workload import Workload
 
-__all__ = ["JobRun", "Outcome", "Result", "Training", "is_permanent", "next_state", "share_of"]
+__all__ = ["JobRun", "RunOutcome", "RunEnding", "Trainer", "is_permanent", "next_state", "share_of"]
 
 _logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ REPORT_SECONDS = 1.0
 """Steps are told to the store at most so often."""
 
 
-class Result(Enum):
+class RunEnding(Enum):
     """How a run ended."""
 
     FINISHED = "finished"
@@ -61,15 +60,15 @@ class Result(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """What a run came to, and in words why."""
 
-    result: Result
+    ending: RunEnding
     cause: str
 
 
 def next_state(
-    outcome: Outcome, asked: JobState | None, asked_cause: str, failures: int, retries: int, shutdown: str | None
+    outcome: RunOutcome, asked: JobState | None, asked_cause: str, failures: int, retries: int, shutdown: str | None
 ) -> tuple[JobState, str]:
     """What a job becomes whose run came to ``outcome``, and the transition's cause.
 
@@ -77,18 +76,18 @@ def next_state(
     those that failed before it since the last snapshot; ``retries`` of them are forgiven. ``shutdown`` is why the
     service ends, if it does.
     """
-    if outcome.result is Result.FINISHED:
+    if outcome.ending is RunEnding.FINISHED:
         return JobState.FINISHED, outcome.cause
     if asked is JobState.CANCELLED:
         return JobState.CANCELLED, asked_cause
-    if outcome.result is Result.HOPELESS:
+    if outcome.ending is RunEnding.HOPELESS:
         return JobState.FAILED, outcome.cause
-    if outcome.result is Result.FAILED and failures > retries:
+    if outcome.ending is RunEnding.FAILED and failures > retries:
         times = f" ({failures} times since the last snapshot)" if failures > 1 else ""
         return JobState.FAILED, outcome.cause + times
     if asked is JobState.PAUSED:
         return JobState.PAUSED, asked_cause
-    if outcome.result is Result.FAILED:
+    if outcome.ending is RunEnding.FAILED:
         return JobState.QUEUED, f"tried again from its last snapshot ({failures} of {retries}): {outcome.cause}"
     return JobState.QUEUED, shutdown or "goes on, as it was asked before it had stopped"
 
@@ -107,7 +106,7 @@ def is_permanent(error: BaseException) -> bool:
     return isinstance(cause, AsyncpipeError) and isinstance(cause, ValueError | TypeError)
 
 
-class Training(Protocol):
+class Trainer(Protocol):
     """What is run: ``TrainingRun``, or in tests what stands for it."""
 
     async def run(self) -> TrainingSummary:
@@ -120,7 +119,7 @@ class Training(Protocol):
         """Follow another schedule from the next step on."""
 
 
-MakeTraining = Callable[..., Training]
+MakeTrainer = Callable[..., Trainer]
 
 
 def share_of(record: JobRecord) -> Share:
@@ -160,7 +159,7 @@ class JobRun:
         self._failed_steps = 0
         """In a row; behind the last one the run ends, or it was tried again."""
         self._log: JobLog | None = None
-        self._training: Training | None = None
+        self._training: Trainer | None = None
         self._task: asyncio.Task[TrainingSummary] | None = None
         self._begun = self._stopping = self._cancelling = False
         self._step: int | None = None
@@ -172,8 +171,8 @@ class JobRun:
     # What the manager does with it
 
     async def run(
-        self, make: MakeTraining, make_workload: Callable[[], Workload], log: JobLog, **options: Any
-    ) -> Outcome:
+        self, make: MakeTrainer, make_workload: Callable[[], Workload], log: JobLog, **options: Any
+    ) -> RunOutcome:
         """Train until it ends however it ends; raises nothing of the job's. ``options`` are ``make``'s."""
         self._log = log
         self._begun = True
@@ -223,8 +222,8 @@ class JobRun:
     # Training
 
     async def _train(
-        self, make: MakeTraining, make_workload: Callable[[], Workload], options: Mapping[str, Any]
-    ) -> Outcome:
+        self, make: MakeTrainer, make_workload: Callable[[], Workload], options: Mapping[str, Any]
+    ) -> RunOutcome:
         try:
             self._training = make(
                 self.job,
@@ -244,7 +243,7 @@ class JobRun:
             self._task.cancel()
         return await self._outcome(self._task)
 
-    async def _outcome(self, task: asyncio.Task[TrainingSummary]) -> Outcome:
+    async def _outcome(self, task: asyncio.Task[TrainingSummary]) -> RunOutcome:
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError:  # The service's loop ends: nothing may be left behind.
@@ -253,8 +252,8 @@ class JobRun:
             raise
         if task.cancelled():
             if self._cancelling:
-                return Outcome(Result.CANCELLED, "cancelled")
-            return Outcome(Result.FAILED, "its code raised a cancellation, which nobody had asked for")
+                return RunOutcome(RunEnding.CANCELLED, "cancelled")
+            return RunOutcome(RunEnding.FAILED, "its code raised a cancellation, which nobody had asked for")
         error = task.exception()
         if error is not None:
             return _failed(error)
@@ -264,13 +263,13 @@ class JobRun:
         if summary.sample is not None:
             self.noted(logging.INFO, f"sample: {summary.sample}")
         if summary.stopped and self._stopping:
-            return Outcome(Result.STOPPED, f"stopped after step {summary.steps}")
+            return RunOutcome(RunEnding.STOPPED, f"stopped after step {summary.steps}")
         if not self._has_saved(summary):
             # It would be lost: after another try from the last snapshot there may be room.
-            return Outcome(Result.FAILED, f"the snapshot of its last step, {summary.steps}, could not be written")
+            return RunOutcome(RunEnding.FAILED, f"the snapshot of its last step, {summary.steps}, could not be written")
         if summary.steps < self.job.training.steps:
-            return Outcome(Result.FINISHED, f"its data ended after {summary.steps} steps")
-        return Outcome(Result.FINISHED, f"all {summary.steps} steps are done")
+            return RunOutcome(RunEnding.FINISHED, f"its data ended after {summary.steps} steps")
+        return RunOutcome(RunEnding.FINISHED, f"all {summary.steps} steps are done")
 
     def _has_saved(self, summary: TrainingSummary) -> bool:
         wanted = self.job.snapshots is not None and summary.steps > 0
@@ -293,7 +292,7 @@ class JobRun:
 
     def step_completed(self, record: StepRecord) -> None:
         """A step ended, in whatever way; as an observer."""
-        if record.outcome is StepOutcome.FAILED:
+        if record.outcome is Outcome.FAILED:
             self._failed_steps += 1
             if self._failed_steps > 1:
                 self._retried()
@@ -354,8 +353,8 @@ class JobRun:
             self._timer.cancel()
 
 
-def _failed(error: BaseException) -> Outcome:
+def _failed(error: BaseException) -> RunOutcome:
     if not isinstance(error, AsyncpipeError):
         _logger.error("a job failed with an error that is not asyncpipe's", exc_info=error)
     words = str(error) if isinstance(error, AsyncpipeError) else f"{type(error).__name__}: {error}"
-    return Outcome(Result.HOPELESS if is_permanent(error) else Result.FAILED, words or type(error).__name__)
+    return RunOutcome(RunEnding.HOPELESS if is_permanent(error) else RunEnding.FAILED, words or type(error).__name__)

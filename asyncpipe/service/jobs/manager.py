@@ -2,7 +2,7 @@
 
 ::
 
-    JobTable.changed ─▶ queue.decide ─▶ queued → running ─▶ JobRun ─▶ Outcome ─▶ next_state ─▶ the transition
+    JobTable.changed ─▶ queue.decide ─▶ queued → running ─▶ JobRun ─▶ RunOutcome ─▶ next_state ─▶ the transition
                           ▲     │                                                                    │
                           │     └─▶ to be measured first ─▶ footprint, in a thread                   │
                           └──────────────────────────────────────────────────────────────────────────┘
@@ -22,17 +22,17 @@ from contextlib import AsyncExitStack, suppress
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.runtime.watchdog import Watchdog
-from asyncpipe.service.intake.entries import Entries
-from asyncpipe.service.intake.service_settings import ServiceSettings
-from asyncpipe.service.intake.submission import job_of
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, PriorityClass, Transition
-from asyncpipe.service.jobs.footprint import footprint
+from asyncpipe.service.jobs.admission import Admission, Candidate, Decision, decide, place_of
 from asyncpipe.service.jobs.job_log import JobLog, JobLogs
-from asyncpipe.service.jobs.job_run import JobRun, MakeTraining, Outcome, Result, is_permanent, next_state
+from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer, RunEnding, RunOutcome, is_permanent, next_state
 from asyncpipe.service.jobs.job_table import JobTable
-from asyncpipe.service.jobs.queue import Answer, Candidate, Decision, decide, place_of
+from asyncpipe.service.jobs.memory_footprint import footprint
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
+from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobStore, StoreError
+from asyncpipe.service.submission.entries import Entries
+from asyncpipe.service.submission.submission import job_of
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.loop import TrainingRun
 from asyncpipe.train.own_thread import OwnThread
@@ -59,11 +59,11 @@ class Manager:
         store: JobStore,
         *,
         metrics: ServiceMetrics | None = None,
-        make_training: MakeTraining = TrainingRun,
+        make_trainer: MakeTrainer = TrainingRun,
         measure: Measure = footprint,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        """``store`` is open, and is closed by its owner. ``make_training`` and ``measure`` are for tests."""
+        """``store`` is open, and is closed by its owner. ``make_trainer`` and ``measure`` are for tests."""
         self.settings = settings
         self.metrics = metrics or ServiceMetrics()
         self.logs = JobLogs(settings.folder / "jobs", self._log_failed)
@@ -72,7 +72,7 @@ class Manager:
         self.watchdog = Watchdog(self.pool.driver, factor=settings.watchdog_factor, floor=settings.watchdog_floor)
         self._entries = entries
         self._store = store
-        self._make_training = make_training
+        self._make_trainer = make_trainer
         self._measure = measure
         self._retry_seconds = retry_seconds
         self._stack = AsyncExitStack()
@@ -210,14 +210,14 @@ class Manager:
         # Nobody overtakes, so the others need not be looked at: there may be a thousand of them.
         record = min(self.jobs.queued.values(), key=lambda each: place_of(_candidate(each, {})))
         (decision,) = self._decide([record])
-        if decision.answer is Answer.BEGIN:
+        if decision.admission is Admission.BEGIN:
             await self._begin(record, decision)
-        elif decision.answer is Answer.REFUSE:
+        elif decision.admission is Admission.REFUSE:
             await self._refuse(record, decision.reason)
-        elif decision.answer is Answer.MEASURE and self._measuring is None:
+        elif decision.admission is Admission.MEASURE and self._measuring is None:
             task = asyncio.create_task(self._measured(record), name=f"asyncpipe footprint of {record.id}")
             self._measuring = task
-        return decision.answer in (Answer.BEGIN, Answer.REFUSE)
+        return decision.admission in (Admission.BEGIN, Admission.REFUSE)
 
     def _decide(self, queued: Iterable[JobRecord]) -> list[Decision]:
         limits = self.settings.memory_limit
@@ -307,7 +307,7 @@ class Manager:
             async with self.logs.use(job, history) as log:
                 await self._end(run, await self._run(run, make_workload, log))
         except StoreError as error:  # Of the history: it has not begun.
-            await self._end(run, Outcome(Result.FAILED, str(error)))
+            await self._end(run, RunOutcome(RunEnding.FAILED, str(error)))
         except Exception:
             _logger.exception("job %s cannot be told what became of it, which is a mistake in asyncpipe", job)
         finally:
@@ -316,19 +316,19 @@ class Manager:
                 del self.jobs.running[job]
             self.jobs.changed.set()
 
-    async def _run(self, run: JobRun, make_workload: Callable[[], Workload], log: JobLog) -> Outcome:
+    async def _run(self, run: JobRun, make_workload: Callable[[], Workload], log: JobLog) -> RunOutcome:
         if self._shutdown is not None:
             run.stop()
         try:
-            return await run.run(self._make_training, make_workload, log, pool=self.pool)
+            return await run.run(self._make_trainer, make_workload, log, pool=self.pool)
         except Exception as error:
             _logger.exception("the run of job %s broke, which is a mistake in asyncpipe", run.record.id)
-            return Outcome(Result.HOPELESS, f"{type(error).__name__}: {error}")
+            return RunOutcome(RunEnding.HOPELESS, f"{type(error).__name__}: {error}")
 
-    async def _end(self, run: JobRun, outcome: Outcome) -> None:
+    async def _end(self, run: JobRun, outcome: RunOutcome) -> None:
         """Write what the job becomes, as often as it takes."""
         job = run.record.id
-        failed = outcome.result is Result.FAILED
+        failed = outcome.ending is RunEnding.FAILED
         failures = (0 if run.has_snapshot else self._failures.get(job, 0)) + failed
         if failed and failures <= _retries(run.record):
             await self._rest(failures)

@@ -26,9 +26,9 @@ from typing import TypeVar
 from asyncpipe.errors import OptionError
 from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, Transition, tidy_cause
 from asyncpipe.service.store import queries
-from asyncpipe.service.store.file import StoreError, StoreProblem, explain, open_database
+from asyncpipe.service.store.database import StoreError, StoreProblem, explain, open_database
+from asyncpipe.service.store.database_thread import DatabaseThread
 from asyncpipe.service.store.queries import IdempotencyConflictError, QueueFullError, UnknownJobError
-from asyncpipe.service.store.writer import Writer
 
 __all__ = [
     "IdempotencyConflictError",
@@ -91,7 +91,7 @@ class JobStore:
         def closed() -> StoreError:
             return StoreError(path, StoreProblem.CLOSED, "is not open", "use it inside 'async with', which opens once")
 
-        self._writer = Writer(
+        self._writer = DatabaseThread(
             "asyncpipe job store",
             connect=lambda: open_database(path, busy_seconds),
             explain=lambda error: explain(path, error),

@@ -20,9 +20,9 @@ from asyncpipe.errors import OptionError
 from asyncpipe.observe.live.hosts import is_own_page
 from asyncpipe.service.http import audit as audit_module
 from asyncpipe.service.http import serve_api
-from asyncpipe.service.http.body import MOST_DEPTH, parse_json
-from asyncpipe.service.http.limits import Buckets, Full, Places, client_of
+from asyncpipe.service.http.json_body import MOST_DEPTH, parse_json
 from asyncpipe.service.http.problems import Problem
+from asyncpipe.service.http.rate_limits import ConcurrencyLimit, LimitReachedError, TokenBuckets, client_of
 from asyncpipe.service.http.redact import Redactor, shorten
 
 pytestmark = [pytest.mark.one_loop]
@@ -69,7 +69,7 @@ def test_no_body_takes_long() -> None:
 
 def test_a_bucket_empties_and_fills_again() -> None:
     now = [100.0]
-    buckets = Buckets(2.0, 3, clock=lambda: now[0])
+    buckets = TokenBuckets(2.0, 3, clock=lambda: now[0])
     assert [buckets.take("a") for _ in range(4)] == [0, 0, 0, 0.5]
     assert buckets.take("b") == 0
     now[0] += 0.5
@@ -79,7 +79,7 @@ def test_a_bucket_empties_and_fills_again() -> None:
 
 
 def test_the_table_of_clients_is_bounded_and_forgets_the_quietest() -> None:
-    buckets = Buckets(1.0, 1, most=3, clock=lambda: 0.0)
+    buckets = TokenBuckets(1.0, 1, most=3, clock=lambda: 0.0)
     for client in "abcabcd":
         buckets.take(client)
     assert len(buckets) == 3
@@ -96,8 +96,8 @@ def test_a_network_is_one_client() -> None:
 
 
 def test_places_are_given_back() -> None:
-    places = Places(1)
-    with places.one(), pytest.raises(Full), places.one():
+    places = ConcurrencyLimit(1)
+    with places.one(), pytest.raises(LimitReachedError), places.one():
         pass
     with places.one():
         assert places.held == 1

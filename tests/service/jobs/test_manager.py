@@ -9,9 +9,9 @@ import pytest
 from manager_helpers import Fakes, opened, until
 
 from asyncpipe.errors import ScheduleError
-from asyncpipe.service.intake.submission import SubmissionError
 from asyncpipe.service.job_states import JobState, JobStateError, PriorityClass, check_history
 from asyncpipe.service.store.job_store import QueueFullError, UnknownJobError
+from asyncpipe.service.submission.submission import SubmissionError
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
 
@@ -57,13 +57,13 @@ async def test_a_running_job_pauses_after_its_step_and_goes_on_from_there(tmp_pa
         fake = service.fakes["job"]
         fake.go(2)
         await until(lambda: fake.step == 2)
-        asked = await service.requests.pause(job.id, "ann asked")
+        asked = await service.control.pause(job.id, "ann asked")
         assert (asked.state, asked.asked) == (RUNNING, PAUSED)
         paused = await service.comes(job.id, PAUSED)
         assert (paused.cause, paused.asked, paused.step, paused.snapshot) == ("ann asked", None, 2, "step-2")
         with pytest.raises(JobStateError, match="is paused: it cannot become paused"):
-            await service.requests.pause(job.id, "ann asked")
-        assert (await service.requests.resume(job.id, "bob asked")).state is QUEUED
+            await service.control.pause(job.id, "ann asked")
+        assert (await service.control.resume(job.id, "bob asked")).state is QUEUED
         await until(lambda: len(service.fakes.made["job"]) == 2)
         assert service.fakes["job"].first == 2
         service.fakes["job"].go()
@@ -74,10 +74,10 @@ async def test_a_running_job_pauses_after_its_step_and_goes_on_from_there(tmp_pa
 async def test_who_asks_to_go_on_before_it_has_stopped_does_not_wait_for_ever(tmp_path):
     async with opened(tmp_path) as service:
         job = await service.running()
-        assert (await service.requests.pause(job.id, "ann asked")).asked is PAUSED
-        assert (await service.requests.resume(job.id, "bob asked")).asked is None
+        assert (await service.control.pause(job.id, "ann asked")).asked is PAUSED
+        assert (await service.control.resume(job.id, "bob asked")).asked is None
         with pytest.raises(JobStateError, match="it cannot"):
-            await service.requests.resume(job.id, "bob asked")
+            await service.control.resume(job.id, "bob asked")
         await until(lambda: len(service.fakes.made["job"]) == 2)
         service.fakes["job"].go()
         await service.comes(job.id, FINISHED)
@@ -88,17 +88,17 @@ async def test_cancelling_ends_a_job_wherever_it_is(tmp_path):
     async with opened(tmp_path, max_running=1) as service:
         running = await service.running("running")
         queued, paused = await service.submit("queued"), await service.submit("paused")
-        assert (await service.requests.pause(paused.id, "ann asked")).state is PAUSED
+        assert (await service.control.pause(paused.id, "ann asked")).state is PAUSED
         for job in (queued, paused):
-            assert (await service.requests.cancel(job.id, "bob asked")).state is CANCELLED
-        asked = await service.requests.cancel(running.id, "bob asked")
+            assert (await service.control.cancel(job.id, "bob asked")).state is CANCELLED
+        asked = await service.control.cancel(running.id, "bob asked")
         assert (asked.state, asked.asked) == (RUNNING, CANCELLED)
         with pytest.raises(JobStateError, match="as it is being cancelled"):
-            await service.requests.pause(running.id, "ann asked")
+            await service.control.pause(running.id, "ann asked")
         record = await service.comes(running.id, CANCELLED)
         assert (record.cause, record.snapshot) == ("bob asked", None)
         for job in (queued, paused, running):
-            for request in (service.requests.pause, service.requests.resume, service.requests.cancel):
+            for request in (service.control.pause, service.control.resume, service.control.cancel):
                 with pytest.raises(JobStateError, match="that state is final"):
                     await request(job.id, "ann asked")
         assert service.fakes["running"].ended
@@ -107,8 +107,8 @@ async def test_cancelling_ends_a_job_wherever_it_is(tmp_path):
 
 async def test_unknown_jobs_are_told(tmp_path):
     async with opened(tmp_path) as service:
-        requests = service.requests
-        for asking in (requests.pause, requests.resume, requests.cancel, requests.change_schedule):
+        control = service.control
+        for asking in (control.pause, control.resume, control.cancel, control.change_schedule):
             with pytest.raises(UnknownJobError):
                 await asking("7", "gpipe")
 
@@ -130,19 +130,19 @@ async def test_a_paused_job_waits_like_a_new_one_and_a_running_one_goes_on(tmp_p
     async with opened(tmp_path, max_running=1, max_queued=1) as service:
         running = await service.running("first")
         paused = await service.submit("second")
-        await service.requests.pause(paused.id, "ann asked")
+        await service.control.pause(paused.id, "ann asked")
         await service.submit("third")
         with pytest.raises(QueueFullError):
-            await service.requests.resume(paused.id, "ann asked")
+            await service.control.resume(paused.id, "ann asked")
         assert (await service.store.get(paused.id)).state is PAUSED
         assert paused.id not in service.manager.jobs.queued
-        await service.requests.pause(running.id, "ann asked")
-        await service.requests.resume(running.id, "bob asked")
+        await service.control.pause(running.id, "ann asked")
+        await service.control.resume(running.id, "bob asked")
         await until(lambda: len(service.fakes.made["first"]) == 2)
         service.fakes.free = True
         service.fakes["first"].go()
         await until(lambda: not service.manager.jobs.queued)
-        assert (await service.requests.resume(paused.id, "ann asked")).state is QUEUED
+        assert (await service.control.resume(paused.id, "ann asked")).state is QUEUED
         await service.comes(running.id, FINISHED)
 
 
@@ -164,21 +164,21 @@ async def test_a_schedule_is_changed_in_any_state_and_kept(tmp_path):
     async with opened(tmp_path, max_running=1) as service:
         running = await service.running("running")
         queued = await service.submit("queued")
-        assert (await service.requests.change_schedule(running.id, "gpipe")).schedule == "gpipe"
+        assert (await service.control.change_schedule(running.id, "gpipe")).schedule == "gpipe"
         assert service.fakes["running"].schedules == ["gpipe"]
-        assert (await service.requests.change_schedule(queued.id, "gpipe")).schedule == "gpipe"
+        assert (await service.control.change_schedule(queued.id, "gpipe")).schedule == "gpipe"
         for schedule in ("nothing", "csv:/etc/passwd", "os:system", "auto"):
             with pytest.raises(SubmissionError):
-                await service.requests.change_schedule(queued.id, schedule)
+                await service.control.change_schedule(queued.id, schedule)
         service.fakes["running"].refused = ScheduleError("places stage 1 elsewhere")
         with pytest.raises(ScheduleError, match="places stage 1 elsewhere"):
-            await service.requests.change_schedule(running.id, "zb-h1")
+            await service.control.change_schedule(running.id, "zb-h1")
         assert (await service.store.get(running.id)).schedule == "gpipe"
         service.fakes["running"].go()
         await until(lambda: service.fakes.made["queued"])
         assert service.fakes["queued"].job.pipeline.schedule == "gpipe"
         with pytest.raises(JobStateError, match="is finished: it cannot change its schedule"):
-            await service.requests.change_schedule(running.id, "1f1b")
+            await service.control.change_schedule(running.id, "1f1b")
 
 
 async def test_a_job_can_be_cancelled_while_its_schedule_waits_for_a_long_step(tmp_path):
@@ -190,9 +190,9 @@ async def test_a_job_can_be_cancelled_while_its_schedule_waits_for_a_long_step(t
             await asyncio.Event().wait()
 
         fake.change_schedule = never
-        changing = asyncio.create_task(service.requests.change_schedule(job.id, "gpipe"))
+        changing = asyncio.create_task(service.control.change_schedule(job.id, "gpipe"))
         await asyncio.sleep(0)
-        await service.requests.cancel(job.id, "ann asked")
+        await service.control.cancel(job.id, "ann asked")
         await service.comes(job.id, CANCELLED)
         await asyncio.wait([changing])
         # Kept just before the end, or refused because of it: never forgotten and never a hang.
@@ -283,7 +283,7 @@ async def test_fifty_jobs_and_five_clients_who_want_something_else_all_the_time(
             job = chance.choice(jobs)
             what = chance.choice(["pause", "pause", "resume", "resume", "resume", "cancel"])
             try:
-                await getattr(service.requests, what)(job.id, f"{what} was asked")
+                await getattr(service.control, what)(job.id, f"{what} was asked")
                 done += 1
             except JobStateError:
                 refused += 1
@@ -304,7 +304,7 @@ async def test_fifty_jobs_and_five_clients_who_want_something_else_all_the_time(
         for job in jobs:
             record = await service.store.get(job.id)
             if record.state is PAUSED or record.asked is PAUSED:
-                await service.requests.resume(job.id, "the end")
+                await service.control.resume(job.id, "the end")
         for fakes in list(service.fakes.made.values()):
             fakes[-1].go()
         for job in jobs:

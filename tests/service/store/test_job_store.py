@@ -15,7 +15,7 @@ import pytest
 
 from asyncpipe.errors import OptionError
 from asyncpipe.service.job_states import JobRecord, JobSpec, JobSpecError, JobState, JobStateError, PriorityClass
-from asyncpipe.service.store import writer as store_writer
+from asyncpipe.service.store import database_thread
 from asyncpipe.service.store.job_store import (
     IdempotencyConflictError,
     JobStore,
@@ -277,7 +277,7 @@ async def test_an_error_of_sqlite_fails_only_the_request_that_made_it(path):
 
 async def test_a_flood_is_committed_in_groups_of_bounded_size(path):
     async with Held(path) as store:
-        await held(store, *(store.submit(SPEC) for _ in range(store_writer.LARGEST_GROUP * 2 + 1)))
+        await held(store, *(store.submit(SPEC) for _ in range(database_thread.LARGEST_GROUP * 2 + 1)))
         assert store.commits == 3
 
 

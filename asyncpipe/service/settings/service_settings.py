@@ -52,9 +52,9 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, Pydanti
 from pydantic_settings import SettingsError as _SourceError
 
 from asyncpipe.errors import AsyncpipeError, DeviceError
-from asyncpipe.service.intake import setting_values as values
-from asyncpipe.service.intake.token_file import check_token, read_token
-from asyncpipe.service.intake.wrong_keys import WrongKey, similar, wrong_keys
+from asyncpipe.service.settings import setting_values as values
+from asyncpipe.service.settings.token_file import check_token, read_token
+from asyncpipe.service.settings.wrong_keys import WrongKey, similar, wrong_keys
 
 __all__ = ["EntrySettings", "ServiceSettings", "SettingsError"]
 
@@ -78,8 +78,8 @@ _FACTOR = "must be a finite number of at least 1"
 _BYTES = 'must be a number of bytes of at least 1, such as 131072 or "128 KiB"'
 
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(values.texts)]
-Count = Annotated[int, BeforeValidator(values.no_flag), Field(ge=1, le=10**9, description=_COUNT)]
-Port = Annotated[int, BeforeValidator(values.no_flag), Field(ge=0, le=65535)]
+PositiveInteger = Annotated[int, BeforeValidator(values.no_flag), Field(ge=1, le=10**9, description=_COUNT)]
+PortNumber = Annotated[int, BeforeValidator(values.no_flag), Field(ge=0, le=65535)]
 Seconds = Annotated[
     float, BeforeValidator(values.no_flag), Field(gt=0, le=1e9, allow_inf_nan=False, description=_SECONDS)
 ]
@@ -97,7 +97,7 @@ class EntrySettings(BaseModel):
     """Parameters that the operator sets and clients cannot."""
 
 
-Entries = Annotated[
+EntryTable = Annotated[
     dict[Annotated[str, AfterValidator(values.entry_name)], EntrySettings],
     NoDecode,
     BeforeValidator(values.entries),
@@ -126,23 +126,23 @@ class ServiceSettings(BaseSettings):
     """Where all that must outlive the process is; made with the mode 0700."""
     devices: Annotated[Texts, AfterValidator(values.devices)] = Field(description=values.DEVICES)
     """What jobs may name. One that is there twice, a job may name twice, as two logical devices."""
-    entries: Entries = Field(description=values.ENTRIES)
+    entries: EntryTable = Field(description=values.ENTRIES)
     """The only code that jobs run: ``module:factory`` and what the operator fixes of its parameters."""
     entry_path: Path | None = Field(default=None, description="must be the path of a folder with modules")
     """Where the entries' modules are looked for before Python's own path."""
-    max_running: Count = 4
-    max_queued: Count = 1000
+    max_running: PositiveInteger = 4
+    max_queued: PositiveInteger = 1000
     """More are refused; jobs that ended do not count."""
     memory_limit: Annotated[
         dict[str, Annotated[Bytes, AfterValidator(int)]], NoDecode, BeforeValidator(values.mapping)
     ] = Field(default_factory=dict, description=values.MEMORY_LIMIT)
     """Bytes of a device that all jobs together may take; a device that is not there has no limit."""
     address: str = Field(default="127.0.0.1", min_length=1, description="must be an address to listen on")
-    port: Port = Field(default=8080, description=_PORT)
+    port: PortNumber = Field(default=8080, description=_PORT)
     hosts: Annotated[Texts, AfterValidator(values.hosts)] = Field(default=(), description=values.HOSTS)
     """Other names under which requests may ask for this service, as behind a proxy."""
     metrics_address: str = Field(default="127.0.0.1", min_length=1, description="must be an address to listen on")
-    metrics_port: Annotated[Port | None, BeforeValidator(values.or_none)] = Field(
+    metrics_port: Annotated[PortNumber | None, BeforeValidator(values.or_none)] = Field(
         default=9400, description=f'{_PORT}, or "none"'
     )
     token: SecretStr | None = Field(default=None, description="must be a text")
@@ -157,11 +157,11 @@ class ServiceSettings(BaseSettings):
     max_body: Annotated[Bytes, AfterValidator(int)] = Field(default=ByteSize(128 * 1024), description=_BYTES)
     requests_per_second: Rate = 50.0
     """Of one client address, in the long run."""
-    burst: Count = 100
+    burst: PositiveInteger = 100
     """Of one client address, at once."""
     body_seconds: Seconds = 10.0
     header_seconds: Seconds = 10.0
-    max_connections: Count = 1000
+    max_connections: PositiveInteger = 1000
     loop: Literal["own", "running"] = Field(default="own", description='must be "own" or "running"')
     """Whether training has an event loop of its own, which a handler of the host that blocks cannot delay."""
 

@@ -27,10 +27,10 @@ from pydantic import SecretStr
 
 from asyncpipe.observe.live.hosts import is_own_page, own_host
 from asyncpipe.service.http.audit import Audit
-from asyncpipe.service.http.limits import Buckets, client_of, retry_after
 from asyncpipe.service.http.problems import Problem
+from asyncpipe.service.http.rate_limits import TokenBuckets, client_of, retry_after
 
-__all__ = ["READING", "Guard"]
+__all__ = ["READING", "AccessControl"]
 
 READING = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 """Methods that change nothing."""
@@ -45,10 +45,10 @@ OWN = frozenset({"", "same-origin", "none"})
 _logger = logging.getLogger("asyncpipe.service.http")
 
 
-class Guard:
+class AccessControl:
     """Lets requests through, or refuses them with a ``Problem`` and, where that matters, a line in the audit."""
 
-    def __init__(self, hosts: Collection[str], token: SecretStr | None, buckets: Buckets, audit: Audit) -> None:
+    def __init__(self, hosts: Collection[str], token: SecretStr | None, buckets: TokenBuckets, audit: Audit) -> None:
         """``hosts`` are further names of this server; without a ``token`` everybody may do everything."""
         self._hosts = frozenset(host.lower().strip("[]") for host in hosts)
         # Digests are as long as one another, so a comparison does not tell how long the token is.

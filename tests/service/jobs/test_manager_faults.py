@@ -13,7 +13,7 @@ from manager_helpers import Fakes, opened, until
 from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.errors import HungTaskError, JobFileError, LossError, OptionError, TaskError
 from asyncpipe.service.job_states import JobState, check_transition
-from asyncpipe.service.jobs.job_run import Outcome, Result, is_permanent, next_state
+from asyncpipe.service.jobs.job_run import RunEnding, RunOutcome, is_permanent, next_state
 from asyncpipe.service.store.job_store import StoreError, StoreProblem
 from asyncpipe.train.batches import DataError
 from asyncpipe.train.faults import NonFiniteLossError, OutOfMemoryError
@@ -38,21 +38,21 @@ def full() -> StoreError:
 
 
 @given(
-    st.sampled_from(Result),
+    st.sampled_from(RunEnding),
     st.sampled_from([None, PAUSED, CANCELLED]),
     st.integers(1, 4),
     st.integers(0, 3),
     st.none() | st.just("SIGTERM"),
 )
 def test_whatever_a_run_comes_to_the_job_goes_where_it_may(result, asked, failures, retries, shutdown):
-    to, cause = next_state(Outcome(result, "because"), asked, "asked for", failures, retries, shutdown)
+    to, cause = next_state(RunOutcome(result, "because"), asked, "asked for", failures, retries, shutdown)
     check_transition("7", RUNNING, to)
     assert cause
-    if result is Result.FINISHED:
+    if result is RunEnding.FINISHED:
         assert to is FINISHED
     elif asked is CANCELLED:
         assert (to, cause) == (CANCELLED, "asked for")
-    elif result is Result.HOPELESS or (result is Result.FAILED and failures > retries):
+    elif result is RunEnding.HOPELESS or (result is RunEnding.FAILED and failures > retries):
         assert to is FAILED
         assert cause.startswith("because")
     else:
@@ -129,7 +129,7 @@ async def test_a_failing_job_that_was_asked_to_end_ends(tmp_path):
         fake.cancelled = asyncio.Event()
         fakes.fails = lambda fake: OSError("at the same moment")
         fake.go(1)
-        await service.requests.pause(job.id, "ann asked")
+        await service.control.pause(job.id, "ann asked")
         assert (await service.comes(job.id, PAUSED, QUEUED, FAILED)).state is PAUSED
 
 
@@ -213,11 +213,11 @@ async def test_a_request_that_the_store_does_not_take_changes_nothing(tmp_path, 
         with monkeypatch.context() as patched:
             patched.setattr(service.store, "ask", failing)
             patched.setattr(service.store, "change_schedule", failing)
-            for asking in (service.requests.pause(job.id, "a"), service.requests.cancel(job.id, "a")):
+            for asking in (service.control.pause(job.id, "a"), service.control.cancel(job.id, "a")):
                 with pytest.raises(StoreError):
                     await asking
             with pytest.raises(StoreError):
-                await service.requests.change_schedule(job.id, "gpipe")
+                await service.control.change_schedule(job.id, "gpipe")
         # It went back to the schedule that is kept.
         assert service.fakes["job"].schedules == ["gpipe", "1f1b"]
         assert not service.fakes["job"].stopping
@@ -319,7 +319,7 @@ async def test_what_is_being_measured_can_be_cancelled_and_the_service_can_end(t
         job = await service.submit("first")
         await until(begun.is_set)
         assert service.manager.waits_for(job.id) == "its memory is being measured"
-        await service.requests.cancel(job.id, "ann asked")
+        await service.control.cancel(job.id, "ann asked")
         go_on.set()
         await until(lambda: service.manager._measuring is None)
         assert not service.manager._peaks

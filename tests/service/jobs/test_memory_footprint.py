@@ -12,7 +12,7 @@ from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.predict.memory import StageMemory
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import JobFileError
-from asyncpipe.service.jobs.footprint import footprint, peaks_of
+from asyncpipe.service.jobs.memory_footprint import footprint, peaks_of
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.workload import Workload
 

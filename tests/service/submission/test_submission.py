@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from pydantic import Field
 from torch import nn
 
-from asyncpipe.service.intake.entries import Entries
-from asyncpipe.service.intake.service_settings import ServiceSettings
-from asyncpipe.service.intake.submission import (
+from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, PriorityClass
+from asyncpipe.service.settings.service_settings import ServiceSettings
+from asyncpipe.service.submission.entries import Entries
+from asyncpipe.service.submission.submission import (
     MOST_ACTIONS,
     Submission,
     SubmissionError,
@@ -25,7 +26,6 @@ from asyncpipe.service.intake.submission import (
     check_submission,
     job_of,
 )
-from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, PriorityClass
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.workload import Workload
 

@@ -26,10 +26,10 @@ from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
 from asyncpipe.core.schedules.validate import blaming
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.service.intake.entries import Entries
-from asyncpipe.service.intake.service_settings import ServiceSettings
-from asyncpipe.service.intake.wrong_keys import WrongKey, shown, wrong_keys
 from asyncpipe.service.job_states import JSON, MAX_NAME, MAX_WEIGHT, JobRecord, JobSpec, JobSpecError, PriorityClass
+from asyncpipe.service.settings.service_settings import ServiceSettings
+from asyncpipe.service.settings.wrong_keys import WrongKey, shown, wrong_keys
+from asyncpipe.service.submission.entries import Entries
 from asyncpipe.train.job_file import AUTO, Faults, Job, PipelineTable, Training
 
 __all__ = [

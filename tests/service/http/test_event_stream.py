@@ -1,4 +1,4 @@
-"""Streams of events and the live pages: what is sent, where it goes on, how it ends."""
+"""EventStreams of events and the live pages: what is sent, where it goes on, how it ends."""
 
 from __future__ import annotations
 

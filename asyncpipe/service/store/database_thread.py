@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from asyncpipe.train.threads import contained, ended
 
-__all__ = ["Writer"]
+__all__ = ["DatabaseThread"]
 
 LARGEST_GROUP = 128
 """Requests in one commit, so that the first of a flood does not wait for the last."""
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 _Work = Callable[[sqlite3.Connection], Any]
 
 
-class _Outcome(NamedTuple):
+class _Reply(NamedTuple):
     value: Any = None
     error: Exception | None = None
 
@@ -44,7 +44,7 @@ class _Request(NamedTuple):
     future: asyncio.Future[Any]
 
 
-class _Mailbox:
+class _RequestQueue:
     """Requests on their way to the thread; once closed it takes no more, and what is in it still gets there."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class _Mailbox:
         return group
 
 
-class Writer:
+class DatabaseThread:
     """Runs functions on a connection in a thread of its own. Opened once and closed once; requests from any loop."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Writer:
         self._connect = connect
         self._explain = explain
         self._closed_error = closed
-        self._mailbox = _Mailbox()
+        self._mailbox = _RequestQueue()
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Future[None] | None = None
         self._name = name
@@ -150,7 +150,7 @@ def _serve(
     connect: Callable[[], sqlite3.Connection],
     explain: Callable[[sqlite3.Error], Exception],
     closed: Callable[[], Exception],
-    mailbox: _Mailbox,
+    mailbox: _RequestQueue,
     opened: asyncio.Future[None],
     done: asyncio.Future[None],
 ) -> None:
@@ -170,61 +170,61 @@ def _serve(
             with suppress(sqlite3.Error):
                 connection.close()
         while group := mailbox.take():
-            _answer([(request.future, _Outcome(error=closed())) for request in group])
-        _answer([(done, _Outcome())])
+            _answer([(request.future, _Reply(error=closed())) for request in group])
+        _answer([(done, _Reply())])
 
 
 def _answers(
     connection: sqlite3.Connection,
     group: Sequence[_Request],
     explain: Callable[[sqlite3.Error], Exception],
-    mailbox: _Mailbox,
-) -> list[tuple[asyncio.Future[Any], _Outcome]]:
+    mailbox: _RequestQueue,
+) -> list[tuple[asyncio.Future[Any], _Reply]]:
     """What became of each of ``group``; raises nothing, since whoever waits must hear of it."""
     answers = _attempt(lambda: _do(connection, group, explain, mailbox))
     if answers.error is None:
-        told: list[tuple[asyncio.Future[Any], _Outcome]] = answers.value
+        told: list[tuple[asyncio.Future[Any], _Reply]] = answers.value
         return told
     _roll_back(connection)
-    return [(request.future, _Outcome(error=answers.error)) for request in group]
+    return [(request.future, _Reply(error=answers.error)) for request in group]
 
 
 def _do(
     connection: sqlite3.Connection,
     group: Sequence[_Request],
     explain: Callable[[sqlite3.Error], Exception],
-    mailbox: _Mailbox,
-) -> list[tuple[asyncio.Future[Any], _Outcome]]:
+    mailbox: _RequestQueue,
+) -> list[tuple[asyncio.Future[Any], _Reply]]:
     writing = [request for request in group if request.writes]
     reading = [request for request in group if not request.writes]
     outcomes = _write(connection, [request.work for request in writing], mailbox) if writing else []
     outcomes += [_read(connection, request.work) for request in reading]
     told = [
-        _Outcome(error=explain(outcome.error)) if isinstance(outcome.error, sqlite3.Error) else outcome
+        _Reply(error=explain(outcome.error)) if isinstance(outcome.error, sqlite3.Error) else outcome
         for outcome in outcomes
     ]
     return [(request.future, outcome) for request, outcome in zip(writing + reading, told, strict=True)]
 
 
-def _write(connection: sqlite3.Connection, works: Sequence[_Work], mailbox: _Mailbox) -> list[_Outcome]:
+def _write(connection: sqlite3.Connection, works: Sequence[_Work], mailbox: _RequestQueue) -> list[_Reply]:
     """What became of each of ``works``: those that returned are on disk, those that raised changed nothing."""
     try:
         connection.execute("BEGIN IMMEDIATE")
     except sqlite3.Error as error:
-        return [_Outcome(error=error)] * len(works)
+        return [_Reply(error=error)] * len(works)
     try:
         outcomes = [_in_savepoint(connection, work) for work in works]
         connection.execute("COMMIT")
     except sqlite3.Error as error:
         _roll_back(connection)
         if len(works) == 1:
-            return [_Outcome(error=error)]
+            return [_Reply(error=error)]
         return [outcome for work in works for outcome in _write(connection, [work], mailbox)]
     mailbox.commits += 1
     return outcomes
 
 
-def _in_savepoint(connection: sqlite3.Connection, work: _Work) -> _Outcome:
+def _in_savepoint(connection: sqlite3.Connection, work: _Work) -> _Reply:
     """What ``work`` came to, and of one that raised no trace; an error of SQLite concerns the whole group."""
     connection.execute("SAVEPOINT request")
     outcome = _attempt(lambda: work(connection))
@@ -236,12 +236,12 @@ def _in_savepoint(connection: sqlite3.Connection, work: _Work) -> _Outcome:
     return outcome
 
 
-def _read(connection: sqlite3.Connection, work: _Work) -> _Outcome:
+def _read(connection: sqlite3.Connection, work: _Work) -> _Reply:
     """What ``work`` came to, on one state of the store."""
     try:
         connection.execute("BEGIN")
     except sqlite3.Error as error:
-        return _Outcome(error=error)
+        return _Reply(error=error)
     outcome = _attempt(lambda: work(connection))
     _roll_back(connection)
     return outcome
@@ -254,16 +254,16 @@ def _roll_back(connection: sqlite3.Connection) -> None:
             connection.execute("ROLLBACK")
 
 
-def _attempt(work: Callable[[], Any]) -> _Outcome:
+def _attempt(work: Callable[[], Any]) -> _Reply:
     try:
-        return _Outcome(contained(work))
+        return _Reply(contained(work))
     except Exception as error:  # noqa: BLE001 - told to whoever waits
-        return _Outcome(error=error)
+        return _Reply(error=error)
 
 
-def _answer(answers: Sequence[tuple[asyncio.Future[Any], _Outcome]]) -> None:
+def _answer(answers: Sequence[tuple[asyncio.Future[Any], _Reply]]) -> None:
     """Tell each future its outcome, with one wake-up of each loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], _Outcome]]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], _Reply]]] = {}
     for future, outcome in answers:
         by_loop.setdefault(future.get_loop(), []).append((future, outcome))
     for loop, some in by_loop.items():
@@ -272,7 +272,7 @@ def _answer(answers: Sequence[tuple[asyncio.Future[Any], _Outcome]]) -> None:
             loop.call_soon_threadsafe(_settle, some)
 
 
-def _settle(answers: Sequence[tuple[asyncio.Future[Any], _Outcome]]) -> None:
+def _settle(answers: Sequence[tuple[asyncio.Future[Any], _Reply]]) -> None:
     for future, (value, error) in answers:
         if future.done():
             continue

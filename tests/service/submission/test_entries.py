@@ -15,8 +15,8 @@ from pydantic import Field
 from torch import nn
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.intake.entries import Entries, EntryError
-from asyncpipe.service.intake.service_settings import ServiceSettings, SettingsError
+from asyncpipe.service.settings.service_settings import ServiceSettings, SettingsError
+from asyncpipe.service.submission.entries import Entries, EntryError
 from asyncpipe.train.workload import Workload
 
 

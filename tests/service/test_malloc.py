@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from asyncpipe.service import heap
+from asyncpipe.service import malloc
 
 THREADS = 12
 COUNT = f"""
 import ctypes, os, tempfile, threading
-from asyncpipe.service.heap import limit_arenas
+from asyncpipe.service.malloc import limit_arenas
 
 libc = ctypes.CDLL(None)
 libc.fopen.restype = ctypes.c_void_p
@@ -47,7 +47,7 @@ def counted(**environment: str) -> str:
     return ended.stdout.strip()
 
 
-@pytest.mark.skipif(not heap._is_glibc(), reason="this C library is not glibc")
+@pytest.mark.skipif(not malloc._is_glibc(), reason="this C library is not glibc")
 def test_threads_share_a_few_heaps():
     assert counted() == "3 3"
     assert counted(MALLOC_ARENA_MAX="6") == "None 6"
@@ -62,5 +62,5 @@ def test_another_c_library_is_left_alone(monkeypatch, said):
 
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
     monkeypatch.setattr(os, "confstr", confstr)
-    monkeypatch.setattr(heap.ctypes, "CDLL", None)
-    assert heap.limit_arenas(2) is None
+    monkeypatch.setattr(malloc.ctypes, "CDLL", None)
+    assert malloc.limit_arenas(2) is None

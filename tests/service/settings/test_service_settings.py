@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncpipe.service.intake.service_settings import EntrySettings, ServiceSettings, SettingsError
+from asyncpipe.service.settings.service_settings import EntrySettings, ServiceSettings, SettingsError
 
 TOKEN = "correct-horse-battery-staple"
 RIGHT: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "entries": ["charlm:build"]}
@@ -125,7 +125,7 @@ def test_the_environment_says_lists_and_tables_as_text_or_json(key, text, value,
 def test_importing_reads_nothing_and_brings_no_torch(tmp_path):
     code = (
         "import os, sys; os.environ['ASYNCPIPE_PORT'] = 'nonsense'\n"
-        "import asyncpipe.service.intake.service_settings\n"
+        "import asyncpipe.service.settings.service_settings\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)

@@ -20,7 +20,7 @@ from enum import Enum
 
 from asyncpipe.core.predict.memory import format_bytes
 
-__all__ = ["Answer", "Candidate", "Decision", "decide", "place_of", "too_large"]
+__all__ = ["Admission", "Candidate", "Decision", "decide", "place_of", "too_large"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Candidate:
     peaks: Mapping[str, int] | None = None
 
 
-class Answer(Enum):
+class Admission(Enum):
     """What becomes of a job that waits."""
 
     BEGIN = "begin"
@@ -50,7 +50,7 @@ class Decision:
     """What becomes of one job, with a reason that operators read."""
 
     job: str
-    answer: Answer
+    admission: Admission
     reason: str
 
 
@@ -75,13 +75,13 @@ def decide(
     waiting: list[str] = []
     for candidate in sorted(queued, key=place_of):
         decision = _decide_one(candidate, places, max_running, held, limits)
-        if decision.answer is not Answer.REFUSE and waiting:
-            decision = Decision(candidate.job, Answer.WAIT, _behind(waiting))
+        if decision.admission is not Admission.REFUSE and waiting:
+            decision = Decision(candidate.job, Admission.WAIT, _behind(waiting))
         decisions.append(decision)
-        if decision.answer is Answer.BEGIN:
+        if decision.admission is Admission.BEGIN:
             places -= 1
             held.update(candidate.peaks or {})
-        elif decision.answer is not Answer.REFUSE:
+        elif decision.admission is not Admission.REFUSE:
             waiting.append(candidate.job)
     return decisions
 
@@ -102,17 +102,17 @@ def _decide_one(
     """What becomes of ``candidate`` if it is the next."""
     peaks = candidate.peaks
     if peaks is not None and (problem := too_large(peaks, limits)) is not None:
-        return Decision(candidate.job, Answer.REFUSE, problem)
+        return Decision(candidate.job, Admission.REFUSE, problem)
     if places <= 0:
-        return Decision(candidate.job, Answer.WAIT, f"waits for a place: {max_running} jobs run, and no more may")
+        return Decision(candidate.job, Admission.WAIT, f"waits for a place: {max_running} jobs run, and no more may")
     if peaks is None:
-        return Decision(candidate.job, Answer.MEASURE, "its memory is being measured")
+        return Decision(candidate.job, Admission.MEASURE, "its memory is being measured")
     for device, peak in peaks.items():
         if device in limits and held.get(device, 0) + peak > limits[device]:
             free = max(0, limits[device] - held.get(device, 0))
             need = f"needs {format_bytes(peak)}, {format_bytes(free)} of {format_bytes(limits[device])} are free"
-            return Decision(candidate.job, Answer.WAIT, f"waits for memory on {device}: {need}")
-    return Decision(candidate.job, Answer.BEGIN, "it is its turn")
+            return Decision(candidate.job, Admission.WAIT, f"waits for memory on {device}: {need}")
+    return Decision(candidate.job, Admission.BEGIN, "it is its turn")
 
 
 def _behind(waiting: Sequence[str]) -> str:

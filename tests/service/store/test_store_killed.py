@@ -26,7 +26,7 @@ from asyncpipe.service.store.job_store import RECOVERED, JobStore
 KILLS = int(os.environ.get("ASYNCPIPE_KILLS", "8"))
 MOST_LINES = 400
 MOST_SECONDS = 0.005
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 CHILD = """
 import asyncio, itertools, json, os, random, sys

@@ -13,16 +13,16 @@ from __future__ import annotations
 from contextlib import suppress
 
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.service.intake.submission import check_new_schedule
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobSpec, JobState, JobStateError
 from asyncpipe.service.jobs.job_run import JobRun
 from asyncpipe.service.jobs.job_table import JobTable
 from asyncpipe.service.store.job_store import StoreError
+from asyncpipe.service.submission.submission import check_new_schedule
 
-__all__ = ["Requests"]
+__all__ = ["JobControl"]
 
 
-class Requests:
+class JobControl:
     """What clients ask, done for one job at a time in the order in which it was asked. Of the service's loop.
 
     Raises ``UnknownJobError``; ``JobStateError`` for what a job cannot do in its state; ``StoreError``, and nothing

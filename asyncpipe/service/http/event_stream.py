@@ -18,13 +18,13 @@ from typing import Any
 
 from aiohttp import web
 
-from asyncpipe.service.http.limits import Full, Places
 from asyncpipe.service.http.models import EventAnswer
 from asyncpipe.service.http.problems import Problem
+from asyncpipe.service.http.rate_limits import ConcurrencyLimit, LimitReachedError
 from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.jobs.job_log import JobEvent
 
-__all__ = ["Streams"]
+__all__ = ["EventStreams"]
 
 KEEP_ALIVE_SECONDS = 15.0
 """Proxies close connections on which nothing happens for a minute or so."""
@@ -36,10 +36,10 @@ GOODBYE_SECONDS = 1.0
 """For clients to take what was sent, when the server closes."""
 
 
-class Streams:
+class EventStreams:
     """All event streams of an API: not more than ``places`` at once, and ``close`` ends them."""
 
-    def __init__(self, places: Places, redact: Redactor) -> None:
+    def __init__(self, places: ConcurrencyLimit, redact: Redactor) -> None:
         self._places = places
         self._redact = redact
         self._closing = asyncio.Event()
@@ -65,7 +65,7 @@ class Streams:
                 finally:
                     self._open.pop(line, None)
                     self._left.set()
-        except Full:
+        except LimitReachedError:
             raise too_many() from None
         return response
 

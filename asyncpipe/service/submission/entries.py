@@ -27,9 +27,9 @@ from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict  # Pydantic reads typing's own from Python 3.12 on.
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.intake.parameter_rules import can_be_given, unsafe_values
-from asyncpipe.service.intake.service_settings import ServiceSettings, SettingsError
-from asyncpipe.service.intake.wrong_keys import WrongKey, adapter_wrong_keys, similar
+from asyncpipe.service.settings.service_settings import ServiceSettings, SettingsError
+from asyncpipe.service.settings.wrong_keys import WrongKey, adapter_wrong_keys, similar
+from asyncpipe.service.submission.parameter_rules import can_be_given, unsafe_values
 from asyncpipe.train.paths import importable
 from asyncpipe.train.workload import Workload
 
@@ -53,11 +53,11 @@ class Entries:
     def __init__(
         self, factories: Mapping[str, Factory], fixed: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     ) -> None:
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _RegisteredEntry] = {}
         problems: list[str] = []
         for name, factory in factories.items():
             try:
-                self._entries[name] = _Entry(name, factory, fixed.get(name, {}))
+                self._entries[name] = _RegisteredEntry(name, factory, fixed.get(name, {}))
             except SettingsError as error:
                 problems.append(str(error))
         if problems:
@@ -112,14 +112,14 @@ class Entries:
             raise EntryError(f"entry {entry}: {'; '.join(map(str, problems))}")
         return lambda: found.make(arguments)
 
-    def _find(self, entry: str) -> _Entry:
+    def _find(self, entry: str) -> _RegisteredEntry:
         try:
             return self._entries[entry]
         except KeyError:
             raise EntryError(f"entry {entry!r:.100} is not registered; {', '.join(self.names)} are") from None
 
 
-class _Entry:
+class _RegisteredEntry:
     """One factory, with the model of what clients may give it."""
 
     def __init__(self, name: str, factory: Factory, fixed: Mapping[str, Any]) -> None:

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from asyncpipe.service.job_states import JobSpec, JobState
-from asyncpipe.service.store.file import MIGRATIONS, explain, open_database
+from asyncpipe.service.store.database import MIGRATIONS, explain, open_database
 from asyncpipe.service.store.job_store import JobStore, StoreError, StoreProblem
 
 pytestmark = pytest.mark.one_loop
 
 SPEC = JobSpec("job", "package.module:factory")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from ipaddress import IPv6Address, ip_address
 from time import monotonic
 
-__all__ = ["Buckets", "Full", "Places", "client_of", "retry_after"]
+__all__ = ["TokenBuckets", "LimitReachedError", "ConcurrencyLimit", "client_of", "retry_after"]
 
 MOST_CLIENTS = 4096
 IPV6_NETWORK = 64
 """Bits of an address that its owner does not choose."""
 
 
-class Buckets:
+class TokenBuckets:
     """Who may ask now: ``rate`` requests a second for each client in the long run, ``burst`` at once."""
 
     def __init__(
@@ -48,11 +48,11 @@ class Buckets:
         return wait
 
 
-class Full(Exception):
+class LimitReachedError(Exception):
     """There is no place left."""
 
 
-class Places:
+class ConcurrencyLimit:
     """A number of places; each is held for the length of a block."""
 
     def __init__(self, most: int) -> None:
@@ -61,9 +61,9 @@ class Places:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Holds a place during the block. Raises ``Full``."""
+        """Holds a place during the block. Raises ``LimitReachedError``."""
         if self.held >= self.most:
-            raise Full
+            raise LimitReachedError
         self.held += 1
         try:
             yield

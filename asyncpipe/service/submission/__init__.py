@@ -1,0 +1,1 @@
+"""What clients may submit, and the job that comes of it."""
