@@ -6,14 +6,18 @@ import asyncio
 import functools
 import gc
 import inspect
+import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+FULL = Path("/dev/full")
 JOIN_SECONDS = 10.0
 TURNS = 5
 """Of the loop, in which a coroutine that was cancelled may end."""
@@ -83,6 +87,26 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not pending, f"coroutines are left pending: {pending}"
     shapes = [tuple(tensor.shape) for tensor in _tensors()]
     assert not shapes, f"tensors of these shapes are left: {shapes}"
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    """A file on a full disk: every write to it fails with ENOSPC.
+
+    Where this process may replace the system's own, it is another node of the same device: a test that finds a
+    mistake shall not leave a regular file in its place.
+    """
+    if not FULL.is_char_device():
+        pytest.skip("this system has no /dev/full")
+    if not os.access(FULL.parent, os.W_OK):
+        return FULL
+    made = tmp_path / "full"
+    try:
+        os.mknod(made, stat.S_IFCHR | 0o666, FULL.stat().st_rdev)
+        made.open("w").close()
+    except OSError as error:
+        pytest.skip(f"as this user, /dev/full could be replaced, and no other node can be made: {error}")
+    return made
 
 
 def _watched(test: Callable[..., Coroutine[Any, Any, None]], left: list[str]) -> Callable[..., Any]:
