@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import pkgutil
+import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +15,7 @@ from metric_helpers import failed, lowered, value
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncpipe.observe import metrics, pictures
+from asyncpipe import observe
 from asyncpipe.core.engine.events import DeviceMemory, StepNotes
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase
@@ -210,9 +210,7 @@ def test_a_port_in_use_is_named(registry: CollectorRegistry) -> None:
 
 
 def test_observing_needs_no_torch() -> None:
-    packages = (metrics, pictures)
-    names = ", ".join(
-        info.name for package in packages for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
-    )
+    modules = [info.name for info in pkgutil.walk_packages(observe.__path__, "asyncpipe.observe.")]
+    names = ", ".join(name for name in modules if ".metrics." in name or ".pictures." in name)
     code = f"import sys, {names}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
