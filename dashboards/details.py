@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncpipe.core.kinds import COMPUTE_KINDS, TaskKind
 from dashboards.board import Band
 from dashboards.panels import Face, Query, heat, lines
 from dashboards.queries import mean, quantile, rate, series, total
@@ -9,12 +10,9 @@ from dashboards.sdk import Panel
 
 __all__ = ["devices", "steps", "tasks"]
 
-KINDS = (
-    "F forward, R recompute, B backward, I and W its halves for inputs and for weights, C copy, S sum of tied "
-    "gradients, U update."
-)
+KINDS = ", ".join(f"{kind.value} {kind.word}" for kind in TaskKind) + "."
 CHOSEN = 'kind=~"$kind"'
-COMPUTE = 'kind!~"C|S|U"'
+COMPUTE = f'kind=~"{"|".join(COMPUTE_KINDS)}"'
 ACROSS = 3
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from asyncpipe.core.kinds import COMPUTE_KINDS
 from dashboards.rule import WINDOW, Alert, Recording
 from dashboards.service_rules import RESTING, SERVICE_ALERTS
 
@@ -131,9 +132,9 @@ or device:asyncpipe_idle:ratio{reason="copy"}""",
     Recording("job:asyncpipe_dispatch:ratio", 'avg by (job) (device:asyncpipe_idle:ratio{reason="dispatch"})'),
     Recording(
         "job:asyncpipe_recompute:ratio",
-        """\
-sum by (job) (rate(asyncpipe_task_duration_seconds_sum{kind="R"}[WINDOW]))
-/ (sum by (job) (rate(asyncpipe_task_duration_seconds_sum{kind!~"C|S|U"}[WINDOW])) > 0)""",
+        f"""\
+sum by (job) (rate(asyncpipe_task_duration_seconds_sum{{kind="R"}}[WINDOW]))
+/ (sum by (job) (rate(asyncpipe_task_duration_seconds_sum{{kind=~"{"|".join(COMPUTE_KINDS)}"}}[WINDOW])) > 0)""",
     ),
     Recording(
         "job:asyncpipe_step_duration_seconds:mean",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncpipe.core.kinds import TaskKind
-from asyncpipe.observe.pictures.kinds import COLOURS, NAMES
 from dashboards.board import Band, Section, board
 from dashboards.jobs import jobs
 from dashboards.panels import SERVICE, Face, Property, Query, called, lines, number, table, thresholds
@@ -154,7 +153,7 @@ def _failures() -> tuple[Band, ...]:
         about="Tasks per minute that raised an error, by kind. The log names micro-batch, stage and device.",
         unit="suffix: /min",
         runbook=("AsyncpipeTaskFailures",),
-        names=tuple(called(kind.value, NAMES[kind], COLOURS[kind]) for kind in TaskKind),
+        names=tuple(called(kind.value, kind.word, kind.colour) for kind in TaskKind),
     )
     observers = Face(
         title="Observer failures",

@@ -1,21 +1,60 @@
-"""The kinds of tasks."""
+"""The kinds of tasks: the one table of their letters, names and colours.
+
+A new kind takes a row here, the nodes that ``graph/lower.py`` adds, the computation that ``ops/execute/binder.py``
+binds and, unless it costs nothing in simulations, its cost in ``predict/costs.py``. Pictures, metrics, traces and
+dashboards read this table.
+"""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Self
 
-__all__ = ["TaskKind"]
+__all__ = ["COMPUTE_KINDS", "INPUT_GRADIENT_KINDS", "RELEASING_KINDS", "SCHEDULED_KINDS", "TaskKind"]
 
 
 class TaskKind(StrEnum):
-    """What a task does; the value is the letter used in schedules, journals and pictures."""
+    """What a task does; the value is the letter used in schedules, journals and pictures.
 
-    FORWARD = "F"
-    RECOMPUTE = "R"
-    BACKWARD = "B"
-    INPUT_GRADIENT = "I"
-    WEIGHT_GRADIENT = "W"
-    COPY = "C"
-    UPDATE = "U"
-    SUM = "S"
+    F and B are as far apart as blue and green can be. I is a teal and W a lilac, so that the halves of a backward
+    differ from each other and from a whole one beside them. Pictures also write the letter on the task, for readers
+    who cannot tell the colours apart.
+    """
+
+    word: str
+    """The name in legends."""
+    colour: str
+    """The background of the task in pictures, ``#rrggbb``; dark text is readable on each."""
+    ansi_colour: int
+    """The nearest of a terminal's 256 colours. The first sixteen are not used: themes redefine them."""
+    trace_colour: str
+    """The name in Chrome's fixed list of colours, the only ones that a Chrome trace can ask for."""
+
+    FORWARD = "F", "forward", "#7fb3e0", 110, "thread_state_runnable"
+    RECOMPUTE = "R", "recompute", "#f7dc6f", 221, "yellow"
+    BACKWARD = "B", "backward", "#82c77f", 114, "good"
+    INPUT_GRADIENT = "I", "input gradient", "#4fc3b8", 79, "thread_state_running"
+    WEIGHT_GRADIENT = "W", "weight gradient", "#c7a6e2", 183, "olive"
+    COPY = "C", "copy", "#9aa5b1", 248, "grey"
+    UPDATE = "U", "update", "#f0a58f", 216, "generic_work"
+    SUM = "S", "sum", "#f2b5d0", 218, "rail_animation"
     """Adds the gradients of a tied parameter's replicas to its own."""
+
+    # The defaults are for type checkers, to which ``TaskKind("F")`` is a call of this, and not the look-up that it is.
+    def __new__(
+        cls, letter: str, word: str = "", colour: str = "", ansi_colour: int = 0, trace_colour: str = ""
+    ) -> Self:
+        kind = str.__new__(cls, letter)
+        kind._value_ = letter
+        kind.word, kind.colour, kind.ansi_colour, kind.trace_colour = word, colour, ansi_colour, trace_colour
+        return kind
+
+
+SCHEDULED_KINDS = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT)
+"""The kinds of actions in schedules; tasks of the other kinds are added when a schedule is lowered."""
+COMPUTE_KINDS = (TaskKind.FORWARD, TaskKind.RECOMPUTE, *SCHEDULED_KINDS[1:])
+"""The kinds that run a stage on a micro-batch."""
+INPUT_GRADIENT_KINDS = (TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT)
+"""The kinds that compute the gradient of a stage's input, which the stage before it waits for."""
+RELEASING_KINDS = (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT)
+"""The kinds that are the last to use what a forward kept."""

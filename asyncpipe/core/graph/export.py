@@ -10,14 +10,12 @@ from typing import Any
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import Reason, TaskGraph
-from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.kinds import SCHEDULED_KINDS
 from asyncpipe.core.schedules.notation import format_cell
 from asyncpipe.core.schedules.protocol import Action, OrderedSchedule, Schedule, Shape, flat
 from asyncpipe.errors import ScheduleError
 
 __all__ = ["to_dict", "to_dot", "write_csv"]
-
-_CSV_KINDS = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT)
 
 
 def to_dict(graph: TaskGraph) -> dict[str, list[dict[str, Any]]]:
@@ -46,16 +44,6 @@ def _task_row(task: Task) -> dict[str, Any]:
     return row
 
 
-_DOT_COLOURS = {
-    "F": "#7fb3e0",
-    "R": "#f7dc6f",
-    "B": "#82c77f",
-    "I": "#4fc3b8",
-    "W": "#c7a6e2",
-    "C": "#9aa5b1",
-    "S": "#f2b5d0",
-    "U": "#f0a58f",
-}
 _DOT_STYLES = {Reason.DATA: "solid", Reason.COPY: "solid", Reason.RECOMPUTE: "bold", Reason.ORDER: "dashed"}
 
 
@@ -72,7 +60,7 @@ def to_dot(graph: TaskGraph) -> str:
 
 
 def _dot_nodes(tasks: Sequence[Task]) -> list[str]:
-    return [f'    "{task.id}" [fillcolor="{_DOT_COLOURS.get(task.kind.value, "#ffffff")}"];' for task in tasks]
+    return [f'    "{task.id}" [fillcolor="{task.kind.colour}"];' for task in tasks]
 
 
 def write_csv(schedule: Schedule, shape: Shape) -> str:
@@ -87,7 +75,7 @@ def write_csv(schedule: Schedule, shape: Shape) -> str:
     if not isinstance(schedule, OrderedSchedule):
         raise ScheduleError(f"schedule {schedule.name!r} decides by a rule; only an ordered schedule has a CSV form")
     graph = lower(schedule, shape)
-    cycles = {Action(*task[1:4]): task.cycle for task in graph.tasks if task.kind in _CSV_KINDS}
+    cycles = {Action(*task[1:4]): task.cycle for task in graph.tasks if task.kind in SCHEDULED_KINDS}
     columns = 1 + max(cycles.values())
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")

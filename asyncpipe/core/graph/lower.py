@@ -35,7 +35,7 @@ from typing import Any
 
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import Phase, Rule, TaskGraph, Wiring
-from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.kinds import SCHEDULED_KINDS, TaskKind
 from asyncpipe.core.schedules.protocol import Action, RuledSchedule, Schedule, Shape
 from asyncpipe.core.schedules.validate import blaming, check_admission, checked_actions, checked_placement
 from asyncpipe.errors import OptionError, ScheduleError
@@ -342,7 +342,7 @@ class _Builder:
             path[task] = None
             task = next(dependency for dependency in self._dependencies[task] if stuck[dependency])
         steps = list(path)
-        ring = [k for k in steps[steps.index(task) :] if self._keys[k][0] in (_F, _B, _I, _W)]
+        ring = [k for k in steps[steps.index(task) :] if self._keys[k][0] in SCHEDULED_KINDS]
         names = [str(Action(*self._keys[k][:3])) for k in (*ring, ring[0])]
         device = self._placement[self._keys[ring[0]][2]]
         return f"schedule {self._name!r} deadlocks: on device {device}, {', which waits for '.join(names)}"

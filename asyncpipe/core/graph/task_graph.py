@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from asyncpipe.core.graph.task import Lane, Task
-from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.kinds import COMPUTE_KINDS, INPUT_GRADIENT_KINDS, RELEASING_KINDS, TaskKind
 from asyncpipe.core.schedules.protocol import Action, Shape
 
 __all__ = ["Edge", "Phase", "Reason", "Rule", "TaskGraph", "Wiring", "critical_path"]
@@ -115,7 +115,7 @@ class TaskGraph:
     @property
     def releasing(self) -> tuple[TaskKind, ...]:
         """The kinds of tasks that end a micro-batch's life at a stage: what its forward kept is dropped."""
-        return (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT) if self.training else (TaskKind.FORWARD,)
+        return RELEASING_KINDS if self.training else (TaskKind.FORWARD,)
 
     def edges(self) -> Iterator[Edge]:
         """Every dependency, by dependent."""
@@ -137,7 +137,7 @@ def _reason(dependency: Task, task: Task) -> Reason:
         return Reason.COPY
     if dependency.kind is TaskKind.RECOMPUTE:
         return Reason.RECOMPUTE
-    if task.kind in (TaskKind.COPY, TaskKind.SUM, TaskKind.UPDATE):
+    if task.kind not in COMPUTE_KINDS:
         return Reason.DATA
     same_microbatch = dependency.microbatch == task.microbatch
     if same_microbatch and dependency.kind is task.kind:
@@ -148,7 +148,7 @@ def _reason(dependency: Task, task: Task) -> Reason:
 
 
 def _is_gradient(task: Task) -> bool:
-    return task.kind in (TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT)
+    return task.kind in INPUT_GRADIENT_KINDS
 
 
 def critical_path(graph: TaskGraph, duration: Callable[[Task], float]) -> float:

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from math import cos, exp, inf, log, log1p, pi, sqrt
 
 from asyncpipe.core.graph.task import WHOLE_STEP, Task
-from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.kinds import COMPUTE_KINDS, TaskKind
 from asyncpipe.errors import OptionError
 
 __all__ = ["Costs", "Jitter", "StageCosts", "parse_costs"]
 
 _F, _R, _B, _C, _U = (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.COPY, TaskKind.UPDATE)
 _I, _W = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
-_ROWS = (_F, _R, _B, _I, _W)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ class StageCosts:
     """Seconds of the optimizer's update of each stage; nothing if left out."""
 
     def __post_init__(self) -> None:
-        unknown = [kind for kind in self.seconds if kind not in _ROWS]
+        unknown = [kind for kind in self.seconds if kind not in COMPUTE_KINDS]
         if unknown or _F not in self.seconds:
             got = ", ".join(map(str, self.seconds)) or "nothing"
             raise OptionError(f"seconds takes rows for the kinds F (always), R, B, I and W, got {got}")
@@ -148,7 +147,7 @@ class StageCosts:
             return self._copy(task)
         if task.kind is _U:
             return 0.0 if self.update is None else self.update[task.stage]
-        if task.kind in _ROWS:
+        if task.kind in COMPUTE_KINDS:
             raise OptionError(f"{task.id} has no cost: give the seconds of {task.kind.value} at each stage")
         return 0.0
 

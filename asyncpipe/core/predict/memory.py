@@ -22,13 +22,12 @@ from dataclasses import dataclass
 
 from asyncpipe.core.engine.events import StepRecord, StepSubmitted, TaskCompleted
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.kinds import RELEASING_KINDS, TaskKind
 from asyncpipe.errors import OptionError
 
 __all__ = ["StageMemory", "format_bytes", "memory_over_time", "peak_memory"]
 
 _F, _R = TaskKind.FORWARD, TaskKind.RECOMPUTE
-_B, _W = TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ def _changes(record: StepRecord, memory: StageMemory) -> list[tuple[float, int, 
             changes.append((event.started, graph.placement[stage], kept))
         elif kind is _R:
             changes.append((event.started, graph.placement[stage], saved - inputs))
-        elif kind in (_B, _W):
+        elif kind in RELEASING_KINDS:
             changes.append((event.ended, graph.placement[stage], -saved))
     return changes
 

@@ -19,14 +19,14 @@ from collections.abc import Iterator, Sequence
 from io import StringIO
 from typing import NamedTuple
 
-from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.kinds import INPUT_GRADIENT_KINDS, SCHEDULED_KINDS, TaskKind
 from asyncpipe.core.schedules.protocol import Action, Overlap, Shape, flat
 from asyncpipe.errors import ScheduleError
 
 __all__ = ["Orders", "format_cell", "read_csv"]
 
-_F, _B, _I, _W = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT)
-_KINDS = {kind.value: kind for kind in (_F, _B, _I, _W)}
+_F, _B, _I, _W = SCHEDULED_KINDS
+_KINDS = {kind.value: kind for kind in SCHEDULED_KINDS}
 _OVERLAP = "OVERLAP_F_B"
 _LOWERED = re.compile("[0-9]*(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
 _ACTION = re.compile("([0-9]{1,9})([FBIW])([0-9]{1,9})")
@@ -54,7 +54,7 @@ def format_cell(entry: Action | Overlap, where: str) -> str:
 
 
 def _can_overlap(overlap: Overlap) -> bool:
-    return overlap.first.kind is _F and overlap.second.kind in (_B, _I)
+    return overlap.first.kind is TaskKind.FORWARD and overlap.second.kind in INPUT_GRADIENT_KINDS
 
 
 def read_csv(text: str, name: str) -> Orders:

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.kinds import SCHEDULED_KINDS
 from asyncpipe.core.schedules.protocol import Action, OrderedSchedule, RuledSchedule, Schedule, Shape, flat
 from asyncpipe.errors import AsyncpipeError, ScheduleError
 
 __all__ = ["blaming", "check_admission", "checked_actions", "checked_placement"]
 
-_F, _B, _I, _W = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT)
-_KINDS = frozenset((_F, _B, _I, _W))
+_F, _B, _I, _W = SCHEDULED_KINDS
 
 
 @contextmanager
@@ -81,7 +80,7 @@ def _check_action(action: Action, shape: Shape, placement: tuple[int, ...], devi
     if not isinstance(action, Action):
         raise ScheduleError(f"{where}: {action!r} is not an action; give F(i, j), B(i, j), I(i, j) or W(i, j)")
     kind, i, j = action
-    if kind not in _KINDS or not (0 <= i < shape.microbatches and 0 <= j < shape.stages):
+    if kind not in SCHEDULED_KINDS or not (0 <= i < shape.microbatches and 0 <= j < shape.stages):
         raise ScheduleError(
             f"{where}: {action} is not an action of {shape.microbatches} micro-batches and {shape.stages} stages; "
             "actions are F, B, I and W with indices from 0"

@@ -29,7 +29,7 @@ from asyncpipe.observe.metrics.fold import fold
 from asyncpipe.observe.metrics.idle import IdleReason
 from asyncpipe.observe.metrics.pack import pack
 from asyncpipe.observe.metrics.plan import Plans
-from asyncpipe.observe.pictures.kinds import NAMES, shade
+from asyncpipe.observe.pictures.colours import shade
 
 __all__ = ["MOST_TASKS", "LiveView", "Series"]
 
@@ -250,7 +250,7 @@ def _timeline(graph: TaskGraph, result: Report) -> dict[str, Any]:
         "count": len(result.tasks),
         "tasks": [_drawn(time, rows[time.task.lane.device]) for time in result.tasks] if few else [],
         "tint": tint,
-        "kinds": {kind.value: NAMES[kind] for kind in TaskKind if kind in kinds},
+        "kinds": {kind.value: kind.word for kind in TaskKind if kind in kinds},
         "colours": {kind.value: [shade(kind, virtual, most) for virtual in range(most)] for kind in kinds},
     }
 

@@ -25,7 +25,6 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.core.predict.report import Report, peak_per_device, report
 from asyncpipe.errors import OptionError
-from asyncpipe.observe.pictures.kinds import COLOURS, NAMES
 from asyncpipe.observe.pictures.page import SCRIPT, STYLE
 from asyncpipe.observe.pictures.svg import common_scale, has_few_copies, svg_timeline
 from asyncpipe.observe.pictures.timeline import format_time
@@ -130,7 +129,7 @@ def _bar(entries: Sequence[Entry], results: Sequence[Report]) -> Iterator[str]:
     yield '<div class="bar">'
     for kind in TaskKind:
         if kind in ran:
-            yield f'<span class="kind" style="--kind:{COLOURS[kind]}">{kind.value} {NAMES[kind]}</span>'
+            yield f'<span class="kind" style="--kind:{kind.colour}">{kind.value} {kind.word}</span>'
     if any(len(set(graph.placement)) < len(graph.placement) for graph in (entry.record.graph for entry in entries)):
         yield "<span>paler: a later stage of the same device</span>"
     slider = '<input id="zoom" type="range" min="0" max="5" step="0.25" value="0">'

@@ -23,7 +23,7 @@ from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import Report, TaskTime, report
-from asyncpipe.observe.pictures.kinds import COLOURS, INK, NAMES, shade
+from asyncpipe.observe.pictures.colours import INK, shade
 from asyncpipe.observe.pictures.timeline import (
     Row,
     format_time,
@@ -181,10 +181,10 @@ def _heading(title: str, rows: Sequence[Row], right: float) -> Iterator[str]:
     yield f'<text x="8" y="16" font-size="12" font-weight="bold">{title}</text>'
     x = right
     for kind in reversed(kinds_of(rows)):
-        x -= len(NAMES[kind]) * CHARACTER + 26
-        yield f'<rect x="{_n(x)}" y="20" width="12" height="12" rx="2" fill="{COLOURS[kind]}"/>'
+        x -= len(kind.word) * CHARACTER + 26
+        yield f'<rect x="{_n(x)}" y="20" width="12" height="12" rx="2" fill="{kind.colour}"/>'
         yield f'<text x="{_n(x + 6)}" y="29.2" font-size="9" text-anchor="middle" fill="{INK}">{kind.value}</text>'
-        yield f'<text x="{_n(x + 16)}" y="29.5">{NAMES[kind]}</text>'
+        yield f'<text x="{_n(x + 16)}" y="29.5">{kind.word}</text>'
 
 
 def _lanes(result: Report, layout: _Layout) -> Iterator[str]:

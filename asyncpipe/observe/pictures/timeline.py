@@ -23,7 +23,6 @@ from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import Report, TaskTime, report
-from asyncpipe.observe.pictures.kinds import ANSI_COLOURS, NAMES
 
 __all__ = ["Row", "format_time", "kinds_of", "labels", "lane_rows", "quantum", "summary", "text_timeline", "tick_step"]
 
@@ -186,14 +185,14 @@ def _coloured_cell(cell: str, kind: TaskKind) -> str:
 
 def _painted(text: str, kind: TaskKind) -> str:
     """Black ``text`` on the colour of ``kind``."""
-    return f"\x1b[38;5;16;48;5;{ANSI_COLOURS[kind]}m{text}\x1b[0m"
+    return f"\x1b[38;5;16;48;5;{kind.ansi_colour}m{text}\x1b[0m"
 
 
 def _legend(kinds: Sequence[TaskKind], *, colour: bool) -> str:
     """``F forward, I input gradient``; in colour, each letter on its own."""
     if colour:
-        return "   ".join(f"{_painted(f' {kind.value} ', kind)} {NAMES[kind]}" for kind in kinds)
-    return ", ".join(f"{kind.value} {NAMES[kind]}" for kind in kinds)
+        return "   ".join(f"{_painted(f' {kind.value} ', kind)} {kind.word}" for kind in kinds)
+    return ", ".join(f"{kind.value} {kind.word}" for kind in kinds)
 
 
 def _columns(times: Sequence[TaskTime], scale: _Scale) -> list[TaskTime | None]:

@@ -34,17 +34,6 @@ from asyncpipe.observe.pictures.trace_places import Clock, Places, Row
 
 __all__ = ["to_chrome", "write_trace"]
 
-COLOURS = {
-    TaskKind.FORWARD: "thread_state_runnable",
-    TaskKind.RECOMPUTE: "yellow",
-    TaskKind.BACKWARD: "good",
-    TaskKind.INPUT_GRADIENT: "thread_state_running",
-    TaskKind.WEIGHT_GRADIENT: "olive",
-    TaskKind.COPY: "grey",
-    TaskKind.UPDATE: "generic_work",
-    TaskKind.SUM: "rail_animation",
-}
-"""Chrome has a list of reserved colour names and takes no others; Perfetto colours by name, digits left out."""
 STEP_COLOURS = {Outcome.OK: "white", Outcome.FAILED: "terrible", Outcome.CANCELLED: "bad"}
 INSIDE = 1e-3
 """An arrow belongs to the slice around its time, so it leaves a nanosecond before the slice ends."""
@@ -161,7 +150,7 @@ def _slices(record: StepRecord, places: Places, clock: Clock) -> dict[int, Row]:
                 "ph": "X",
                 "name": task.id,
                 "cat": task.kind.name.lower(),
-                "cname": COLOURS[task.kind],
+                "cname": task.kind.trace_colour,
                 **places.lane(task.lane),
                 "ts": start,
                 "dur": round(max(end - start, 0.0), 3),

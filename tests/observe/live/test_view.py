@@ -34,7 +34,7 @@ from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.live import view as live
 from asyncpipe.observe.live.view import LiveView, Series
-from asyncpipe.observe.pictures.kinds import COLOURS, shade
+from asyncpipe.observe.pictures.colours import shade
 
 
 def lowered(name: str = "1f1b", stages: int = 4, microbatches: int = 8, devices: int = 4) -> TaskGraph:
@@ -114,7 +114,7 @@ def test_each_task_is_drawn_where_it_ran() -> None:
     assert [1, 1000.0, 1250.0, "C", "C0", 1, 0, 0] in timeline["tasks"]
     assert [1, 1250.0, 2250.0, "F", "F0", 1, 0, None] in timeline["tasks"]
     assert timeline["kinds"] == {"F": "forward", "B": "backward", "C": "copy"}
-    assert timeline["colours"]["F"] == [COLOURS[TaskKind.FORWARD]]
+    assert timeline["colours"]["F"] == [TaskKind.FORWARD.colour]
 
 
 def test_later_stages_of_a_device_are_paler() -> None:

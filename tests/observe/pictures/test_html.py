@@ -12,6 +12,7 @@ import asyncpipe
 from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase
+from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
@@ -19,7 +20,6 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.pictures.html import Entry, html_comparison
-from asyncpipe.observe.pictures.kinds import COLOURS
 from asyncpipe.observe.pictures.page import SCRIPT, STYLE
 
 VOID = {"meta", "input"}
@@ -184,7 +184,7 @@ def test_every_task_tells_its_story_and_its_microbatch() -> None:
 
 def test_the_legend_names_the_kinds_that_ran() -> None:
     legend = re.findall(r'--kind:(#\w+)">(\w)', html_comparison(entries()))
-    assert legend == [(colour, kind.value) for kind, colour in COLOURS.items() if kind.value in "FBC"]
+    assert legend == [(kind.colour, kind.value) for kind in TaskKind if kind.value in "FBC"]
     assert "paler:" in html_comparison(entries())
     assert "paler:" not in html_comparison(entries()[:2])
 

@@ -19,7 +19,6 @@ from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.observe.pictures.kinds import ANSI_COLOURS, COLOURS, NAMES
 from asyncpipe.observe.pictures.svg import common_scale, svg_timeline
 from asyncpipe.observe.pictures.timeline import format_time, text_timeline, tick_step
 
@@ -124,14 +123,8 @@ def test_colours_are_backgrounds_and_change_nothing_else() -> None:
     assert bare == [row.replace("─", " ").rstrip() for row in plain.splitlines()[1:3]]
     spans = re.findall(r"\x1b\[38;5;16;48;5;(\d+)m([^\x1b]*)\x1b\[0m", rows[0])
     assert [text for _, text in spans] == ["F0", "F1", "F2", "I0", "W0", "I1", "W1", "B2   "]
-    assert all(int(colour) == ANSI_COLOURS[TaskKind(text[0])] for colour, text in spans)
-    assert f"48;5;{ANSI_COLOURS[TaskKind.WEIGHT_GRADIENT]}m W \x1b[0m weight gradient" in coloured
-
-
-def test_every_kind_has_a_name_and_colours_of_its_own() -> None:
-    for table in (NAMES, COLOURS, ANSI_COLOURS):
-        assert set(table) == set(TaskKind)
-        assert len(set(map(str, table.values()))) == len(TaskKind)
+    assert all(int(colour) == TaskKind(text[0]).ansi_colour for colour, text in spans)
+    assert f"48;5;{TaskKind.WEIGHT_GRADIENT.ansi_colour}m W \x1b[0m weight gradient" in coloured
 
 
 def test_a_forward_step_has_no_peak() -> None:
@@ -279,7 +272,7 @@ def root_of(record: StepRecord) -> ElementTree.Element:
 
 def test_svg_tells_halves_of_a_backward_apart() -> None:
     colours = {story(group)[0]: rectangle_of(group).attrib["fill"] for group in tasks(root_of(halves()))}
-    assert colours == {kind: COLOURS[TaskKind(kind)] for kind in "FBIW"}
+    assert colours == {kind: TaskKind(kind).colour for kind in "FBIW"}
 
 
 PAIRS = ("01", "23", "45")
@@ -294,7 +287,7 @@ def test_svg_tells_the_stages_of_a_device_apart() -> None:
         first, second, third = (
             {colour for k, s, colour in found if (k, s) in ((kind, a), (kind, b))} for a, b in PAIRS
         )
-        assert first == {COLOURS[TaskKind(kind)]}
+        assert first == {TaskKind(kind).colour}
         assert len(first | second | third) == 3
         assert max(third) > max(second) > max(first)
 
