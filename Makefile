@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint node dashboards bench clean
+.PHONY: train test lint node dashboards bench campaigns soak kill-service kill-store clients api clean
 
 train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml
@@ -29,6 +29,29 @@ dashboards: .venv/installed
 bench: .venv/installed
 	$(BIN)/asyncpipe bench overhead
 	$(BIN)/asyncpipe bench pipeline
+
+# Long forms of tests; tests/campaigns/README.md says what each shows. `make soak MINUTES=120` runs one longer.
+MINUTES ?= 30
+JOBS ?= 1000
+EXAMPLES ?= 400
+CAMPAIGN := $(BIN)/python -m pytest
+
+campaigns: soak kill-service kill-store clients api
+
+soak: .venv/installed
+	$(BIN)/python -m tests.campaigns.soak --minutes $(MINUTES)
+
+kill-service: .venv/installed
+	ASYNCPIPE_KILLS=$(or $(KILLS),50) $(CAMPAIGN) tests/service/test_service_killed.py
+
+kill-store: .venv/installed
+	ASYNCPIPE_KILLS=$(or $(KILLS),1000) $(CAMPAIGN) tests/service/test_store_killed.py
+
+clients: .venv/installed
+	ASYNCPIPE_JOBS=$(JOBS) $(CAMPAIGN) tests/service/test_many_clients.py
+
+api: .venv/installed
+	ASYNCPIPE_SCHEMATHESIS=$(EXAMPLES) $(CAMPAIGN) tests/service/http/test_schemathesis.py
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

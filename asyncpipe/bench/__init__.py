@@ -56,7 +56,6 @@ BENCHMARKS = {
         Benchmark("slack", "schedules under jitter and slow copies, simulated and on emulated devices"),
         Benchmark("embedded", "a service inside a web application: its requests while it trains, and what they cost"),
         Benchmark("sharing", "jobs on the same devices: shares by weight, and what a background job gets and takes"),
-        Benchmark("soak", "a service under faults for half an hour, and whether it grows", ("minutes", "report")),
         Benchmark("unet", "U-Nets on one device: speed, and the largest one in a given memory", ("device", "size")),
     )
 }

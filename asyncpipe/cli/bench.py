@@ -12,7 +12,7 @@ from asyncpipe.bench import BENCHMARKS
 
 __all__ = ["add_parser"]
 
-OPTIONS = ("device", "size", "minutes", "report")
+OPTIONS = ("device", "size")
 """Of all benchmarks; each has some of them."""
 
 
@@ -29,8 +29,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS), help=", ".join(sorted(BENCHMARKS)))
     parser.add_argument("--device", help="where to run, e.g. cuda:0 (unet; by default a CPU)")
     parser.add_argument("--size", help="small or paper (unet; by default small on a CPU, paper on a CUDA device)")
-    parser.add_argument("--minutes", help="how long it goes on (soak; 30 by default)")
-    parser.add_argument("--report", metavar="FILE", help="where to write the report (soak; by default it is printed)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 

@@ -29,7 +29,6 @@ from torch import Generator, Tensor, nn
 
 pytest.importorskip("aiohttp", reason="the API needs aiohttp: pip install 'asyncpipe[service]'")
 
-from asyncpipe.bench.soak_samples import POOLS
 from asyncpipe.service.client import ApiError, JobClient
 from asyncpipe.service.http import serve_api
 from asyncpipe.service.job_states import JobState, Transition, check_history
@@ -37,6 +36,7 @@ from asyncpipe.service.jobs.loss_file import read_losses
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.training_service import TrainingService
 from asyncpipe.train.workload import Workload
+from tests.campaigns.soak.samples import POOLS
 
 JOBS = int(os.environ.get("ASYNCPIPE_JOBS", "100"))
 CLIENTS = 20

@@ -1,13 +1,13 @@
-"""The soak's jobs: the example's character model with places where something goes wrong when it was asked for.
+"""The model of the soak's jobs: the character model of the examples, with fault points.
 
 ::
 
-    the soak ── FAULTS.arm("stage raises") ──▶ FAULTS ◀── take ── the first fault point of a job that passes by
+    the soak ── FAULTS.arm("stage raises") ──▶ FAULTS ◀── take ── the first fault point that a job reaches:
                                                                     in a stage, a backward, the loader, a snapshot
 
-A fault belongs to the job that takes the first of it, so that one which shall fail a step at every attempt fails that
-of one job. The workload is registered like anybody's, as ``asyncpipe.bench.soak_entry:build``; service and run know
-nothing of this.
+A fault that happens several times in a row belongs to the job that took the first of them: "stage raises at every
+attempt" then fails all attempts of one job's step. The workload is an ordinary registered entry (``ENTRY``); neither
+the service nor the run knows about fault points.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ __all__ = ["ENTRY", "FAULTS", "HANG_SECONDS", "SLOW_SECONDS", "FaultBoard", "Inj
 
 ENTRY = f"{__name__}:build"
 HANG_SECONDS = 8.0
-"""How long a hung task hangs; the soak's watchdog gives it up before."""
+"""How long a hung task hangs; the soak's watchdog gives it up earlier."""
 SLOW_SECONDS = 1.5
-"""How long a slow loader is at one batch."""
+"""How long a slow loader takes for one batch."""
 NOBODY = -1
-"""Takes no fault."""
+"""The owner of fault points that take no fault."""
 TOO_MUCH = 2**50
-"""Numbers that no machine's memory holds: allocating them is refused as in earnest."""
+"""More elements than any machine's memory holds: torch refuses to allocate them, as in a real out-of-memory error."""
 
 
 class InjectedError(RuntimeError):
-    """Something that goes wrong because the soak wants it to."""
+    """An error that the soak raises on purpose."""
 
 
 class FaultBoard:
-    """The faults that are asked for and not taken yet. Any thread may use it."""
+    """Armed faults, which fault points take. Thread-safe."""
 
     def __init__(self) -> None:
         self.taken: Counter[str] = Counter()
-        """How often each was."""
+        """How often each fault was taken."""
         self.released = Event()
-        """Ends what hangs, now and from now on."""
+        """When set, hung tasks return, and no more tasks hang."""
         self._armed: dict[str, tuple[int, int | None]] = {}
         self._lock = Lock()
 
     def arm(self, kind: str, times: int = 1) -> None:
-        """Let the first job that comes past such a place take ``kind`` there, ``times`` times in a row."""
+        """Let the first job that reaches a fault point of this ``kind`` take it there, ``times`` times in a row."""
         with self._lock:
             self._armed[kind] = (times, None)
 
     def is_armed(self, kind: str) -> bool:
-        """Whether somebody may take it."""
+        """Whether a fault of this ``kind`` waits to be taken."""
         return kind in self._armed
 
     def take(self, kind: str, owner: int) -> bool:
-        """Whether it happens here and now to the job that ``owner`` stands for."""
-        if kind not in self._armed:  # As nearly always; without the lock.
+        """Take the fault for the job ``owner`` if it is armed; returns whether it was taken."""
+        if kind not in self._armed:  # The common case needs no lock.
             return False
         with self._lock:
             times, taker = self._armed.get(kind, (0, None))
@@ -81,20 +81,20 @@ class FaultBoard:
             return True
 
     def clear(self) -> None:
-        """Nothing is asked for any more, and nothing hangs."""
+        """Disarm all faults and release hung tasks."""
         with self._lock:
             self._armed.clear()
         self.released.set()
 
     def restart(self) -> None:
-        """As new: for the next soak of this process."""
+        """Forget everything, for the next soak of this process."""
         self.clear()
         self.taken.clear()
         self.released.clear()
 
 
 FAULTS = FaultBoard()
-"""Of this process: an entry is given nothing but its parameters."""
+"""The board of this process. It is global because an entry receives nothing but its parameters."""
 
 _owners = count()
 
@@ -108,9 +108,9 @@ def build(
     max_bytes: int = 200_000,
     faults: bool = True,
 ) -> Workload:
-    """The example's workload, with fault points before every block, in its batches and in its snapshots.
+    """The example's workload with fault points before every block, in its loader and in its snapshots.
 
-    Without ``faults`` it takes none. Raises ``OptionError`` where there is no checkout with the example.
+    Without ``faults`` the fault points do nothing.
     """
     example = load_example("charlm")
     workload: Workload = example.build(
@@ -126,12 +126,12 @@ def build(
         workload,
         model=nn.Sequential(*layers),
         batches=_with_faults(workload.batches, owner),
-        states={"soak": _Reluctant(owner)},
+        states={"soak": _SnapshotFaultPoint(owner)},
     )
 
 
 class _FaultPoint(nn.Module):
-    """Hands on what it gets, unless a fault was asked for."""
+    """The identity, unless a fault is armed."""
 
     def __init__(self, owner: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class _FaultPoint(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if FAULTS.take("stage raises", self.owner) or FAULTS.take("stage raises at every attempt", self.owner):
-            raise InjectedError("a stage failed, as it was asked to")
+            raise InjectedError("a fault was injected into a stage")
         if FAULTS.take("out of memory", self.owner):
             torch.empty(TOO_MUCH)
         if FAULTS.take("hung task", self.owner):
@@ -147,13 +147,13 @@ class _FaultPoint(nn.Module):
         if FAULTS.take("loss is NaN", self.owner):
             x = x * float("nan")
         if FAULTS.is_armed("backward raises") and x.requires_grad:
-            failing: Callable[[Tensor, int], Tensor] = _FailsBackward.apply
+            failing: Callable[[Tensor, int], Tensor] = _BackwardFaultPoint.apply
             x = failing(x, self.owner)
         return x
 
 
-class _FailsBackward(torch.autograd.Function):
-    """The identity, whose backward may be the place of a fault."""
+class _BackwardFaultPoint(torch.autograd.Function):
+    """The identity, with a fault point in its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, owner: int) -> Tensor:
@@ -163,12 +163,12 @@ class _FailsBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if FAULTS.take("backward raises", ctx.owner):
-            raise InjectedError("a backward failed, as it was asked to")
+            raise InjectedError("a fault was injected into a backward")
         return gradient, None
 
 
-class _Reluctant:
-    """A state that joins in snapshots, and may fail them."""
+class _SnapshotFaultPoint:
+    """A state that is part of snapshots, with a fault point where it is copied."""
 
     def __init__(self, owner: int) -> None:
         self._owner = owner
@@ -185,14 +185,14 @@ class _Reluctant:
 def _with_faults(
     batches: Callable[[int, Generator], Iterable[Batch]], owner: int
 ) -> Callable[[int, Generator], Iterable[Batch]]:
-    """``batches`` that may be late, or fail; what they yield is the same."""
+    """``batches`` with fault points: a batch may be late or raise, its values are unchanged."""
 
     def made(batch_size: int, generator: Generator) -> Iterator[Batch]:
         for batch in batches(batch_size, generator):
             if FAULTS.take("slow loader", owner):
                 time.sleep(SLOW_SECONDS)
             if FAULTS.take("failing loader", owner):
-                raise InjectedError("a loader failed, as it was asked to")
+                raise InjectedError("a fault was injected into a loader")
             yield batch
 
     return made

@@ -1,15 +1,15 @@
-"""A service under faults for half an hour: does it hold more and more, and is everything in order at its end?
+"""A soak: a training service under load and faults for half an hour, sampled all the while.
 
 ::
 
-    crowd (soak_jobs.py)   ── submit, follow ──▶ ┌─────────────────┐ ◀── deal ── chaos (soak_faults.py)
+    crowd (jobs.py)        ── submit, follow ──▶ ┌─────────────────┐ ◀── deal ── chaos (faults.py)
                                                  │ TrainingService │                │ arms
-    scrapes ── GET /metrics ───────────────────▶ │ with its API    │ ◀── take ── FAULTS (soak_entry.py)
+    scrapes ── GET /metrics ───────────────────▶ │ with its API    │ ◀── take ── FAULTS (workload.py)
                                                  └─────────────────┘
-    samples (soak_samples.py): memory, objects, threads, files … ─▶ slopes ─▶ report (soak_report.py)
+    samples (samples.py): memory, objects, threads, files … ─▶ slopes ─▶ report (report.py)
 
-Everything is in one process, so that whatever any part leaves behind is seen. Ctrl-C ends it early, with the report of
-what was so far.
+Everything runs in one process, so that the samples see whatever any part leaves behind. Ctrl-C ends a soak early, with
+a report of the time until then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -32,13 +31,6 @@ from urllib.request import urlopen
 from prometheus_client import CollectorRegistry
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.example import example_folder
-from asyncpipe.bench.soak_entry import ENTRY, FAULTS
-from asyncpipe.bench.soak_faults import Chaos
-from asyncpipe.bench.soak_jobs import DEVICES, LIMITED, Crowd, Tally, account, submission, unfinished
-from asyncpipe.bench.soak_report import markdown, summary
-from asyncpipe.bench.soak_samples import MEASURES, measure, trend
-from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics.collector import serve_metrics
 from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.service.client import JobClient
@@ -47,81 +39,49 @@ from asyncpipe.service.job_states import FINAL_STATES
 from asyncpipe.service.malloc import limit_arenas
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.training_service import TrainingService
+from tests.campaigns.soak.faults import Chaos
+from tests.campaigns.soak.jobs import DEVICES, LIMITED, Crowd, Tally, account, submission, unfinished
+from tests.campaigns.soak.samples import MEASURES, measure, trend
+from tests.campaigns.soak.workload import ENTRY, FAULTS
 
-__all__ = ["Size", "run", "show"]
+__all__ = ["SoakSize", "run_soak"]
 
 MEMORY_LIMIT = 2**30
 LAST_SECONDS = 120.0
-"""In which everything must have come to rest at the end, and one more job be trained."""
+"""At the end, for all jobs to end and one more to be trained."""
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """How long the soak is, and how dense."""
+class SoakSize:
+    """How long the soak takes, and how often each thing happens."""
 
     seconds: float = 1800.0
     sample_every: float = 10.0
     fault_every: float = 2.0
-    """Seconds from one fault to the next, in the mean."""
+    """Mean seconds between two faults."""
     scrape_every: float = 5.0
     fill_every: float = 1.0
     watchdog_floor: float = 3.0
     seed: int = 0
 
 
-def run(
-    progress: Progress, *, minutes: str | None = None, report: str | None = None, size: Size | None = None
-) -> Figures:
-    """Samples and their trends, faults, how the jobs ended, and what was not in order.
-
-    ``minutes`` is how long the soak is, 30 by default; ``report`` is a file to write the report to. Raises
-    ``OptionError`` where one of them is wrong, or the example is not there.
-    """
-    size = size or Size(seconds=_seconds(minutes))
-    example_folder("charlm")
-    file = None if report is None else _checked(Path(report))
+def run_soak(size: SoakSize, progress: Progress) -> Figures:
+    """Samples and their trends, faults, how the jobs ended, and every problem found, as plain data for the report."""
     limit_arenas(len(DEVICES) + 1)  # As `asyncpipe serve` does.
     FAULTS.restart()
     with TemporaryDirectory(prefix="asyncpipe-soak-") as folder, _counted_log() as log:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             figures = runner.run(_Soak(Path(folder), size, progress).run())
-        figures |= {"log": dict(log.most_common()), "threads_left": _threads_left()}
-    if file is not None:
-        file.write_text(markdown(figures), encoding="utf-8")
-        figures["report"] = str(file)
-    return figures
-
-
-def show(figures: Figures) -> str:
-    """The report; where it was written to a file, only what it comes to."""
-    return markdown(figures) if "report" not in figures else f"{summary(figures)}\nreport: {figures['report']}"
-
-
-def _seconds(minutes: str | None) -> float:
-    if minutes is None:
-        return Size().seconds
-    with suppress(ValueError):
-        if isfinite(seconds := 60 * float(minutes)) and seconds > 0:
-            return seconds
-    raise OptionError(f"minutes must be a finite number above 0, got {minutes!r:.50}")
-
-
-def _checked(file: Path) -> Path:
-    """``file``, to which something can be written half an hour from now."""
-    try:
-        file.touch()
-    except OSError as error:
-        raise OptionError(f"report: cannot write {file}: {error.strerror}") from error
-    return file
+        return figures | {"log": dict(log.most_common()), "threads_left": _threads_left()}
 
 
 class _Soak:
-    """One soak, on the loop of an application that embeds a service."""
+    """One soak, on the event loop of an application that embeds the service."""
 
-    def __init__(self, folder: Path, size: Size, progress: Progress) -> None:
+    def __init__(self, folder: Path, size: SoakSize, progress: Progress) -> None:
         self._size = size
         self._progress = progress
-        self._random = Random(size.seed)  # noqa: S311 - no secret
+        self._random = Random(size.seed)
         self._tally = Tally()
         self._times: list[float] = []
         self._samples: dict[str, list[float]] = {}
@@ -140,7 +100,7 @@ class _Soak:
         )
 
     async def run(self) -> Figures:
-        """The figures, but for what is known only when the loop has ended."""
+        """The figures, except those that are known only after the loop has ended."""
         begun = time.perf_counter()
         async with AsyncExitStack() as stack:
             service = await stack.enter_async_context(TrainingService(self._settings))
@@ -148,7 +108,7 @@ class _Soak:
             scrape = stack.enter_context(_scraped(service))
             chaos = Chaos(service, self._settings, url, self._tally, self._random)
             crowd = Crowd(service, JobClient(url), self._tally, self._random)
-            with _told_by_signal(self._stop):
+            with _stopped_by_signal(self._stop):
                 async with _repeated(self._work(chaos, crowd, scrape), self._tally):
                     await self._watch(begun)
             soaked = time.perf_counter() - begun
@@ -173,7 +133,7 @@ class _Soak:
     def _work(
         self, chaos: Chaos, crowd: Crowd, scrape: Callable[[], Awaitable[None]]
     ) -> list[tuple[Callable[[], float], Callable[[], Awaitable[None]]]]:
-        """What is done again and again, each with the seconds before the next time."""
+        """Periodic work: pairs of a function that gives the next pause in seconds, and the work."""
         size, random = self._size, self._random
 
         async def deal() -> None:
@@ -186,7 +146,7 @@ class _Soak:
         ]
 
     async def _watch(self, begun: float) -> None:
-        """Take the samples, until the time is over or somebody wants the end."""
+        """Take samples until the time is over or Ctrl-C is pressed."""
         while not self._stop.is_set() and (passed := time.perf_counter() - begun) < self._size.seconds:
             due = min(self._size.sample_every * (len(self._times) + 1), self._size.seconds)
             with suppress(TimeoutError):
@@ -200,8 +160,8 @@ class _Soak:
             self._progress(f"{self._times[-1] / 60:.1f} of {self._size.seconds / 60:g} minutes: {told}")
 
     async def _end(self, service: TrainingService) -> Figures:
-        """Let everything end, train one more job, and say what is left."""
-        self._progress("ending every job, then training one more")
+        """Cancel all jobs, train one more, and look for what is left over."""
+        self._progress("cancelling all jobs, then training one more")
         found: Figures = {"last_job": "did not end", "status": ""}
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_SECONDS):
@@ -220,14 +180,14 @@ class _Soak:
         return found
 
 
-# What runs beside
+# Concurrent work
 
 
 @asynccontextmanager
 async def _repeated(
     work: list[tuple[Callable[[], float], Callable[[], Awaitable[None]]]], tally: Tally
 ) -> AsyncIterator[None]:
-    """Does all of ``work`` again and again during the block; what it raises is a surprise in the report."""
+    """Run ``work`` periodically during the block; an exception becomes a surprise in the report."""
 
     async def repeat(pause: Callable[[], float], do: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -248,7 +208,7 @@ async def _repeated(
 
 @contextmanager
 def _scraped(service: TrainingService) -> Iterator[Callable[[], Awaitable[None]]]:
-    """Fetches the service's metrics, as Prometheus does."""
+    """A function that fetches the service's metrics over HTTP, as Prometheus does."""
     registry = CollectorRegistry()
     registry.register(service.collector)
     with serve_metrics(registry, 0) as server:
@@ -261,8 +221,8 @@ def _scraped(service: TrainingService) -> Iterator[Callable[[], Awaitable[None]]
 
 
 @contextmanager
-def _told_by_signal(stop: asyncio.Event) -> Iterator[None]:
-    """Ctrl-C sets ``stop``; a second one ends the process as it always does."""
+def _stopped_by_signal(stop: asyncio.Event) -> Iterator[None]:
+    """Let Ctrl-C set ``stop`` during the block; a second Ctrl-C has its usual effect."""
     loop = asyncio.get_running_loop()
 
     def end() -> None:
@@ -271,7 +231,7 @@ def _told_by_signal(stop: asyncio.Event) -> Iterator[None]:
 
     try:
         loop.add_signal_handler(signal.SIGINT, end)
-    except (ValueError, RuntimeError, NotImplementedError):  # Not the main thread, or not on this system.
+    except (ValueError, RuntimeError, NotImplementedError):  # Not in the main thread, or not supported here.
         yield
         return
     try:
@@ -280,8 +240,8 @@ def _told_by_signal(stop: asyncio.Event) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGINT)
 
 
-class _Counting(logging.Handler):
-    """Counts what is logged, by its text before anything is filled in."""
+class _LogCounter(logging.Handler):
+    """Counts log messages by their format string."""
 
     def __init__(self, counts: Counter[str]) -> None:
         super().__init__(logging.WARNING)
@@ -293,9 +253,9 @@ class _Counting(logging.Handler):
 
 @contextmanager
 def _counted_log() -> Iterator[Counter[str]]:
-    """Warnings and errors of everybody during the block are counted, and not shown: there will be thousands."""
+    """Count all warnings and errors during the block instead of showing them: faults cause thousands."""
     root, counts = logging.getLogger(), Counter[str]()
-    before, counting = root.handlers[:], _Counting(counts)
+    before, counting = root.handlers[:], _LogCounter(counts)
     root.handlers[:] = [counting]
     try:
         yield counts
@@ -303,28 +263,28 @@ def _counted_log() -> Iterator[Counter[str]]:
         root.handlers[:] = before
 
 
-# What is left
+# Leftovers
 
 
 def _hung_tasks(service: TrainingService) -> float:
-    """How many tasks the watchdog gave up, as Prometheus would be told."""
+    """How many tasks the watchdog gave up, from the metrics."""
     families = {family.name: family for family in service.collector.collect()}
     return float(families["asyncpipe_hung_tasks"].samples[0].value)
 
 
 def _doubled() -> list[str]:
-    """Devices that more than one thread serves: those that were given up are there until their task returns."""
+    """Devices with more than one thread: an abandoned thread lives until its hung task returns."""
     threads = Counter(thread.name for thread in threading.enumerate())
     return sorted(name for name, count in threads.items() if name.startswith("asyncpipe cpu:") and count > 1)
 
 
 def _threads_left() -> list[str]:
-    """Threads of the package that are there when the service and its loop are not."""
+    """The package's threads that outlived the service and its loop."""
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("asyncpipe"))
 
 
 async def _none_left(find: Callable[[], list[str]]) -> list[str]:
-    """What ``find`` still finds after some seconds: threads need a moment to end."""
+    """What ``find`` still finds after ten seconds: threads need a moment to end."""
     for _ in range(200):
         if not find():
             break

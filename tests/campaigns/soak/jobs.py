@@ -1,4 +1,4 @@
-"""Who keeps the soak's service at work: jobs that train for long, small ones that come and go, those who watch them."""
+"""The load on the soak's service: long jobs, small jobs that come and go, and clients that follow them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,12 @@ from contextlib import aclosing
 from random import Random
 from typing import Any, TypeVar
 
-from asyncpipe.bench.soak_entry import ENTRY
 from asyncpipe.service.client import JobClient
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError, check_history
 from asyncpipe.service.training_service import TrainingService
+from tests.campaigns.soak.workload import ENTRY
 
-__all__ = [
-    "DEVICES",
-    "EVERY",
-    "LIMITED",
-    "LONG",
-    "SMALL",
-    "Crowd",
-    "Tally",
-    "account",
-    "all_jobs",
-    "submission",
-    "unfinished",
-]
+__all__ = ["DEVICES", "EVERY", "LIMITED", "SMALL", "Crowd", "Tally", "account", "submission", "unfinished"]
 
 _T = TypeVar("_T")
 
@@ -35,31 +23,31 @@ LONG: Mapping[str, Mapping[str, Any]] = {
     "foreground of weight 3": {"weight": 3.0},
     "background": {"priority_class": "background"},
 }
-"""Jobs that there are always, one of each; what is special about each."""
+"""Jobs of which one each always runs, with what they add to the submission."""
 SMALL, MEASURED = "small", "measured"
 DEVICES, LIMITED = ("cpu:0", "cpu:1"), "cpu:2"
-"""Memory is limited on the last one alone, where small jobs are measured before they begin; they meet no fault, since
-nobody watches over a measurement."""
+"""Memory is limited on ``LIMITED`` only. Jobs that run there are measured before they start, and take no faults because
+the watchdog does not guard a measurement."""
 LONG_STEPS, EVERY = 400, 20
 MOST_SMALL = 2
 MOST_TEXT = 300
 SEVERAL_RETRIES = 1000
-"""A long job goes back to its snapshots as often as it takes."""
+"""Practically unlimited: a long job goes back to its snapshots as often as needed."""
 
 
 class Tally:
-    """What the soak saw beside its samples: only counts, so that it does not grow itself."""
+    """What the soak observed beside its samples: only counts, so that the tally itself does not grow."""
 
     def __init__(self) -> None:
         self.done: Counter[str] = Counter()
-        """What was asked of the service, and done."""
+        """Requests to the service that succeeded."""
         self.refused: Counter[str] = Counter()
-        """What it refused, as it may: a job had ended before, say."""
+        """Requests that it legitimately refused, for example because the job had ended already."""
         self.surprises: Counter[str] = Counter()
-        """What nobody expected."""
+        """Unexpected errors."""
 
     async def ask(self, what: str, request: Awaitable[_T]) -> _T | None:
-        """What ``request`` gives; ``None`` where the service refused it, or something else went wrong."""
+        """Await ``request`` and count its outcome; returns its result, or ``None`` if it failed or was refused."""
         try:
             found = await request
         except JobStateError:
@@ -73,7 +61,7 @@ class Tally:
 
 
 def submission(name: str, steps: int, seed: int, **more: Any) -> dict[str, Any]:
-    """A job of two stages on the two devices, as a client says it."""
+    """A job with two stages on ``DEVICES``, as a client submits it."""
     return {
         "name": name,
         "entry": ENTRY,
@@ -86,7 +74,7 @@ def submission(name: str, steps: int, seed: int, **more: Any) -> dict[str, Any]:
 
 
 async def all_jobs(service: TrainingService) -> AsyncIterator[JobRecord]:
-    """Every job of the store, a page at a time."""
+    """Every job in the store."""
     after = None
     while page := await service.list(after=after):
         for record in page:
@@ -95,12 +83,12 @@ async def all_jobs(service: TrainingService) -> AsyncIterator[JobRecord]:
 
 
 async def unfinished(service: TrainingService) -> tuple[JobRecord, ...]:
-    """Those that are queued, running or paused."""
+    """The jobs that are queued, running or paused."""
     return await service.list([state for state in JobState if state not in FINAL_STATES])
 
 
 class Crowd:
-    """Submits whatever there should be and is not, by the service's methods and by HTTP in turns."""
+    """Submits the jobs that should run and do not, alternately by the service's methods and by HTTP."""
 
     def __init__(self, service: TrainingService, client: JobClient, tally: Tally, random: Random) -> None:
         self._service = service
@@ -111,7 +99,7 @@ class Crowd:
         self._followers: set[asyncio.Task[None]] = set()
 
     async def fill(self) -> None:
-        """Submit the long jobs that have ended, and a small one where there are few."""
+        """Submit the long jobs that have ended, and a small one if there are few."""
         there = Counter(record.spec.name for record in await unfinished(self._service))
         for name, special in LONG.items():
             if not there[name]:
@@ -125,7 +113,7 @@ class Crowd:
             await self._submit(submission(MEASURED, 20, self._submitted, pipeline=alone, **meets_none))
 
     async def close(self) -> None:
-        """Whoever still follows a job leaves."""
+        """Cancel the followers that are left."""
         for follower in self._followers:
             follower.cancel()
         if self._followers:
@@ -145,7 +133,7 @@ class Crowd:
             self._tally.surprises["the same key made two jobs"] += 1
 
     def _watch(self, job: str) -> None:
-        """Follow a job: to its end, or for some events."""
+        """Start to follow a job, to its end or for a few events."""
         most = None if self._random.random() < 0.5 else self._random.randint(1, 20)
         task = asyncio.create_task(self._follow(job, most))
         self._followers.add(task)
@@ -168,7 +156,7 @@ class Crowd:
 
 
 async def account(service: TrainingService, progress: Callable[[str], None]) -> dict[str, Any]:
-    """How all jobs ended, and which of them have a history or a curve that cannot be."""
+    """Final states and causes of all jobs; the jobs that have an illegal history or an incomplete loss curve."""
     states: dict[str, Counter[str]] = {}
     causes: Counter[str] = Counter()
     illegal: list[str] = []
@@ -187,7 +175,7 @@ async def account(service: TrainingService, progress: Callable[[str], None]) -> 
             illegal.append(f"{record.id}: {error}")
         if record.state is JobState.FINISHED and not await _is_whole(service, record):
             torn.append(record.id)
-    progress(f"{sum(states[name].total() for name in states)} jobs looked at")
+    progress(f"{sum(states[name].total() for name in states)} jobs checked")
     return {
         "states": {name: dict(sorted(counts.items())) for name, counts in sorted(states.items())},
         "attempts": attempts,
@@ -198,7 +186,7 @@ async def account(service: TrainingService, progress: Callable[[str], None]) -> 
 
 
 async def _is_whole(service: TrainingService, record: JobRecord) -> bool:
-    """Whether the loss curve has every step once, in order."""
+    """Whether the loss curve has every step exactly once, in order."""
     steps: list[int] = []
     while rows := await service.losses(record.id, after=steps[-1] if steps else 0):
         steps += [row.step for row in rows]

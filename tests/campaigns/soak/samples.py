@@ -1,8 +1,8 @@
-"""What a process holds, sampled again and again, and whether that grows: a slope with its uncertainty.
+"""Samples of the resources that a process holds, and a statistical test of whether they grow.
 
-The samples of one measure follow each other closely, so that they know less than as many independent ones would: the
-uncertainty of a least-squares line is widened by the correlation of its residuals. A slope is called growth from three
-standard errors on, and unclear from two: then only a longer soak can tell.
+``measure`` takes one sample, ``trend`` fits a line to many. Neighbouring samples are correlated and so carry less
+information than independent ones: the standard error of the slope is widened by the autocorrelation of the residuals.
+A slope above three standard errors is growth; above two it is unclear, and only a longer soak can decide.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ MEASURES: Mapping[str, str] = {
     "pooled": "threads of loops' pools",
     "files": "file descriptors",
 }
-"""What is sampled, and what it is called."""
+"""The sampled quantities, each with its title in the report."""
 
 POOLS = ("uvloop_", "asyncio_")
-"""How the threads of event loops' pools are called."""
+"""Name prefixes of the threads of event loops' default thread pools."""
 GROWTH, UNCLEAR = 3.0, 2.0
-"""Standard errors from which on a slope is growth, or may be."""
+"""Standard errors above which a slope is growth, or unclear."""
 MOST_CORRELATED = 0.95
 BARS = "▁▂▃▄▅▆▇█"
 
 
 def measure() -> dict[str, float]:
-    """What this process holds at this moment, after a collection of garbage. Takes a good part of a second.
+    """One sample of ``MEASURES``, after a garbage collection. Takes a good part of a second.
 
-    Memory and file descriptors are read from ``/proc`` and are left out where there is none. What of the memory is in
-    use is known to glibc; the rest of it is free, and kept for whoever asks next. A loop's pool gets one more thread
-    where all of its threads are busy, up to a limit, and keeps it; so those are counted apart.
+    Memory and file descriptors come from ``/proc`` and are missing on systems without it. The heap is what glibc has
+    handed out and not got back; the rest of the RSS is free memory that glibc keeps. Threads of an event loop's pool
+    are counted separately: the pool adds a thread whenever all are busy, up to a limit, and never ends one.
     """
     gc.collect()
     kinds = Counter(_kinds())
@@ -82,7 +82,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _heap() -> int | None:
-    """Bytes that the C library has given out, in all of its arenas; ``None`` if it cannot say."""
+    """Bytes allocated from the C library, in all of its arenas; ``None`` without ``mallinfo2``."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         return None
@@ -92,10 +92,10 @@ def _heap() -> int | None:
 
 
 def _kinds() -> list[type]:
-    """The type of every object that the collector of garbage knows.
+    """The type of every object that the garbage collector tracks.
 
-    In one call of C, in which no other thread gets its turn: ``gc.get_objects()`` finds tuples that another thread has
-    not finished yet, too, and that thread fails where somebody else has a reference to its tuple.
+    Everything happens inside one C call, during which no other thread runs. Otherwise ``gc.get_objects()`` could return
+    a tuple that another thread is still building, and that thread would fail because of the extra reference.
     """
     return list(map(type, chain.from_iterable(map(gc.get_objects, (None,)))))
 
@@ -114,7 +114,7 @@ def slope(times: Sequence[float], values: Sequence[float]) -> Slope:
     value = sum((time - middle) * (y - mean) for time, y in zip(times, values, strict=True)) / spread
     rest = [y - mean - value * (time - middle) for time, y in zip(times, values, strict=True)]
     squares = sum(residual**2 for residual in rest)
-    if squares <= 1e-12 * max(1.0, mean**2):  # A constant, but for the rounding of floats.
+    if squares <= 1e-12 * max(1.0, mean**2):  # Constant up to rounding.
         return Slope(value, 0.0)
     correlation = sum(a * b for a, b in pairwise(rest)) / squares
     correlation = min(max(correlation, 0.0), MOST_CORRELATED)
@@ -124,7 +124,7 @@ def slope(times: Sequence[float], values: Sequence[float]) -> Slope:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """What became of one measure. The slope is that of the last two thirds, per hour, with two standard errors."""
+    """How one measure developed. The slope is per hour, of the last two thirds of the samples."""
 
     first: float
     last: float
@@ -132,12 +132,13 @@ class Trend:
     most: float
     slope: float
     uncertainty: float
+    """Two standard errors of the slope."""
     verdict: str
     """``"no growth"``, ``"growth"``, ``"unclear"``, or ``"too short"``."""
 
 
 def trend(times: Sequence[float], values: Sequence[float]) -> dict[str, Any]:
-    """The ``Trend`` of samples at ``times`` in seconds, as plain data."""
+    """The ``Trend`` of samples taken at ``times`` (in seconds), as a JSON-ready dict."""
     start = len(times) // 3
     hours, late = [time / 3600 for time in times[start:]], values[start:]
     per_hour, error, verdict = 0.0, 0.0, "too short"
@@ -155,7 +156,7 @@ def _verdict(per_hour: float, error: float) -> str:
 
 
 def spark(values: Sequence[float], width: int = 60) -> str:
-    """``values`` as a line of bars, at most ``width`` of them, from the least to the most."""
+    """``values`` as one line of at most ``width`` bars, scaled from the least value to the greatest."""
     parts = min(width, len(values))
     means = [fmean(values[len(values) * i // parts : len(values) * (i + 1) // parts]) for i in range(parts)]
     least, most = min(means), max(means)

@@ -1,4 +1,4 @@
-"""The soak's report, in Markdown: verdicts first, then everything that they rest on."""
+"""The soak's report in Markdown: verdicts first, then the figures behind them."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from typing import Any
 
 import torch
 
-from asyncpipe.bench.soak_samples import MEASURES, spark
+from tests.campaigns.soak.samples import MEASURES, spark
 
 __all__ = ["markdown", "problems", "summary"]
 
 MOST_LINES = 25
 SURELY_SEEN = 10
-"""Hung tasks, of which the watchdog must have given up one at least."""
+"""If this many tasks hung, the watchdog must have given up at least one."""
 
 
 def problems(figures: Mapping[str, Any]) -> list[str]:
-    """What is not in order, a sentence each; growth is a matter of the table."""
+    """Everything that is not in order, a sentence each. Growth is not included: the table of trends shows it."""
     jobs = figures["jobs"]
     found = [f"the history of {text}" for text in jobs["illegal_histories"]]
     found += [f"the loss curve of {job} lacks steps, or has some twice" for job in jobs["torn_curves"]]
     found += [f"{count} × {text}" for text, count in figures["surprises"].items()]
     if figures["last_job"] != "finished":
-        found.append(f"the last job, which met no fault, {figures['last_job']}")
+        found.append(f"the last job, which had no faults, {figures['last_job']}")
     if figures["doubled_threads"]:
-        found.append(f"more than one thread at the end: {', '.join(figures['doubled_threads'])}")
+        found.append(f"devices with more than one thread at the end: {', '.join(figures['doubled_threads'])}")
     if figures["threads_left"]:
-        found.append(f"threads that are left: {', '.join(figures['threads_left'])}")
+        found.append(f"threads that outlived the service: {', '.join(figures['threads_left'])}")
     taken, given_up = figures["faults"]["hung task"]["taken"], figures["hung_tasks"]
-    # It is patient with tasks that it does not know yet, so it may give up fewer.
+    # Its limit for a task is generous until it has seen such tasks, so it may give up fewer than hung.
     if given_up > taken or (given_up == 0 and taken >= SURELY_SEEN):
         found.append(f"{taken} tasks hung, and the watchdog gave up {given_up:g}")
     return found
 
 
 def summary(figures: Mapping[str, Any]) -> str:
-    """A line for each measure, and what is not in order."""
+    """A line for each measure, and one for each problem."""
     lines = [f"{figures['seconds'] / 60:.1f} minutes{', interrupted' if figures['interrupted'] else ''}"]
     for name, trend in figures["trends"].items():
         per_hour = f"{trend['slope']:+,.1f} ± {trend['uncertainty']:,.1f} per hour"
@@ -50,8 +50,8 @@ def summary(figures: Mapping[str, Any]) -> str:
 
 
 def markdown(figures: Mapping[str, Any]) -> str:
-    """The whole report."""
-    return "\n".join([*_head(figures), *_growth(figures), *_faults(figures), *_jobs(figures), *_asked(figures), ""])
+    """The complete report."""
+    return "\n".join([*_head(figures), *_growth(figures), *_faults(figures), *_jobs(figures), *_requests(figures), ""])
 
 
 def _head(figures: Mapping[str, Any]) -> Iterator[str]:
@@ -78,12 +78,12 @@ def _head(figures: Mapping[str, Any]) -> Iterator[str]:
 
 def _growth(figures: Mapping[str, Any]) -> Iterator[str]:
     yield ""
-    yield "## What the process holds"
+    yield "## Resources of the process"
     yield ""
     yield (
-        f"{len(figures['times'])} samples, each after a collection of garbage. Slopes are those of the last two "
-        "thirds, least squares, ± two standard errors (widened by the correlation of neighbouring samples). Growth is "
-        "what is above zero by three standard errors."
+        f"{len(figures['times'])} samples, each after a garbage collection. Slopes are least-squares fits to the "
+        "last two thirds, ± two standard errors (widened by the correlation of neighbouring samples). A slope above "
+        "three standard errors is growth."
     )
     yield ""
     rows = []
@@ -98,7 +98,7 @@ def _faults(figures: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield "## Faults"
     yield ""
-    yield "A fault is dealt, and taken by the first job that comes past its place."
+    yield "A fault is dealt by the soak and taken by the first job that reaches its fault point."
     yield ""
     rows = [[kind, fault["dealt"], fault["taken"]] for kind, fault in figures["faults"].items()]
     yield from _table(["fault", "dealt", "taken"], rows)
@@ -122,22 +122,22 @@ def _jobs(figures: Mapping[str, Any]) -> Iterator[str]:
     )
     yield ""
     yield (
-        f"{number} jobs began to run {jobs['attempts']} times. Histories that are no legal path: "
+        f"{number} jobs, {jobs['attempts']} attempts. Histories with an illegal transition: "
         f"{len(jobs['illegal_histories'])}. Finished jobs whose loss curve lacks a step or has one twice: "
-        f"{len(jobs['torn_curves'])}. The last job, submitted when all faults were over: {figures['last_job']}. "
-        f"The service then said of itself that it {figures['status']}."
+        f"{len(jobs['torn_curves'])}. The last job, submitted after all faults: {figures['last_job']}. "
+        f"The service's status afterwards: {figures['status']}."
     )
     if jobs["causes"]:
         yield ""
         yield from _table(["failed because", "jobs"], [[cause, count] for cause, count in jobs["causes"].items()])
 
 
-def _asked(figures: Mapping[str, Any]) -> Iterator[str]:
+def _requests(figures: Mapping[str, Any]) -> Iterator[str]:
     yield ""
-    yield "## What was asked, and what was logged"
+    yield "## Requests and log messages"
     yield ""
     rows = [[what, count, figures["refused"].get(what, 0)] for what, count in figures["done"].items()]
-    yield from _table(["asked", "done", "refused in the job's state"], rows)
+    yield from _table(["request", "done", "refused in the job's state"], rows)
     yield ""
     yield from _table(
         ["warning or error", "times"],

@@ -1,4 +1,4 @@
-"""What the soak does to its service: a deck of faults, shuffled and dealt one every few seconds, again and again."""
+"""The faults that the soak deals to its service: a deck that is shuffled, dealt one by one, and shuffled again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from random import Random
 from urllib.parse import urlsplit
 
-from asyncpipe.bench.soak_entry import FAULTS
-from asyncpipe.bench.soak_jobs import EVERY, SMALL, Tally, unfinished
 from asyncpipe.service.job_states import JobRecord, JobState
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.training_service import TrainingService
+from tests.campaigns.soak.jobs import EVERY, SMALL, Tally, unfinished
+from tests.campaigns.soak.workload import FAULTS
 
 __all__ = ["Chaos"]
 
@@ -30,14 +30,14 @@ TAKEN: Mapping[str, int] = {
     "hung task": 1,
     "state cannot be copied": 1,
 }
-"""Faults that a job takes when it comes past their place, and how often in a row; see ``soak_entry.py``."""
+"""Faults that a job takes at a fault point of ``workload.py``, and how often in a row."""
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1")
 REFUSED_SECONDS = 3.0
 STREAM_BYTES = 400
 
 
 class Chaos:
-    """Deals faults to one service; those that take a while go on beside each other."""
+    """Deals faults to one service; faults that take a while run concurrently."""
 
     def __init__(
         self, service: TrainingService, settings: ServiceSettings, url: str, tally: Tally, random: Random
@@ -62,11 +62,11 @@ class Chaos:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """All faults that there are."""
+        """The names of all faults."""
         return (*TAKEN, *self._actions)
 
     def deal(self) -> None:
-        """Do the next thing."""
+        """Deal the next fault of the deck."""
         if not self._deck:
             self._deck = list(self.kinds)
             self._random.shuffle(self._deck)
@@ -80,14 +80,14 @@ class Chaos:
         task.add_done_callback(self._under_way.discard)
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """How often each was dealt, and how often a job took it (once for each attempt that failed)."""
+        """How often each fault was dealt, and how often a job took it (once for each attempt that failed)."""
         return {
             kind: {"dealt": self.dealt[kind], "taken": FAULTS.taken[kind] if kind in TAKEN else self.dealt[kind]}
             for kind in self.kinds
         }
 
     async def close(self) -> None:
-        """Returns when what is under way has ended."""
+        """Disarm all faults, cancel those under way and wait until they have ended."""
         FAULTS.clear()
         for task in self._under_way:
             task.cancel()
@@ -103,7 +103,7 @@ class Chaos:
     # Jobs
 
     async def _some(self, *, small: bool | None = None, states: tuple[JobState, ...] = ()) -> JobRecord | None:
-        """One of those that are not at their end, at random."""
+        """A random unfinished job of the given size and states; ``None`` if there is none."""
         found = [
             record
             for record in await unfinished(self._service)
@@ -132,34 +132,34 @@ class Chaos:
             await self._tally.ask("change the schedule", self._service.change_schedule(record.id, schedule))
 
     async def _refuse_snapshots(self) -> None:
-        """Take the names of a job's next snapshots for a moment: the folder then takes none of them."""
+        """Make folders under the names of a job's next snapshots for a few seconds, so that writing those fails."""
         record = await self._some(small=False, states=(JobState.RUNNING,))
         if record is None:
             return
         folder = self._folder / record.id / "snapshots"
         nexts = [folder / f"step-{step}.incomplete" for step in range(record.step + 1, record.step + 4 * EVERY)]
-        taken = await asyncio.to_thread(_take, nexts)
+        taken = await asyncio.to_thread(_occupy, nexts)
         try:
             await asyncio.sleep(REFUSED_SECONDS)
         finally:
-            await asyncio.shield(asyncio.to_thread(_give_back, taken))
+            await asyncio.shield(asyncio.to_thread(_remove, taken))
 
     # Clients
 
     async def _leave_stream(self) -> None:
-        """Read some of a job's events, as programs or as the live page do, and break the connection."""
+        """Read some of a job's events, from the API or as the live page does, and break the connection."""
         record = await self._some()
         if record is not None:
             path = self._random.choice(("/v1/jobs/{}/events", "/jobs/{}/events")).format(record.id)
             await self._exchange(self._head("GET", path, "Accept: text/event-stream"), STREAM_BYTES)
 
     async def _leave_request(self) -> None:
-        """Begin to submit something, and break the connection."""
+        """Break the connection in the middle of a request that submits a job."""
         head = self._head("POST", "/v1/jobs", "Content-Type: application/json", "Content-Length: 1000")
         await self._exchange(head + b'{"name": "half', 0)
 
     async def _wrong_request(self) -> None:
-        """Submit what is no job, of an entry that nobody registered."""
+        """Submit an invalid job, whose entry nobody registered."""
         body = json.dumps({"name": "wrong", "entry": "os:system", "parameters": {"command": "true"}}).encode()
         head = self._head("POST", "/v1/jobs", "Content-Type: application/json", f"Content-Length: {len(body)}")
         answer = await self._exchange(head + body, 16)
@@ -171,7 +171,7 @@ class Chaos:
         return "\r\n".join(lines).encode()
 
     async def _exchange(self, request: bytes, wanted: int) -> bytes:
-        """The first bytes that are answered; the connection is reset behind them."""
+        """Send ``request``, read the first ``wanted`` bytes of the answer and reset the connection."""
         reader, writer = await asyncio.open_connection(self._address.hostname, self._address.port)
         answer = b""
         try:
@@ -188,8 +188,8 @@ class Chaos:
         return answer
 
 
-def _take(paths: list[Path]) -> list[Path]:
-    """Make a folder of each name that is free; those that were made."""
+def _occupy(paths: list[Path]) -> list[Path]:
+    """Make a folder at each path that is free; returns those that were made."""
     made = []
     for path in paths:
         with suppress(OSError):
@@ -198,7 +198,7 @@ def _take(paths: list[Path]) -> list[Path]:
     return made
 
 
-def _give_back(paths: list[Path]) -> None:
+def _remove(paths: list[Path]) -> None:
     for path in paths:
         with suppress(OSError):
             path.rmdir()
