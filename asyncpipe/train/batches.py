@@ -24,7 +24,7 @@ import torch
 from torch import Generator
 
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.train.job_file import Training
+from asyncpipe.train.job_file import TrainingTable
 from asyncpipe.train.own_thread import OwnThread
 from asyncpipe.train.randomness import RunRandom
 from asyncpipe.train.threads import ended
@@ -58,7 +58,9 @@ class Data:
     workload's own code raises becomes a ``DataError``.
     """
 
-    def __init__(self, workload: Workload, training: Training, stopping: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, workload: Workload, training: TrainingTable, stopping: Callable[[], bool] = lambda: False
+    ) -> None:
         self.taken = 0
         self._generator = Generator().manual_seed(training.seed)
         self._source = self._guarded(lambda: workload.batches(training.batch_size, self._generator))

@@ -28,7 +28,7 @@ from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.train.batches import Feed
 from asyncpipe.train.buffers import Buffers
-from asyncpipe.train.job_file import Faults
+from asyncpipe.train.job_file import FaultTable
 from asyncpipe.train.out_of_memory import explain_out_of_memory
 from asyncpipe.train.progress import Meter
 from asyncpipe.train.randomness import RunRandom
@@ -65,7 +65,7 @@ class OutOfMemoryError(AsyncpipeError, MemoryError):
 # A loss that is no number
 
 
-def heed_non_finite(faults: Faults, meter: Meter, update: Update, rate: float, note: Note) -> bool:
+def heed_non_finite(faults: FaultTable, meter: Meter, update: Update, rate: float, note: Note) -> bool:
     """Whether the update of the step after those that ``meter`` has counted was left out; tells of it.
 
     Raises ``NonFiniteLossError`` where that must end the run. ``rate`` is the step's learning rate.
@@ -97,7 +97,7 @@ def heed_non_finite(faults: Faults, meter: Meter, update: Update, rate: float, n
 class Attempts:
     """Does training steps, each as often as ``[faults]`` allow, so that one that went well at last left no trace."""
 
-    def __init__(self, pipe: Pipeline, faults: Faults, random: RunRandom, feed: Feed, note: Note) -> None:
+    def __init__(self, pipe: Pipeline, faults: FaultTable, random: RunRandom, feed: Feed, note: Note) -> None:
         self._pipe = pipe
         self._retries = faults.step_retries
         self._keeps = faults.step_retries > 0 or faults.non_finite == "skip"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.train.job_file import Training
+from asyncpipe.train.job_file import TrainingTable
 
 __all__ = ["BETAS", "Update", "Updater", "learning_rate"]
 
@@ -17,7 +17,7 @@ BETAS = (0.9, 0.95)
 """As is usual for transformers: the second moment forgets within some 20 steps."""
 
 
-def learning_rate(step: int, training: Training) -> float:
+def learning_rate(step: int, training: TrainingTable) -> float:
     """The rate of ``step``, from 0: a linear warm-up to the highest one, then half a cosine towards 0."""
     warmup = min(training.warmup_steps, training.steps)
     if step < warmup:
@@ -39,7 +39,7 @@ class Update(NamedTuple):
 class Updater:
     """AdamW and clipping; used by one thread at a time."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], training: Training, *, only_finite: bool) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], training: TrainingTable, *, only_finite: bool) -> None:
         """``only_finite``: an update whose loss or gradient norm is NaN or infinite is left out."""
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._clip = training.clip if training.clip is not None else inf

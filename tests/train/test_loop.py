@@ -20,7 +20,7 @@ from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.errors import JobFileError, TaskError
 from asyncpipe.observe.metrics.collector import PipelineCollector
 from asyncpipe.pipeline.pipeline import Pipeline
-from asyncpipe.train.job_file import Job, Training
+from asyncpipe.train.job_file import Job, TrainingTable
 from asyncpipe.train.loop import TrainingRun
 from asyncpipe.train.progress import NullProgress, RunStarted, StepProgress
 from asyncpipe.train.updater import BETAS, learning_rate
@@ -100,7 +100,7 @@ def counted(collector: PipelineCollector, name: str, **labels: str) -> float:
     )
 
 
-def unsplit_losses(training: Training) -> list[float]:
+def unsplit_losses(training: TrainingTable) -> list[float]:
     """What the same loop gives without a pipeline."""
     torch.manual_seed(training.seed)
     workload = make_workload()

@@ -24,10 +24,10 @@ from asyncpipe.service.http.problems import Problem, draining, invalid, problem_
 from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.job_states import FINAL_STATES, JSON, JobRecord, JobState
 from asyncpipe.service.settings.service_settings import ServiceSettings
-from asyncpipe.service.settings.wrong_keys import wrong_keys
 from asyncpipe.service.store.job_store import StoreError, UnknownJobError
 from asyncpipe.service.submission.submission import SubmissionError
 from asyncpipe.service.training_service import ServiceDrainingError, TrainingService
+from asyncpipe.train.validation import wrong_keys
 
 __all__ = ["Routes", "job_id"]
 

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import os
 import stat
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -54,7 +53,7 @@ from pydantic_settings import SettingsError as _SourceError
 from asyncpipe.errors import AsyncpipeError, DeviceError
 from asyncpipe.service.settings import setting_values as values
 from asyncpipe.service.settings.token_file import check_token, read_token
-from asyncpipe.service.settings.wrong_keys import WrongKey, similar, wrong_keys
+from asyncpipe.train.validation import WrongKey, read_toml, similar, wrong_keys
 
 __all__ = ["EntrySettings", "ServiceSettings", "SettingsError"]
 
@@ -285,14 +284,7 @@ def _environment(settings: type[BaseSettings]) -> dict[str, Any]:
 
 
 def _file(path: Path) -> dict[str, Any]:
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"{path}: is not UTF-8: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{path}: is not valid TOML: {error}") from error
+    tables = read_toml(path, SettingsError)
     if "token" in tables:
         raise SettingsError(f"{path}: token: has no place in a file of settings; give token_file, or ASYNCPIPE_TOKEN")
     if "config" in tables:

@@ -28,9 +28,9 @@ from typing_extensions import TypedDict  # Pydantic reads typing's own from Pyth
 
 from asyncpipe.errors import OptionError
 from asyncpipe.service.settings.service_settings import ServiceSettings, SettingsError
-from asyncpipe.service.settings.wrong_keys import WrongKey, adapter_wrong_keys, similar
 from asyncpipe.service.submission.parameter_rules import can_be_given, unsafe_values
 from asyncpipe.train.paths import importable
+from asyncpipe.train.validation import WrongKey, adapter_wrong_keys, similar
 from asyncpipe.train.workload import Workload
 
 __all__ = ["Entries", "EntryError", "Factory"]

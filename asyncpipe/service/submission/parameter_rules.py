@@ -13,7 +13,7 @@ from enum import Enum
 from itertools import islice
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from asyncpipe.service.settings.wrong_keys import WrongKey
+from asyncpipe.train.validation import WrongKey
 
 __all__ = ["can_be_given", "unsafe_text", "unsafe_values"]
 

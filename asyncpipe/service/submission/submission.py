@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError
 
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
@@ -28,9 +28,9 @@ from asyncpipe.core.schedules.validate import blaming
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.job_states import JSON, MAX_NAME, MAX_WEIGHT, JobRecord, JobSpec, JobSpecError, PriorityClass
 from asyncpipe.service.settings.service_settings import ServiceSettings
-from asyncpipe.service.settings.wrong_keys import WrongKey, shown, wrong_keys
 from asyncpipe.service.submission.entries import Entries
-from asyncpipe.train.job_file import AUTO, Faults, Job, PipelineTable, Training
+from asyncpipe.train.job_file import AUTO, FaultTable, Job, PipelineTable, TrainingTable
+from asyncpipe.train.validation import StrictModel, WrongKey, shown, wrong_keys
 
 __all__ = [
     "SnapshotChoices",
@@ -105,7 +105,7 @@ class SubmittedPipeline(PipelineTable):
     )
 
 
-class SubmittedTraining(Training):
+class SubmittedTraining(TrainingTable):
     """``training``: as in a job file, within bounds."""
 
     steps: Annotated[int, _up_to(MOST_STEPS)]
@@ -113,13 +113,7 @@ class SubmittedTraining(Training):
     warmup_steps: Annotated[int, _up_to(MOST_STEPS, least=0)] = 0
 
 
-class _Submitted(BaseModel):
-    """Strict about types, without unknown keys, frozen."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class SnapshotChoices(_Submitted):
+class SnapshotChoices(StrictModel):
     """``snapshots``: when they are taken and which are kept; where they are is the service's own affair."""
 
     every: Annotated[int, _up_to(MOST_STEPS)] = 100
@@ -129,7 +123,7 @@ class SnapshotChoices(_Submitted):
     )
 
 
-class Submission(_Submitted):
+class Submission(StrictModel):
     """A job as a client submits it."""
 
     name: Annotated[str, AfterValidator(_printable), Field(min_length=1, max_length=MAX_NAME, description=_NAME)]
@@ -139,7 +133,7 @@ class Submission(_Submitted):
     pipeline: SubmittedPipeline
     training: SubmittedTraining
     snapshots: SnapshotChoices = SnapshotChoices()
-    faults: Faults = Faults()
+    faults: FaultTable = FaultTable()
     priority_class: PriorityClass = Field(
         default=PriorityClass.FOREGROUND, description=f"must be one of {', '.join(PriorityClass)}"
     )
@@ -239,7 +233,7 @@ def _wrong_devices(devices: Sequence[str], settings: ServiceSettings) -> Iterato
             yield WrongKey("pipeline.devices", f"{rule}, got it {wanted} times")
 
 
-def _wrong_faults(faults: Faults) -> Iterator[WrongKey]:
+def _wrong_faults(faults: FaultTable) -> Iterator[WrongKey]:
     for key, value in faults:
         if isinstance(value, int) and value > MOST_RETRIES:
             yield WrongKey(f"faults.{key}", f"must be an integer up to {MOST_RETRIES}, got {shown(value)}")
@@ -300,11 +294,9 @@ def job_of(spec: JobSpec, record: JobRecord, settings: ServiceSettings) -> Job:
         },
     }
     try:
-        job = Job.model_validate_json(json.dumps(tables))
+        return Job.model_validate_json(json.dumps(tables), context={"path": Path(f"job {record.id}")})
     except ValidationError as error:
         raise SubmissionError(wrong_keys(error, Job)) from None
-    job._path = Path(f"job {record.id}")
-    return job
 
 
 def _table(spec: JobSpec, name: str) -> dict[str, JSON]:

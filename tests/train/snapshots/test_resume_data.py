@@ -15,7 +15,7 @@ from resume_helpers import Loader, assert_same, batches, disturb
 from torch import Generator, nn
 
 from asyncpipe.train.batches import Data, DataError, Feed
-from asyncpipe.train.job_file import Training
+from asyncpipe.train.job_file import TrainingTable
 from asyncpipe.train.own_thread import OwnThread
 from asyncpipe.train.progress import Meter
 from asyncpipe.train.randomness import RunRandom
@@ -46,7 +46,7 @@ def workload_of(make: Callable[[int, Generator], Any] = batches, *, memoryless: 
 
 
 def data_of(workload: Workload, *, seed: int = 3, stopping: Callable[[], bool] = lambda: False) -> Data:
-    return Data(workload, Training(steps=6, batch_size=8, learning_rate=0.05, seed=seed), stopping)
+    return Data(workload, TrainingTable(steps=6, batch_size=8, learning_rate=0.05, seed=seed), stopping)
 
 
 @pytest.mark.parametrize(("memoryless", "made"), [(True, 1), (False, 6)])
