@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.rounds import drop_gradients
-from asyncpipe.core.predict.layer_times import Sort
+from asyncpipe.core.predict.layer_profile import Profile
 from asyncpipe.core.predict.planner import Plan, plan
-from asyncpipe.core.predict.profile import Profile
+from asyncpipe.core.predict.profile_from_journals import StepVariant
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.profiling import Measuring, Sample
 from asyncpipe.pipeline.sync import SyncPipeline
@@ -81,7 +81,7 @@ def run(progress: Progress, *, size: Size | None = None) -> Figures:
         for turn in range(size.rounds + 1):
             progress(f"round {turn + 1} of {size.rounds + 1}")
             for choice, pipe, column in zip(size.choices, pipes, measured, strict=True):
-                measuring.round(choice.microbatches, sorts=_sorts(choice), keep=turn > 0)
+                measuring.round(choice.microbatches, variants=_step_variants(choice), keep=turn > 0)
                 seconds = _step(pipe, x, target)
                 if turn:
                     column.append(seconds)
@@ -122,10 +122,10 @@ def _pipeline(model: nn.Module, choice: Choice) -> SyncPipeline:
     ).sync()
 
 
-def _sorts(choice: Choice) -> list[Sort]:
-    """The sorts of steps that tell what the tasks of a choice take."""
-    recomputed = [Sort.RECOMPUTED] if choice.checkpoint != "never" else []
-    return [Sort.KEPT, *recomputed, *([Sort.SPLIT] if "zb" in choice.schedule else [])]
+def _step_variants(choice: Choice) -> list[StepVariant]:
+    """The variants of steps that tell what the tasks of a choice take."""
+    recomputed = [StepVariant.RECOMPUTED] if choice.checkpoint != "never" else []
+    return [StepVariant.KEPT, *recomputed, *([StepVariant.SPLIT] if "zb" in choice.schedule else [])]
 
 
 def _step(pipe: SyncPipeline, x: Tensor, target: Tensor) -> float:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from asyncpipe.cli.profile import add_measuring, default_counts, measured, ticker
 from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.predict.layer_profile import ADAMW_SCALE, Profile
 from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.core.predict.planner import Plan, best_of_each, plan
-from asyncpipe.core.predict.profile import ADAMW_SCALE, Profile
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from asyncpipe.core.predict.profile import Profile
+from asyncpipe.core.predict.layer_profile import Profile
 
 if TYPE_CHECKING:
     from asyncpipe.train.job_file import Job

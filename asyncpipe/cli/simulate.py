@@ -160,7 +160,7 @@ def _model(args: argparse.Namespace) -> _Model:
             raise OptionError("--balance says how the layers of a profile are split; give --profile FILE with it")
         costs = parse_costs(args.costs)
         return _Model(costs, f"costs {spelled(costs)}", unit=TRACE_UNIT)
-    from asyncpipe.core.predict.profile import Profile
+    from asyncpipe.core.predict.layer_profile import Profile
 
     profile = Profile.read(args.profile)
     checkpoint = CheckpointMode.parse(args.checkpoint)

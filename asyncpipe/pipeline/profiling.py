@@ -6,7 +6,7 @@ busy. Two pipelines on copies of the model take turns, so that what else happens
     fine      every layer a stage, the stages round the devices     what each layer takes, with a task around it
     coarse    one stage a device                                    what a task takes itself, and what is between two
 
-``core/predict/layer_times.py`` makes costs of their journals. The model itself is left as it was.
+``core/predict/profile_from_journals.py`` makes costs of their journals. The model itself is left as it was.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from asyncpipe.core.checks import check_positive
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task_graph import Phase, Wiring
 from asyncpipe.core.predict.balance import check_balance, even_balance
-from asyncpipe.core.predict.layer_times import MeasuredStep, Sort, combine, layer_seconds
+from asyncpipe.core.predict.layer_profile import PARAMETER_SCALE, Measurement, Profile, ProfiledLayer
 from asyncpipe.core.predict.planner import Plan, plan
-from asyncpipe.core.predict.profile import PARAMETER_SCALE, Layer, Measurement, Profile
+from asyncpipe.core.predict.profile_from_journals import MeasuredStep, StepVariant, combine, layer_seconds
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
 from asyncpipe.errors import MicrobatchError
 from asyncpipe.ops.device.devices import Device, resolve_devices
@@ -45,7 +45,7 @@ from asyncpipe.runtime.execution import Tenant
 __all__ = ["Measuring", "Sample", "choose", "measure"]
 
 STEPS = 5
-"""Measured steps of each sort, for each number of micro-batches."""
+"""Measured steps of each variant, for each number of micro-batches."""
 
 
 Progress = Callable[[str], None]
@@ -131,13 +131,13 @@ def choose(
     )[0]
 
 
-def _layers(model: nn.Module | Sequence[nn.Module] | StagedModel) -> tuple[Layer, ...]:
+def _layers(model: nn.Module | Sequence[nn.Module] | StagedModel) -> tuple[ProfiledLayer, ...]:
     if isinstance(model, StagedModel):
         named: list[tuple[str, nn.Module]] = [(f"stage {index}", stage) for index, stage in enumerate(model.stages)]
     else:
         # named_children() would leave out a layer that is there twice.
         named = [(f"{name} {type(part).__name__}", part) for name, part in as_sequential(model)._modules.items()]
-    return tuple(Layer(name, *parameter_bytes(part)) for name, part in named)
+    return tuple(ProfiledLayer(name, *parameter_bytes(part)) for name, part in named)
 
 
 def _plain(sizes: Sequence[LayerBytes]) -> list[dict[str, int]]:
@@ -178,8 +178,8 @@ class Measuring:
         self._open = partial(_Bench, model, sample=sample, intra_op_threads=intra_op_threads)
         self._stack = ExitStack()
         self._sizes: dict[int, list[LayerBytes]] = {}
-        self._fine_steps: dict[int, dict[Sort, list[MeasuredStep]]] = {}
-        self._coarse_steps: dict[int, dict[Sort, list[MeasuredStep]]] = {}
+        self._fine_steps: dict[int, dict[StepVariant, list[MeasuredStep]]] = {}
+        self._coarse_steps: dict[int, dict[StepVariant, list[MeasuredStep]]] = {}
 
     def __enter__(self) -> Measuring:
         with ExitStack() as stack:
@@ -189,7 +189,7 @@ class Measuring:
             self._coarse = self._fine
             stages = min(len(self._devices), count // 2)
             if stages and not isinstance(self._model, StagedModel):
-                balance = even_balance(layer_seconds(self._fine.step(max(self.microbatches), Sort.KEPT)), stages)
+                balance = even_balance(layer_seconds(self._fine.step(max(self.microbatches), StepVariant.KEPT)), stages)
                 self._coarse = stack.enter_context(self._open(self._devices[:stages], balance))
             self._stack = stack.pop_all()
         return self
@@ -197,15 +197,17 @@ class Measuring:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def round(self, microbatches: int, *, sorts: Sequence[Sort] = tuple(Sort), keep: bool = True) -> None:
-        """One step of each of ``sorts`` with this number of micro-batches; what it shows counts if ``keep``."""
+    def round(
+        self, microbatches: int, *, variants: Sequence[StepVariant] = tuple(StepVariant), keep: bool = True
+    ) -> None:
+        """One step of each of ``variants`` with this number of micro-batches; what it shows counts if ``keep``."""
         if microbatches not in self._sizes:
             self._sizes[microbatches] = self._fine.sizes(microbatches)
         for bench, steps in ((self._fine, self._fine_steps), (self._coarse, self._coarse_steps)):
-            for sort in sorts:
-                step = bench.step(microbatches, sort)
+            for variant in variants:
+                step = bench.step(microbatches, variant)
                 if keep:
-                    steps.setdefault(microbatches, {}).setdefault(sort, []).append(step)
+                    steps.setdefault(microbatches, {}).setdefault(variant, []).append(step)
 
     def profile(self) -> Profile:
         """What the rounds have shown so far."""
@@ -253,7 +255,7 @@ class _InGroups(OrderedSchedule):
 
 
 class _Bench:
-    """A pipeline on a copy of a model, for one step after the other, of any sort. Open it with ``with``."""
+    """A pipeline on a copy of a model, for one step after the other, of any variant. Open it with ``with``."""
 
     def __init__(
         self,
@@ -300,13 +302,13 @@ class _Bench:
     def __exit__(self, *_: object) -> None:
         self._tenancy.close()
 
-    def step(self, microbatches: int, sort: Sort) -> MeasuredStep:
+    def step(self, microbatches: int, variant: StepVariant) -> MeasuredStep:
         """One training step, from a model without gradients."""
         machinery = replace(
             self._machinery,
             microbatches=microbatches,
-            checkpoint=_CHECKPOINT[sort],
-            graphs=self._graphs[sort is Sort.SPLIT],
+            checkpoint=_CHECKPOINT[variant],
+            graphs=self._graphs[variant is StepVariant.SPLIT],
         )
         portal = self._tenancy.portal
         assert portal is not None
@@ -331,12 +333,12 @@ class _Bench:
     def sizes(self, microbatches: int) -> list[LayerBytes]:
         """The bytes of each stage, from a step of its own."""
         with self._recorder.watching(self._stages):
-            self.step(microbatches, Sort.KEPT)
+            self.step(microbatches, StepVariant.KEPT)
         return [self._recorder.layers[stage.index] for stage in self._stages]
 
 
 _CHECKPOINT = {
-    Sort.KEPT: CheckpointMode.NEVER,
-    Sort.RECOMPUTED: CheckpointMode.ALWAYS,
-    Sort.SPLIT: CheckpointMode.NEVER,
+    StepVariant.KEPT: CheckpointMode.NEVER,
+    StepVariant.RECOMPUTED: CheckpointMode.ALWAYS,
+    StepVariant.SPLIT: CheckpointMode.NEVER,
 }

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Generator
 
+from asyncpipe.core.predict.layer_profile import ADAMW_SCALE, Profile
 from asyncpipe.core.predict.planner import Plan
-from asyncpipe.core.predict.profile import ADAMW_SCALE, Profile
 from asyncpipe.errors import OptionError
 from asyncpipe.pipeline.profiling import STEPS, Sample, choose, measure
 from asyncpipe.train.job_file import AUTO, Job, job_file_error

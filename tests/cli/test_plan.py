@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from asyncpipe import Arguments, Pipeline
 from asyncpipe.bench import plan as bench
 from asyncpipe.cli import main
-from asyncpipe.core.predict.layer_times import Sort
-from asyncpipe.core.predict.profile import Profile
+from asyncpipe.core.predict.layer_profile import Profile
+from asyncpipe.core.predict.profile_from_journals import StepVariant
 from asyncpipe.errors import JobFileError, MicrobatchError, PlanError, TaskError
 from asyncpipe.ops.model.skip import pop, skippable, stash
 from asyncpipe.ops.model.trace.trace import trace
@@ -385,10 +385,10 @@ def test_the_benchmark_predicts_what_it_measures():
         bench.Choice("1f1b", (2, 1), 2, "always"),
         bench.Choice("zb-h1", (1, 2), 2),
     )
-    assert [bench._sorts(choice) for choice in choices] == [
-        [Sort.KEPT],
-        [Sort.KEPT, Sort.RECOMPUTED],
-        [Sort.KEPT, Sort.SPLIT],
+    assert [bench._step_variants(choice) for choice in choices] == [
+        [StepVariant.KEPT],
+        [StepVariant.KEPT, StepVariant.RECOMPUTED],
+        [StepVariant.KEPT, StepVariant.SPLIT],
     ]
     figures = bench.run(lambda _: None, size=bench.Size(widths=(8, 8, 8, 8), samples=8, rounds=1, choices=choices))
     figures = json.loads(json.dumps(figures))

@@ -14,8 +14,8 @@ import pytest
 
 from asyncpipe.cli import main
 from asyncpipe.cli.shape import shape_of
-from asyncpipe.core.predict.profile import Layer, LayerCosts, Measurement, Profile
-from asyncpipe.core.schedules.gpipe import GPipe
+from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, Profile, ProfiledLayer
+from asyncpipe.core.schedules.gpipe import GPipeSchedule
 from asyncpipe.core.schedules.protocol import Shape
 
 Output = pytest.CaptureFixture[str]
@@ -35,7 +35,7 @@ def found(capsys: Output, line: str) -> dict[str, Any]:
     return read
 
 
-class Mine(GPipe):
+class Mine(GPipeSchedule):
     """A schedule of the user's own."""
 
 
@@ -64,7 +64,7 @@ def test_a_schedule_brings_its_virtual_stages_where_they_divide(capsys: Output) 
 
 
 def test_a_schedule_without_virtual_stages_of_its_own_gets_one_a_device() -> None:
-    class Careless(GPipe):
+    class Careless(GPipeSchedule):
         virtual = 0
 
     assert shape_of(Careless(), 4, 2, None) == Shape(4, 2, 4)
@@ -228,7 +228,7 @@ def layer(seconds: float, sent: int, recompute: float | None = None) -> LayerCos
 def profile(tmp_path: Path) -> Path:
     """Three layers, of 1, 1 and 2 seconds; 2 kB between them; a copy takes 0.5 s and 1 s per 1024 bytes."""
     measured = Measurement((layer(1, 2048), layer(1, 2048), layer(2, 0)), {}, step=0.25, latency=0.5, bandwidth=1024)
-    layers = tuple(Layer(name, 4096, 4096) for name in "abc")
+    layers = tuple(ProfiledLayer(name, 4096, 4096) for name in "abc")
     path = tmp_path / "model.json"
     Profile(layers, ((0, 1), (1, 2)), {4: measured}, ("cpu:0",)).write(path)
     return path
@@ -263,7 +263,7 @@ def test_recomputation_counts_for_the_balance(capsys: Output, tmp_path: Path) ->
     """Layers take 4, 4 and 8 s; where they are recomputed, 23.5, 3.5 and 7 s."""
     measured = Measurement((layer(1, 0, 20), layer(1, 0, 0), layer(2, 0, 0)), {}, step=0, latency=0, bandwidth=inf)
     path = tmp_path / "model.json"
-    Profile(tuple(Layer(name, 0, 0) for name in "abc"), (), {1: measured}).write(path)
+    Profile(tuple(ProfiledLayer(name, 0, 0) for name in "abc"), (), {1: measured}).write(path)
     line = f"gpipe --stages 2 --microbatches 1 --profile {path}"
     assert "balance 2,1" in run(capsys, line)
     assert "balance 1,2" in run(capsys, f"{line} --checkpoint always")
@@ -273,7 +273,7 @@ def test_a_profile_of_links_over_stages_is_wired_so(capsys: Output, tmp_path: Pa
     """Two layers that exchange nothing run at the same time."""
     measured = Measurement((layer(1, 0), layer(1, 0)), {}, step=0, latency=0, bandwidth=inf)
     path = tmp_path / "apart.json"
-    Profile((Layer("a", 0, 0), Layer("b", 0, 0)), (), {1: measured}).write(path)
+    Profile((ProfiledLayer("a", 0, 0), ProfiledLayer("b", 0, 0)), (), {1: measured}).write(path)
     assert found(capsys, f"gpipe --stages 2 --microbatches 1 --profile {path}")["makespan"] == 4
 
 

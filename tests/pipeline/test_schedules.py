@@ -225,7 +225,7 @@ def test_a_csv_file_is_a_schedule(tmp_path, workload):
 
 
 def test_module_and_class_are_a_schedule(workload):
-    name = "asyncpipe.core.schedules.gpipe:GPipe"
+    name = "asyncpipe.core.schedules.gpipe:GPipeSchedule"
     assert pipeline(workload.model(), schedule=name).schedule.name == "gpipe"
     for wrong, told in (
         ("asyncpipe.nowhere:GPipe", "cannot be imported: ModuleNotFoundError"),

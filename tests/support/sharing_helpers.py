@@ -12,7 +12,7 @@ from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Queue, Task
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.predict.costs import Costs
-from asyncpipe.core.predict.simulate import JobRun
+from asyncpipe.core.predict.simulate import SimulatedRun
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 
@@ -37,12 +37,12 @@ def shaken(cost: Costs, sigma: float, seed: int) -> Callable[[Task], float]:
     return lambda task: cost(task) * draw.lognormvariate(0.0, sigma)
 
 
-def computed(run: JobRun) -> dict[str, float]:
+def computed(run: SimulatedRun) -> dict[str, float]:
     """Device seconds of compute on each device."""
     return {lane.device: seconds for lane, seconds in run.seconds.items() if lane.queue is Queue.COMPUTE}
 
 
-def spans(run: JobRun, device: str = "dev:0") -> list[tuple[float, float]]:
+def spans(run: SimulatedRun, device: str = "dev:0") -> list[tuple[float, float]]:
     """When compute tasks on a device began and ended, of completed steps."""
     return [
         (event.started, event.ended)

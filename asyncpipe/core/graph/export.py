@@ -11,7 +11,7 @@ from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import Reason, TaskGraph
 from asyncpipe.core.kinds import SCHEDULED_KINDS
-from asyncpipe.core.schedules.notation import format_cell
+from asyncpipe.core.schedules.csv_notation import format_cell
 from asyncpipe.core.schedules.protocol import Action, OrderedSchedule, Schedule, Shape, flat
 from asyncpipe.errors import ScheduleError
 

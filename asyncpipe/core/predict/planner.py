@@ -21,8 +21,8 @@ from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.balance import check_balance, even_balance
 from asyncpipe.core.predict.costs import StageCosts
+from asyncpipe.core.predict.layer_profile import PARAMETER_SCALE, Profile
 from asyncpipe.core.predict.memory import peak_memory
-from asyncpipe.core.predict.profile import PARAMETER_SCALE, Profile
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Schedule, Shape
@@ -74,7 +74,7 @@ class Plan:
         }
 
 
-class _Choice(NamedTuple):
+class _Candidate(NamedTuple):
     schedule: str
     stages: int
     microbatches: int
@@ -129,9 +129,9 @@ def _silent(_: str) -> None:
 
 def best_of_each(plans: Sequence[Plan]) -> list[Plan]:
     """The first plan of each (schedule, number of stages and of micro-batches, mode), in the order given."""
-    first: dict[_Choice, Plan] = {}
+    first: dict[_Candidate, Plan] = {}
     for each in plans:
-        first.setdefault(_Choice(each.schedule, len(each.balance), each.microbatches, each.checkpoint), each)
+        first.setdefault(_Candidate(each.schedule, len(each.balance), each.microbatches, each.checkpoint), each)
     return list(first.values())
 
 
@@ -151,13 +151,13 @@ class _Search:
         self._schedules = schedules
         self._scale = parameter_scale
         self._limit = limit
-        self._graphs: dict[tuple[_Choice, Wiring], TaskGraph] = {}
-        self._plans: dict[tuple[_Choice, tuple[int, ...]], Plan] = {}
+        self._graphs: dict[tuple[_Candidate, Wiring], TaskGraph] = {}
+        self._plans: dict[tuple[_Candidate, tuple[int, ...]], Plan] = {}
         self._refusals: dict[str, str] = {}
 
     # What there is to try
 
-    def choices(self, numbers: Sequence[int], modes: Sequence[CheckpointMode]) -> Iterator[_Choice]:
+    def choices(self, numbers: Sequence[int], modes: Sequence[CheckpointMode]) -> Iterator[_Candidate]:
         """Every choice that its schedule can serve."""
         for name, schedule in self._schedules.items():
             for virtual in sorted({schedule.virtual, *range(1, MOST_VIRTUAL + 1)}):
@@ -167,7 +167,7 @@ class _Search:
                     continue
                 for number in numbers:
                     if self._serves(name, schedule, Shape(stages, number, self._devices)):
-                        yield from (_Choice(name, stages, number, mode) for mode in modes)
+                        yield from (_Candidate(name, stages, number, mode) for mode in modes)
 
     def _serves(self, name: str, schedule: Schedule, shape: Shape) -> bool:
         try:
@@ -184,7 +184,7 @@ class _Search:
 
     # Trying
 
-    def begin(self, choice: _Choice, balances: Balances | None) -> None:
+    def begin(self, choice: _Candidate, balances: Balances | None) -> None:
         """Try the choice with its first balances, unless it cannot be among the best."""
         worst_of_best = self._worst_of_best()
         for balance in (balances or _even_balances)(
@@ -195,13 +195,13 @@ class _Search:
 
     def _worst_of_best(self) -> float:
         """What a plan must beat to be among the best."""
-        best: dict[_Choice, float] = {}
+        best: dict[_Candidate, float] = {}
         for (choice, _), each in self._plans.items():
             if self._excess(each) == 0:
                 best[choice] = min(each.seconds, best.get(choice, each.seconds))
         return max(nsmallest(REFINED, best.values())) if len(best) >= REFINED else float("inf")
 
-    def _bound(self, choice: _Choice, balance: Sequence[int]) -> float:
+    def _bound(self, choice: _Candidate, balance: Sequence[int]) -> float:
         """What the busiest device has to do: no step is shorter."""
         costs = self._costs(choice, balance)
         m = choice.microbatches
@@ -215,10 +215,10 @@ class _Search:
             load[device] += recomputed * seconds[TaskKind.RECOMPUTE][stage]
         return max(load) + self._profile.measurement(m).step
 
-    def _costs(self, choice: _Choice, balance: Sequence[int]) -> StageCosts:
+    def _costs(self, choice: _Candidate, balance: Sequence[int]) -> StageCosts:
         return self._profile.costs(balance, choice.microbatches, choice.checkpoint)
 
-    def _try(self, choice: _Choice, balance: tuple[int, ...]) -> Plan:
+    def _try(self, choice: _Candidate, balance: tuple[int, ...]) -> Plan:
         key = choice, balance
         if key not in self._plans:
             record = simulate(self._graph(choice, self._profile.wiring(balance)), self._costs(choice, balance))
@@ -235,7 +235,7 @@ class _Search:
             )
         return self._plans[key]
 
-    def _graph(self, choice: _Choice, wiring: Wiring) -> TaskGraph:
+    def _graph(self, choice: _Candidate, wiring: Wiring) -> TaskGraph:
         if (choice, wiring) not in self._graphs:
             self._graphs[choice, wiring] = lower(
                 self._schedules[choice.schedule],
@@ -247,14 +247,14 @@ class _Search:
 
     # Moving borders
 
-    def promising(self) -> list[_Choice]:
+    def promising(self) -> list[_Candidate]:
         """The choices with the best plans so far."""
-        best: dict[_Choice, tuple[float, float]] = {}
+        best: dict[_Candidate, tuple[float, float]] = {}
         for (choice, _), each in self._plans.items():
             best[choice] = min(self._rank(each), best.get(choice, self._rank(each)))
         return nsmallest(REFINED, best, key=best.__getitem__)
 
-    def refine(self, choice: _Choice) -> None:
+    def refine(self, choice: _Candidate) -> None:
         """Move one border by one layer after the other, as long as that makes the choice's best plan better."""
         best = min((each for (of, _), each in self._plans.items() if of == choice), key=self._rank)
         for _ in range(MOST_MOVES):

@@ -24,7 +24,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.errors import OptionError
 
-__all__ = ["JobRun", "SimulatedJob", "simulate", "simulate_jobs"]
+__all__ = ["SimulatedRun", "SimulatedJob", "simulate", "simulate_jobs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class SimulatedJob:
 
 
 @dataclass(slots=True, eq=False)
-class JobRun:
+class SimulatedRun:
     """What one job did in virtual time."""
 
     records: list[StepRecord] = field(default_factory=list)
@@ -52,12 +52,12 @@ class JobRun:
     """Device time on each lane until the end of the simulation, unfinished steps included."""
 
 
-class _World:
+class _Simulation:
     """Lanes that run one task at a time in the order of dispatch; each begins when its dependencies have ended."""
 
     def __init__(self, jobs: Sequence[SimulatedJob], in_flight: int) -> None:
         self.state = SchedulerState(in_flight=in_flight)
-        self.runs = [JobRun() for _ in jobs]
+        self.runs = [SimulatedRun() for _ in jobs]
         self.now = 0.0
         self._jobs = jobs
         self._owner: list[int] = []
@@ -161,20 +161,22 @@ def simulate(graph: TaskGraph, cost: Callable[[Task], float] | None = None, *, i
     It is deterministic: tasks that end at the same virtual time are reported in the order of their numbers. Raises
     what a ruled schedule raises while it decides, as ``ScheduleError``.
     """
-    world = _World([SimulatedJob(graph, cost or Costs())], in_flight)
+    world = _Simulation([SimulatedJob(graph, cost or Costs())], in_flight)
     world.run(inf)
     return world.runs[0].records[0]
 
 
-def simulate_jobs(jobs: Sequence[SimulatedJob], *, until: float | None = None, in_flight: int = 16) -> list[JobRun]:
-    """What each of ``jobs`` does next to the others at the given costs, from time 0; one ``JobRun`` for each.
+def simulate_jobs(
+    jobs: Sequence[SimulatedJob], *, until: float | None = None, in_flight: int = 16
+) -> list[SimulatedRun]:
+    """What each of ``jobs`` does next to the others at the given costs, from time 0; one ``SimulatedRun`` for each.
 
     Ends at virtual time ``until``, or when every job with a number of steps has done them. Deterministic, and raises,
     as ``simulate``; ``OptionError`` if it would never end.
     """
     if until is None and all(job.steps is None for job in jobs):
         raise OptionError("jobs without a number of steps need an end: give until")
-    world = _World(jobs, in_flight)
+    world = _Simulation(jobs, in_flight)
     world.run(inf if until is None else until)
     world.cut()
     return world.runs

@@ -44,7 +44,7 @@ class DualPipeV(VShaped):
 
     def order(self, device: int, shape: Shape) -> Iterator[Action | Overlap]:
         p, r, m = shape.devices, device, shape.microbatches
-        line = _Line(r, 2 * p - 1 - r)
+        line = _NextActions(r, 2 * p - 1 - r)
         yield from _fill(line, p, r)
         for i in range(m - 2 * p + r + 1):
             if i == 0 and r == p - 1:
@@ -56,7 +56,7 @@ class DualPipeV(VShaped):
         yield from _drain(line, p, r)
 
 
-class _Line:
+class _NextActions:
     """Counts the micro-batches of a device's two stages; each method makes the next action."""
 
     def __init__(self, down: int, up: int) -> None:
@@ -89,7 +89,7 @@ class _Line:
         return Overlap(self.forward(forward), self.backward(backward))
 
 
-def _fill(line: _Line, p: int, r: int) -> Iterator[Action]:
+def _fill(line: _NextActions, p: int, r: int) -> Iterator[Action]:
     """Forwards down, then both ways, then I-up W-up F-up until the pipe is full."""
     yield from (line.forward(line.down) for _ in range(2 * (p - r - 1)))
     for _ in range(r + 1):
@@ -100,7 +100,7 @@ def _fill(line: _Line, p: int, r: int) -> Iterator[Action]:
         yield line.forward(line.up)
 
 
-def _drain(line: _Line, p: int, r: int) -> Iterator[Action | Overlap]:
+def _drain(line: _NextActions, p: int, r: int) -> Iterator[Action | Overlap]:
     """The last forwards up, then backwards; those of the second half split, with W where the device would idle."""
     for _ in range(p - r - 1):
         yield line.backward(line.up)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Shape
 
-__all__ = ["GPipe"]
+__all__ = ["GPipeSchedule"]
 
 
-class GPipe(OrderedSchedule):
+class GPipeSchedule(OrderedSchedule):
     """All forwards in order, then all backwards in reverse, as in Figure 2 of torchgpipe.
 
     Bubble (p-1)(t_F + t_B); m micro-batches in flight on every device. Any m; one stage a device.

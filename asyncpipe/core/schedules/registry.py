@@ -18,7 +18,7 @@ ENTRY_POINT_GROUP = "asyncpipe.schedules"
 
 _PACKAGE = "asyncpipe.core.schedules"
 BUILT_IN = {
-    "gpipe": f"{_PACKAGE}.gpipe:GPipe",
+    "gpipe": f"{_PACKAGE}.gpipe:GPipeSchedule",
     "1f1b": f"{_PACKAGE}.one_f_one_b:OneFOneB",
     "eager-1f1b": f"{_PACKAGE}.one_f_one_b:EagerOneFOneB",
     "interleaved": f"{_PACKAGE}.interleaved:Interleaved",
@@ -69,7 +69,7 @@ def _named(name: object) -> Schedule:
     if not isinstance(name, str):
         raise ScheduleError(f"schedule must be a name or a Schedule instance, got {name!r}")
     if name.startswith("csv:"):
-        from asyncpipe.core.schedules.csv import read_schedule
+        from asyncpipe.core.schedules.csv_schedule import read_schedule
 
         return read_schedule(name.removeprefix("csv:"))
     called = re.fullmatch(r"([^()]+)\((.*)\)", name)

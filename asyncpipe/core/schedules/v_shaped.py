@@ -186,7 +186,7 @@ def _pulled(block: _Block, shape: Shape) -> tuple[tuple[Action, ...], ...]:
     it. That cannot make a deadlock: of what is left, the action that is first in the pattern's time is ready and
     next on its device.
     """
-    lines = [_Line(_pattern(block, shape, device)) for device in range(shape.devices)]
+    lines = [_DeviceScheduler(_pattern(block, shape, device)) for device in range(shape.devices)]
     cap = max(line.cap for line in lines)
     done: Counter[tuple[TaskKind, int]] = Counter()
     while any(line.pending for line in lines):
@@ -195,7 +195,7 @@ def _pulled(block: _Block, shape: Shape) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(line.order) for line in lines)
 
 
-class _Line:
+class _DeviceScheduler:
     """One device while its order is made."""
 
     def __init__(self, pattern: list[Action]) -> None:

@@ -18,8 +18,8 @@ from math import ceil
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import Wiring
+from asyncpipe.core.predict.layer_profile import ADAMW_SCALE
 from asyncpipe.core.predict.memory import StageMemory, peak_memory
-from asyncpipe.core.predict.profile import ADAMW_SCALE
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.predict import planner
+from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, Profile, ProfiledLayer
 from asyncpipe.core.predict.memory import peak_memory
 from asyncpipe.core.predict.planner import Plan, best_of_each, plan
-from asyncpipe.core.predict.profile import Layer, LayerCosts, Measurement, Profile
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
-from asyncpipe.core.schedules.gpipe import GPipe
+from asyncpipe.core.schedules.gpipe import GPipeSchedule
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import PlanError, ProfileError, ScheduleError, UnknownScheduleError
@@ -31,7 +31,7 @@ def profile_of(times: list[float], *, measured: tuple[int, ...] = (4,), sizes: l
         LayerCosts(t, t, t, 2 * t, t, t, SIZE, size, 0, 0, SIZE) for t, size in zip(times, sizes, strict=True)
     )
     return Profile(
-        layers=tuple(Layer(f"layer {k}", 0, 0) for k in range(len(times))),
+        layers=tuple(ProfiledLayer(f"layer {k}", 0, 0) for k in range(len(times))),
         links=tuple((k, k + 1) for k in range(len(times) - 1)),
         measurements={
             m: Measurement(layers, dict.fromkeys("FRBIW", 0.125), step=0.5, latency=0.0, bandwidth=inf)
@@ -67,7 +67,7 @@ def never(profile: Profile, devices: int, **options: object) -> list[Plan]:
     return plan(profile, devices, checkpoints=["never"], **options)  # type: ignore[arg-type]
 
 
-class TwoADevice(GPipe):
+class TwoADevice(GPipeSchedule):
     """Serves nothing but two stages a device."""
 
     virtual = 2

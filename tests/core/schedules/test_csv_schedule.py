@@ -11,8 +11,8 @@ import pytest
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
-from asyncpipe.core.schedules.csv import CsvSchedule, read_schedule
-from asyncpipe.core.schedules.notation import read_csv
+from asyncpipe.core.schedules.csv_notation import read_csv
+from asyncpipe.core.schedules.csv_schedule import CsvSchedule, read_schedule
 from asyncpipe.core.schedules.protocol import B, F, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import ScheduleError

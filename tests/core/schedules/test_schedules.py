@@ -14,7 +14,7 @@ from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import Report, report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules import registry
-from asyncpipe.core.schedules.gpipe import GPipe
+from asyncpipe.core.schedules.gpipe import GPipeSchedule
 from asyncpipe.core.schedules.one_f_one_b import EagerOneFOneB
 from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
@@ -190,7 +190,7 @@ def test_neither_name_nor_schedule() -> None:
 
 
 def test_a_schedule_without_a_name_goes_by_its_class() -> None:
-    class Mine(GPipe):
+    class Mine(GPipeSchedule):
         pass
 
-    assert (Mine().name, GPipe().name) == ("Mine", "gpipe")
+    assert (Mine().name, GPipeSchedule().name) == ("Mine", "gpipe")

@@ -1,11 +1,11 @@
-"""A schedule out of a CSV file, in the notation of torch.distributed.pipelining (see ``notation.py``)."""
+"""A schedule out of a CSV file, in the notation of torch.distributed.pipelining (see ``csv_notation.py``)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from asyncpipe.core.schedules.notation import read_csv
+from asyncpipe.core.schedules.csv_notation import read_csv
 from asyncpipe.core.schedules.protocol import Action, OrderedSchedule, Overlap, Shape, flat
 from asyncpipe.errors import ScheduleError
 

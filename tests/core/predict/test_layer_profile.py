@@ -15,8 +15,8 @@ from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import StageCosts
-from asyncpipe.core.predict.layer_times import MeasuredStep, Sort, combine, layer_seconds
-from asyncpipe.core.predict.profile import Layer, LayerCosts, Measurement, Profile
+from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, Profile, ProfiledLayer
+from asyncpipe.core.predict.profile_from_journals import MeasuredStep, StepVariant, combine, layer_seconds
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
@@ -39,7 +39,7 @@ LAYERS = (
     layer(4.0, input=20, saved=3, saved_input=20, output=0),
 )
 PROFILE = Profile(
-    layers=(Layer("a", 100, 100), Layer("b", 0, 0), Layer("c", 60, 40)),
+    layers=(ProfiledLayer("a", 100, 100), ProfiledLayer("b", 0, 0), ProfiledLayer("c", 60, 40)),
     links=((0, 1), (1, 2)),
     measurements={4: Measurement(LAYERS, OVERHEAD, step=0.5, latency=0.25, bandwidth=80.0)},
     devices=("cpu:0", "cpu:1"),
@@ -149,7 +149,7 @@ def damaged(change: str) -> str:
         ("a cost that is no number", "is damaged: ValueError: .*got 'fast'"),
         (
             "a missing key",
-            "is damaged: ValueError: Layer needs name, parameters, trained, inner, got name, parameters, inner",
+            "is damaged: ValueError: ProfiledLayer needs name, parameters, trained, inner, got name, parameters, inner",
         ),
         ("a layer too few", "is damaged: ValueError: 3 layers were measured, 2 are listed"),
         ("a link backwards", r"is damaged: ValueError: links must join 2?3 layers.* got \[\(1, 0\)\]"),
@@ -196,16 +196,16 @@ class AllAtOnce(OrderedSchedule):
                 yield from (I(i, j), W(i, j)) if self.split else (B(i, j),)
 
 
-def steps_of(costs: StageCosts, stages: int, devices: int = 2, m: int = 5) -> dict[Sort, list[MeasuredStep]]:
-    """What steps of each sort are like if tasks take exactly ``costs``; a step takes 0.5 s beside its tasks."""
+def steps_of(costs: StageCosts, stages: int, devices: int = 2, m: int = 5) -> dict[StepVariant, list[MeasuredStep]]:
+    """What steps of each variant are like if tasks take exactly ``costs``; a step takes 0.5 s beside its tasks."""
 
-    def step(sort: Sort) -> MeasuredStep:
-        mode = CheckpointMode.ALWAYS if sort is Sort.RECOMPUTED else CheckpointMode.NEVER
-        schedule = AllAtOnce(split=sort is Sort.SPLIT)
+    def step(variant: StepVariant) -> MeasuredStep:
+        mode = CheckpointMode.ALWAYS if variant is StepVariant.RECOMPUTED else CheckpointMode.NEVER
+        schedule = AllAtOnce(split=variant is StepVariant.SPLIT)
         record = simulate(lower(schedule, Shape(stages, m, devices), checkpoint=mode), costs)
         return MeasuredStep(report(record).seconds + 0.5, record)
 
-    return {sort: [step(sort)] for sort in Sort}
+    return {variant: [step(variant)] for variant in StepVariant}
 
 
 SECONDS = st.floats(0.01, 10.0)
@@ -229,7 +229,7 @@ def test_layers_and_overheads_are_found_again_in_the_steps_they_make(times, over
     coarse_balance = [len(times) - 2, 2]
     fine, coarse = steps_of(costs([1] * len(times)), len(times)), steps_of(costs(coarse_balance), 2)
     found = combine(fine, coarse, sizes, instant=True)
-    layers = tuple(Layer(str(k), 0, 0) for k in range(len(times)))
+    layers = tuple(ProfiledLayer(str(k), 0, 0) for k in range(len(times)))
     profile = Profile(layers, (), {5: found})
     for balance in (coarse_balance, [1] * len(times), [2, len(times) - 2]):
         predicted, wanted = profile.costs(balance, 5), costs(balance)
@@ -260,8 +260,8 @@ def test_gaps_between_tasks_count_as_overhead_and_not_as_latency():
     sizes = [dict.fromkeys(("input", "saved", "saved_input", "saved_output", "output"), 0)] * 4
     fine = steps_of(StageCosts({kind: [1.0] * 4 for kind in times}, [0] * 3), 4)
     coarse = steps_of(StageCosts({kind: [2.0, 2.0] for kind in times}, [0], latency=0.75), 2)
-    shrunk = {sort: with_gaps(steps, 0.25) for sort, steps in fine.items()}
-    gappy = {sort: with_gaps(steps, 0.25) for sort, steps in coarse.items()}
+    shrunk = {variant: with_gaps(steps, 0.25) for variant, steps in fine.items()}
+    gappy = {variant: with_gaps(steps, 0.25) for variant, steps in coarse.items()}
     found = combine(shrunk, gappy, sizes, instant=True)
     # Layers of 0.75 s, tasks with a gap of 0.25 s, of which the last one of a step has none behind it.
     stretch = found.latency / 0.75
@@ -274,7 +274,7 @@ def test_steps_that_take_longer_than_their_mean_tasks_stretch_everything():
     """Two micro-batches of 1 and 3 seconds take 2 on the average, but the second stage waits for the slow one."""
     graph = lower(AllAtOnce(split=False), Shape(2, 2, 2))
     record = simulate(graph, lambda task: 0.0 if task.kind is TaskKind.COPY else 1.0 + 2.0 * task.microbatch)
-    steps = {Sort.KEPT: [MeasuredStep(report(record).seconds, record)]}
+    steps = {StepVariant.KEPT: [MeasuredStep(report(record).seconds, record)]}
     sizes = [dict.fromkeys(("input", "saved", "saved_input", "saved_output", "output"), 0)] * 2
     even = report(simulate(graph, lambda task: 0.0 if task.kind is TaskKind.COPY else 2.0)).seconds
     found = combine(steps, steps, sizes, instant=True)
@@ -285,20 +285,20 @@ def test_steps_that_take_longer_than_their_mean_tasks_stretch_everything():
 def test_recomputing_and_halves_that_were_not_measured_follow_from_the_rest():
     costs = StageCosts({TaskKind.FORWARD: [1.0, 2.0], TaskKind.BACKWARD: [4.0, 6.0]}, [0])
     record = simulate(lower(AllAtOnce(split=False), Shape(2, 3, 2)), costs)
-    steps = {Sort.KEPT: [MeasuredStep(report(record).seconds, record)]}
+    steps = {StepVariant.KEPT: [MeasuredStep(report(record).seconds, record)]}
     sizes = [dict.fromkeys(("input", "saved", "saved_input", "saved_output", "output"), 0)] * 2
     found = combine(steps, steps, sizes, instant=True)
     assert [la.forward for la in found.layers] == pytest.approx([1.0, 2.0])
     assert [la.recompute for la in found.layers] == pytest.approx([1.0, 2.0])
     assert [la.input_gradient for la in found.layers] == pytest.approx([2.0, 3.0])
     assert [la.weight_gradient for la in found.layers] == pytest.approx([2.0, 3.0])
-    assert layer_seconds(steps[Sort.KEPT][0]) == pytest.approx([5.0, 8.0])
+    assert layer_seconds(steps[StepVariant.KEPT][0]) == pytest.approx([5.0, 8.0])
 
 
 def test_bandwidth_follows_from_copies_between_devices_that_copy():
     seconds = {TaskKind.FORWARD: [1.0, 1.0], TaskKind.BACKWARD: [1.0, 1.0]}
     record = simulate(lower(AllAtOnce(split=False), Shape(2, 3, 2)), StageCosts(seconds, [64], bandwidth=128.0))
-    steps = {Sort.KEPT: [MeasuredStep(report(record).seconds, record)]}
+    steps = {StepVariant.KEPT: [MeasuredStep(report(record).seconds, record)]}
     sizes = [dict.fromkeys(("input", "saved", "saved_input", "saved_output"), 0) | {"output": 64}] * 2
     found = combine(steps, steps, sizes, instant=False)
     assert found.bandwidth == pytest.approx(128.0)

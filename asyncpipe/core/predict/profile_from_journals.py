@@ -29,18 +29,18 @@ from typing import Any, NamedTuple
 from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
 from asyncpipe.core.kinds import TaskKind
-from asyncpipe.core.predict.profile import LayerCosts, Measurement
+from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement
 from asyncpipe.core.predict.report import TaskTime, report
 from asyncpipe.core.predict.simulate import simulate
 
-__all__ = ["MeasuredStep", "Sort", "combine", "layer_seconds"]
+__all__ = ["MeasuredStep", "StepVariant", "combine", "layer_seconds"]
 
 _F, _R, _B = TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD
 _I, _W = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
 
 
-class Sort(StrEnum):
-    """The sorts of steps that are measured."""
+class StepVariant(StrEnum):
+    """The variants of steps that are measured."""
 
     KEPT = "kept"
     """Nothing is recomputed, backwards are whole."""
@@ -57,7 +57,7 @@ class MeasuredStep(NamedTuple):
     record: StepRecord
 
 
-Steps = Mapping[Sort, Sequence[MeasuredStep]]
+StepsByVariant = Mapping[StepVariant, Sequence[MeasuredStep]]
 
 
 def layer_seconds(step: MeasuredStep) -> list[float]:
@@ -67,35 +67,37 @@ def layer_seconds(step: MeasuredStep) -> list[float]:
     return [sum(seconds for (_, at), seconds in means.items() if at == stage) for stage in range(stages)]
 
 
-def combine(fine: Steps, coarse: Steps, sizes: Sequence[Mapping[str, int]], *, instant: bool) -> Measurement:
+def combine(
+    fine: StepsByVariant, coarse: StepsByVariant, sizes: Sequence[Mapping[str, int]], *, instant: bool
+) -> Measurement:
     """What was measured, from steps whose stages are layers and steps with few stages.
 
     ``sizes`` are the bytes of each layer, by the names of ``LayerCosts``. ``instant`` says that tensors are handed
-    over as they are. Steps of the sort ``kept`` must be there. Without those of ``recomputed``, recomputing counts as
-    a forward; without those of ``split``, the halves of a backward count half of it each.
+    over as they are. Steps of the variant ``kept`` must be there. Without those of ``recomputed``, recomputing counts
+    as a forward; without those of ``split``, the halves of a backward count half of it each.
     """
-    forward, o_forward = _share((_F,), fine[Sort.KEPT], coarse[Sort.KEPT])
-    backward, o_backward = _share((_B,), fine[Sort.KEPT], coarse[Sort.KEPT])
+    forward, o_forward = _share((_F,), fine[StepVariant.KEPT], coarse[StepVariant.KEPT])
+    backward, o_backward = _share((_B,), fine[StepVariant.KEPT], coarse[StepVariant.KEPT])
     light, again, o_again = forward, forward, o_forward
-    if fine.get(Sort.RECOMPUTED):
-        light, _ = _share((_F,), fine[Sort.RECOMPUTED], coarse[Sort.RECOMPUTED])
-        again, o_again = _share((_R,), fine[Sort.RECOMPUTED], coarse[Sort.RECOMPUTED])
-    if fine.get(Sort.SPLIT):
+    if fine.get(StepVariant.RECOMPUTED):
+        light, _ = _share((_F,), fine[StepVariant.RECOMPUTED], coarse[StepVariant.RECOMPUTED])
+        again, o_again = _share((_R,), fine[StepVariant.RECOMPUTED], coarse[StepVariant.RECOMPUTED])
+    if fine.get(StepVariant.SPLIT):
         # Together: which half has what of a backward depends on where stages begin.
-        halves, o_half = _share((_I, _W), fine[Sort.SPLIT], coarse[Sort.SPLIT])
+        halves, o_half = _share((_I, _W), fine[StepVariant.SPLIT], coarse[StepVariant.SPLIT])
         inputs, weights = halves[: len(forward)], halves[len(forward) :]
     else:
         inputs = weights = [seconds / 2 for seconds in backward]
         o_half = o_backward
     rows = zip(forward, light, again, backward, inputs, weights, sizes, strict=True)
-    gap, handoff = _waits(coarse[Sort.KEPT])
+    gap, handoff = _waits(coarse[StepVariant.KEPT])
     stretch = _stretch(coarse, gap, max(0.0, handoff - gap))
-    copying, bandwidth = (0.0, inf) if instant else _transfers(fine[Sort.KEPT], sizes)
+    copying, bandwidth = (0.0, inf) if instant else _transfers(fine[StepVariant.KEPT], sizes)
     kinds = zip((_F, _R, _B, _I, _W), (o_forward, o_again, o_backward, o_half, o_half), strict=True)
     return Measurement(
         layers=tuple(LayerCosts(*(stretch * each for each in seconds), **of) for *seconds, of in rows),
         overhead={kind.value: stretch * (overhead + gap) for kind, overhead in kinds},
-        step=max(0.0, median(step.seconds - report(step.record).seconds for step in coarse[Sort.KEPT])),
+        step=max(0.0, median(step.seconds - report(step.record).seconds for step in coarse[StepVariant.KEPT])),
         latency=stretch * max(0.0, handoff - gap - copying),
         bandwidth=bandwidth,
     )
@@ -116,10 +118,10 @@ def _share(
     return [seconds * factor for seconds in bare], overhead
 
 
-def _stretch(sorts: Steps, gap: float, latency: float) -> float:
+def _stretch(variants: StepsByVariant, gap: float, latency: float) -> float:
     """How much longer steps take than simulated ones whose tasks all take the mean."""
     measured = simulated = 0.0
-    for steps in sorts.values():
+    for steps in variants.values():
         means = _means(steps)
 
         def cost(task: Task, means: Mapping[tuple[TaskKind, int], float] = means) -> float:

@@ -70,7 +70,7 @@ def read_csv(text: str, name: str) -> Orders:
     filled = max((row for row, cells in enumerate(rows, start=1) if any(cells)), default=0)
     if not filled:
         raise ScheduleError(f"schedule {name!r} has no actions; give one row of actions per device")
-    table = _Table(name)
+    table = _OrdersReader(name)
     for row, cells in enumerate(rows[:filled], start=1):
         table.add_row(row, cells)
     if text.count('"') % 2:
@@ -141,7 +141,7 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
 
 
-class _Table:
+class _OrdersReader:
     """Collects the rows, and holds every action against those before it."""
 
     def __init__(self, name: str) -> None:

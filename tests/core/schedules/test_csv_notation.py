@@ -18,8 +18,8 @@ from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
-from asyncpipe.core.schedules.csv import CsvSchedule
-from asyncpipe.core.schedules.notation import read_csv
+from asyncpipe.core.schedules.csv_notation import read_csv
+from asyncpipe.core.schedules.csv_schedule import CsvSchedule
 from asyncpipe.core.schedules.protocol import (
     Action,
     B,

@@ -30,7 +30,7 @@ from asyncpipe.core.predict.costs import StageCosts
 from asyncpipe.core.predict.memory import StageMemory
 from asyncpipe.errors import ProfileError
 
-__all__ = ["ADAMW_SCALE", "PARAMETER_SCALE", "Layer", "LayerCosts", "Measurement", "Profile"]
+__all__ = ["ADAMW_SCALE", "PARAMETER_SCALE", "ProfiledLayer", "LayerCosts", "Measurement", "Profile"]
 
 FORMAT, VERSION = "asyncpipe-profile", 1
 
@@ -41,7 +41,7 @@ ADAMW_SCALE = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ProfiledLayer:
     """What a layer is, however many micro-batches there are."""
 
     name: str
@@ -100,7 +100,7 @@ class Measurement:
 class Profile:
     """The measured costs of a model's layers; ``costs`` and ``memory`` give those of its stages."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[ProfiledLayer, ...]
     links: tuple[tuple[int, int], ...]
     """(source, user) for every pair of layers between which values travel."""
     measurements: Mapping[int, Measurement]
@@ -249,12 +249,12 @@ def _saved(layers: Sequence[LayerCosts]) -> int:
     return first.input + sum(la.saved for la in layers) + inner + max(0, last.output - last.saved_output)
 
 
-def _fixed(layer: Layer, scale: float) -> float:
+def _fixed(layer: ProfiledLayer, scale: float) -> float:
     return layer.trained * scale + (layer.parameters - layer.trained) * min(scale, 1.0)
 
 
 def _parsed(document: Mapping[str, Any]) -> Profile:
-    layers = tuple(_made(Layer, row) for row in document["layers"])
+    layers = tuple(_made(ProfiledLayer, row) for row in document["layers"])
     measurements: dict[int, Measurement] = {}
     for row in document["measurements"]:
         measured = Measurement(
