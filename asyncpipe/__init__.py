@@ -43,18 +43,18 @@ if TYPE_CHECKING:
     from asyncpipe.ops.autograd.checkpoint import is_checkpointing as is_checkpointing
     from asyncpipe.ops.autograd.checkpoint import is_recomputing as is_recomputing
     from asyncpipe.ops.model.batchnorm import convert_deferred_batch_norm as convert_deferred_batch_norm
-    from asyncpipe.ops.model.measure import balance_by_size as balance_by_size
-    from asyncpipe.ops.model.measure import balance_by_time as balance_by_time
+    from asyncpipe.ops.model.measure_layers import balance_by_size as balance_by_size
+    from asyncpipe.ops.model.measure_layers import balance_by_time as balance_by_time
     from asyncpipe.ops.model.microbatch import Arguments as Arguments
     from asyncpipe.ops.model.microbatch import Microbatches as Microbatches
     from asyncpipe.ops.model.microbatch import NoChunk as NoChunk
     from asyncpipe.ops.model.sequential import PipeSequential as PipeSequential
-    from asyncpipe.ops.model.skip import Namespace as Namespace
-    from asyncpipe.ops.model.skip import Skippable as Skippable
-    from asyncpipe.ops.model.skip import pop as pop
-    from asyncpipe.ops.model.skip import skippable as skippable
-    from asyncpipe.ops.model.skip import stash as stash
-    from asyncpipe.ops.model.skip import verify_skippables as verify_skippables
+    from asyncpipe.ops.model.skips import Namespace as Namespace
+    from asyncpipe.ops.model.skips import Skippable as Skippable
+    from asyncpipe.ops.model.skips import pop as pop
+    from asyncpipe.ops.model.skips import skippable as skippable
+    from asyncpipe.ops.model.skips import stash as stash
+    from asyncpipe.ops.model.skips import verify_skippables as verify_skippables
     from asyncpipe.ops.model.trace.trace import trace as trace
     from asyncpipe.pipeline.pipeline import Pipeline as Pipeline
     from asyncpipe.pipeline.pool import DevicePool as DevicePool
@@ -82,9 +82,9 @@ _HOMES = {
     "ops.model.batchnorm": ("convert_deferred_batch_norm",),
     "ops.autograd.checkpoint": ("is_checkpointing", "is_recomputing"),
     "ops.model.microbatch": ("Arguments", "Microbatches", "NoChunk"),
-    "ops.model.measure": ("balance_by_size", "balance_by_time"),
+    "ops.model.measure_layers": ("balance_by_size", "balance_by_time"),
     "ops.model.sequential": ("PipeSequential",),
-    "ops.model.skip": ("Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"),
+    "ops.model.skips": ("Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"),
     "ops.model.trace.trace": ("trace",),
     "pipeline.pipeline": ("Pipeline",),
     "pipeline.pool": ("DevicePool",),

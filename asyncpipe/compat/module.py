@@ -21,7 +21,7 @@ from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from asyncpipe.ops.model.microbatch import check_microbatches
 from asyncpipe.ops.model.sequential import stage_parts
-from asyncpipe.ops.model.skip import Skippable
+from asyncpipe.ops.model.skips import Skippable
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.sync import SyncPipeline
 

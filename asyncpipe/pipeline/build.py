@@ -18,13 +18,13 @@ from asyncpipe.ops.device.copies import make_copiers
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.streams import make_streams
 from asyncpipe.ops.execute.binder import Equipment
-from asyncpipe.ops.execute.gradients import GradientGuard
+from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.instruments import Instruments
 from asyncpipe.ops.model.batchnorm import convert_deferred_batch_norm, deferred_layers
 from asyncpipe.ops.model.microbatch import check_microbatches
 from asyncpipe.ops.model.sequential import as_sequential, stage_sequence
 from asyncpipe.ops.model.stage import Stage, StagedModel
-from asyncpipe.ops.model.tie import Ties, place
+from asyncpipe.ops.model.ties import Ties, place
 from asyncpipe.pipeline.graph_cache import Graphs
 from asyncpipe.pipeline.step import Machinery
 

@@ -1,7 +1,7 @@
 """``y = pipe(x)``: a forward whose loss and backward are the caller's, walked.
 
 1. ``PreparedCall`` checks and cuts the arguments; the forward graph runs; the caller's thread blocks meanwhile.
-2. ``finish`` hangs the outputs on exits and an entry (``ops/autograd/borders.py``), in the caller's graph.
+2. ``finish`` hangs the outputs on exits and an entry (``ops/autograd/caller_graph.py``), in the caller's graph.
 3. ``loss.backward()`` reaches the last exit: ``CallBackward.release`` submits the backward graph, whose backwards
    wait at a gate for each micro-batch, and opens the first gate; the other exits open theirs.
 4. The engine reaches the entry: ``CallBackward.finish`` waits, and returns the gradients.
@@ -26,17 +26,17 @@ from torch.utils._pytree import tree_leaves
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.errors import BackwardError, PipelineClosedError
-from asyncpipe.ops.autograd.borders import attach
 from asyncpipe.ops.autograd.caller_context import CallerContext
+from asyncpipe.ops.autograd.caller_graph import attach
 from asyncpipe.ops.autograd.random_streams import draw_step_seed
 from asyncpipe.ops.device.streams import Fence
 from asyncpipe.ops.execute.binder import Binder
-from asyncpipe.ops.execute.gradients import GradientGuard
-from asyncpipe.ops.execute.input_gradients import InputGradients
-from asyncpipe.ops.execute.tensors import StepPlan, StepTensors
+from asyncpipe.ops.execute.caller_gradients import CallerGradients
+from asyncpipe.ops.execute.gradient_guard import GradientGuard
+from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.model.microbatch import Arguments, Microbatches, Packet, cut, gather
 from asyncpipe.ops.model.stage import CALLER
-from asyncpipe.ops.model.tie import Ties
+from asyncpipe.ops.model.ties import Ties
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.step import Machinery
 from asyncpipe.runtime.execution import Execution, Gates
@@ -78,7 +78,7 @@ class PreparedCall:
             training=self._training,
             whole_step=False,
         )
-        self._inputs = InputGradients(batch, pieces, takes, machinery.batch_dim) if self._training else None
+        self._inputs = CallerGradients(batch, pieces, takes, machinery.batch_dim) if self._training else None
         self.graph = machinery.graphs(len(pieces), Phase.FORWARD, self._plan.checkpoint, False)
         self._tensors = StepTensors.of(takes)
         self._fence = Fence(machinery.equipment.streams.values())

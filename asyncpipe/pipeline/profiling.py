@@ -32,7 +32,7 @@ from asyncpipe.core.predict.profile_from_journals import MeasuredStep, StepVaria
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
 from asyncpipe.errors import MicrobatchError
 from asyncpipe.ops.device.devices import Device, resolve_devices
-from asyncpipe.ops.model.layer_costs import ByteRecorder, LayerBytes, parameter_bytes
+from asyncpipe.ops.model.byte_recorder import ByteRecorder, LayerBytes, parameter_bytes
 from asyncpipe.ops.model.microbatch import check_microbatches, cut
 from asyncpipe.ops.model.sequential import as_sequential
 from asyncpipe.ops.model.stage import Stage, StagedModel

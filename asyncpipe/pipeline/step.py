@@ -19,9 +19,9 @@ from asyncpipe.ops.device.copies import to_device
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.streams import Fence
 from asyncpipe.ops.execute.binder import Binder, Equipment, normalize
-from asyncpipe.ops.execute.tensors import StepPlan, StepTensors
+from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm
-from asyncpipe.ops.model.microbatch import Arguments, Cut, cut, cut_alike, gather
+from asyncpipe.ops.model.microbatch import Arguments, CutBatch, cut, cut_alike, gather
 from asyncpipe.pipeline.graph_cache import Graphs
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.runtime.execution import Execution
@@ -96,7 +96,7 @@ class PreparedStep:
         binder = Binder(self.graph, self._plan, self._tensors, machinery.equipment, context)
         self.bind, self.notes = binder.bind, binder.notes
 
-    def _planned(self, pieces: Cut, target: Any, options: StepOptions) -> StepPlan:
+    def _planned(self, pieces: CutBatch, target: Any, options: StepOptions) -> StepPlan:
         machinery = self._machinery
         has_loss = self._training or target is not NO_TARGET
         return StepPlan(

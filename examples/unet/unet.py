@@ -24,9 +24,8 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from asyncpipe import Namespace, pop, skippable, stash
+from asyncpipe import Namespace, Skippable, pop, skippable, stash
 from asyncpipe.errors import OptionError
-from asyncpipe.ops.model.skip import Skippable
 from asyncpipe.train.workload import Batch, Forward, Workload
 
 DIGIT = 8

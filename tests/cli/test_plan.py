@@ -19,7 +19,7 @@ from asyncpipe.cli import main
 from asyncpipe.core.predict.layer_profile import Profile
 from asyncpipe.core.predict.profile_from_journals import StepVariant
 from asyncpipe.errors import JobFileError, MicrobatchError, PlanError, TaskError
-from asyncpipe.ops.model.skip import pop, skippable, stash
+from asyncpipe.ops.model.skips import pop, skippable, stash
 from asyncpipe.ops.model.trace.trace import trace
 from asyncpipe.pipeline import profiling
 from asyncpipe.pipeline.profiling import Sample, choose, measure

@@ -10,7 +10,7 @@ from torch import nn
 
 from asyncpipe.compat.torchgpipe import GPipe
 from asyncpipe.compat.torchgpipe.balance import balance_by_size, balance_by_time, balance_cost
-from asyncpipe.ops.model import measure as profile
+from asyncpipe.ops.model import measure_layers as profile
 
 
 def test_cost():

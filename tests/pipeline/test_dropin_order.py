@@ -13,7 +13,7 @@ from asyncpipe import Costs, Microbatches, Pipeline
 from asyncpipe.core.engine.events import GateOpened, StepSubmitted
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.predict.report import report
-from asyncpipe.ops.autograd import borders as border
+from asyncpipe.ops.autograd import caller_graph
 from asyncpipe.pipeline.call import CallBackward
 from asyncpipe.testing import EmulatedExecutor, InlineExecutor
 
@@ -179,7 +179,7 @@ def test_the_chain_enforces_the_order(workload, released):
 
 def test_without_the_chain_the_order_is_the_engines(workload, released, monkeypatch):
     """So the test above can fail: every exit hangs on the entry alone here."""
-    entry, edges = border._Entry, []
+    entry, edges = caller_graph._PipelineEntry, []  # Private: only the function itself tells its own edge.
 
     class Entry:
         @staticmethod
@@ -187,8 +187,8 @@ def test_without_the_chain_the_order_is_the_engines(workload, released, monkeypa
             edges.append(entry.apply(*args))
             return edges[-1]
 
-    monkeypatch.setattr(border, "_Entry", Entry)
-    monkeypatch.setattr(border, "_chained", lambda tensor: (tensor, edges[-1]))
+    monkeypatch.setattr(caller_graph, "_PipelineEntry", Entry)
+    monkeypatch.setattr(caller_graph, "fork", lambda tensor: (tensor, edges[-1]))
     count_high()
     with pipeline(workload.model()).sync() as pipe:
         first_micro_batch_first(pipe(parts(workload))).backward()

@@ -13,7 +13,7 @@ from torch import nn
 from asyncpipe import Microbatches, Pipeline
 from asyncpipe.core.engine.events import Outcome
 from asyncpipe.errors import BackwardError
-from asyncpipe.ops.execute.gradients import GradientGuard
+from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.pipeline import call
 from asyncpipe.runtime.driver import Driver
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from asyncpipe.core.predict.balance import even_balance
-from asyncpipe.ops.model import measure as profile
+from asyncpipe.ops.model import measure_layers as profile
 
 __all__ = ["balance_by_size", "balance_by_time", "balance_cost"]
 

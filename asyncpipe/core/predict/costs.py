@@ -16,6 +16,7 @@ from math import cos, exp, inf, log, log1p, pi, sqrt
 
 from asyncpipe.core.graph.task import WHOLE_STEP, Task
 from asyncpipe.core.kinds import COMPUTE_KINDS, TaskKind
+from asyncpipe.core.splitmix import splitmix64
 from asyncpipe.errors import OptionError
 
 __all__ = ["Costs", "Jitter", "StageCosts", "parse_costs"]
@@ -166,8 +167,6 @@ def _check_row(name: str, row: Sequence[float], length: int) -> None:
             raise OptionError(f"{name} must be finite and not negative, got {number}")
 
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 _LETTERS = {kind: number for number, kind in enumerate(TaskKind)}
 
 
@@ -211,21 +210,9 @@ class Jitter:
         The normal number is that of Box and Muller (1958), from two uniform ones in (0, 1].
         """
         variance = log1p(self.sigma * self.sigma)
-        state = _mixed(self.seed & _MASK)
+        state = splitmix64(self.seed)
         for number in identity:
-            state = _mixed(state ^ (number & _MASK))
-        first, second = (((_mixed(state ^ k) >> 11) + 1) * 2.0**-53 for k in (1, 2))
+            state = splitmix64(state ^ number)
+        first, second = (((splitmix64(state ^ k) >> 11) + 1) * 2.0**-53 for k in (1, 2))
         normal = sqrt(-2.0 * log(first)) * cos(2.0 * pi * second)
         return exp(sqrt(variance) * normal - variance / 2.0)
-
-
-def _mixed(state: int) -> int:
-    """The next 64 bits of splitmix64 from ``state``.
-
-    Source: G. L. Steele Jr., D. Lea and C. H. Flood, Fast splittable pseudorandom number generators, OOPSLA 2014,
-    with the constants of D. Stafford's variant 13.
-    """
-    state = (state + _GOLDEN) & _MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-    return state ^ (state >> 31)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from asyncpipe.errors import RecomputeError
-from asyncpipe.ops.autograd.dependency import fork, join, phony
+from asyncpipe.ops.autograd.fork_join import fork, join, phony
 
 __all__ = ["Recomputation", "checkpoint", "is_checkpointing", "is_recomputing"]
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from asyncpipe.core.splitmix import branch_seed
 from asyncpipe.errors import RecomputeError
 
 __all__ = ["RandomStream", "draw_step_seed"]
@@ -70,7 +71,7 @@ class RandomStream(TorchFunctionMode):
 
     def __init__(self, step_seed: int, microbatch: int, stage: int, device: torch.device) -> None:
         super().__init__()
-        self._seed = _mix(_mix(step_seed, microbatch), stage)
+        self._seed = branch_seed(branch_seed(step_seed, microbatch), stage)
         self._device = device
         self._generators: dict[torch.device, torch.Generator] = {}
 
@@ -164,11 +165,3 @@ def _refuse_torch_checkpoint() -> None:
                 "recompute with the pipeline's own checkpoint=, or do not draw inside torch's"
             )
         frame = frame.f_back
-
-
-def _mix(seed: int, index: int) -> int:
-    """A 63-bit seed for branch ``index`` of ``seed``: the finalizer of splitmix64 (Steele et al. 2014)."""
-    x = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (x ^ (x >> 31)) & 0x7FFFFFFFFFFFFFFF

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from asyncpipe.ops.autograd.dependency import phony
+from asyncpipe.ops.autograd.fork_join import phony
 
 __all__ = ["SplitBackward"]
 
@@ -65,7 +65,7 @@ class _Crossing(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Group:
+class _OutsideGroup:
     """A part of the outside that nothing else of it is tied to: one ordinary backward."""
 
     crossings: deque[tuple[_Crossing, Gradients]] = field(default_factory=deque)
@@ -89,7 +89,7 @@ class SplitBackward:
             if tensor.requires_grad and gradient is not None
         ]
         self._leaves = list(leaves)
-        self._groups: deque[_Group] = deque()
+        self._groups: deque[_OutsideGroup] = deque()
 
     def input_gradients(self) -> list[Tensor | None]:
         """The gradient of each leaf, ``None`` where no output depends on it. Parameters get nothing yet.
@@ -103,9 +103,9 @@ class SplitBackward:
 
     def _split(self, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
         starts, self._starts = self._starts, []
-        graph = _Graph((edge.node for edge, _ in starts), leaves)
+        graph = _BackwardGraph((edge.node for edge, _ in starts), leaves)
         if not graph.inside:
-            self._groups.append(_Group(starts=starts))
+            self._groups.append(_OutsideGroup(starts=starts))
             return [None] * len(leaves)
         if any("CheckpointFunction" in node.name() for node in graph.inside):
             return _whole_backward(starts, leaves)
@@ -140,7 +140,7 @@ class SplitBackward:
                 torch.autograd.backward(*_unzipped(starts))
 
 
-class _Graph:
+class _BackwardGraph:
     """The nodes behind ``roots``, and which of them lead to ``leaves``. No recursion: graphs are deep."""
 
     def __init__(self, roots: Iterable[Node], leaves: Sequence[Tensor]) -> None:
@@ -289,12 +289,12 @@ def _grouped(
     crossings: Sequence[_Crossing],
     arrived: dict[int, Gradients],
     outer: Iterable[Start],
-) -> deque[_Group]:
+) -> deque[_OutsideGroup]:
     """What W has to do, in the order in which I came by; a parameter's whole gradient is made in one group."""
-    groups: dict[int, _Group] = {}
+    groups: dict[int, _OutsideGroup] = {}
 
-    def group_of(end: GradientEdge) -> _Group:
-        return groups.setdefault(number_of[end.node], _Group())
+    def group_of(end: GradientEdge) -> _OutsideGroup:
+        return groups.setdefault(number_of[end.node], _OutsideGroup())
 
     for start in outer:
         group_of(start[0]).starts.append(start)

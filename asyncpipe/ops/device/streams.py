@@ -130,7 +130,7 @@ class Timing:
         return max(0.0, float(self._origin.event.elapsed_time(event)) * 1e-3)
 
 
-class _Origin:
+class _ClockOrigin:
     """An event that fixes device time to host time; ``host`` is known once the device has reached it."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -148,13 +148,13 @@ class _DeviceClock:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
-        self._resolved: _Origin | None = None
-        self.origin = _Origin(stream)
+        self._resolved: _ClockOrigin | None = None
+        self.origin = _ClockOrigin(stream)
 
     def tick(self) -> None:
-        self.origin = _Origin(self._stream)
+        self.origin = _ClockOrigin(self._stream)
 
-    def resolve(self, origin: _Origin) -> float:
+    def resolve(self, origin: _ClockOrigin) -> float:
         if origin.host is None:
             origin.event.synchronize()
             host = time.perf_counter()

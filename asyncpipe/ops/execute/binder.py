@@ -1,8 +1,8 @@
 """The binder: gives each task of one step its computation on its device's stream.
 
-Everything here but ``bind`` runs on the thread of the task's device. No locks: the graph orders whoever touches
-the same tensors (``ops/execute/tensors.py``), and dictionaries bear the rest. What the tasks of a stage compute is in
-``ops/execute/compute.py``.
+Everything here but ``bind`` runs on the thread of the task's device. No locks are needed: the graph orders tasks that
+touch the same tensors (``ops/execute/step_tensors.py``), and dictionary operations are atomic under the GIL. What the
+tasks of a stage compute is in ``ops/execute/compute.py``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.device.copies import Copier
 from asyncpipe.ops.device.streams import CudaStream, LaneStream, Timing
 from asyncpipe.ops.execute.compute import StageCompute
-from asyncpipe.ops.execute.gradients import GradientGuard
+from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.instruments import Instruments
-from asyncpipe.ops.execute.tensors import StepPlan, StepTensors
+from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.model.stage import Stage
-from asyncpipe.ops.model.tie import Ties
+from asyncpipe.ops.model.ties import Ties
 
 __all__ = ["Binder", "Equipment", "normalize"]
 

@@ -23,15 +23,15 @@ from asyncpipe.ops.autograd.random_streams import RandomStream
 from asyncpipe.ops.autograd.split_backward import SplitBackward
 from asyncpipe.ops.device.copies import to_device
 from asyncpipe.ops.device.streams import LaneStream
-from asyncpipe.ops.execute.tensors import Residue, StepPlan, StepTensors
-from asyncpipe.ops.model.batchnorm_statistics import untouched
+from asyncpipe.ops.execute.step_tensors import LocalGraph, StepPlan, StepTensors
 from asyncpipe.ops.model.microbatch import Arguments, Packet
+from asyncpipe.ops.model.running_statistics import untouched
 from asyncpipe.ops.model.stage import CALLER, Stage
 
 __all__ = ["StageCompute"]
 
 
-class _Result(NamedTuple):
+class _LossResult(NamedTuple):
     """What the last stage gives the caller in a step with a loss."""
 
     loss: Tensor
@@ -73,11 +73,11 @@ class _StageRun:
             packet.tensors = []
         return flat
 
-    def _with_loss(self, output: Any, loss_fn: Callable[..., Any]) -> _Result:
+    def _with_loss(self, output: Any, loss_fn: Callable[..., Any]) -> _LossResult:
         loss, count = _loss_and_count(loss_fn(output, *self.target.args, **self.target.kwargs))
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise LossError("the loss does not depend on any parameter; does a stage or loss_fn detach its output?")
-        return _Result(loss, count, output if self.plan.keep_outputs else None)
+        return _LossResult(loss, count, output if self.plan.keep_outputs else None)
 
     def take_packets(self) -> dict[int, Packet]:
         """What the stage sends; the caller's will soon hold what hangs on this very backward."""
@@ -127,7 +127,7 @@ class StageCompute:
         for user, packet in packets.items():
             self._send(i, stage.index, user, packet, outputs[user])
         if self._plan.training:
-            self._tensors.residues[i, stage.index] = Residue(leaves, outputs, recomputation)
+            self._tensors.residues[i, stage.index] = LocalGraph(leaves, outputs, recomputation)
 
     def _received(self, i: int, j: int) -> dict[int, Packet]:
         keys = ((source, (i, source, j)) for source in self._sources[j])
@@ -166,7 +166,7 @@ class StageCompute:
             self._tensors.activations[i, j, user] = packet
             return
         if self._plan.loss is not None:
-            result: _Result = packet.rebuild(packet.tensors)
+            result: _LossResult = packet.rebuild(packet.tensors)
             self._tensors.losses[i] = result.loss
             if result.counted is not None:
                 self._tensors.counts[i] = result.counted
@@ -227,7 +227,7 @@ class StageCompute:
         """The other half of ``backward``: parameters' gradients, from what ``input_gradient`` left."""
         self._tensors.halves.pop((task.microbatch, task.stage)).weight_gradients()
 
-    def _output_gradients(self, i: int, j: int, residue: Residue) -> list[Tensor | None]:
+    def _output_gradients(self, i: int, j: int, residue: LocalGraph) -> list[Tensor | None]:
         """Taken from where the stages that got the outputs have left them."""
         return [
             gradient
@@ -235,7 +235,7 @@ class StageCompute:
             for gradient in self._gradients_of(i, j, user, tensors)
         ]
 
-    def _hand_back(self, i: int, j: int, residue: Residue, gradients: Sequence[Tensor | None]) -> None:
+    def _hand_back(self, i: int, j: int, residue: LocalGraph, gradients: Sequence[Tensor | None]) -> None:
         """Leave the gradients of what the stage received to the stages that sent it."""
         rest = iter(gradients)
         for source, leaves in residue.inputs.items():

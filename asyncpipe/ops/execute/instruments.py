@@ -48,7 +48,7 @@ class Instruments:
 
     def named(self, name: str) -> AbstractContextManager[object]:
         """Everything inside runs under ``name``, for ``torch.profiler`` and, if asked for, for NVTX."""
-        return _Both(name) if self.nvtx else _record_function(name)
+        return _NamedNvtxRange(name) if self.nvtx else _record_function(name)
 
     def sample(self, device: torch.device, notes: StepNotes) -> None:
         """Note what is allocated on ``device`` now, if asked for. On CUDA the host is ahead of the device's work."""
@@ -56,7 +56,7 @@ class Instruments:
             notes.samples.append((time.perf_counter(), str(device), allocated_bytes(device)))
 
 
-class _Both:
+class _NamedNvtxRange:
     """A name for ``torch.profiler`` and an NVTX range."""
 
     def __init__(self, name: str) -> None:

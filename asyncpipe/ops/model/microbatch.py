@@ -1,4 +1,4 @@
-"""Cut a mini-batch into micro-batches, and gather their outputs again."""
+"""CutBatch a mini-batch into micro-batches, and gather their outputs again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from asyncpipe.errors import BatchError, MicrobatchError, StageError
 
-__all__ = ["Arguments", "Cut", "Microbatches", "NoChunk", "Packet", "check_microbatches", "cut", "cut_alike", "gather"]
+__all__ = [
+    "Arguments",
+    "CutBatch",
+    "Microbatches",
+    "NoChunk",
+    "Packet",
+    "check_microbatches",
+    "cut",
+    "cut_alike",
+    "gather",
+]
 
 
 class Arguments(NamedTuple):
@@ -60,7 +70,7 @@ class Microbatches:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutBatch:
     """A mini-batch in micro-batches."""
 
     pieces: list[Any]
@@ -99,7 +109,7 @@ def check_microbatches(microbatches: int) -> int:
     return microbatches
 
 
-def cut(batch: Any, microbatches: int, *, dim: int = 0, name: str = "the input") -> Cut:
+def cut(batch: Any, microbatches: int, *, dim: int = 0, name: str = "the input") -> CutBatch:
     """``batch`` in micro-batches as even as can be, larger ones first; fewer of them for a small batch.
 
     The batch is dimension ``dim``, of the same size in all tensors but those in ``NoChunk``; micro-batches get
@@ -109,14 +119,14 @@ def cut(batch: Any, microbatches: int, *, dim: int = 0, name: str = "the input")
     if isinstance(batch, Microbatches):
         places = [f"micro-batch {i} of {name}" for i in range(len(batch))]
         sizes = [_sizes(piece, dim, place)[0][1] for piece, place in zip(batch.pieces, places, strict=True)]
-        return Cut([_unwrapped(piece) for piece in batch.pieces], sizes, ready_made=True)
+        return CutBatch([_unwrapped(piece) for piece in batch.pieces], sizes, ready_made=True)
     size = _batch_size(batch, dim, name)
     count = min(microbatches, size)
     sizes = [size // count + (i < size % count) for i in range(count)]
-    return Cut(_split(batch, sizes, dim), sizes, ready_made=False)
+    return CutBatch(_split(batch, sizes, dim), sizes, ready_made=False)
 
 
-def cut_alike(batch: Any, like: Cut, *, dim: int = 0, name: str = "the target") -> list[Any]:
+def cut_alike(batch: Any, like: CutBatch, *, dim: int = 0, name: str = "the target") -> list[Any]:
     """``batch`` in as many micro-batches as ``like`` has, of the same sizes.
 
     Raises ``BatchError`` if its tensors have another number of samples, or if it is another number of

@@ -1,6 +1,6 @@
 """A sequence of layers as stages: the output of each stage is the input of the next one; skips go straight.
 
-Beside its output, a link carries what ``stash`` left for a layer of its user (``ops/model/skip.py``)::
+Beside its output, a link carries what ``stash`` left for a layer of its user (``ops/model/skips.py``)::
 
     stage 0 ──output, skips──▶ stage 1 ──output, skips──▶ stage 2
        └──────────────────── skips ────────────────────────▲
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from asyncpipe.core.predict.balance import check_balance, even_balance
 from asyncpipe.errors import BalanceError, BatchError, OptionError
 from asyncpipe.ops.model.microbatch import Arguments
-from asyncpipe.ops.model.skip import SkipKey, SkipStore, skip_layout, use_skips
+from asyncpipe.ops.model.skips import SkipKey, SkipStore, skip_layout, use_skips
 from asyncpipe.ops.model.stage import CALLER, StagedModel, StageModule
 
 __all__ = ["PipeSequential", "SequentialStage", "as_sequential", "split", "stage_parts", "stage_sequence"]
@@ -35,7 +35,7 @@ class PipeSequential(nn.Sequential):
         return output
 
 
-class _Sent(NamedTuple):
+class _LinkValue(NamedTuple):
     """What travels on a link."""
 
     output: Any
@@ -75,7 +75,7 @@ class SequentialStage(StageModule):
             output = self._call(received)
         if self._next == CALLER:
             return {CALLER: output}
-        sent = {user: _Sent(None, []) for user in self._stashed} | {self._next: _Sent(output, [])}
+        sent = {user: _LinkValue(None, []) for user in self._stashed} | {self._next: _LinkValue(output, [])}
         for user, keys in self._stashed.items():
             sent[user].skips.extend(store.outgoing[key] for key in keys)
         return sent

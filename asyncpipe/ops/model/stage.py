@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from asyncpipe.ops.device.devices import Device
-from asyncpipe.ops.model.batchnorm_statistics import StatisticsOf
 from asyncpipe.ops.model.microbatch import Arguments
+from asyncpipe.ops.model.running_statistics import StatisticsOf
 
 __all__ = ["CALLER", "Stage", "StageModule", "StagedModel"]
 

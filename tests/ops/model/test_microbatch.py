@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 from asyncpipe.errors import BatchError, MicrobatchError, StageError
 from asyncpipe.ops.model.microbatch import (
     Arguments,
-    Cut,
+    CutBatch,
     Microbatches,
     NoChunk,
     Packet,
@@ -35,7 +35,7 @@ def equal(left: Any, right: Any) -> bool:
 
 
 def alike(batch: Any, sizes: list[int]) -> list[Any]:
-    return cut_alike(batch, Cut([None] * len(sizes), sizes, ready_made=False))
+    return cut_alike(batch, CutBatch([None] * len(sizes), sizes, ready_made=False))
 
 
 # Sizes

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.errors import OptionError, SkipError
-from asyncpipe.ops.model.skip import (
+from asyncpipe.ops.model.skips import (
     Namespace,
     SkipKey,
     SkipStore,

@@ -13,7 +13,7 @@ from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.sequential import SequentialStage, as_sequential, split, stage_sequence
 from asyncpipe.ops.model.stage import CALLER, Stage
-from asyncpipe.ops.model.tie import place
+from asyncpipe.ops.model.ties import place
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

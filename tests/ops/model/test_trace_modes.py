@@ -20,7 +20,7 @@ from asyncpipe.errors import TraceError
 from asyncpipe.ops.autograd.random_streams import RandomStream
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import CALLER, StagedModel
-from asyncpipe.ops.model.trace import stage as trace_stage
+from asyncpipe.ops.model.trace import traced_stage as trace_stage
 from asyncpipe.ops.model.trace.trace import trace
 
 Run = Callable[[StagedModel, Arguments], Any]

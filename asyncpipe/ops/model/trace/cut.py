@@ -29,7 +29,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from asyncpipe.core.predict.balance import even_balance
 from asyncpipe.errors import TraceError
 
-__all__ = ["ROOT", "Call", "Cut", "OutputShape", "SplitName", "Traced", "cut_at_names", "cut_evenly", "inner_graphs"]
+__all__ = [
+    "ROOT",
+    "SubmoduleCall",
+    "CutPosition",
+    "OutputShape",
+    "SplitName",
+    "TracedGraph",
+    "cut_at_names",
+    "cut_evenly",
+    "inner_graphs",
+]
 
 ROOT = "model"
 """The attribute under which the traced wrapper holds the model: the first word of all its names."""
@@ -38,7 +48,7 @@ _UNEVEN = 1.5
 """How much dearer than need be the dearest stage may become, before a cut goes into smaller submodules."""
 
 
-class Call(NamedTuple):
+class SubmoduleCall(NamedTuple):
     """One call of a submodule: the nodes ``first`` to ``last`` ran in it; ``depth`` counts the calls around it."""
 
     key: str
@@ -78,7 +88,7 @@ def _is_mark(leaf: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
+class TracedGraph:
     """The whole model as one graph, in one mode."""
 
     mode: str
@@ -117,12 +127,12 @@ class Traced:
         return [node for node in self.nodes if node not in self.sizes and not _is_item(node)]
 
     @cached_property
-    def calls(self) -> dict[str, Call]:
+    def calls(self) -> dict[str, SubmoduleCall]:
         """The calls of submodules that computed something, in the order in which they began."""
-        calls: dict[str, Call] = {}
+        calls: dict[str, SubmoduleCall] = {}
         for position, node in enumerate(self.placed):
             for depth, key, name in _called(node, self.root):
-                call = calls.get(key, Call(key, name, depth, position, position))
+                call = calls.get(key, SubmoduleCall(key, name, depth, position, position))
                 calls[key] = call._replace(last=position)
         return calls
 
@@ -136,10 +146,10 @@ class Traced:
 
     def readers(self, node: fx.Node, stages: Mapping[fx.Node, int], last: int) -> set[int]:
         """The stages that use a node's value; the last stage uses what is part of the output."""
-        return {stages[user] for user in node.users if user in stages} | ({last} if node in self._returned else set())
+        return {stages[user] for user in node.users if user in stages} | ({last} if node in self.returned else set())
 
     @cached_property
-    def _returned(self) -> set[fx.Node]:
+    def returned(self) -> set[fx.Node]:
         return {leaf for leaf in self.outputs if isinstance(leaf, fx.Node)}
 
 
@@ -176,14 +186,14 @@ def _attribute(root: nn.Module, path: Any) -> Any:
 # Cuts
 
 
-class Cut(NamedTuple):
+class CutPosition(NamedTuple):
     """A position before which a stage ends, and who asked for it."""
 
     position: int
     label: str
 
 
-def cut_at_names(model: nn.Module, traced: Traced, points: Iterable[SplitName]) -> list[Cut]:
+def cut_at_names(model: nn.Module, traced: TracedGraph, points: Iterable[SplitName]) -> list[CutPosition]:
     """The cuts at borders of submodules, in the order of the trace.
 
     Raises ``TraceError`` for a name that the model does not have, for one that computes nothing, and for a cut
@@ -198,9 +208,9 @@ def cut_at_names(model: nn.Module, traced: Traced, points: Iterable[SplitName]) 
             raise TraceError(f"the model has no submodule {name!r} to split at; near it are {', '.join(near)}")
         call = _first_call(traced, name, modules)
         label = f"the {'end' if at_end else 'beginning'} of {name!r}"
-        cuts.append(Cut(call.last + 1, label) if at_end else Cut(call.first, label))
+        cuts.append(CutPosition(call.last + 1, label) if at_end else CutPosition(call.first, label))
     cuts.sort(key=lambda cut: cut.position)
-    bounds = [Cut(0, "the model's beginning"), *cuts, Cut(len(traced.placed), "the model's end")]
+    bounds = [CutPosition(0, "the model's beginning"), *cuts, CutPosition(len(traced.placed), "the model's end")]
     for before, after in pairwise(bounds):
         if before.position == after.position and cuts:
             raise TraceError(
@@ -210,7 +220,7 @@ def cut_at_names(model: nn.Module, traced: Traced, points: Iterable[SplitName]) 
     return cuts
 
 
-def _first_call(traced: Traced, name: str, modules: Mapping[str, nn.Module]) -> Call:
+def _first_call(traced: TracedGraph, name: str, modules: Mapping[str, nn.Module]) -> SubmoduleCall:
     """The first call under this name, or under another name of the same submodule."""
     same = {other for other, module in modules.items() if module is modules[name]}
     calls = [call for call in traced.calls.values() if call.name in same]
@@ -223,7 +233,7 @@ def _first_call(traced: Traced, name: str, modules: Mapping[str, nn.Module]) -> 
 
 
 def cut_evenly(
-    traced: Traced, other: Traced, stages: int, tensors: Mapping[str, Tensor]
+    traced: TracedGraph, other: TracedGraph, stages: int, tensors: Mapping[str, Tensor]
 ) -> tuple[list[int], list[int]]:
     """Positions, in both traces, that spread the parameters over ``stages`` stages as evenly as can be.
 
@@ -233,8 +243,8 @@ def cut_evenly(
     """
     costs = _costs(traced, tensors)
     need = max([sum(costs) / stages, *costs])
-    best: tuple[float, list[Call]] | None = None
-    places: list[Call] = []
+    best: tuple[float, list[SubmoduleCall]] | None = None
+    places: list[SubmoduleCall] = []
     for depth in range(1, 1 + max((call.depth for call in traced.calls.values()), default=0)):
         deeper = _places(traced, other, depth)
         if len(deeper) == len(places) or len(deeper) + 1 < stages:
@@ -254,7 +264,7 @@ def cut_evenly(
     return [call.first for call in chosen], [other.calls[call.key].first for call in chosen]
 
 
-def _costs(traced: Traced, tensors: Mapping[str, Tensor]) -> list[float]:
+def _costs(traced: TracedGraph, tensors: Mapping[str, Tensor]) -> list[float]:
     """What each position adds to its stage: the elements of the parameters that it uses first, and a mite."""
     seen: set[str] = set()
     costs = []
@@ -265,9 +275,9 @@ def _costs(traced: Traced, tensors: Mapping[str, Tensor]) -> list[float]:
     return costs
 
 
-def _places(traced: Traced, other: Traced, depth: int) -> list[Call]:
+def _places(traced: TracedGraph, other: TracedGraph, depth: int) -> list[SubmoduleCall]:
     """Calls, not deeper than ``depth``, before which both traces can be cut, in the order of both."""
-    chosen: list[Call] = []
+    chosen: list[SubmoduleCall] = []
     last, last_other = 0, 0
     for call in sorted(traced.calls.values(), key=lambda call: (call.first, call.depth)):
         there = other.calls.get(call.key)
@@ -277,7 +287,7 @@ def _places(traced: Traced, other: Traced, depth: int) -> list[Call]:
     return chosen
 
 
-def _even(costs: Sequence[float], places: Sequence[Call], stages: int) -> tuple[float, list[Call]]:
+def _even(costs: Sequence[float], places: Sequence[SubmoduleCall], stages: int) -> tuple[float, list[SubmoduleCall]]:
     """The cost of the dearest stage, and the calls that begin the second stage and those after it."""
     borders = [0, *(call.first for call in places), len(costs)]
     pieces = [sum(costs[begin:end]) for begin, end in pairwise(borders)]

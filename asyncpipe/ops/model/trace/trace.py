@@ -1,4 +1,4 @@
-"""Cut any module into stages by tracing it: the model's own code stays as it is.
+"""CutPosition any module into stages by tracing it: the model's own code stays as it is.
 
 ``torch.export`` runs the model once on stand-ins for tensors and writes down every operation. The list is cut
 (``cut.py``), each piece is written as a graph of its own (``write.py``), and becomes a stage that runs the same
@@ -41,9 +41,9 @@ from asyncpipe.errors import BatchError, TraceError
 from asyncpipe.ops.model.batchnorm import deferred_layers
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import StagedModel
-from asyncpipe.ops.model.trace.alias import written
-from asyncpipe.ops.model.trace.cut import ROOT, OutputShape, SplitName, Traced, cut_at_names, cut_evenly
-from asyncpipe.ops.model.trace.stage import Homes, build_stages
+from asyncpipe.ops.model.trace.cut import ROOT, OutputShape, SplitName, TracedGraph, cut_at_names, cut_evenly
+from asyncpipe.ops.model.trace.overwrites import written
+from asyncpipe.ops.model.trace.traced_stage import ModelSlots, build_stages
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
@@ -75,8 +75,8 @@ def trace(model: nn.Module, arguments: Arguments, split: int | Sequence[str] | M
     example = inputs.example(arguments)
     train, evaluate = (_trace_mode(model, inputs, example, state, training) for training in (True, False))
     cuts = _cuts(model, train, evaluate, points, state.tensors)
-    homes = Homes.of(model, state.names)
-    stages, links, takes = build_stages((train, evaluate), cuts, state.tensors, state.persistent, homes)
+    slots = ModelSlots.of(model, state.names)
+    stages, links, takes = build_stages((train, evaluate), cuts, state.tensors, state.persistent, slots)
 
     def takes_of(arguments: Arguments) -> dict[int, Any]:
         _follow(stages, model.training)
@@ -91,7 +91,11 @@ def trace(model: nn.Module, arguments: Arguments, split: int | Sequence[str] | M
 
 
 def _cuts(
-    model: nn.Module, train: Traced, evaluate: Traced, points: int | list[SplitName], tensors: Mapping[str, Tensor]
+    model: nn.Module,
+    train: TracedGraph,
+    evaluate: TracedGraph,
+    points: int | list[SplitName],
+    tensors: Mapping[str, Tensor],
 ) -> tuple[list[int], list[int]]:
     """The positions of the cuts in both traces."""
     if isinstance(points, int):
@@ -154,7 +158,7 @@ class _Inputs:
         return [x.detach().contiguous() for x in tree_leaves(self._bind(arguments)) if isinstance(x, Tensor)]
 
     def call(self, model: nn.Module, tensors: Sequence[Tensor]) -> Any:
-        """Call the model as in the example, with other tensors."""
+        """SubmoduleCall the model as in the example, with other tensors."""
         values = list(self._values)
         for i, tensor in zip(self._tensors, tensors, strict=True):
             values[i] = tensor
@@ -248,7 +252,7 @@ class _State:
 # Tracing
 
 
-class _Seen:
+class _TraceRecord:
     """What the model did while it was traced. No dataclass or list: the export would put those back."""
 
     shape: OutputShape
@@ -262,7 +266,7 @@ class _Wrapper(nn.Module):
     def __init__(self, model: nn.Module, call: Callable[[nn.Module, Sequence[Tensor]], Any]) -> None:
         super().__init__()
         self.model = model
-        self.seen = _Seen()
+        self.seen = _TraceRecord()
         self._call = call
 
     def forward(self, *leaves: Tensor) -> list[Any]:
@@ -278,7 +282,9 @@ def _is_traced(leaf: Any) -> bool:
     return isinstance(leaf, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def _trace_mode(model: nn.Module, inputs: _Inputs, example: Sequence[Tensor], state: _State, training: bool) -> Traced:
+def _trace_mode(
+    model: nn.Module, inputs: _Inputs, example: Sequence[Tensor], state: _State, training: bool
+) -> TracedGraph:
     mode = "train" if training else "eval"
     device = next(tensor.device for tensor in (*model.parameters(), *model.buffers(), *example))
     wrapper = _Wrapper(model, inputs.call)
@@ -294,7 +300,7 @@ def _trace_mode(model: nn.Module, inputs: _Inputs, example: Sequence[Tensor], st
             f"the forward replaces the buffer {wrapper.seen.replaced[0]!r} by another tensor, which a trace does not "
             "keep; change it in place: self.buffer.copy_(...)"
         )
-    return Traced(
+    return TracedGraph(
         mode=mode,
         root=root,
         inputs={node: i for i, node in enumerate(placeholders)},

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from asyncpipe.errors import BackwardError
-from asyncpipe.ops.autograd.dependency import fork, phony
+from asyncpipe.ops.autograd.fork_join import fork, phony
 
 __all__ = ["Backward", "attach"]
 
@@ -49,23 +49,19 @@ def attach(backward: Backward, ends: Sequence[Tensor], outputs: Sequence[Sequenc
     as they are. Runs on the caller's thread, in grad mode.
     """
     start = phony(_CPU, requires_grad=True)
-    edge: Tensor = _Entry.apply(start, backward, *ends)  # type: ignore[no-untyped-call]
+    edge: Tensor = _PipelineEntry.apply(start, backward, *ends)  # type: ignore[no-untyped-call]
     tied: list[list[Tensor]] = []
     for microbatch, tensors in enumerate(outputs):
-        exits: list[Tensor] = list(_Exit.apply(edge, backward, microbatch, *tensors))  # type: ignore[no-untyped-call]
+        exits: list[Tensor] = list(_PipelineExit.apply(edge, backward, microbatch, *tensors))  # type: ignore[no-untyped-call]
         first = next((k for k, tensor in enumerate(exits) if tensor.requires_grad), None)
         if first is not None:
-            exits[first], edge = _chained(exits[first])
+            # The fork of an exit is the edge of the next one, whose backward therefore comes first.
+            exits[first], edge = fork(exits[first])
         tied.append(exits)
     return tied
 
 
-def _chained(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """``tensor``, and the edge that makes the next exit's backward precede its own."""
-    return fork(tensor)
-
-
-class _Entry(torch.autograd.Function):
+class _PipelineEntry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _start: Tensor, backward: Backward, *ends: Tensor) -> Tensor:
         ctx.pipeline_backward = backward
@@ -77,7 +73,7 @@ class _Entry(torch.autograd.Function):
         return None, None, *ctx.pipeline_backward.finish()
 
 
-class _Exit(torch.autograd.Function):
+class _PipelineExit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, edge: Tensor, backward: Backward, microbatch: int, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.pipeline_backward = backward

@@ -46,7 +46,7 @@ class ByteRecorder:
     def __init__(self) -> None:
         self.layers: dict[int, LayerBytes] = {}
         """By stage."""
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _StageRecording] = {}
         """The call of each stage's first micro-batch, while it is not over."""
         self._last = -1
 
@@ -56,7 +56,7 @@ class ByteRecorder:
         self._last = len(stages) - 1
         handles = []
         for stage in stages:
-            call = self._calls[stage.index] = _Call(stage.module)
+            call = self._calls[stage.index] = _StageRecording(stage.module)
             handles.append(stage.module.register_forward_pre_hook(call.begin))
             handles.append(stage.module.register_forward_hook(call.end, always_call=True))
         try:
@@ -80,7 +80,7 @@ class ByteRecorder:
         return counted
 
 
-class _Call:
+class _StageRecording:
     """The first call of one stage, and of the loss behind it; on the stage's thread."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -121,15 +121,15 @@ class _ThreadStore(SkipStore):
         self.outgoing[key] = tensor
 
 
-class _Local(threading.local):
+class _ThreadState(threading.local):
     """What each thread has: the store in use, and the forward that is being run."""
 
     def __init__(self) -> None:
         self.store: SkipStore = _ThreadStore()
-        self.call: _Call | None = None
+        self.call: _SkippableForward | None = None
 
 
-_local = _Local()
+_local = _ThreadState()
 
 
 @contextmanager
@@ -149,9 +149,9 @@ class Skippable:
     Name it as a base yourself, beside ``nn.Module``, only where a type checker should know ``isolate``.
     """
 
-    _skip_stashes: ClassVar[tuple[str, ...]] = ()
-    _skip_pops: ClassVar[tuple[str, ...]] = ()
-    _skip_namespaces: Mapping[str, Namespace] = MappingProxyType({})
+    skip_stashes: ClassVar[tuple[str, ...]] = ()
+    skip_pops: ClassVar[tuple[str, ...]] = ()
+    skip_namespaces: Mapping[str, Namespace] = MappingProxyType({})
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -165,11 +165,11 @@ class Skippable:
         """
         if not isinstance(namespace, Namespace):
             raise OptionError(f"a skip is isolated in a Namespace(), got {namespace!r}")
-        declared = [*dict.fromkeys((*self._skip_stashes, *self._skip_pops))]
+        declared = [*dict.fromkeys((*self.skip_stashes, *self.skip_pops))]
         names = declared if only is None else _names(only, "only")
         if unknown := [name for name in names if name not in declared]:
             raise OptionError(f"{type(self).__name__} cannot isolate {unknown}; the names that it declares: {declared}")
-        self._skip_namespaces = {**self._skip_namespaces, **dict.fromkeys(names, namespace)}
+        self.skip_namespaces = {**self.skip_namespaces, **dict.fromkeys(names, namespace)}
         return self
 
 
@@ -193,7 +193,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
             # its methods would call itself.
             cls.__bases__ = (*cls.__bases__, Skippable)
         marked = cast("type[Skippable]", cls)
-        marked._skip_stashes, marked._skip_pops = stashes, pops
+        marked.skip_stashes, marked.skip_pops = stashes, pops
         _drive_forward(marked)
         return cls
 
@@ -231,7 +231,7 @@ def _drive_forward(cls: type[Any]) -> None:
             # super().forward() of an overriding class: the names belong to the one forward that runs. The same
             # function once more is no such call but a module that calls itself.
             return outer.value_of(written(self, *args, **kwargs))
-        call = _local.call = _Call(self, written)
+        call = _local.call = _SkippableForward(self, written)
         try:
             value = call.value_of(written(self, *args, **kwargs))
         finally:
@@ -244,7 +244,7 @@ def _drive_forward(cls: type[Any]) -> None:
     cls.forward = forward
 
 
-class _Call:
+class _SkippableForward:
     """One forward of one module: answers what it yields, and knows which declared names it has used."""
 
     __slots__ = ("_class", "_popped", "_stashed", "module", "written")
@@ -274,27 +274,27 @@ class _Call:
 
     def _answer(self, command: object) -> Tensor | None:
         if isinstance(command, stash):
-            key = self._use("stash", command.name, self.module._skip_stashes, self._stashed)
+            key = self._use("stash", command.name, self.module.skip_stashes, self._stashed)
             _local.store.stash(key, command.tensor)
             return None
         if isinstance(command, pop):
-            return _local.store.pop(self._use("pop", command.name, self.module._skip_pops, self._popped))
+            return _local.store.pop(self._use("pop", command.name, self.module.skip_pops, self._popped))
         right = "yield stash(name, tensor) or pop(name), and call super().forward(...) without 'yield from'"
         raise ArgumentTypeError(f"yielded a value of type {type(command).__name__}; {right}")
 
     def _use(self, verb: str, name: str, declared: Sequence[str], used: set[str]) -> SkipKey:
         if name not in declared:
-            stashes, pops = list(self.module._skip_stashes), list(self.module._skip_pops)
+            stashes, pops = list(self.module.skip_stashes), list(self.module.skip_pops)
             raise SkipError(f"{verb}({name!r}) is not declared; the class has @skippable(stash={stashes}, pop={pops})")
         if name in used:
             raise SkipError(f"{verb}({name!r}) was yielded twice; use a name for each tensor")
         used.add(name)
-        return self.module._skip_namespaces.get(name), name
+        return self.module.skip_namespaces.get(name), name
 
     def check_all_used(self) -> None:
         """``SkipError`` that names what is declared and was not yielded."""
-        unused = [f"stash({name!r})" for name in self.module._skip_stashes if name not in self._stashed]
-        unused += [f"pop({name!r})" for name in self.module._skip_pops if name not in self._popped]
+        unused = [f"stash({name!r})" for name in self.module.skip_stashes if name not in self._stashed]
+        unused += [f"pop({name!r})" for name in self.module.skip_pops if name not in self._popped]
         if unused:
             raise SkipError(
                 f"in the forward of {self._class}: {', '.join(unused)} is declared but was not yielded; "
@@ -306,7 +306,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _SkippableModule:
     """A module with skips: its number among them, its stage, what a message calls it, and its skips."""
 
     number: int
@@ -335,9 +335,9 @@ def skip_layout(stages: Sequence[Iterable[nn.Module]]) -> dict[SkipKey, tuple[in
     return {key: (source.stage, target.stage) for key, (source, target) in _matched(_places(stages)).items()}
 
 
-def _places(stages: Sequence[Iterable[nn.Module]]) -> list[_Place]:
+def _places(stages: Sequence[Iterable[nn.Module]]) -> list[_SkippableModule]:
     """The modules with skips, in call order."""
-    places: list[_Place] = []
+    places: list[_SkippableModule] = []
     position = 0
     for stage, layers in enumerate(stages):
         for name, layer in _named(layers, position):
@@ -347,8 +347,8 @@ def _places(stages: Sequence[Iterable[nn.Module]]) -> list[_Place]:
             for path, module in layer.named_modules(prefix=name):
                 if isinstance(module, Skippable):
                     label = f"layer {path} ({type(module).__name__})"
-                    stashes, pops = _keys(module, module._skip_stashes), _keys(module, module._skip_pops)
-                    places.append(_Place(len(places), stage, label, stashes, pops))
+                    stashes, pops = _keys(module, module.skip_stashes), _keys(module, module.skip_pops)
+                    places.append(_SkippableModule(len(places), stage, label, stashes, pops))
     return places
 
 
@@ -360,16 +360,16 @@ def _named(layers: Iterable[nn.Module], first: int) -> Iterable[tuple[str, nn.Mo
 
 
 def _keys(module: Skippable, names: Iterable[str]) -> tuple[SkipKey, ...]:
-    return tuple((module._skip_namespaces.get(name), name) for name in names)
+    return tuple((module.skip_namespaces.get(name), name) for name in names)
 
 
-def _matched(places: Sequence[_Place]) -> dict[SkipKey, tuple[_Place, _Place]]:
+def _matched(places: Sequence[_SkippableModule]) -> dict[SkipKey, tuple[_SkippableModule, _SkippableModule]]:
     """Who stashes and who pops each skip, or ``SkipLayoutError``.
 
     The first stash of a skip and the first pop after it are a pair, so that a mistake does not make others.
     """
-    sources: dict[SkipKey, _Place] = {}
-    targets: dict[SkipKey, _Place] = {}
+    sources: dict[SkipKey, _SkippableModule] = {}
+    targets: dict[SkipKey, _SkippableModule] = {}
     wrong: list[tuple[int, str]] = []
     for place in places:
         for key in place.pops:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from asyncpipe.errors import BalanceError, BatchError, DeviceError, MicrobatchError, OptionError
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm1d
-from asyncpipe.ops.model.measure import balance_by_size, balance_by_time, layer_bytes, layer_times
+from asyncpipe.ops.model.measure_layers import balance_by_size, balance_by_time, layer_bytes, layer_times
 from asyncpipe.ops.model.microbatch import Arguments, NoChunk
-from asyncpipe.ops.model.skip import Namespace, pop, skippable, stash
+from asyncpipe.ops.model.skips import Namespace, pop, skippable, stash
 
 FLOAT = 4
 """Bytes of a float32."""

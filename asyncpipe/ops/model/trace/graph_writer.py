@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-__all__ = ["Writer"]
+__all__ = ["GraphWriter"]
 
 _aten = torch.ops.aten
 _GENERATOR_TAKEN = {
@@ -28,7 +28,7 @@ _GENERATOR_TAKEN = {
 """The same functions in the spelling that takes a generator, which ``ops/autograd/random_streams.py`` hands them."""
 
 
-class Writer:
+class GraphWriter:
     """Copies nodes into a graph of their own. Its first argument is the device that stands for the traced one.
 
     Only the graphs that torch's own operations run (``torch.cond``) cannot have it, and keep the traced device.
@@ -121,7 +121,7 @@ _REGIONS: dict[Any, tuple[Callable[..., AbstractContextManager[Any]], int]] = {
 
 
 def _write_inner(inner: nn.Module, device: torch.device, takes_device: bool = True) -> fx.GraphModule:
-    writer = Writer(device, takes_device)
+    writer = GraphWriter(device, takes_device)
     for node in inner.graph.nodes:  # type: ignore[union-attr]
         if node.op == "placeholder":
             writer.known[node] = writer.graph.placeholder(node.name)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from asyncpipe.errors import TraceError
 from asyncpipe.ops.model.stage import CALLER
-from asyncpipe.ops.model.trace.cut import Traced, inner_graphs
+from asyncpipe.ops.model.trace.cut import TracedGraph, inner_graphs
 
 __all__ = ["Overwrites", "overwrites", "written"]
 
@@ -33,7 +33,7 @@ class Overwrites:
     """Buffers and constants (and parameters) by name, and the stages that overwrite them."""
 
 
-def overwrites(traced: Traced, stages: Mapping[fx.Node, int], last: int) -> Overwrites:
+def overwrites(traced: TracedGraph, stages: Mapping[fx.Node, int], last: int) -> Overwrites:
     """What is changed in place, and where. Raises ``TraceError`` where a stage could not see another one's change."""
     found = Overwrites()
     order = {node: position for position, node in enumerate([*traced.inputs, *traced.state, *traced.nodes])}
@@ -75,7 +75,7 @@ class _Memory:
 
 
 def _check_stale(
-    traced: Traced,
+    traced: TracedGraph,
     stages: Mapping[fx.Node, int],
     order: Mapping[fx.Node, int],
     writer: fx.Node,
@@ -92,7 +92,7 @@ def _check_stale(
         found.received.add(here)
     for value in values:
         later = {stages[user] for user in value.users if user in stages and order[user] > order[writer]}
-        if value in traced._returned:
+        if value in traced.returned:
             later.add(last)
         own = stages.get(value, CALLER) == here
         if later and (len(received) > 1 or not (own or later == {here})):

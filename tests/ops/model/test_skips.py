@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.errors import AsyncpipeError, OptionError, SkipError
-from asyncpipe.ops.model.skip import (
+from asyncpipe.ops.model.skips import (
     Namespace,
     SkipKey,
     Skippable,

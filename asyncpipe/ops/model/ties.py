@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from asyncpipe.errors import SharedParameterError
 from asyncpipe.ops.device.devices import Device
-from asyncpipe.ops.model.batchnorm_statistics import statistics_of
+from asyncpipe.ops.model.running_statistics import statistics_of
 from asyncpipe.ops.model.stage import Stage, StagedModel, StageModule
 
 __all__ = ["Replica", "Ties", "place"]

@@ -26,7 +26,7 @@ from asyncpipe.ops.autograd.split_backward import SplitBackward
 from asyncpipe.ops.model.microbatch import Packet
 from asyncpipe.ops.model.stage import CALLER
 
-__all__ = ["Residue", "StepPlan", "StepTensors"]
+__all__ = ["LocalGraph", "StepPlan", "StepTensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class StepPlan:
 
 
 @dataclass(slots=True, eq=False)
-class Residue:
+class LocalGraph:
     """What a forward keeps for its backward: the ends of the stage's local graph, by link."""
 
     inputs: dict[int, list[Tensor]]
@@ -61,7 +61,7 @@ class StepTensors:
     """The tables of one step. Filled on the devices' threads; the graph orders whoever touches the same entry."""
 
     activations: dict[tuple[int, int, int], Packet] = field(default_factory=dict)
-    residues: dict[tuple[int, int], Residue] = field(default_factory=dict)
+    residues: dict[tuple[int, int], LocalGraph] = field(default_factory=dict)
     gradients: dict[tuple[int, int, int], list[Tensor | None]] = field(default_factory=dict)
     halves: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
     """By micro-batch and stage: backwards whose second half is still to come."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncpipe.ops.autograd.dependency import fork, join, phony
+from asyncpipe.ops.autograd.fork_join import fork, join, phony
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 from asyncpipe.ops.model.microbatch import Microbatches, NoChunk
 from asyncpipe.ops.model.stage import CALLER
 
-__all__ = ["InputGradients"]
+__all__ = ["CallerGradients"]
 
 
 @dataclass(slots=True, eq=False)
-class _End:
+class _CallerTensor:
     """A tensor of the caller's that requires a gradient, and what became of it."""
 
     tensor: Tensor
@@ -27,7 +27,7 @@ class _End:
     """That of what each micro-batch got."""
 
 
-class InputGradients:
+class CallerGradients:
     """Which tensors of the caller require gradients, and how theirs come from those of the micro-batches."""
 
     def __init__(self, batch: Any, pieces: Sequence[Any], takes: Sequence[Mapping[int, Any]], dim: int) -> None:
@@ -36,7 +36,7 @@ class InputGradients:
         places = _ends(batch, pieces)
         self._found = list(dict.fromkeys(places.values()))
         # For each link from the caller, the ends of its tensors in their order.
-        self._links: dict[tuple[int, int], list[_End | None]] = {
+        self._links: dict[tuple[int, int], list[_CallerTensor | None]] = {
             (i, stage): [places.get((i, id(leaf))) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             for i, takes_of in enumerate(takes)
             for stage, value in takes_of.items()
@@ -58,7 +58,7 @@ class InputGradients:
                     mine[i] = mine[i] + moved if i in mine else moved
         return [self._whole(end, parts[id(end)]) for end in self._found]
 
-    def _whole(self, end: _End, parts: dict[int, Tensor]) -> Tensor | None:
+    def _whole(self, end: _CallerTensor, parts: dict[int, Tensor]) -> Tensor | None:
         if not parts:
             return None
         if end.whole:
@@ -67,10 +67,10 @@ class InputGradients:
         return torch.cat(pieces, self._dim)
 
 
-def _ends(batch: Any, pieces: Sequence[Any]) -> dict[tuple[int, int], _End]:
+def _ends(batch: Any, pieces: Sequence[Any]) -> dict[tuple[int, int], _CallerTensor]:
     """The ends by micro-batch and id of what it got of them."""
-    found: dict[tuple[int, int], _End] = {}
-    places: dict[tuple[int, int], _End] = {}
+    found: dict[tuple[int, int], _CallerTensor] = {}
+    places: dict[tuple[int, int], _CallerTensor] = {}
     ready_made = isinstance(batch, Microbatches)
     batches = batch.pieces if isinstance(batch, Microbatches) else [batch] * len(pieces)
     for i, (given, piece) in enumerate(zip(batches, pieces, strict=True)):
@@ -78,6 +78,8 @@ def _ends(batch: Any, pieces: Sequence[Any]) -> dict[tuple[int, int], _End]:
             tensor = leaf.tensor if isinstance(leaf, NoChunk) else leaf
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 place = (i, k) if ready_made else (0, k)
-                end = places[i, id(part)] = found.setdefault(place, _End(tensor, ready_made or tensor is not leaf))
+                end = places[i, id(part)] = found.setdefault(
+                    place, _CallerTensor(tensor, ready_made or tensor is not leaf)
+                )
                 end.shapes[i] = part.shape
     return places

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.errors import BackwardError
-from asyncpipe.ops.execute.gradients import GradientGuard
+from asyncpipe.ops.execute.gradient_guard import GradientGuard
 
 
 def parameters(*grads: float | None) -> list[nn.Parameter]:

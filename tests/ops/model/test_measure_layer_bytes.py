@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.ops.model.measure import balance_by_size, layer_bytes
+from asyncpipe.ops.model.measure_layers import balance_by_size, layer_bytes
 
 FLOAT = 4
 """Bytes of a float32."""

@@ -29,7 +29,7 @@ from asyncpipe.core.predict.balance import even_balance
 from asyncpipe.errors import BalanceError, BatchError, OptionError
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.model.microbatch import Arguments, NoChunk, Packet, check_microbatches, cut
-from asyncpipe.ops.model.skip import SkipKey, Skippable, SkipStore, use_skips
+from asyncpipe.ops.model.skips import SkipKey, Skippable, SkipStore, use_skips
 
 __all__ = ["balance_by_size", "balance_by_time", "layer_bytes", "layer_times"]
 
@@ -197,7 +197,7 @@ def _left_as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
 # Layers
 
 
-class _Skips(SkipStore):
+class _CutOffSkips(SkipStore):
     """Skips that are cut off from the layer that stashed them: its backward is over when another one pops them."""
 
     def __init__(self) -> None:
@@ -216,13 +216,13 @@ class _Skips(SkipStore):
         return None if tensor is None else tensor.clone()
 
 
-class _Layer:
+class _MeasuredLayer:
     """A copy of one layer and what it is called with."""
 
-    def __init__(self, layer: nn.Module, arguments: Arguments, device: torch.device, skips: _Skips) -> None:
+    def __init__(self, layer: nn.Module, arguments: Arguments, device: torch.device, skips: _CutOffSkips) -> None:
         # A namespace is its identity: a copy of it would hide the skips from the other layers.
         parts = [part for part in layer.modules() if isinstance(part, Skippable)]
-        namespaces = {id(space): space for part in parts for space in part._skip_namespaces.values()}
+        namespaces = {id(space): space for part in parts for space in part.skip_namespaces.values()}
         self.module = deepcopy(layer, namespaces).to(device)
         # Clones, for operations in place: of what other layers read, and of leaves.
         packet = Packet(arguments)
@@ -239,16 +239,18 @@ class _Layer:
         return Packet(self.output).tensors + self._skips.stashed
 
 
-def _run_layers(module: nn.Sequential, value: Any, device: torch.device, measure: Callable[[_Layer], T]) -> list[T]:
+def _run_layers(
+    module: nn.Sequential, value: Any, device: torch.device, measure: Callable[[_MeasuredLayer], T]
+) -> list[T]:
     """What ``measure`` says of each layer, called with it in order; it must run the layer's forward."""
     measured: list[T] = []
-    skips = _Skips()
+    skips = _CutOffSkips()
     with use_skips(skips):
         for index, part in enumerate(module):
             # Like nn.Sequential, but that the first layer takes whatever the model does.
             arguments = Arguments((value,), {}) if index else Arguments.wrap(value)
             try:
-                layer = _Layer(part, arguments, device, skips)
+                layer = _MeasuredLayer(part, arguments, device, skips)
                 measured.append(measure(layer))
             except Exception as error:
                 error.add_note(f"raised by layer {index} ({type(part).__name__}) while it was measured")
@@ -263,7 +265,7 @@ def _run_layers(module: nn.Sequential, value: Any, device: torch.device, measure
 # Measures
 
 
-def _seconds(layer: _Layer, stopwatch: Callable[[Callable[[], None]], float]) -> float:
+def _seconds(layer: _MeasuredLayer, stopwatch: Callable[[Callable[[], None]], float]) -> float:
     """How long the layer's forward and backward take."""
     forward = stopwatch(layer.forward)
     outputs = [tensor for tensor in layer.made() if tensor.requires_grad]
@@ -293,7 +295,7 @@ def _stopwatch(device: torch.device, clock: Callable[[], float]) -> Callable[[Ca
     return on_cuda if device.type == "cuda" else on_host
 
 
-def _bytes(layer: _Layer, parameter_scale: float) -> int:
+def _bytes(layer: _MeasuredLayer, parameter_scale: float) -> int:
     """The memory that the layer needs from its forward to its backward, and with its parameters."""
     # Storages by address; kept alive, so that no address is given out twice.
     storages: dict[int, torch.UntypedStorage] = {}

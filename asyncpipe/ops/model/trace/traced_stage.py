@@ -19,17 +19,17 @@ from torch.utils._pytree import tree_leaves
 from asyncpipe.errors import TraceError
 from asyncpipe.ops.autograd.checkpoint import is_recomputing
 from asyncpipe.ops.model.stage import CALLER, StageModule
-from asyncpipe.ops.model.trace.alias import Overwrites, overwrites
-from asyncpipe.ops.model.trace.cut import OutputShape, Traced
-from asyncpipe.ops.model.trace.write import Writer
+from asyncpipe.ops.model.trace.cut import OutputShape, TracedGraph
+from asyncpipe.ops.model.trace.graph_writer import GraphWriter
+from asyncpipe.ops.model.trace.overwrites import Overwrites, overwrites
 
-__all__ = ["Homes", "TracedStage", "Wanted", "build_stages"]
+__all__ = ["ModelSlots", "TracedStage", "CallerValue", "build_stages"]
 
-Wanted = tuple[int, int | None]
+CallerValue = tuple[int, int | None]
 """What a stage takes of the caller's tensors: (which, None) for the tensor, (which, dimension) for a size of it."""
 
 
-class Piece(NamedTuple):
+class StageGraph(NamedTuple):
     """What a stage runs in one mode."""
 
     graph: fx.GraphModule
@@ -47,17 +47,17 @@ class TracedStage(StageModule):
 
     def __init__(
         self,
-        pieces: Mapping[bool, Piece],
+        pieces: Mapping[bool, StageGraph],
         sources: tuple[int, ...],
         tensors: Mapping[str, Tensor],
         persistent: Container[str],
-        homes: Homes,
+        slots: ModelSlots,
         device: torch.device,
     ) -> None:
         super().__init__()
         self._pieces = dict(pieces)
         self._sources = sources
-        self._homes = homes
+        self._homes = slots
         self._traced_device = device
         for name in dict.fromkeys(name for piece in pieces.values() for name in piece.state):
             self._adopt(name, tensors[name], name in persistent)
@@ -110,7 +110,7 @@ class TracedStage(StageModule):
         return self
 
 
-class Homes:
+class ModelSlots:
     """Where the model keeps its parameters and buffers: moving a stage moves them there too, as it does in place.
 
     A copy of a stage has a life of its own, and none of these.
@@ -120,49 +120,49 @@ class Homes:
         self._slots: dict[str, list[tuple[dict[str, Tensor | None], str]]] = {}
 
     @classmethod
-    def of(cls, model: nn.Module, names: Mapping[int, str]) -> Homes:
+    def of(cls, model: nn.Module, names: Mapping[int, str]) -> ModelSlots:
         """Those of ``model``, whose tensors have these ``names`` by id."""
-        homes = cls()
+        slots = cls()
         for module in model.modules():
             parameters: dict[str, Tensor | None] = module._parameters  # type: ignore[assignment]
             for table in (parameters, module._buffers):
                 for key, tensor in table.items():
                     if id(tensor) in names:
-                        homes._slots.setdefault(names[id(tensor)], []).append((table, key))
-        return homes
+                        slots._slots.setdefault(names[id(tensor)], []).append((table, key))
+        return slots
 
     def put(self, name: str, tensor: Tensor) -> None:
         """``tensor`` is what the model has under this name from now on."""
         for table, key in self._slots.get(name, ()):
             table[key] = tensor
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Homes:
-        return Homes()
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelSlots:
+        return ModelSlots()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Homes, ()
+        return ModelSlots, ()
 
 
-class Built(NamedTuple):
+class BuiltStages(NamedTuple):
     """The stages, the links between them, and what each stage takes from the caller."""
 
     stages: list[TracedStage]
     links: tuple[tuple[int, int], ...]
-    takes: dict[int, list[Wanted]]
+    takes: dict[int, list[CallerValue]]
 
 
 def build_stages(
-    modes: tuple[Traced, Traced],
+    modes: tuple[TracedGraph, TracedGraph],
     cuts: tuple[Sequence[int], Sequence[int]],
     tensors: Mapping[str, Tensor],
     persistent: Container[str],
-    homes: Homes,
-) -> Built:
+    slots: ModelSlots,
+) -> BuiltStages:
     """Stages from the traces of train and eval mode. The links are those that either mode needs.
 
     Raises ``TraceError`` where a stage overwrites what another one would have to see.
     """
-    plans = [_Plan(traced, cut) for traced, cut in zip(modes, cuts, strict=True)]
+    plans = [_CutGraph(traced, cut) for traced, cut in zip(modes, cuts, strict=True)]
     last = len(cuts[0])
     _check_state(plans)
     links = tuple(sorted(set().union(*(plan.crossing for plan in plans))))
@@ -173,28 +173,28 @@ def build_stages(
         sources = tuple([CALLER] * (s in takes) + [source for source, user in links if user == s])
         targets = (*(user for source, user in links if source == s), *([CALLER] if s == last else []))
         train, evaluate = (_write(plan, s, takes.get(s, []), sources, targets) for plan in plans)
-        stage = TracedStage({True: train, False: evaluate}, sources, tensors, persistent, homes, modes[0].device)
+        stage = TracedStage({True: train, False: evaluate}, sources, tensors, persistent, slots, modes[0].device)
         stage.overwrites_input = any(s in plan.overwrites.received for plan in plans)
         stages.append(stage)
-    return Built(stages, links, takes)
+    return BuiltStages(stages, links, takes)
 
 
-def _wanted_order(wanted: Wanted) -> tuple[int, int]:
+def _wanted_order(wanted: CallerValue) -> tuple[int, int]:
     return wanted[0], -1 if wanted[1] is None else wanted[1]
 
 
 @dataclass(init=False, eq=False)
-class _Plan:
+class _CutGraph:
     """Where everything in a trace goes."""
 
-    traced: Traced
+    traced: TracedGraph
     last: int
     stages: dict[fx.Node, int]
     overwrites: Overwrites
     crossing: dict[tuple[int, int], list[fx.Node]]
     """The values that go from a stage to a later one, in the order in which they are made."""
 
-    def __init__(self, traced: Traced, cuts: Sequence[int]) -> None:
+    def __init__(self, traced: TracedGraph, cuts: Sequence[int]) -> None:
         self.traced = traced
         self.last = len(cuts)
         self.stages = traced.stages(cuts)
@@ -226,14 +226,14 @@ class _Plan:
                 open_ends += [made_of for made_of in node.all_input_nodes if made_of in sizes]
         return needed
 
-    def wanted(self, stage: int) -> set[Wanted]:
+    def wanted(self, stage: int) -> set[CallerValue]:
         """What a stage takes of the caller's tensors."""
         inputs = self.traced.inputs
         whole = {(i, None) for node, i in inputs.items() if stage in self.traced.readers(node, self.stages, self.last)}
         sizes = {self.size(node) for node in self.nodes(stage)}
         return whole | {size for size in sizes if size is not None}
 
-    def size(self, node: fx.Node) -> Wanted | None:
+    def size(self, node: fx.Node) -> CallerValue | None:
         """(which tensor, dimension), if a node is the size of one of the caller's tensors."""
         if node in self.traced.sizes and node.target is torch.ops.aten.sym_size.int:
             tensor, dimension = node.args
@@ -251,7 +251,7 @@ class _Plan:
         return found
 
 
-def _check_state(plans: Sequence[_Plan]) -> None:
+def _check_state(plans: Sequence[_CutGraph]) -> None:
     """Raise where a stage overwrites a buffer that another one uses: on other devices they would have copies of it."""
     users: dict[str, set[int]] = {}
     for plan in plans:
@@ -268,9 +268,11 @@ def _check_state(plans: Sequence[_Plan]) -> None:
                 )
 
 
-def _write(plan: _Plan, stage: int, takes: Sequence[Wanted], sources: Iterable[int], targets: tuple[int, ...]) -> Piece:
+def _write(
+    plan: _CutGraph, stage: int, takes: Sequence[CallerValue], sources: Iterable[int], targets: tuple[int, ...]
+) -> StageGraph:
     """Generate what a stage runs in the mode of the plan."""
-    writer = Writer(plan.traced.device)
+    writer = GraphWriter(plan.traced.device)
     state = plan.state(stage)
     for reads in state.values():
         argument = writer.graph.placeholder(reads[0].name)
@@ -291,4 +293,4 @@ def _write(plan: _Plan, stage: int, takes: Sequence[Wanted], sources: Iterable[i
     sent = [plan.traced.outputs if target == CALLER else plan.crossing.get((stage, target), ()) for target in targets]
     graph = writer.finish(tuple(tuple(map(writer.stand_in, values)) for values in sent), f"Stage{stage}")
     changed = frozenset(name for name in state if name in plan.overwrites.state)
-    return Piece(graph, tuple(state), changed, targets, plan.traced.shape)
+    return StageGraph(graph, tuple(state), changed, targets, plan.traced.shape)
