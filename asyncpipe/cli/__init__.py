@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.train.paths import importable
+from asyncpipe.train.import_path import import_path
 
 __all__ = ["main"]
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         # A schedule's module:Class may be in the working directory, as with ``python -m asyncpipe``.
-        with importable(Path.cwd()):
+        with import_path(Path.cwd()):
             status: int = args.run(args)
         sys.stdout.flush()
     except AsyncpipeError as error:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from asyncpipe.observe.live.view import LiveView
     from asyncpipe.observe.metrics.collector import PipelineCollector
     from asyncpipe.train.job_file import Job
-    from asyncpipe.train.loop import TrainingRun
     from asyncpipe.train.progress import TrainingSummary
+    from asyncpipe.train.training_run import TrainingRun
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -121,7 +121,7 @@ def _train(args: argparse.Namespace) -> int:
     from asyncpipe.observe.metrics.collector import PipelineCollector
     from asyncpipe.runtime.portal import new_event_loop
     from asyncpipe.train.entry import find_entry
-    from asyncpipe.train.loop import TrainingRun
+    from asyncpipe.train.training_run import TrainingRun
 
     make_workload = find_entry(job)
     collector = PipelineCollector(job.name)

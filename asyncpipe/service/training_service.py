@@ -41,7 +41,7 @@ from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import Submission, check_submission
-from asyncpipe.train.threads import in_thread
+from asyncpipe.train.blocking_calls import in_thread
 
 __all__ = ["JobEvent", "LossRow", "ServiceDrainingError", "ServiceStatus", "TrainingService"]
 

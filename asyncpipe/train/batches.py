@@ -24,13 +24,12 @@ import torch
 from torch import Generator
 
 from asyncpipe.errors import AsyncpipeError
+from asyncpipe.train.blocking_calls import DedicatedThread, wait_to_end
 from asyncpipe.train.job_file import TrainingTable
-from asyncpipe.train.own_thread import OwnThread
 from asyncpipe.train.randomness import RunRandom
-from asyncpipe.train.threads import ended
 from asyncpipe.train.workload import Batch, Workload
 
-__all__ = ["Data", "DataError", "Feed", "Place"]
+__all__ = ["BatchPrefetcher", "BatchSource", "DataError", "Place"]
 
 _logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class DataError(AsyncpipeError, RuntimeError):
         return cls(f"{what} failed after {batches} batches: {type(cause).__name__}: {cause}", batches=batches)
 
 
-class Data:
+class BatchSource:
     """The job's batches one after the other; ``taken`` is how many there were.
 
     Not for two threads at once. What ``Workload.batches`` says is the rule by which the place is found again. What the
@@ -117,10 +116,10 @@ class Data:
             )
 
 
-class Feed:
+class BatchPrefetcher:
     """Hands out batches on the loop. Whoever leaves it with a batch under way waits for its thread, not for it."""
 
-    def __init__(self, thread: OwnThread, data: Data, random: RunRandom) -> None:
+    def __init__(self, thread: DedicatedThread, data: BatchSource, random: RunRandom) -> None:
         """``data`` is used in ``thread`` alone, from now on."""
         self._thread = thread
         self._data = data
@@ -133,7 +132,7 @@ class Feed:
 
         Raises ``DataError``. A cancellation is raised when the batch is made.
         """
-        return await ended(self._ahead or self._begin())
+        return await wait_to_end(self._ahead or self._begin())
 
     def move_on(self, *, more: bool) -> None:
         """The batch that ``next`` gave is used; where ``more`` are wanted, the one behind it is begun."""

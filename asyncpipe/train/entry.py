@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import Any
 
 from asyncpipe.errors import JobFileError, OptionError
+from asyncpipe.train.import_path import import_path
 from asyncpipe.train.job_file import Job, job_file_error
-from asyncpipe.train.paths import importable
 from asyncpipe.train.workload import Workload
 
 __all__ = ["find_entry"]
@@ -48,7 +48,7 @@ def _make(job: Job, function: Callable[..., object]) -> Workload:
 
 def _import(job: Job, name: str) -> ModuleType:
     try:
-        with importable(job.path.resolve().parent):
+        with import_path(job.path.resolve().parent):
             return import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):

@@ -9,16 +9,15 @@ from torch import Tensor
 
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.train.batches import DataError
-from asyncpipe.train.own_thread import OwnThread
+from asyncpipe.train.blocking_calls import DedicatedThread, in_thread
 from asyncpipe.train.progress import ProgressSink
 from asyncpipe.train.randomness import RunRandom
-from asyncpipe.train.threads import in_thread
 from asyncpipe.train.workload import Batch, Forward, Workload
 
-__all__ = ["Learned", "evaluate_and_sample"]
+__all__ = ["EvaluationResult", "evaluate_and_sample"]
 
 
-class Learned(NamedTuple):
+class EvaluationResult(NamedTuple):
     """What the model shows when it is trained; ``None`` where the workload has no way to, or the run was stopped."""
 
     evaluation: float | None = None
@@ -30,11 +29,11 @@ async def evaluate_and_sample(
     workload: Workload,
     batch_size: int,
     *,
-    thread: OwnThread,
+    thread: DedicatedThread,
     random: RunRandom,
     progress: ProgressSink,
     stopping: Callable[[], bool],
-) -> Learned:
+) -> EvaluationResult:
     """Through ``pipe``, which is in evaluation mode from then on; ``thread`` makes the batches.
 
     Raises ``TaskError``, ``DataError`` for batches that cannot be made, and what the workload's sampler raises.
@@ -49,13 +48,13 @@ async def evaluate_and_sample(
     if workload.sample is not None and not stopping():
         progress.entered("sampling")
         sample = await random.drawn_by(_sample(pipe, workload.sample, stopping))
-    return Learned(evaluation, sample)
+    return EvaluationResult(evaluation, sample)
 
 
 class _HeldOut:
     """Batches, one after the other, that the run's thread makes."""
 
-    def __init__(self, thread: OwnThread, random: RunRandom, make: Callable[[], Iterable[Batch]]) -> None:
+    def __init__(self, thread: DedicatedThread, random: RunRandom, make: Callable[[], Iterable[Batch]]) -> None:
         self._thread = thread
         self._random = random
         self._make = make

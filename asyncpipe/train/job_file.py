@@ -53,9 +53,9 @@ from asyncpipe.train.validation import StrictModel, read_toml, wrong_keys
 
 __all__ = [
     "AUTO",
-    "EntryTable",
     "FaultTable",
     "Job",
+    "JobTable",
     "ObserveTable",
     "PipelineTable",
     "SnapshotTable",
@@ -106,7 +106,7 @@ NonNegativeFloat = Annotated[
     float, Field(ge=0, allow_inf_nan=False, description="must be a finite number of at least 0")
 ]
 Seed = Annotated[int, Field(ge=0, lt=2**63, description="must be an integer from 0 to 2**63 - 1")]
-PortNumber = Annotated[int, Field(ge=0, le=65535, description="must be a port from 0 (any free one) to 65535")]
+TcpPort = Annotated[int, Field(ge=0, le=65535, description="must be a port from 0 (any free one) to 65535")]
 NonEmptyText = Annotated[str, Field(min_length=1, description="must be a string that is not empty")]
 Flag = Annotated[bool, Field(description="must be true or false")]
 OutputFile = Annotated[Path, Strict(False), Field(description="must be the path of a file to write")]
@@ -119,7 +119,7 @@ Devices = Annotated[
 Balance = Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(_checked_balance)]
 
 
-class EntryTable(StrictModel):
+class JobTable(StrictModel):
     """``[job]``: the function that makes the workload, and its keyword arguments."""
 
     entry: str = Field(
@@ -160,7 +160,7 @@ class TrainingTable(StrictModel):
 class ObserveTable(StrictModel):
     """``[observe]``: metrics, pictures and traces of the run."""
 
-    metrics_port: PortNumber | None = None
+    metrics_port: TcpPort | None = None
     """Port of the Prometheus metrics; 0 takes any free port; absent: no metrics are served."""
     metrics_address: NonEmptyText = "127.0.0.1"
     trace: OutputFile | None = None
@@ -169,7 +169,7 @@ class ObserveTable(StrictModel):
     """File for an SVG picture of the last step."""
     trace_steps: PositiveInt = 3
     """How many of the last steps the trace holds."""
-    serve_port: PortNumber | None = None
+    serve_port: TcpPort | None = None
     """Port of a live page about the run, on 127.0.0.1; 0 takes any free port; absent: there is no page."""
     opentelemetry: Flag = False
     """Whether each step becomes an OpenTelemetry span, with the tracer provider of the process."""
@@ -212,7 +212,7 @@ class Job(StrictModel):
     """A job file. For validation, ``context={"path": ...}`` gives ``path``."""
 
     name: NonEmptyText
-    job: EntryTable
+    job: JobTable
     pipeline: PipelineTable
     training: TrainingTable
     observe: ObserveTable = ObserveTable()

@@ -24,7 +24,7 @@ from asyncpipe.ops.model.trace.trace import trace
 from asyncpipe.pipeline import profiling
 from asyncpipe.pipeline.profiling import Sample, choose, measure
 from asyncpipe.train.job_file import Job, load_job
-from asyncpipe.train.loop import TrainingRun
+from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 
 JOB = """\

@@ -15,8 +15,8 @@ from torch import Generator, Tensor, nn
 from asyncpipe.errors import OptionError
 from asyncpipe.train.entry import find_entry
 from asyncpipe.train.job_file import load_job
-from asyncpipe.train.loop import TrainingRun
 from asyncpipe.train.progress import NullProgress, StepProgress
+from asyncpipe.train.training_run import TrainingRun
 
 pytestmark = pytest.mark.one_loop
 

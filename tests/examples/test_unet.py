@@ -17,8 +17,8 @@ from asyncpipe.errors import JobFileError, OptionError
 from asyncpipe.ops.model.skips import skip_layout
 from asyncpipe.train.entry import find_entry
 from asyncpipe.train.job_file import load_job
-from asyncpipe.train.loop import TrainingRun
 from asyncpipe.train.progress import NullProgress, StepProgress
+from asyncpipe.train.training_run import TrainingRun
 
 pytestmark = pytest.mark.one_loop
 

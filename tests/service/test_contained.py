@@ -20,21 +20,20 @@ from asyncpipe.service.job_states import JobState
 from asyncpipe.service.settings.service_settings import SettingsError
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.training_service import TrainingService
-from asyncpipe.train.loop import TrainingRun
-from asyncpipe.train.own_thread import OwnThread
-from asyncpipe.train.threads import in_thread
+from asyncpipe.train.blocking_calls import DedicatedThread, in_thread
+from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Forward, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 async def own_run(function: Callable[[], Any]) -> Any:
-    async with OwnThread("test") as thread:
+    async with DedicatedThread("test") as thread:
         return await thread.run(function)
 
 
 async def own_submit(function: Callable[[], Any]) -> Any:
-    async with OwnThread("test") as thread:
+    async with DedicatedThread("test") as thread:
         return await in_thread(thread.submit(function).result)
 
 

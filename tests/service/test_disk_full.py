@@ -25,8 +25,8 @@ from asyncpipe.service.jobs.job_log import JobEvent
 from asyncpipe.service.store.job_store import StoreError, StoreProblem
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.training_service import TrainingService
-from asyncpipe.train.snapshots import snapshots
-from asyncpipe.train.snapshots.files import read_snapshot
+from asyncpipe.train.snapshots import writer
+from asyncpipe.train.snapshots.format import read_snapshot
 from asyncpipe.train.snapshots.resume import snapshots_in
 from asyncpipe.train.workload import Workload
 
@@ -181,7 +181,7 @@ async def test_a_job_that_ends_while_the_disk_is_full_goes_back_when_there_is_ro
 
 
 async def test_snapshots_that_find_no_room_are_notes_and_the_next_one_is_taken(tmp_path, monkeypatch):
-    write, left = snapshots.write_snapshot, [2]
+    write, left = writer.write_snapshot, [2]
 
     def fail_at_first(*arguments: Any) -> Path:
         if left[0]:
@@ -189,7 +189,7 @@ async def test_snapshots_that_find_no_room_are_notes_and_the_next_one_is_taken(t
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(*arguments)
 
-    monkeypatch.setattr(snapshots, "write_snapshot", fail_at_first)
+    monkeypatch.setattr(writer, "write_snapshot", fail_at_first)
     async with service(tmp_path) as opened:
         record, _ = await opened.submit(job(20))
         told = [event async for event in opened.follow(record.id)]

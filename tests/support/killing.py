@@ -30,7 +30,7 @@ import torch
 from asyncpipe.service.client import ApiError, JobClient, ServerEvent, UnreachableError
 from asyncpipe.service.job_states import JobState, Transition, check_history
 from asyncpipe.service.jobs.loss_file import read_losses
-from asyncpipe.train.snapshots.files import read_snapshot
+from asyncpipe.train.snapshots.format import read_snapshot
 from asyncpipe.train.snapshots.resume import snapshots_in
 
 __all__ = [

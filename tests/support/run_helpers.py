@@ -15,8 +15,8 @@ from torch.nn import functional
 from asyncpipe import Share
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.loop import TrainingRun
-from asyncpipe.train.snapshots.files import read_snapshot
+from asyncpipe.train.snapshots.format import read_snapshot
+from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
 
 __all__ = [

@@ -12,9 +12,9 @@ from asyncpipe import cli
 from asyncpipe.errors import JobFileError
 from asyncpipe.train.entry import find_entry
 from asyncpipe.train.job_file import (
-    EntryTable,
     FaultTable,
     Job,
+    JobTable,
     ObserveTable,
     PipelineTable,
     SnapshotTable,
@@ -311,7 +311,7 @@ def test_finding_an_entry_leaves_the_import_path_as_it_was(write):
 
 
 @pytest.mark.parametrize(
-    "table", [Job, EntryTable, PipelineTable, TrainingTable, ObserveTable, SnapshotTable, FaultTable]
+    "table", [Job, JobTable, PipelineTable, TrainingTable, ObserveTable, SnapshotTable, FaultTable]
 )
 def test_every_key_says_what_is_allowed(table):
     with pytest.raises(ValidationError) as caught:

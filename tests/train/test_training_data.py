@@ -17,9 +17,9 @@ from torch import Generator
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.train.batches import DataError
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.loop import TrainingRun
 from asyncpipe.train.progress import TrainingSummary
-from asyncpipe.train.snapshots.files import read_snapshot
+from asyncpipe.train.snapshots.format import read_snapshot
+from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -19,9 +19,9 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional
 
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.train.loop import TrainingRun
 from asyncpipe.train.randomness import RunRandom
-from asyncpipe.train.snapshots.files import read_snapshot
+from asyncpipe.train.snapshots.format import read_snapshot
+from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Forward, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -11,8 +11,8 @@ import pytest
 from resume_helpers import STEPS, make_job
 from run_helpers import Told, plain
 
-from asyncpipe.train.loop import TrainingRun
 from asyncpipe.train.progress import StepProgress
+from asyncpipe.train.training_run import TrainingRun
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

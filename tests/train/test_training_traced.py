@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from asyncpipe import Arguments, trace
-from asyncpipe.train.loop import TrainingRun
+from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 
 

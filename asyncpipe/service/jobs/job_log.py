@@ -33,7 +33,7 @@ from typing import Any, Literal, cast, get_args
 
 from asyncpipe.service.job_states import FINAL_STATES, JSON, JobRecord, JobState, Transition
 from asyncpipe.service.jobs.loss_file import MOST_PENDING, LossFile, LossRow, read_losses
-from asyncpipe.train.threads import in_thread
+from asyncpipe.train.blocking_calls import in_thread
 
 __all__ = ["EventKind", "Follower", "JobEvent", "JobLog", "JobLogs", "LossRow", "read_losses"]
 

@@ -31,10 +31,10 @@ from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass
 from asyncpipe.service.jobs.job_log import JobLog, LossRow
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.train.batches import DataError
-from asyncpipe.train.faults import NonFiniteLossError
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import RunStarted, StepProgress, TrainingSummary
 from asyncpipe.train.schedule_changes import NoMoreStepsError
+from asyncpipe.train.step_failures import NonFiniteLossError
 from asyncpipe.train.workload import Workload
 
 __all__ = ["JobRun", "RunOutcome", "RunEnding", "Trainer", "is_permanent", "next_state", "share_of"]

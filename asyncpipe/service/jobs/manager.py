@@ -33,10 +33,10 @@ from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobStore, StoreError
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import job_of
+from asyncpipe.train.blocking_calls import DedicatedThread
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.loop import TrainingRun
-from asyncpipe.train.own_thread import OwnThread
 from asyncpipe.train.randomness import RunRandom
+from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 
 __all__ = ["Manager"]
@@ -263,7 +263,7 @@ class Manager:
         """Find the job's peaks, or fail it."""
         try:
             job, make_workload = self._built(record)
-            async with OwnThread("asyncpipe-footprint") as thread:
+            async with DedicatedThread("asyncpipe-footprint") as thread:
                 peaks = await thread.run(lambda: self._footprint(job, make_workload, record.id))
             if record.id in self.jobs.queued:
                 self._peaks[record.id] = peaks

@@ -22,7 +22,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
-from asyncpipe.train.threads import contained, ended
+from asyncpipe.train.blocking_calls import call_for_future, wait_to_end
 
 __all__ = ["DatabaseThread"]
 
@@ -117,7 +117,7 @@ class DatabaseThread:
         self._thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
         self._thread.start()
         try:
-            await ended(opened)
+            await wait_to_end(opened)
         except BaseException:
             await self.close()
             raise
@@ -138,7 +138,7 @@ class DatabaseThread:
         self._mailbox.close()
         if self._thread is not None and self._ended is not None:
             try:
-                await ended(self._ended)
+                await wait_to_end(self._ended)
             finally:
                 self._thread.join()
 
@@ -256,7 +256,7 @@ def _roll_back(connection: sqlite3.Connection) -> None:
 
 def _attempt(work: Callable[[], Any]) -> _Reply:
     try:
-        return _Reply(contained(work))
+        return _Reply(call_for_future(work))
     except Exception as error:  # noqa: BLE001 - told to whoever waits
         return _Reply(error=error)
 

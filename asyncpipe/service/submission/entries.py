@@ -29,7 +29,7 @@ from typing_extensions import TypedDict  # Pydantic reads typing's own from Pyth
 from asyncpipe.errors import OptionError
 from asyncpipe.service.settings.service_settings import ServiceSettings, SettingsError
 from asyncpipe.service.submission.parameter_rules import can_be_given, unsafe_values
-from asyncpipe.train.paths import importable
+from asyncpipe.train.import_path import import_path
 from asyncpipe.train.validation import WrongKey, adapter_wrong_keys, similar
 from asyncpipe.train.workload import Workload
 
@@ -76,7 +76,7 @@ class Entries:
                 if settings.entry_path is None:
                     factories[name] = _imported(name)
                 else:
-                    with importable(settings.entry_path.resolve()):
+                    with import_path(settings.entry_path.resolve()):
                         factories[name] = _imported(name)
             except SettingsError as error:
                 problems.append(str(error))

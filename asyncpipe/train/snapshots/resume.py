@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from asyncpipe.errors import OptionError
 from asyncpipe.train.batches import DataError
 from asyncpipe.train.job_file import AUTO, Job, PipelineTable, SnapshotTable, job_file_error
-from asyncpipe.train.snapshots.files import (
+from asyncpipe.train.snapshots.format import (
     LEFT_OVER,
     STATE_NAME,
     WHOLE,
@@ -36,7 +36,7 @@ from asyncpipe.train.snapshots.files import (
 )
 from asyncpipe.train.workload import Resumable
 
-__all__ = ["Resumed", "is_for_good", "join", "newest_snapshot", "open_folder", "snapshots_in", "with_schedule_of"]
+__all__ = ["ResumePoint", "is_for_good", "join", "newest_snapshot", "open_folder", "snapshots_in", "with_schedule_of"]
 
 _logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ OWN_STATES = ("model", "optimizer", "run")
 
 
 @dataclass(slots=True, eq=False)
-class Resumed:
+class ResumePoint:
     """The snapshot that a run goes on from; its states can be put back once, and are gone then."""
 
     path: Path
@@ -85,7 +85,7 @@ class Resumed:
                 raise job_file_error(job.path, f"snapshots.resume: {problem}") from error
 
 
-def open_folder(job: Job) -> Resumed | None:
+def open_folder(job: Job) -> ResumePoint | None:
     """Make the folder for the job's snapshots, if it wants some, and remove what a killed process left unfinished.
 
     Returns the newest whole snapshot in it where the job is to go on and there is one; others that are newer then
@@ -155,7 +155,7 @@ def newest_snapshot(folder: Path, needed: Iterable[str] = ()) -> Snapshot | None
     return None
 
 
-def _resumed(snapshot: Snapshot, job: Job, there: Iterable[Path]) -> Resumed:
+def _resumed(snapshot: Snapshot, job: Job, there: Iterable[Path]) -> ResumePoint:
     about = snapshot.about
     if about.get("job") != job.name:
         problem = f"{snapshot.path} is of the job {about.get('job')!r}, not of {job.name!r}"
@@ -163,7 +163,7 @@ def _resumed(snapshot: Snapshot, job: Job, there: Iterable[Path]) -> Resumed:
     assert job.snapshots is not None
     older = [path for path in there if _step_of(path) <= snapshot.step]
     tables = about.get("parameters", {})
-    return Resumed(
+    return ResumePoint(
         path=snapshot.path,
         step=snapshot.step,
         number=about.get("number", 0),

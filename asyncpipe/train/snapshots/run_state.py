@@ -18,7 +18,7 @@ import hashlib
 from typing import Any
 
 from asyncpipe.core.schedules.protocol import OrderedSchedule, RuledSchedule, Schedule, Shape, flat
-from asyncpipe.train.batches import Feed
+from asyncpipe.train.batches import BatchPrefetcher
 from asyncpipe.train.progress import Meter
 
 __all__ = ["RunState", "schedule_sha256"]
@@ -27,7 +27,7 @@ __all__ = ["RunState", "schedule_sha256"]
 class RunState:
     """Step, figures, data and random numbers of a run, as one state."""
 
-    def __init__(self, meter: Meter, feed: Feed) -> None:
+    def __init__(self, meter: Meter, feed: BatchPrefetcher) -> None:
         self._meter = meter
         self._feed = feed
 

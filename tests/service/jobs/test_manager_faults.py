@@ -16,8 +16,8 @@ from asyncpipe.service.job_states import JobState, check_transition
 from asyncpipe.service.jobs.job_run import RunEnding, RunOutcome, is_permanent, next_state
 from asyncpipe.service.store.job_store import StoreError, StoreProblem
 from asyncpipe.train.batches import DataError
-from asyncpipe.train.faults import NonFiniteLossError, OutOfMemoryError
-from asyncpipe.train.snapshots.files import FolderError
+from asyncpipe.train.snapshots.format import FolderError
+from asyncpipe.train.step_failures import NonFiniteLossError, OutOfMemoryError
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
 

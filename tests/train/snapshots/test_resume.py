@@ -17,10 +17,10 @@ import torch
 from resume_helpers import STEPS, Loader, Sink, assert_same, batches, disturb, make_job, make_workload, names
 from torch import Generator, nn
 
-from asyncpipe.train.loop import TrainingRun
-from asyncpipe.train.snapshots.files import read_snapshot
-from asyncpipe.train.snapshots.snapshots import Snapshots
-from asyncpipe.train.updater import learning_rate
+from asyncpipe.train.adamw import learning_rate
+from asyncpipe.train.snapshots.format import read_snapshot
+from asyncpipe.train.snapshots.writer import SnapshotWriter
+from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -65,12 +65,12 @@ MAKERS: dict[str, Callable[[], Workload]] = {
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs wait for every snapshot, so that each step has one."""
 
-    class Prompt(Snapshots):
+    class Prompt(SnapshotWriter):
         async def after_step(self, step: int, states: Any) -> None:
             await super().after_step(step, states)
             await self._finish()
 
-    monkeypatch.setattr("asyncpipe.train.loop.Snapshots", Prompt)
+    monkeypatch.setattr("asyncpipe.train.training_run.SnapshotWriter", Prompt)
 
 
 @pytest.mark.one_loop

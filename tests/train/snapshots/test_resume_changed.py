@@ -14,10 +14,10 @@ from torch import nn
 
 from asyncpipe.errors import JobFileError
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.loop import TrainingRun
-from asyncpipe.train.snapshots.files import read_snapshot
+from asyncpipe.train.snapshots.format import read_snapshot
 from asyncpipe.train.snapshots.resume import open_folder
-from asyncpipe.train.snapshots.snapshots import Snapshots
+from asyncpipe.train.snapshots.writer import SnapshotWriter
+from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -37,12 +37,12 @@ def make_chain(*, tied: bool) -> Callable[[], Workload]:
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs wait for every snapshot, so that each step has one."""
 
-    class Prompt(Snapshots):
+    class Prompt(SnapshotWriter):
         async def after_step(self, step: int, states: Any) -> None:
             await super().after_step(step, states)
             await self._finish()
 
-    monkeypatch.setattr("asyncpipe.train.loop.Snapshots", Prompt)
+    monkeypatch.setattr("asyncpipe.train.training_run.SnapshotWriter", Prompt)
 
 
 # A state that joins in
@@ -146,7 +146,7 @@ async def test_another_model_or_job_is_refused_and_nothing_is_touched(tmp_path):
 @pytest.mark.one_loop
 async def test_a_schedule_that_was_chosen_is_not_chosen_again(tmp_path, monkeypatch):
     await TrainingRun(make_job(tmp_path, pipeline={"balance": [2, 4], "checkpoint": "never"}), make_workload).run()
-    monkeypatch.setattr("asyncpipe.train.loop.choose_for", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr("asyncpipe.train.training_run.choose_for", lambda *_, **__: pytest.fail("measured again"))
     job = make_job(tmp_path, pipeline={"schedule": "auto"}, training={"steps": 7})
     sink = Sink()
     await TrainingRun(job, make_workload, progress=sink).run()
@@ -156,7 +156,7 @@ async def test_a_schedule_that_was_chosen_is_not_chosen_again(tmp_path, monkeypa
     assert (pipeline["schedule"], pipeline["balance"], pipeline["checkpoint"]) == ("1f1b", [2, 4], "never")
     monkeypatch.undo()
     chosen: list[Job] = []
-    monkeypatch.setattr("asyncpipe.train.loop.choose_for", lambda job, *_, **__: chosen.append(job) or 1 / 0)
+    monkeypatch.setattr("asyncpipe.train.training_run.choose_for", lambda job, *_, **__: chosen.append(job) or 1 / 0)
     other = make_job(tmp_path, pipeline={"schedule": "auto", "devices": ["cpu:0"]})
     with pytest.raises(ZeroDivisionError):
         await TrainingRun(other, make_workload).run()
@@ -166,7 +166,7 @@ async def test_a_schedule_that_was_chosen_is_not_chosen_again(tmp_path, monkeypa
 @pytest.mark.one_loop
 async def test_a_schedule_that_has_changed_behind_its_name_is_told(tmp_path, monkeypatch, caplog):
     await TrainingRun(make_job(tmp_path, training={"steps": 2}), make_workload).run()
-    monkeypatch.setattr("asyncpipe.train.loop.schedule_sha256", lambda *_: "another")
+    monkeypatch.setattr("asyncpipe.train.training_run.schedule_sha256", lambda *_: "another")
     await TrainingRun(make_job(tmp_path, training={"steps": 3}), make_workload).run()
     (record,) = caplog.records
     assert record.getMessage().startswith("the schedule '1f1b' does its tasks in another order than when ")

@@ -21,11 +21,11 @@ from torch import Generator, nn
 from asyncpipe.errors import AsyncpipeError, JobFileError, OptionError
 from asyncpipe.service.jobs.job_run import is_permanent
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.loop import TrainingRun
-from asyncpipe.train.snapshots import files as snapshot_files
-from asyncpipe.train.snapshots.files import FolderError, read_about, read_snapshot, write_snapshot
+from asyncpipe.train.snapshots import format as snapshot_files
+from asyncpipe.train.snapshots.format import FolderError, read_about, read_snapshot, write_snapshot
 from asyncpipe.train.snapshots.resume import newest_snapshot, open_folder
-from asyncpipe.train.snapshots.snapshots import Snapshots
+from asyncpipe.train.snapshots.writer import SnapshotWriter
+from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -56,12 +56,12 @@ def make_workload() -> Workload:
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs wait for every snapshot, so that each step has one."""
 
-    class Prompt(Snapshots):
+    class Prompt(SnapshotWriter):
         async def after_step(self, step: int, states: Any) -> None:
             await super().after_step(step, states)
             await self._finish()
 
-    monkeypatch.setattr("asyncpipe.train.loop.Snapshots", Prompt)
+    monkeypatch.setattr("asyncpipe.train.training_run.SnapshotWriter", Prompt)
 
 
 def make_snapshots(folder: Path, *steps: int) -> list[Path]:

@@ -14,12 +14,12 @@ import torch
 from resume_helpers import Loader, assert_same, batches, disturb
 from torch import Generator, nn
 
-from asyncpipe.train.batches import Data, DataError, Feed
+from asyncpipe.train.batches import BatchPrefetcher, BatchSource, DataError
+from asyncpipe.train.blocking_calls import DedicatedThread
 from asyncpipe.train.job_file import TrainingTable
-from asyncpipe.train.own_thread import OwnThread
 from asyncpipe.train.progress import Meter
 from asyncpipe.train.randomness import RunRandom
-from asyncpipe.train.snapshots.resume import Resumed
+from asyncpipe.train.snapshots.resume import ResumePoint
 from asyncpipe.train.snapshots.run_state import RunState
 from asyncpipe.train.workload import Batch, Workload
 
@@ -45,8 +45,8 @@ def workload_of(make: Callable[[int, Generator], Any] = batches, *, memoryless: 
     return Workload(nn.Linear(3, 3), nn.functional.mse_loss, make, memoryless=memoryless)
 
 
-def data_of(workload: Workload, *, seed: int = 3, stopping: Callable[[], bool] = lambda: False) -> Data:
-    return Data(workload, TrainingTable(steps=6, batch_size=8, learning_rate=0.05, seed=seed), stopping)
+def data_of(workload: Workload, *, seed: int = 3, stopping: Callable[[], bool] = lambda: False) -> BatchSource:
+    return BatchSource(workload, TrainingTable(steps=6, batch_size=8, learning_rate=0.05, seed=seed), stopping)
 
 
 @pytest.mark.parametrize(("memoryless", "made"), [(True, 1), (False, 6)])
@@ -115,7 +115,7 @@ def test_a_loader_that_raises_is_told_with_how_far_it_came():
 # One batch ahead
 
 
-def ahead(feed: Feed) -> asyncio.Future[Batch | None]:
+def ahead(feed: BatchPrefetcher) -> asyncio.Future[Batch | None]:
     assert feed._ahead is not None
     return feed._ahead
 
@@ -124,10 +124,10 @@ def ahead(feed: Feed) -> asyncio.Future[Batch | None]:
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize("make", [batches, Loader])
 async def test_the_place_is_behind_the_batch_that_was_used_while_the_next_is_there(make, shared):
-    async with OwnThread("test") as thread:
+    async with DedicatedThread("test") as thread:
         numbers = RunRandom(shared=shared)
         numbers.build(3, int)
-        feed = Feed(thread, data_of(workload_of(make)), numbers)
+        feed = BatchPrefetcher(thread, data_of(workload_of(make)), numbers)
         places, given = [feed.place()], []
         for _ in range(4):
             given.append(await feed.next())
@@ -137,7 +137,7 @@ async def test_the_place_is_behind_the_batch_that_was_used_while_the_next_is_the
             places.append(feed.place())
         assert [place["data"]["taken"] for place in places] == [0, 1, 2, 3, 4]
         for done in range(1, 4):
-            again = Feed(thread, data_of(workload_of(make)), numbers)
+            again = BatchPrefetcher(thread, data_of(workload_of(make)), numbers)
             await thread.run(lambda again=again, done=done: again.go_to(places[done]))
             assert_same(await again.next(), given[done])
             # Asked again, as by a run that was stopped meanwhile, it is the same one, and not used yet.
@@ -148,8 +148,8 @@ async def test_the_place_is_behind_the_batch_that_was_used_while_the_next_is_the
 @pytest.mark.one_loop
 async def test_the_last_batch_has_none_behind_it():
     counted = Counted()
-    async with OwnThread("test") as thread:
-        feed = Feed(thread, data_of(workload_of(counted)), RunRandom(shared=True))
+    async with DedicatedThread("test") as thread:
+        feed = BatchPrefetcher(thread, data_of(workload_of(counted)), RunRandom(shared=True))
         await feed.next()
         feed.move_on(more=False)
         await feed.settled()
@@ -164,10 +164,10 @@ async def test_batches_that_draw_where_they_should_not_find_their_place_too(shar
             x = torch.rand(batch_size, 3)  # As a shuffling DataLoader does that was given no generator.
             yield x, x + random.random()
 
-    async with OwnThread("test") as thread:
+    async with DedicatedThread("test") as thread:
         numbers = RunRandom(shared=shared)
         numbers.build(3, int)
-        feed = Feed(thread, data_of(workload_of(unruly, memoryless=True)), numbers)
+        feed = BatchPrefetcher(thread, data_of(workload_of(unruly, memoryless=True)), numbers)
         await feed.next()
         feed.move_on(more=True)
         await feed.settled()
@@ -175,7 +175,7 @@ async def test_batches_that_draw_where_they_should_not_find_their_place_too(shar
         disturb()
         other = RunRandom(shared=shared)
         other.build(99, int)
-        again = Feed(thread, data_of(workload_of(unruly, memoryless=True)), other)
+        again = BatchPrefetcher(thread, data_of(workload_of(unruly, memoryless=True)), other)
         await thread.run(lambda: again.go_to(place))
         went_on = await again.next()
         assert torch.equal(went_on[0], wanted[0])
@@ -188,8 +188,8 @@ async def test_a_batch_that_nobody_waits_for_is_waited_for_and_its_error_is_nobo
         yield next(batches(batch_size, generator))
         raise OSError("gone")
 
-    async with OwnThread("test") as thread:
-        feed = Feed(thread, data_of(workload_of(make)), RunRandom(shared=True))
+    async with DedicatedThread("test") as thread:
+        feed = BatchPrefetcher(thread, data_of(workload_of(make)), RunRandom(shared=True))
         await feed.next()
         feed.move_on(more=True)
     assert ahead(feed).done()
@@ -250,21 +250,21 @@ def test_every_cuda_device_goes_on_where_it_was():
 def test_a_place_without_steps_can_be_saved_and_one_from_before_skipping_can_be_read(tmp_path):
     meter, numbers = Meter(3), RunRandom(shared=False)
     with Idle() as thread:
-        state = RunState(meter, Feed(thread, data_of(workload_of()), numbers)).state_dict()
+        state = RunState(meter, BatchPrefetcher(thread, data_of(workload_of()), numbers)).state_dict()
         torch.save(state, tmp_path / "run.pt")
         read = torch.load(tmp_path / "run.pt", weights_only=True)
         del read["meter"]["skipped"], read["meter"]["skipped_in_a_row"]
-        RunState(meter, Feed(thread, data_of(workload_of()), numbers)).load_state_dict(read)
+        RunState(meter, BatchPrefetcher(thread, data_of(workload_of()), numbers)).load_state_dict(read)
     assert (meter.step, meter.skipped) == (0, 0)
 
 
-class Idle(OwnThread):
+class Idle(DedicatedThread):
     """A thread that nothing is asked of."""
 
     def __init__(self) -> None:
         super().__init__("none")
 
-    def __enter__(self) -> OwnThread:
+    def __enter__(self) -> DedicatedThread:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -273,5 +273,5 @@ class Idle(OwnThread):
 
 def test_what_a_run_goes_on_from_is_told_in_a_line(tmp_path):
     changed = ("training.steps: 8, was 6", "pipeline.microbatches: 4, was 2")
-    resumed = Resumed(tmp_path, 6, 2, changed, {}, None, (), {})
+    resumed = ResumePoint(tmp_path, 6, 2, changed, {}, None, (), {})
     assert str(resumed) == f"going on after step 6, from {tmp_path} ({'; '.join(changed)})"

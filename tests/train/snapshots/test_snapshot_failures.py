@@ -14,10 +14,10 @@ import torch
 
 from asyncpipe.errors import JobFileError
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.loop import TrainingRun
-from asyncpipe.train.snapshots import files as module
+from asyncpipe.train.snapshots import format as module
 from asyncpipe.train.snapshots.resume import open_folder
-from asyncpipe.train.snapshots.snapshots import Snapshots
+from asyncpipe.train.snapshots.writer import SnapshotWriter
+from asyncpipe.train.training_run import TrainingRun
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -65,7 +65,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-async def written(snapshots: Snapshots) -> None:
+async def written(snapshots: SnapshotWriter) -> None:
     """Returns when the snapshot in flight is written."""
     assert snapshots._writing is not None
     await snapshots._writing
@@ -136,7 +136,7 @@ async def test_a_snapshot_that_cannot_be_written_is_told_counted_and_leaves_noth
 ):
     listener = Listener()
     states = {"model": Part(weight=torch.ones(5000)), "optimizer": Part(moment=torch.zeros(500, 100))}
-    async with Snapshots(make_job(tmp_path), listener) as snapshots:
+    async with SnapshotWriter(make_job(tmp_path), listener) as snapshots:
         with monkeypatch.context() as patch:
             FAULTS[fault](patch)
             await snapshots.after_step(1, states)
@@ -158,7 +158,7 @@ async def test_a_state_that_cannot_be_had_is_told_and_counted(tmp_path, caplog):
             raise KeyError("moment")
 
     listener = Listener()
-    async with Snapshots(make_job(tmp_path), listener) as snapshots:
+    async with SnapshotWriter(make_job(tmp_path), listener) as snapshots:
         await snapshots.after_step(1, {"part": Broken()})
     assert (names(tmp_path), listener.failed) == ([], 1)
     assert [record.getMessage() for record in caplog.records] == [
@@ -169,7 +169,7 @@ async def test_a_state_that_cannot_be_had_is_told_and_counted(tmp_path, caplog):
 @pytest.mark.one_loop
 async def test_a_snapshot_of_that_name_is_not_replaced(tmp_path, caplog):
     listener = Listener()
-    async with Snapshots(make_job(tmp_path), listener) as snapshots:
+    async with SnapshotWriter(make_job(tmp_path), listener) as snapshots:
         for name in ("step-1", "step-2.incomplete"):  # Another process is at work here, against the rules.
             (tmp_path / name).mkdir()
             (tmp_path / name / "model.pt").write_bytes(b"theirs")
@@ -189,7 +189,7 @@ async def test_an_old_one_that_cannot_be_removed_does_not_look_whole(tmp_path, m
 
     monkeypatch.setattr(module.shutil, "rmtree", rmtree)
     listener = Listener()
-    async with Snapshots(make_job(tmp_path, keep=1), listener) as snapshots:
+    async with SnapshotWriter(make_job(tmp_path, keep=1), listener) as snapshots:
         for step in (1, 2):
             await snapshots.after_step(step, {"part": Part()})
             await written(snapshots)

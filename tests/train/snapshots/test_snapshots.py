@@ -19,12 +19,12 @@ from torch import Generator, Tensor, nn
 
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.train.adamw import BETAS, learning_rate
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.loop import TrainingRun
 from asyncpipe.train.progress import NullProgress, StepProgress
 from asyncpipe.train.snapshots.run_state import schedule_sha256
-from asyncpipe.train.snapshots.snapshots import Snapshots
-from asyncpipe.train.updater import BETAS, learning_rate
+from asyncpipe.train.snapshots.writer import SnapshotWriter
+from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -108,7 +108,7 @@ def load(folder: Path, name: str) -> dict[str, Any]:
     return loaded
 
 
-async def written(snapshots: Snapshots) -> None:
+async def written(snapshots: SnapshotWriter) -> None:
     """Returns when the snapshot in flight is written."""
     assert snapshots._writing is not None
     await snapshots._writing
@@ -174,7 +174,7 @@ async def test_what_is_shared_stays_shared_and_nothing_else_is_saved(tmp_path):
     large = torch.arange(1_000_000)
     state = {"a": large[:4], "b": large[:4], "c": large[1:5], "nested": [(large[:4], "x", None)], "none": large[:0]}
     sparse = torch.eye(3).to_sparse()
-    async with Snapshots(make_job(tmp_path)) as snapshots:
+    async with SnapshotWriter(make_job(tmp_path)) as snapshots:
         await snapshots.after_step(1, {"part": Part(**state, sparse=sparse)})
         large.zero_()
     loaded = load(tmp_path / "step-1", "part")
@@ -187,7 +187,7 @@ async def test_what_is_shared_stays_shared_and_nothing_else_is_saved(tmp_path):
 
 @pytest.mark.one_loop
 async def test_what_could_not_be_read_back_safely_is_not_written(tmp_path, caplog):
-    async with Snapshots(make_job(tmp_path)) as snapshots:
+    async with SnapshotWriter(make_job(tmp_path)) as snapshots:
         await snapshots.after_step(1, {"part": Part(generator=Path("a pickled object"))})
     assert names(tmp_path) == []
     (record,) = caplog.records
@@ -196,7 +196,7 @@ async def test_what_could_not_be_read_back_safely_is_not_written(tmp_path, caplo
 
 async def test_a_models_versions_are_saved_with_it(tmp_path):
     model = nn.BatchNorm1d(2)
-    async with Snapshots(make_job(tmp_path)) as snapshots:
+    async with SnapshotWriter(make_job(tmp_path)) as snapshots:
         await snapshots.after_step(1, {"model": model})
     assert load(tmp_path / "step-1", "model")._metadata == model.state_dict()._metadata
 
@@ -228,7 +228,7 @@ async def test_training_goes_on_while_a_snapshot_is_written_which_is_that_of_its
 
 
 async def test_a_snapshot_that_is_due_too_early_is_taken_late(tmp_path, gate):
-    async with Snapshots(make_job(tmp_path, every=2)) as snapshots:
+    async with SnapshotWriter(make_job(tmp_path, every=2)) as snapshots:
         for step in (1, 2, 3, 4):
             await snapshots.after_step(step, {"part": Part(step=step)})
         gate.open.set()
@@ -248,7 +248,7 @@ async def test_the_last_step_has_a_snapshot_for_which_the_end_waits(tmp_path, ga
             copied_when_free.append(gate.open.is_set())
             return self.state
 
-    async with Snapshots(make_job(tmp_path, every=4)) as snapshots:
+    async with SnapshotWriter(make_job(tmp_path, every=4)) as snapshots:
         await snapshots.after_step(4, {"part": Part()})
         last = asyncio.ensure_future(snapshots.after_last_step(5, {"part": Noting()}))
         await asyncio.to_thread(gate.reached.wait)
@@ -262,7 +262,7 @@ async def test_the_last_step_has_a_snapshot_for_which_the_end_waits(tmp_path, ga
 
 async def test_being_cancelled_does_not_end_the_wait_for_the_snapshot_in_flight(tmp_path, gate):
     async def use() -> None:
-        async with Snapshots(make_job(tmp_path)) as snapshots:
+        async with SnapshotWriter(make_job(tmp_path)) as snapshots:
             await snapshots.after_step(1, {"part": Part()})
 
     using = asyncio.ensure_future(use())
@@ -278,7 +278,7 @@ async def test_being_cancelled_does_not_end_the_wait_for_the_snapshot_in_flight(
 
 @pytest.mark.one_loop
 async def test_there_are_not_two_of_one_step(tmp_path):
-    async with Snapshots(make_job(tmp_path)) as snapshots:
+    async with SnapshotWriter(make_job(tmp_path)) as snapshots:
         await snapshots.after_last_step(0, {"part": Part()})
         await snapshots.after_step(1, {"part": Part()})
         await snapshots.after_last_step(1, {"part": Part()})
@@ -309,7 +309,7 @@ async def test_a_run_that_is_stopped_leaves_a_snapshot_of_its_last_step(tmp_path
 @pytest.mark.one_loop
 async def test_only_the_last_ones_are_kept_and_what_is_not_ours_stays(tmp_path, caplog):
     (tmp_path / "notes.txt").write_text("mine")
-    async with Snapshots(make_job(tmp_path, keep=2)) as snapshots:
+    async with SnapshotWriter(make_job(tmp_path, keep=2)) as snapshots:
         for step in range(1, 6):
             await snapshots.after_step(step, {"part": Part()})
             await written(snapshots)
@@ -319,7 +319,7 @@ async def test_only_the_last_ones_are_kept_and_what_is_not_ours_stays(tmp_path, 
 
 @pytest.mark.one_loop
 async def test_every_nth_is_kept_for_good_and_does_not_count_among_the_last(tmp_path):
-    async with Snapshots(make_job(tmp_path, keep=2, keep_every=3)) as snapshots:
+    async with SnapshotWriter(make_job(tmp_path, keep=2, keep_every=3)) as snapshots:
         for step in range(10, 90, 10):
             await snapshots.after_step(step, {"part": Part()})
             await written(snapshots)
@@ -339,7 +339,7 @@ async def test_training_goes_on_when_the_folder_is_gone(tmp_path, caplog):
 @pytest.mark.cuda
 async def test_states_on_cuda_are_saved_from_the_cpu(tmp_path):
     weight = torch.arange(1000.0, device="cuda")
-    async with Snapshots(make_job(tmp_path)) as snapshots:
+    async with SnapshotWriter(make_job(tmp_path)) as snapshots:
         await snapshots.after_step(1, {"part": Part(weight=weight)})
         weight.zero_()
     loaded = load(tmp_path / "step-1", "part")["weight"]

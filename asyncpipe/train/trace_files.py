@@ -19,19 +19,19 @@ from asyncpipe.observe.pictures.svg import svg_timeline
 from asyncpipe.observe.pictures.trace import write_trace
 from asyncpipe.train.job_file import Job, job_file_error
 
-__all__ = ["Recorder", "Written", "make_folders"]
+__all__ = ["TraceRecorder", "WrittenFiles", "make_folders"]
 
 _logger = logging.getLogger(__name__)
 
 
-class Written(NamedTuple):
+class WrittenFiles(NamedTuple):
     """The files that were written; ``None`` where one was not asked for, or could not be written."""
 
     trace: Path | None = None
     timeline: Path | None = None
 
 
-class Recorder:
+class TraceRecorder:
     """An observer that keeps the records of the last ``steps`` steps, until they are written, and no tensor."""
 
     def __init__(self, steps: int) -> None:
@@ -41,7 +41,7 @@ class Recorder:
         """Keep ``record``, in the place of the oldest where there are enough."""
         self._records.append(record if record.outcome is Outcome.OK else _without_frames(record))
 
-    def write(self, job: Job, failed: Callable[[], object]) -> Written:
+    def write(self, job: Job, failed: Callable[[], object]) -> WrittenFiles:
         """Write what the job asks for, if any step ran; returns what was written. Blocks; raises nothing.
 
         ``failed`` is called for each file that cannot be written.
@@ -49,12 +49,12 @@ class Recorder:
         records = list(self._records)
         self._records.clear()
         if not records:
-            return Written()
+            return WrittenFiles()
 
         def write_timeline(path: Path) -> None:
             path.write_text(svg_timeline(records[-1], title=job.name), encoding="utf-8")
 
-        return Written(
+        return WrittenFiles(
             _written("trace", job.observe.trace, lambda path: write_trace(records, path), failed),
             _written("timeline", job.observe.timeline, write_timeline, failed),
         )

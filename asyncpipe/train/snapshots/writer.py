@@ -30,13 +30,13 @@ from torch import Tensor
 
 from asyncpipe import __version__
 from asyncpipe.core.engine.events import FailureCounter
+from asyncpipe.train.blocking_calls import in_thread, wait_to_end
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import NullProgress, ProgressSink
-from asyncpipe.train.snapshots.files import write_snapshot
-from asyncpipe.train.snapshots.resume import Resumed, is_for_good
-from asyncpipe.train.threads import ended, in_thread
+from asyncpipe.train.snapshots.format import write_snapshot
+from asyncpipe.train.snapshots.resume import ResumePoint, is_for_good
 
-__all__ = ["SnapshotListener", "Snapshots", "Stateful"]
+__all__ = ["SnapshotListener", "SnapshotWriter", "Stateful"]
 
 _logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class SnapshotListener(FailureCounter, Protocol):
         """A snapshot could not be taken."""
 
 
-class Snapshots:
+class SnapshotWriter:
     """Takes the snapshots of one run of ``job``: after every so many steps and after the last; none if it wants none.
 
     Used on one loop, as an async context manager, whose end waits for the snapshot in flight. ``progress`` is told of
@@ -70,7 +70,7 @@ class Snapshots:
         self,
         job: Job,
         listener: SnapshotListener | None = None,
-        resumed: Resumed | None = None,
+        resumed: ResumePoint | None = None,
         progress: ProgressSink | None = None,
     ) -> None:
         self._table = job.snapshots
@@ -124,7 +124,7 @@ class Snapshots:
             await self._finish()
             await self._take(step, states)
 
-    async def __aenter__(self) -> Snapshots:
+    async def __aenter__(self) -> SnapshotWriter:
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -147,7 +147,7 @@ class Snapshots:
 
     async def _finish(self) -> None:
         if self._writing is not None:
-            await ended(self._writing)
+            await wait_to_end(self._writing)
         self._tell()
 
     def _tell(self) -> None:

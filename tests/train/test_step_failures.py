@@ -18,11 +18,11 @@ from torch import Generator, Tensor, nn
 
 from asyncpipe.errors import HungTaskError, TaskError
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.train import faults as module
-from asyncpipe.train.buffers import Buffers
-from asyncpipe.train.faults import NonFiniteLossError, OutOfMemoryError
+from asyncpipe.train import step_failures as module
+from asyncpipe.train.buffer_rollback import BufferRollback
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.loop import TrainingRun
+from asyncpipe.train.step_failures import NonFiniteLossError, OutOfMemoryError
+from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -313,7 +313,7 @@ class Odd(nn.Module):
 
 def test_buffers_are_put_back_and_only_those_that_change_are_copied():
     model = nn.Sequential(Odd(), Odd())
-    buffers = Buffers(model)
+    buffers = BufferRollback(model)
     for done in range(3):
         buffers.keep()
         for _ in range(2):  # A step may fail twice.
@@ -327,7 +327,7 @@ def test_buffers_are_put_back_and_only_those_that_change_are_copied():
 
 def test_a_buffer_that_never_changed_before_cannot_be_put_back_and_nothing_is():
     model = Odd()
-    buffers = Buffers(model)
+    buffers = BufferRollback(model)
     buffers.keep()
     model.change()
     buffers.keep()

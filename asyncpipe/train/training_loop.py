@@ -14,21 +14,21 @@ from time import perf_counter
 
 from asyncpipe.core.engine.events import Observer
 from asyncpipe.pipeline.pipeline import Pipeline
-from asyncpipe.train.batches import Feed
-from asyncpipe.train.faults import Attempts, Note, heed_non_finite
+from asyncpipe.train.adamw import ClippedAdamW, UpdateResult, learning_rate
+from asyncpipe.train.batches import BatchPrefetcher
+from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import Meter, ProgressSink, StepListener, StepProgress
-from asyncpipe.train.snapshots.snapshots import Snapshots
-from asyncpipe.train.threads import in_thread
-from asyncpipe.train.updater import Update, Updater, learning_rate
+from asyncpipe.train.snapshots.writer import SnapshotWriter
+from asyncpipe.train.step_failures import Note, StepRetries, handle_non_finite
 from asyncpipe.train.workload import Batch, Resumable
 
-__all__ = ["Listeners", "Steps"]
+__all__ = ["StepListeners", "TrainingLoop"]
 
 _logger = logging.getLogger(__name__)
 
 
-class Listeners:
+class StepListeners:
     """Those of ``observers`` that are told each step's figures; one that raises is left out from then on."""
 
     def __init__(self, observers: Sequence[Observer], failed: Callable[[str], None]) -> None:
@@ -47,7 +47,7 @@ class Listeners:
                 self._failed("raised")
 
 
-class Steps:
+class TrainingLoop:
     """Does the steps that are left; one object for one pass over them."""
 
     def __init__(
@@ -55,12 +55,12 @@ class Steps:
         job: Job,
         pipe: Pipeline,
         *,
-        feed: Feed,
-        attempts: Attempts,
-        updater: Updater,
+        feed: BatchPrefetcher,
+        attempts: StepRetries,
+        updater: ClippedAdamW,
         meter: Meter,
         tokens_per_sample: int,
-        listeners: Listeners,
+        listeners: StepListeners,
         progress: ProgressSink,
         note: Note,
     ) -> None:
@@ -77,7 +77,7 @@ class Steps:
 
     async def run(
         self,
-        snapshots: Snapshots,
+        snapshots: SnapshotWriter,
         states: Mapping[str, Resumable],
         *,
         stopping: Callable[[], bool],
@@ -110,7 +110,7 @@ class Steps:
             raise
         rate = learning_rate(done, training)
 
-        def update() -> Update:
+        def update() -> UpdateResult:
             made = self._updater.update(rate, result.loss)
             if not made.finite and self._job.faults.non_finite == "skip":
                 self._attempts.undo()
@@ -120,7 +120,7 @@ class Steps:
         # In a thread: on a CPU the update takes a while, and on a GPU reading the loss waits for the device.
         update_ = await in_thread(update)
         await result.completed()
-        skipped = heed_non_finite(self._job.faults, self._meter, update_, rate, self._note)
+        skipped = handle_non_finite(self._job.faults, self._meter, update_, rate, self._note)
         progress = self._meter.add(
             loss=update_.loss,
             learning_rate=rate,

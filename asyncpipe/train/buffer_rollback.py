@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Buffers"]
+__all__ = ["BufferRollback"]
 
 
 class _Kept(NamedTuple):
@@ -37,7 +37,7 @@ class _Kept(NamedTuple):
         return self.counted or (self.copy is not None and not torch.equal(self.copy, self.buffer))
 
 
-class Buffers:
+class BufferRollback:
     """Keeps the buffers of ``module``, and puts them back. Not while a step runs; any thread."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -26,16 +26,16 @@ import torch
 from asyncpipe.errors import AsyncpipeError, HungTaskError, TaskError
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.result import StepResult
-from asyncpipe.train.batches import Feed
-from asyncpipe.train.buffers import Buffers
+from asyncpipe.train.adamw import UpdateResult
+from asyncpipe.train.batches import BatchPrefetcher
+from asyncpipe.train.blocking_calls import in_thread
+from asyncpipe.train.buffer_rollback import BufferRollback
 from asyncpipe.train.job_file import FaultTable
 from asyncpipe.train.out_of_memory import explain_out_of_memory
 from asyncpipe.train.progress import Meter
 from asyncpipe.train.randomness import RunRandom
-from asyncpipe.train.threads import in_thread
-from asyncpipe.train.updater import Update
 
-__all__ = ["Attempts", "NonFiniteLossError", "Note", "OutOfMemoryError", "heed_non_finite"]
+__all__ = ["NonFiniteLossError", "Note", "OutOfMemoryError", "StepRetries", "handle_non_finite"]
 
 Note = Callable[[int, str], None]
 """Tells a line, of a level of ``logging``, to the log and to whoever watches the run; on the run's loop."""
@@ -65,7 +65,7 @@ class OutOfMemoryError(AsyncpipeError, MemoryError):
 # A loss that is no number
 
 
-def heed_non_finite(faults: FaultTable, meter: Meter, update: Update, rate: float, note: Note) -> bool:
+def handle_non_finite(faults: FaultTable, meter: Meter, update: UpdateResult, rate: float, note: Note) -> bool:
     """Whether the update of the step after those that ``meter`` has counted was left out; tells of it.
 
     Raises ``NonFiniteLossError`` where that must end the run. ``rate`` is the step's learning rate.
@@ -94,17 +94,19 @@ def heed_non_finite(faults: FaultTable, meter: Meter, update: Update, rate: floa
 # Steps that fail
 
 
-class Attempts:
+class StepRetries:
     """Does training steps, each as often as ``[faults]`` allow, so that one that went well at last left no trace."""
 
-    def __init__(self, pipe: Pipeline, faults: FaultTable, random: RunRandom, feed: Feed, note: Note) -> None:
+    def __init__(
+        self, pipe: Pipeline, faults: FaultTable, random: RunRandom, feed: BatchPrefetcher, note: Note
+    ) -> None:
         self._pipe = pipe
         self._retries = faults.step_retries
         self._keeps = faults.step_retries > 0 or faults.non_finite == "skip"
         self._random = random
         self._feed = feed
         self._note = note
-        self._buffers = Buffers(pipe.module)
+        self._buffers = BufferRollback(pipe.module)
 
     def keep(self) -> None:
         """The model is as the next step shall find it, at each attempt. Blocks for a moment; nothing else runs."""

@@ -24,11 +24,11 @@ from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.train import recording
+from asyncpipe.train import trace_files
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.loop import TrainingRun
 from asyncpipe.train.progress import NullProgress
-from asyncpipe.train.recording import Recorder, Written
+from asyncpipe.train.trace_files import TraceRecorder, WrittenFiles
+from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 
 
@@ -44,9 +44,9 @@ def make_job(**observe: object) -> Job:
     )
 
 
-def recorder(steps: int = 1) -> Recorder:
+def recorder(steps: int = 1) -> TraceRecorder:
     """One that has seen two steps."""
-    made = Recorder(steps)
+    made = TraceRecorder(steps)
     for _ in range(2):
         made.step_completed(simulate(lower(find_schedule("1f1b"), Shape(2, 4, 2))))
     return made
@@ -70,7 +70,7 @@ def write_half(records: Iterable[StepRecord], path: Path, **_: Any) -> None:
 def test_what_is_asked_for_is_written_and_whatever_was_there_is_replaced(tmp_path, caplog):
     trace, timeline, failures = tmp_path / "t.json", tmp_path / "t.svg", Failures()
     trace.write_text("x" * 1_000_000)
-    assert recorder().write(make_job(trace=trace, timeline=timeline), failures) == Written(trace, timeline)
+    assert recorder().write(make_job(trace=trace, timeline=timeline), failures) == WrittenFiles(trace, timeline)
     assert json.loads(trace.read_text())["traceEvents"]
     assert timeline.read_text().startswith("<svg")
     assert sorted(tmp_path.iterdir()) == [trace, timeline]
@@ -78,7 +78,7 @@ def test_what_is_asked_for_is_written_and_whatever_was_there_is_replaced(tmp_pat
 
 
 def test_nothing_is_written_of_no_step(tmp_path):
-    assert Recorder(3).write(make_job(trace=tmp_path / "t.json"), Failures()) == Written()
+    assert TraceRecorder(3).write(make_job(trace=tmp_path / "t.json"), Failures()) == WrittenFiles()
     assert not list(tmp_path.iterdir())
 
 
@@ -87,8 +87,8 @@ def test_a_trace_that_fails_half_way_leaves_what_was_there(tmp_path, monkeypatch
     trace, timeline, failures = tmp_path / "t.json", tmp_path / "t.svg", Failures()
     if there is not None:
         trace.write_text(there)
-    monkeypatch.setattr(recording, "write_trace", write_half)
-    assert recorder().write(make_job(trace=trace, timeline=timeline), failures) == Written(None, timeline)
+    monkeypatch.setattr(trace_files, "write_trace", write_half)
+    assert recorder().write(make_job(trace=trace, timeline=timeline), failures) == WrittenFiles(None, timeline)
     assert {path.name for path in tmp_path.iterdir()} == {"t.svg", *(["t.json"] if there else [])}
     assert there is None or trace.read_text() == there
     assert failures.count == 1
@@ -99,7 +99,7 @@ def test_a_trace_that_fails_half_way_leaves_what_was_there(tmp_path, monkeypatch
 
 def test_a_full_disk_is_told_in_a_line_for_each_file(full, caplog):
     failures = Failures()
-    assert recorder().write(make_job(trace=full, timeline=full), failures) == Written()
+    assert recorder().write(make_job(trace=full, timeline=full), failures) == WrittenFiles()
     assert [record.getMessage() for record in caplog.records] == [
         f"the {what} {full} was not written: No space left on device" for what in ("trace", "timeline")
     ]
@@ -110,7 +110,7 @@ def test_a_full_disk_is_told_in_a_line_for_each_file(full, caplog):
 
 def test_a_folder_that_has_gone_is_told(tmp_path, caplog):
     failures = Failures()
-    assert recorder().write(make_job(trace=tmp_path / "gone" / "t.json"), failures) == Written()
+    assert recorder().write(make_job(trace=tmp_path / "gone" / "t.json"), failures) == WrittenFiles()
     assert caplog.records[0].getMessage().endswith("t.json was not written: No such file or directory")
     assert failures.count == 1
 
@@ -119,9 +119,9 @@ def test_a_fold_that_fails_is_told_with_its_traceback(tmp_path, monkeypatch, cap
     def fail(*_: object, **__: object) -> None:
         raise KeyError("F(0,0)")
 
-    monkeypatch.setattr(recording, "write_trace", fail)
+    monkeypatch.setattr(trace_files, "write_trace", fail)
     failures = Failures()
-    assert recorder().write(make_job(trace=tmp_path / "t.json"), failures) == Written()
+    assert recorder().write(make_job(trace=tmp_path / "t.json"), failures) == WrittenFiles()
     (record,) = caplog.records
     assert record.exc_info is not None
     assert failures.count == 1
@@ -133,7 +133,7 @@ def test_a_pipe_is_written_into(tmp_path):
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
     reader.start()
-    assert recorder().write(make_job(trace=pipe), Failures()) == Written(pipe)
+    assert recorder().write(make_job(trace=pipe), Failures()) == WrittenFiles(pipe)
     reader.join()
     assert json.loads(read[0])["traceEvents"]
     assert pipe.is_fifo()
@@ -143,7 +143,7 @@ def test_a_pipe_is_written_into(tmp_path):
 def test_a_link_stays_one(tmp_path):
     link, behind = tmp_path / "latest.json", tmp_path / "3.json"
     link.symlink_to(behind)
-    assert recorder().write(make_job(trace=link), Failures()) == Written(link)
+    assert recorder().write(make_job(trace=link), Failures()) == WrittenFiles(link)
     assert link.is_symlink()
     assert json.loads(behind.read_text())["traceEvents"]
 
@@ -154,7 +154,7 @@ def test_only_the_last_steps_are_kept_and_given_up_when_written(tmp_path):
     kept.write(make_job(trace=trace), Failures())
     events = json.loads(trace.read_text())["traceEvents"]
     assert len({event["args"]["step"] for event in events if "step" in event.get("args", {})}) == 1
-    assert kept.write(make_job(trace=trace), Failures()) == Written()
+    assert kept.write(make_job(trace=trace), Failures()) == WrittenFiles()
 
 
 # Steps that fail
@@ -185,7 +185,7 @@ class Failing(nn.Module):
 async def test_a_step_is_tried_again_without_the_tensors_of_the_attempt_that_failed(tmp_path, monkeypatch, asked):
     shown = []
 
-    class Noted(Recorder):
+    class Noted(TraceRecorder):
         def step_completed(self, record: StepRecord) -> None:
             shown.append(record.outcome)
             super().step_completed(record)
@@ -194,7 +194,7 @@ async def test_a_step_is_tried_again_without_the_tensors_of_the_attempt_that_fai
         def noted(self, level: int, text: str) -> None:
             failing.tried_again = True
 
-    monkeypatch.setattr("asyncpipe.train.loop.Recorder", Noted)
+    monkeypatch.setattr("asyncpipe.train.training_run.TraceRecorder", Noted)
     failing = Failing()
 
     def make() -> Workload:

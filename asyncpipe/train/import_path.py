@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["importable"]
+__all__ = ["import_path"]
 
 
 @contextmanager
-def importable(folder: Path) -> Iterator[None]:
+def import_path(folder: Path) -> Iterator[None]:
     """Modules in ``folder`` win over all others meanwhile."""
     sys.path.insert(0, str(folder))
     try:

@@ -20,10 +20,10 @@ from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.errors import JobFileError, TaskError
 from asyncpipe.observe.metrics.collector import PipelineCollector
 from asyncpipe.pipeline.pipeline import Pipeline
+from asyncpipe.train.adamw import BETAS, learning_rate
 from asyncpipe.train.job_file import Job, TrainingTable
-from asyncpipe.train.loop import TrainingRun
 from asyncpipe.train.progress import NullProgress, RunStarted, StepProgress
-from asyncpipe.train.updater import BETAS, learning_rate
+from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -270,7 +270,7 @@ async def test_a_job_may_ask_for_spans_and_ranges_and_a_trace_samples_memory(tmp
             super().__init__(*arguments, **(given | {"nvtx": False}))
 
     monkeypatch.setattr("asyncpipe.observe.otel.StepSpans", Spans)
-    monkeypatch.setattr("asyncpipe.train.loop.Pipeline", Noted)
+    monkeypatch.setattr("asyncpipe.train.training_run.Pipeline", Noted)
     await TrainingRun(make_job(), make_workload).run()
     assert (spans, options["nvtx"], options["sample_memory"]) == ([], False, False)
     observe = {"opentelemetry": True, "nvtx": True, "trace": str(tmp_path / "t.json")}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from asyncpipe.train.job_file import TrainingTable
 
-__all__ = ["BETAS", "Update", "Updater", "learning_rate"]
+__all__ = ["BETAS", "ClippedAdamW", "UpdateResult", "learning_rate"]
 
 BETAS = (0.9, 0.95)
 """As is usual for transformers: the second moment forgets within some 20 steps."""
@@ -26,7 +26,7 @@ def learning_rate(step: int, training: TrainingTable) -> float:
     return training.learning_rate * 0.5 * (1 + cos(pi * done))
 
 
-class Update(NamedTuple):
+class UpdateResult(NamedTuple):
     """What became of a step's gradients."""
 
     loss: float
@@ -36,7 +36,7 @@ class Update(NamedTuple):
     """Whether both are numbers; where they are not, and that was looked at, the weights are as they were."""
 
 
-class Updater:
+class ClippedAdamW:
     """AdamW and clipping; used by one thread at a time."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], training: TrainingTable, *, only_finite: bool) -> None:
@@ -68,7 +68,7 @@ class Updater:
     def _groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
-    def update(self, rate: float, loss: Tensor | None) -> Update:
+    def update(self, rate: float, loss: Tensor | None) -> UpdateResult:
         """Move the weights along their gradients and clear these. Waits for the device that has ``loss``."""
         assert loss is not None
         for group in self.optimizer.param_groups:
@@ -78,7 +78,7 @@ class Updater:
         if not self._only_finite or _finite(loss, norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return Update(loss.item(), norm.item(), _finite(loss, norm))
+        return UpdateResult(loss.item(), norm.item(), _finite(loss, norm))
 
 
 def _finite(loss: Tensor, norm: Tensor) -> bool:

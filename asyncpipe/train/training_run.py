@@ -23,23 +23,22 @@ from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics.collector import PipelineCollector
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.train.batches import Data, Feed
-from asyncpipe.train.evaluation import Learned, evaluate_and_sample
-from asyncpipe.train.faults import Attempts
+from asyncpipe.train.adamw import ClippedAdamW
+from asyncpipe.train.batches import BatchPrefetcher, BatchSource
+from asyncpipe.train.blocking_calls import DedicatedThread, in_thread
+from asyncpipe.train.evaluation import EvaluationResult, evaluate_and_sample
+from asyncpipe.train.import_path import import_path
 from asyncpipe.train.job_file import AUTO, Job, job_file_error
-from asyncpipe.train.own_thread import OwnThread
-from asyncpipe.train.paths import importable
 from asyncpipe.train.planning import choose_for, with_plan
 from asyncpipe.train.progress import Meter, NullProgress, ProgressSink, RunStarted, TrainingSummary
 from asyncpipe.train.randomness import RunRandom
-from asyncpipe.train.recording import Recorder, Written, make_folders
 from asyncpipe.train.schedule_changes import ScheduleChanges
-from asyncpipe.train.snapshots.resume import Resumed, join, open_folder, with_schedule_of
+from asyncpipe.train.snapshots.resume import ResumePoint, join, open_folder, with_schedule_of
 from asyncpipe.train.snapshots.run_state import RunState, schedule_sha256
-from asyncpipe.train.snapshots.snapshots import Snapshots
-from asyncpipe.train.steps import Listeners, Steps
-from asyncpipe.train.threads import in_thread
-from asyncpipe.train.updater import Updater
+from asyncpipe.train.snapshots.writer import SnapshotWriter
+from asyncpipe.train.step_failures import StepRetries
+from asyncpipe.train.trace_files import TraceRecorder, WrittenFiles, make_folders
+from asyncpipe.train.training_loop import StepListeners, TrainingLoop
 from asyncpipe.train.workload import Resumable, Workload
 
 __all__ = ["TrainingRun"]
@@ -73,13 +72,13 @@ class TrainingRun:
         self._make_workload = make_workload
         self._progress: ProgressSink = progress if progress is not None else NullProgress()
         self._collector = collector
-        self._recorder = Recorder(job.observe.trace_steps)
+        self._recorder = TraceRecorder(job.observe.trace_steps)
         self._observers: list[Observer] = [*([] if collector is None else [collector]), *observers]
         self._pool, self._share = pool, share
         self._random = RunRandom(shared=pool is not None)
         self._changes = ScheduleChanges()
         self._meter = Meter(job.training.steps)
-        self._resumed: Resumed | None = None
+        self._resumed: ResumePoint | None = None
         self._stopping = False
 
     def stop(self) -> None:
@@ -112,20 +111,20 @@ class TrainingRun:
 
             self._observers.append(StepSpans(self._job.name))
         try:
-            async with OwnThread(f"asyncpipe-{self._job.name}") as thread:
+            async with DedicatedThread(f"asyncpipe-{self._job.name}") as thread:
                 return await self._run(thread)
         finally:
             self._changes.close()
 
-    async def _run(self, thread: OwnThread) -> TrainingSummary:
+    async def _run(self, thread: DedicatedThread) -> TrainingSummary:
         await in_thread(self._make_folders)
         if self._resumed is not None:
             self._progress.entered(str(self._resumed))
         workload = await thread.run(self._build)
-        learned, written = Learned(), Written()
+        learned, written = EvaluationResult(), WrittenFiles()
         snapshot = None if self._resumed is None else self._resumed.path
         if not self._stopping and await self._choose_schedule(workload, thread):
-            snapshots = Snapshots(self._job, self._collector, self._resumed, self._progress)
+            snapshots = SnapshotWriter(self._job, self._collector, self._resumed, self._progress)
             try:
                 async with snapshots:
                     learned = await self._run_pipeline(workload, snapshots, thread)
@@ -154,7 +153,7 @@ class TrainingRun:
             self._job = with_schedule_of(self._job, self._resumed.parameters)
             self._meter.step = self._resumed.step
 
-    def _write(self) -> Written:
+    def _write(self) -> WrittenFiles:
         return self._recorder.write(self._job, lambda: self._count_failure("trace"))
 
     def _count_failure(self, reason: str) -> None:
@@ -168,7 +167,7 @@ class TrainingRun:
     def _build(self) -> Workload:
         return self._random.build(self._job.training.seed, self._make_workload)
 
-    async def _choose_schedule(self, workload: Workload, thread: OwnThread) -> bool:
+    async def _choose_schedule(self, workload: Workload, thread: DedicatedThread) -> bool:
         """Measure and plan, if the job leaves the schedule to that; false if the run was stopped meanwhile."""
         if self._job.pipeline.schedule != AUTO:
             return True
@@ -186,7 +185,9 @@ class TrainingRun:
         self._progress.entered(f"chosen: {plan}; predicted {plan.seconds * 1e3:.0f} ms a step")
         return True
 
-    async def _run_pipeline(self, workload: Workload, snapshots: Snapshots, thread: OwnThread) -> Learned:
+    async def _run_pipeline(
+        self, workload: Workload, snapshots: SnapshotWriter, thread: DedicatedThread
+    ) -> EvaluationResult:
         # In a thread: to lower large graphs, and to bring a model to its devices, takes a while.
         async with await thread.run(lambda: self._pipeline(workload)) as pipe:
             self._progress.started(self._description(pipe))
@@ -227,7 +228,7 @@ class TrainingRun:
             raise job_file_error(self._job.path, f"pipeline: {error}") from error
 
     def _find_schedule(self, name: str) -> Schedule:
-        with importable(self._job.path.resolve().parent):
+        with import_path(self._job.path.resolve().parent):
             return find_schedule(name, order=self._job.pipeline.order)
 
     def _description(self, pipe: Pipeline) -> RunStarted:
@@ -240,26 +241,28 @@ class TrainingRun:
 
     # Training
 
-    async def _train(self, pipe: Pipeline, workload: Workload, snapshots: Snapshots, thread: OwnThread) -> None:
+    async def _train(
+        self, pipe: Pipeline, workload: Workload, snapshots: SnapshotWriter, thread: DedicatedThread
+    ) -> None:
         job = self._job
         pipe.train()
         only_finite = job.faults.non_finite != "ignore"
         # The first optimizer of a process imports torch's compiler, which takes seconds.
-        updater = await thread.run(lambda: Updater(pipe.parameters(), job.training, only_finite=only_finite))
+        updater = await thread.run(lambda: ClippedAdamW(pipe.parameters(), job.training, only_finite=only_finite))
         data = await thread.run(lambda: self._data(workload))
-        feed = Feed(thread, data, self._random)
+        feed = BatchPrefetcher(thread, data, self._random)
         own: dict[str, Resumable] = {"model": pipe, "optimizer": updater}
         states = join(own, workload.states, RunState(self._meter, feed), job)
         await self._go_on(pipe, states, snapshots, thread)
-        steps = Steps(
+        steps = TrainingLoop(
             job,
             pipe,
             feed=feed,
-            attempts=Attempts(pipe, job.faults, self._random, feed, self._note),
+            attempts=StepRetries(pipe, job.faults, self._random, feed, self._note),
             updater=updater,
             meter=self._meter,
             tokens_per_sample=workload.tokens_per_sample,
-            listeners=Listeners(self._observers, self._count_failure),
+            listeners=StepListeners(self._observers, self._count_failure),
             progress=self._progress,
             note=self._note,
         )
@@ -271,12 +274,12 @@ class TrainingRun:
         )
         self._changes.close()
 
-    def _data(self, workload: Workload) -> Data:
+    def _data(self, workload: Workload) -> BatchSource:
         with self._random.drawing():
-            return Data(workload, self._job.training, lambda: self._stopping)
+            return BatchSource(workload, self._job.training, lambda: self._stopping)
 
     async def _go_on(
-        self, pipe: Pipeline, states: dict[str, Resumable], snapshots: Snapshots, thread: OwnThread
+        self, pipe: Pipeline, states: dict[str, Resumable], snapshots: SnapshotWriter, thread: DedicatedThread
     ) -> None:
         """Put back what the run goes on from, if there is something, and let snapshots say what follows."""
         follows = await self._describe_schedule(pipe, snapshots)
@@ -293,14 +296,14 @@ class TrainingRun:
             )
         await thread.run(lambda: resumed.restore(states, self._job))
 
-    async def _describe_schedule(self, pipe: Pipeline, snapshots: Snapshots) -> str:
+    async def _describe_schedule(self, pipe: Pipeline, snapshots: SnapshotWriter) -> str:
         """Let snapshots say what the pipeline follows; returns its hash."""
         shape = Shape(len(pipe.stages), pipe.microbatches, len(pipe.devices))
         follows = await in_thread(lambda: schedule_sha256(pipe.schedule, shape))
         snapshots.describe(self._job, schedule_sha256=follows)
         return follows
 
-    async def _change_schedule(self, name: str, pipe: Pipeline, snapshots: Snapshots) -> None:
+    async def _change_schedule(self, name: str, pipe: Pipeline, snapshots: SnapshotWriter) -> None:
         """Between two steps. In a thread: finding it may import a module, and lowering takes a while."""
         order = self._job.pipeline.order
         await in_thread(lambda: pipe.change_schedule(self._find_schedule(name), order=order))
