@@ -1,9 +1,9 @@
 """Lowering: a schedule's actions become a task graph.
 
-Per device, the actions of an ordered schedule form a chain of order edges. Across stages, the output of a forward
-and the gradient of a backward travel by data edges, through a copy task wherever two neighbouring stages sit on
-different devices. A recomputed micro-batch gets R(i,j) after the action before B(i,j), so that it overlaps the copy
-of the gradient that B(i,j) waits for::
+On each device, the actions of an ordered schedule form a chain of order edges. Between stages, the output of a
+forward and the gradient of a backward travel along data edges, through a copy task where the two stages are on
+different devices. If micro-batch i is recomputed, R(i,j) is inserted after the action before B(i,j), so that it runs
+while the gradient that B(i,j) waits for is copied::
 
     stage j-1     F(i,j-1) ──C──┐                           ┌──C──▶ B(i,j-1)
                                 ▼                           │
@@ -11,14 +11,15 @@ of the gradient that B(i,j) waits for::
                                 │            └──────────────────────▲ ▲
     stage j+1                   └──C──▶ F(i,j+1)  …     B(i,j+1) ──C──┘
 
-With GPipe this is Figure 2 of the torchgpipe paper (arXiv 2004.09910). A backward in halves is I(i,j) in the place of
-B(i,j), and W(i,j) behind it. A ruled schedule has no chain: its tasks have data edges alone, R(i,j) waits for what
-makes the gradient of its output, before that is copied, and the rest is decided while the step runs.
+With GPipe this is Figure 2 of the torchgpipe paper (arXiv 2004.09910). If the backward is split, I(i,j) takes the
+place of B(i,j), and W(i,j) follows it. A ruled schedule has no chain: its tasks have data edges only, R(i,j) waits
+for the task that computes the gradient of the stage's output (not for the copy of that gradient), and the rule
+decides the rest while the step runs.
 
-Which stages exchange values is the wiring's business. A link that jumps stages (a skip) is a data edge like any
-other, with one copy straight to its user and one straight back. Parameters tied over devices are brought to
-their user's replicas before its first forward, and the replicas' gradients back behind its last backward, where
-S adds them up; U updates a stage once its gradients are whole::
+The wiring says which stages exchange values. A link that jumps over stages (a skip connection) is a data edge like
+any other, with one copy from its source to its user and one back. A parameter tied across devices is copied to its
+user's replica before the user's first forward. After the user's last backward the replica's gradient is copied back,
+and S adds it to the owner's. U updates a stage when its gradients are complete::
 
     owner     ┌──▶ …                    B(last,owner) ──▶ S(owner) ──▶ U(owner)
               C(owner>user)                               ▲
@@ -27,24 +28,22 @@ S adds them up; U updates a stage once its gradients are whole::
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
+from asyncpipe.core.checks import check_choice
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import Phase, Rule, TaskGraph, Wiring
 from asyncpipe.core.kinds import SCHEDULED_KINDS, TaskKind
 from asyncpipe.core.schedules.protocol import Action, RuledSchedule, Schedule, Shape
 from asyncpipe.core.schedules.validate import blaming, check_admission, checked_actions, checked_placement
-from asyncpipe.errors import OptionError, ScheduleError
+from asyncpipe.errors import ScheduleError
 
 __all__ = ["CheckpointMode", "lower"]
 
 _F, _R, _B, _C = TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.COPY
 _I, _W = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
-_S, _U = TaskKind.SUM, TaskKind.UPDATE
 _COMPUTE, _COPY_IN, _GRAD_IN = range(len(Queue))
 
 
@@ -58,14 +57,11 @@ class CheckpointMode(StrEnum):
     @classmethod
     def parse(cls, value: str) -> CheckpointMode:
         """The mode called ``value``; raises ``OptionError`` that lists the modes."""
-        try:
-            return cls(value)
-        except ValueError:
-            allowed = ", ".join(repr(mode.value) for mode in cls)
-            raise OptionError(f"checkpoint must be one of {allowed}, got {value!r}") from None
+        check_choice("checkpoint", value, [mode.value for mode in cls])
+        return cls(value)
 
     def recomputes(self, microbatch: int, microbatches: int) -> bool:
-        """Whether ``microbatch`` of ``microbatches`` (the real number, counted after scattering) is recomputed."""
+        """Whether ``microbatch`` is recomputed, of the ``microbatches`` that the mini-batch was really cut into."""
         if self is CheckpointMode.EXCEPT_LAST:
             return microbatch < microbatches - 1
         return self is CheckpointMode.ALWAYS
@@ -80,61 +76,51 @@ def lower(
     phase: Phase = Phase.STEP,
     wiring: Wiring | None = None,
 ) -> TaskGraph:
-    """The task graph of one step: copies, recomputes and order edges added, complete and free of deadlock.
+    """The task graph of one step: the schedule's actions with copies, recomputations and order edges.
 
-    ``devices`` are the names of ``shape.devices`` logical devices (``dev:0`` … by default). ``phase`` picks the
-    whole step, its forwards or its backwards; ``wiring`` says what stages exchange (by default each feeds the
-    next). Time and memory are linear in the number of tasks. Raises ``ScheduleError`` naming the device and the
-    action where the schedule has a missing, duplicate, foreign or misplaced action, or a deadlock.
+    ``devices`` are the names of the ``shape.devices`` logical devices, ``dev:0`` … by default. ``phase`` selects the
+    whole step, only its forwards or only its backwards. ``wiring`` says what stages exchange; by default each stage
+    feeds the next. Time and memory are linear in the number of tasks. Raises ``ScheduleError``, which names the
+    device and the action, if an action is missing, duplicate, out of place or on the wrong device, or if the
+    schedule deadlocks.
     """
     with blaming(f"schedule {schedule.name!r}: check"):
         schedule.check(shape)
     names = tuple(devices) if devices is not None else tuple(f"dev:{r}" for r in range(shape.devices))
     placement = checked_placement(schedule, shape, names)
-    ruled = schedule if isinstance(schedule, RuledSchedule) and phase is Phase.STEP else None
     builder = _Builder(schedule, shape, placement, checkpoint, phase, wiring or Wiring.chain(shape.stages))
-    with _collector_paused():
-        actions = [checked_actions(schedule, shape, placement, device) for device in range(shape.devices)]
-        if ruled is not None:
-            check_admission(ruled, actions, shape, placement)
-        elif isinstance(schedule, RuledSchedule):
-            actions = [_breadth_first(mine) for mine in actions]
-        builder.add_actions(_of_phase(mine, phase) for mine in actions)
-        builder.add_ends()
-        builder.add_transfers()
-        return builder.build(names)
+    builder.add_actions(_orders(schedule, shape, placement, phase))
+    builder.add_ends()
+    builder.add_transfers()
+    return builder.build(names)
 
 
-def _breadth_first(actions: Iterable[Action]) -> list[Action]:
-    """A ruled schedule's forwards in an order, for phases without anything to decide: one stage after the other."""
-    return sorted((action for action in actions if action.kind is _F), key=lambda action: (action[2], action[1]))
+def _orders(schedule: Schedule, shape: Shape, placement: tuple[int, ...], phase: Phase) -> Iterator[Sequence[Action]]:
+    """The actions of each device in ``phase``.
 
-
-def _of_phase(order: list[Action], phase: Phase) -> list[Action]:
-    """The actions of a phase: the backward alone mirrors the forwards, so the last micro-batch is the first."""
-    if phase is Phase.STEP:
-        return order
-    forwards = [action for action in order if action.kind is _F]
-    if phase is Phase.FORWARD:
-        return forwards
-    return [Action(_B, i, j) for _, i, j in reversed(forwards)]
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """No cycle collection meanwhile: a large graph is a million containers and no cycle, and scanning them
-    again and again costs half of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    The backwards alone run in the reverse order of the forwards. The forwards of a ruled schedule, where there is
+    nothing to decide without backwards, run stage by stage.
+    """
+    for device in range(shape.devices):
+        actions = checked_actions(schedule, shape, placement, device)
+        if phase is Phase.STEP:
+            if isinstance(schedule, RuledSchedule):
+                check_admission(schedule, actions, shape, device)
+            yield actions
+            continue
+        forwards = [action for action in actions if action.kind is _F]
+        if isinstance(schedule, RuledSchedule):
+            forwards.sort(key=lambda action: (action.stage, action.microbatch))
+        yield forwards if phase is Phase.FORWARD else [Action(_B, i, j) for _, i, j in reversed(forwards)]
 
 
 class _Builder:
-    """Collects tasks and edges in arrays, then numbers them by clock cycle."""
+    """Collects tasks and what each waits for, then numbers the tasks by clock cycle.
+
+    A task is an index into parallel lists, and what it waits for is a tuple of such indices. The garbage collector
+    traverses a list of numbers only as one object and stops tracking tuples of numbers. With an object for each of
+    the hundreds of thousands of tasks of a large graph, collections would take a third of the time.
+    """
 
     def __init__(
         self,
@@ -153,68 +139,75 @@ class _Builder:
         self._wiring = wiring
         m = shape.microbatches
         self._recomputed = [phase is not Phase.FORWARD and checkpoint.recomputes(i, m) for i in range(m)]
-        self._keys: list[tuple[TaskKind, int, int, int | None]] = []
-        self._dependencies: list[list[int]] = []
+        self._kinds: list[TaskKind] = []
+        self._microbatches: list[int] = []
+        self._stages: list[int] = []
+        self._sources: list[int | None] = []
+        self._dependencies: list[tuple[int, ...]] = []
         self._forward = [[-1] * m for _ in range(shape.stages)]
+        """F of each stage and micro-batch."""
         self._backward = [[-1] * m for _ in range(shape.stages)]
-        """The task that makes the gradients of a stage's inputs: B or I."""
+        """B or I of each stage and micro-batch: the task that computes the gradient of the stage's input."""
         self._recompute = [[-1] * m for _ in range(shape.stages)]
         self._first: dict[int, list[int]] = {}
-        """The first action of each stage; without a chain, all its forwards."""
+        """The first action of each stage; in a ruled schedule, all its forwards."""
         self._last: dict[int, list[int]] = {}
-        """The last action of each stage; without a chain, all that make its weights' gradients."""
+        """The last action of each stage; in a ruled schedule, all that compute gradients of its parameters."""
         self._sums: dict[int, int] = {}
+        """S of each stage that owns tied parameters."""
 
-    def _add(self, kind: TaskKind, i: int, j: int, dependencies: list[int], source: int | None = None) -> int:
-        self._keys.append((kind, i, j, source))
-        self._dependencies.append(dependencies)
-        return len(self._keys) - 1
+    def _add(self, kind: TaskKind, i: int, j: int, dependencies: Iterable[int], source: int | None = None) -> int:
+        self._kinds.append(kind)
+        self._microbatches.append(i)
+        self._stages.append(j)
+        self._sources.append(source)
+        self._dependencies.append(tuple(dependencies))
+        return len(self._kinds) - 1
 
     def add_actions(self, orders: Iterable[Iterable[Action]]) -> None:
-        """F, R, B, I and W tasks, with the order edges of each device's chain if there is one."""
+        """Add the F, R, B, I and W tasks; in an ordered schedule, each waits for the one before on its device."""
         for order in orders:
-            before: list[int] = []
+            before: tuple[int, ...] = ()
             for kind, i, j in order:
                 if kind is _F:
-                    last = self._forward[j][i] = self._add(_F, i, j, before)
+                    task = self._forward[j][i] = self._add(_F, i, j, before)
                 elif kind is _W:
-                    inputs = self._backward[j][i]
-                    last = self._add(_W, i, j, before if inputs in before else [*before, inputs])
+                    task = self._add(_W, i, j, _with(before, self._backward[j][i]))
                 else:
-                    last = self._backward[j][i] = self._add_backward(kind, i, j, before)
+                    task = self._backward[j][i] = self._add_backward(kind, i, j, before)
                 if self._ruled is None:
-                    self._first.setdefault(j, [last])
-                    self._last[j] = [last]
-                    before = [last]
+                    self._first.setdefault(j, [task])
+                    self._last[j] = [task]
+                    before = (task,)
                 elif kind is _F:
-                    self._first.setdefault(j, []).append(last)
+                    self._first.setdefault(j, []).append(task)
                 elif kind is not _I:
-                    self._last.setdefault(j, []).append(last)
+                    self._last.setdefault(j, []).append(task)
 
-    def _add_backward(self, kind: TaskKind, i: int, j: int, before: list[int]) -> int:
-        forward = self._forward[j][i]
-        read = before if forward in before or forward < 0 else [*before, forward]
+    def _add_backward(self, kind: TaskKind, i: int, j: int, before: tuple[int, ...]) -> int:
+        # The graph of the backwards alone has no forwards to wait for.
+        read = before if self._phase is Phase.BACKWARD else _with(before, self._forward[j][i])
         if not self._recomputed[i]:
             return self._add(kind, i, j, read)
-        # A chain already puts R(i,j) behind F(i,j), whose saved input it reads.
+        # In an ordered schedule the chain already puts R(i,j) after F(i,j), whose saved input it reads.
         again = self._recompute[j][i] = self._add(_R, i, j, before if self._ruled is None else read)
-        return self._add(kind, i, j, [*before, again])
+        return self._add(kind, i, j, (*before, again))
 
     def add_ends(self) -> None:
-        """S and U tasks, behind a stage's last backward. Comes after the actions, before the transfers."""
+        """Add the S and U tasks, which wait for a stage's last backward. Call it after ``add_actions``."""
         if self._phase is Phase.FORWARD:
             return
         ends = dict(self._last)
         for owner, _ in self._wiring.ties:
             if owner not in self._sums:
-                self._sums[owner] = self._add(_S, WHOLE_STEP, owner, list(self._last[owner]))
+                self._sums[owner] = self._add(TaskKind.SUM, WHOLE_STEP, owner, self._last[owner])
                 ends[owner] = [self._sums[owner]]
         if self._phase is Phase.STEP:
             for stage in self._wiring.updates:
-                self._add(_U, WHOLE_STEP, stage, list(ends[stage]))
+                self._add(TaskKind.UPDATE, WHOLE_STEP, stage, ends[stage])
 
     def add_transfers(self) -> None:
-        """Data edges between stages, through copies where the device changes. Comes last."""
+        """Add the data edges between stages, with copies where the device changes. Call it last."""
         for source, user in self._wiring.links:
             for i in range(self._shape.microbatches):
                 if self._phase is not Phase.BACKWARD:
@@ -223,76 +216,88 @@ class _Builder:
                     self._transfer(i, user, source, self._backward)
         for owner, user in self._wiring.ties:
             if self._phase is not Phase.BACKWARD:
-                bring = self._add(_C, WHOLE_STEP, user, [], owner)
+                values = self._add(_C, WHOLE_STEP, user, (), owner)
                 for first in self._first[user]:
-                    self._depend(first, bring)
+                    self._depend(first, values)
             if self._phase is not Phase.FORWARD:
-                self._dependencies[self._sums[owner]].append(
-                    self._add(_C, WHOLE_STEP, owner, list(self._last[user]), user)
-                )
+                self._depend(self._sums[owner], self._add(_C, WHOLE_STEP, owner, self._last[user], user))
 
     def _transfer(self, i: int, source: int, stage: int, table: list[list[int]]) -> None:
         producer, consumer = table[source][i], table[stage][i]
         if table is self._backward and self._ruled is not None and self._recomputed[i]:
             self._depend(self._recompute[stage][i], producer)
         if self._placement[source] != self._placement[stage]:
-            producer = self._add(_C, i, stage, [producer], source)
+            producer = self._add(_C, i, stage, (producer,), source)
         self._depend(consumer, producer)
 
     def _depend(self, task: int, dependency: int) -> None:
-        """``task`` waits for ``dependency``, too. A new list: that of an R or an order edge may be shared."""
-        if dependency not in self._dependencies[task]:
-            self._dependencies[task] = [*self._dependencies[task], dependency]
+        self._dependencies[task] = _with(self._dependencies[task], dependency)
 
     def build(self, devices: tuple[str, ...]) -> TaskGraph:
-        dependents = _inverted(self._dependencies)
-        cycles = self._cycles(dependents)
-        # A copy shares the cycle of the task that it feeds and must come before it.
-        rank = [2 * cycle + (key[0] is not _C) for cycle, key in zip(cycles, self._keys, strict=True)]
-        numbered = sorted(range(len(rank)), key=rank.__getitem__)
-        number = _inverse(numbered)
+        """The graph, with its tasks numbered by clock cycle, and in a cycle copies before the tasks that they feed."""
+        cycles = self._cycles()
+        rank = [2 * cycle + (kind is not _C) for cycle, kind in zip(cycles, self._kinds, strict=True)]
+        by_number = sorted(range(len(rank)), key=rank.__getitem__)
+        number = _inverse(by_number)
+        placement = self._placement
+        dependencies: list[tuple[int, ...]] = []
+        local: list[tuple[int, ...]] = [()] * len(number)
+        remote: list[tuple[int, ...]] = [()] * len(number)
+        device_of = [placement[self._stages[index]] for index in by_number]
+        for task, index in enumerate(by_number):
+            before = tuple([number[dependency] for dependency in self._dependencies[index]])
+            dependencies.append(before)
+            device = device_of[task]
+            for dependency in before:
+                dependents = local if device_of[dependency] == device else remote
+                dependents[dependency] += (task,)
         lanes = tuple(Lane(device, queue) for device in devices for queue in Queue)
-        lane_of = [self._lane(*self._keys[old][2:]) for old in numbered]
-        after = [sorted(map(number.__getitem__, dependents[old])) for old in numbered]
-        local, remote = _split(after, [lane // len(Queue) for lane in lane_of])
+        lane_of = [self._lane(self._stages[index], self._sources[index]) for index in by_number]
         tasks = tuple(
             [
-                Task(k, kind, i, j, lanes[lane_of[k]], cycles[old], source)
-                for k, old in enumerate(numbered)
-                for kind, i, j, source in (self._keys[old],)
+                Task(
+                    task,
+                    self._kinds[index],
+                    self._microbatches[index],
+                    self._stages[index],
+                    lanes[lane_of[task]],
+                    cycles[index],
+                    self._sources[index],
+                )
+                for task, index in enumerate(by_number)
             ]
         )
         return TaskGraph(
             schedule=self._name,
             shape=self._shape,
             devices=devices,
-            placement=self._placement,
+            placement=placement,
             phase=self._phase,
             wiring=self._wiring,
             tasks=tasks,
-            dependencies=tuple([tuple(map(number.__getitem__, self._dependencies[old])) for old in numbered]),
-            local_dependents=local,
-            remote_dependents=remote,
+            dependencies=tuple(dependencies),
+            local_dependents=tuple(local),
+            remote_dependents=tuple(remote),
             lanes=lanes,
             lane_of=tuple(lane_of),
-            gates=tuple([number[old] for old in self._backward[-1]]) if self._phase is Phase.BACKWARD else (),
+            gates=tuple([number[index] for index in self._backward[-1]]) if self._phase is Phase.BACKWARD else (),
             rule=None if self._ruled is None else self._rule(self._ruled, tasks),
         )
 
     def _rule(self, schedule: RuledSchedule, tasks: tuple[Task, ...]) -> Rule:
-        """The schedule's answers, as far as they do not depend on what is in flight."""
+        """The schedule's answers that do not depend on what is in flight."""
         shape = self._shape
         ranked: list[tuple[Any, int]] = []
-        free: list[int] = []
+        unranked: list[int] = []
         loads = [[0] * shape.microbatches for _ in range(shape.devices)]
         for task in tasks:
             if task.kind is _C or task.microbatch == WHOLE_STEP:
-                free.append(task.number)
+                unranked.append(task.number)
             else:
                 ranked.append((self._priority(schedule, task), task.number))
                 loads[self._placement[task.stage]][task.microbatch] += 1
         with blaming(f"schedule {self._name!r}: comparing priorities"):
-            by_rank = [number for _, number in sorted(ranked)] + free
+            by_rank = [number for _, number in sorted(ranked)] + unranked
         return Rule(
             ranks=tuple(_inverse(by_rank)),
             by_rank=tuple(by_rank),
@@ -303,7 +308,7 @@ class _Builder:
 
     def _priority(self, schedule: RuledSchedule, task: Task) -> Any:
         i, j = task.microbatch, task.stage
-        action = Action(self._keys[self._backward[j][i]][0] if task.kind is _R else task.kind, i, j)
+        action = Action(self._kinds[self._backward[j][i]] if task.kind is _R else task.kind, i, j)
         with blaming(lambda: f"schedule {self._name!r}: priority of {action}"):
             return schedule.priority(action, self._shape)
 
@@ -314,16 +319,20 @@ class _Builder:
             queue = _COPY_IN if source < stage else _GRAD_IN
         return self._placement[stage] * len(Queue) + queue
 
-    def _cycles(self, dependents: list[list[int]]) -> list[int]:
+    def _cycles(self) -> list[int]:
         """The clock cycle of each task: the longest chain of compute tasks before it (F(i,j) of GPipe: i + j).
 
-        Kahn's algorithm; what it cannot reach stands in a deadlock.
+        This is Kahn's algorithm; the tasks that it does not reach are part of a deadlock or wait for one.
         """
+        dependents: list[list[int]] = [[] for _ in self._dependencies]
+        for task, before in enumerate(self._dependencies):
+            for dependency in before:
+                dependents[dependency].append(task)
         waiting = [len(before) for before in self._dependencies]
         cycles = [0] * len(waiting)
         ready = [task for task, count in enumerate(waiting) if not count]
         for task in ready:
-            after = cycles[task] + (self._keys[task][0] is not _C)
+            after = cycles[task] + (self._kinds[task] is not _C)
             for dependent in dependents[task]:
                 if after > cycles[dependent]:
                     cycles[dependent] = after
@@ -335,17 +344,21 @@ class _Builder:
         return cycles
 
     def _deadlock(self, stuck: list[bool]) -> str:
-        """Follow one stuck dependency after the other until one comes again."""
+        """The message that names a circle of actions: follow stuck dependencies until one comes a second time."""
         task = stuck.index(True)
         path: dict[int, None] = {}
         while task not in path:
             path[task] = None
             task = next(dependency for dependency in self._dependencies[task] if stuck[dependency])
         steps = list(path)
-        ring = [k for k in steps[steps.index(task) :] if self._keys[k][0] in SCHEDULED_KINDS]
-        names = [str(Action(*self._keys[k][:3])) for k in (*ring, ring[0])]
-        device = self._placement[self._keys[ring[0]][2]]
+        circle = [step for step in steps[steps.index(task) :] if self._kinds[step] in SCHEDULED_KINDS]
+        names = [str(Action(self._kinds[k], self._microbatches[k], self._stages[k])) for k in (*circle, circle[0])]
+        device = self._placement[self._stages[circle[0]]]
         return f"schedule {self._name!r} deadlocks: on device {device}, {', which waits for '.join(names)}"
+
+
+def _with(dependencies: tuple[int, ...], dependency: int) -> tuple[int, ...]:
+    return dependencies if dependency in dependencies else (*dependencies, dependency)
 
 
 def _inverse(permutation: Sequence[int]) -> list[int]:
@@ -353,25 +366,3 @@ def _inverse(permutation: Sequence[int]) -> list[int]:
     for position, value in enumerate(permutation):
         inverse[value] = position
     return inverse
-
-
-def _split(
-    dependents: Sequence[Sequence[int]], device_of: Sequence[int]
-) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Dependents on the same device, and those on others."""
-    local: list[tuple[int, ...]] = []
-    remote: list[tuple[int, ...]] = []
-    for device, after in zip(device_of, dependents, strict=True):
-        elsewhere = tuple([task for task in after if device_of[task] != device])
-        remote.append(elsewhere)
-        local.append(tuple(after) if not elsewhere else tuple([task for task in after if device_of[task] == device]))
-    return tuple(local), tuple(remote)
-
-
-def _inverted(dependencies: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The dependents of each task."""
-    dependents: list[list[int]] = [[] for _ in dependencies]
-    for task, before in enumerate(dependencies):
-        for dependency in before:
-            dependents[dependency].append(task)
-    return dependents

@@ -5,7 +5,7 @@ A schedule may be anybody's code. What it raises is told as its fault, with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from asyncpipe.core.kinds import SCHEDULED_KINDS
@@ -113,19 +113,17 @@ def _check_complete(
                     raise ScheduleError(f"{where}: {Action(kind, i, j)} is missing")
 
 
-def check_admission(
-    schedule: RuledSchedule, actions: Sequence[Sequence[Action]], shape: Shape, placement: tuple[int, ...]
-) -> None:
-    """Raise where a device without a micro-batch would not take one: it would never get any further."""
-    for device, mine in enumerate(actions):
-        for action in mine:
-            if action.kind is not _F:
-                continue
-            where = f"schedule {schedule.name!r}, device {device}"
-            with blaming(f"{where}: admit({action}, 0)"):
-                admitted = schedule.admit(action, 0, shape)
-            if not admitted:
-                raise ScheduleError(
-                    f"{where}: {action} is refused by a device that holds no micro-batch, and would wait for ever; "
-                    "admit must be true for live = 0"
-                )
+def check_admission(schedule: RuledSchedule, actions: Iterable[Action], shape: Shape, device: int) -> None:
+    """Raise unless ``device`` admits each forward of ``actions`` while it holds no micro-batch; else it could never
+    begin."""
+    where = f"schedule {schedule.name!r}, device {device}"
+    for action in actions:
+        if action.kind is not _F:
+            continue
+        with blaming(f"{where}: admit({action}, 0)"):
+            admitted = schedule.admit(action, 0, shape)
+        if not admitted:
+            raise ScheduleError(
+                f"{where}: {action} is refused by a device that holds no micro-batch, and would wait for ever; "
+                "admit must be true for live = 0"
+            )
