@@ -1,4 +1,16 @@
-"""Benchmarks that run on the user's own machine: ``asyncpipe bench NAME``."""
+"""Benchmarks that users run on their own machines: ``asyncpipe bench NAME``.
+
+``BENCHMARKS`` below lists them. Each is a module of this folder with two functions: ``run`` measures and returns plain
+data, ``show`` turns that data into text. Its ``...Size`` class says how much is measured; tests pass a tiny one. All of
+them build on ``harness.py`` (start reading there); the other helpers are
+
+    byte_counters.py     bytes of tensor storages, counted without an allocator
+    examples.py          models and job files of the repository's examples
+    scraper.py           metrics over HTTP, fetched as Prometheus does
+    web_app.py, load_generator.py    a web server and its requests, for ``embedded``
+
+Benchmarks may import everything except ``asyncpipe.cli``. Soaks and fault campaigns are tests: ``tests/campaigns``.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +29,15 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A benchmark: what it measures, and the module whose ``run`` does it and whose ``show`` prints it."""
+    """The name, summary and options of a benchmark, whose module ``run`` and ``show`` import when called."""
 
     name: str
     summary: str
     options: tuple[str, ...] = ()
-    """The keyword arguments of ``run`` that the command line may give, each a string."""
+    """Keyword arguments of the module's ``run`` that the command line may set, each a string."""
 
     def run(self, progress: Progress, **options: str) -> Figures:
-        """Measure; ``progress`` is told what is being done. Returns plain data, ready for JSON.
+        """Measure and return plain data, ready for JSON; ``progress`` gets a line of text for each part.
 
         Raises ``OptionError`` for an option that this benchmark does not have.
         """

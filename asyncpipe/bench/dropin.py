@@ -1,12 +1,12 @@
-"""What ``loss(pipe(x)).backward()`` gains where autograd's engine would run everything in one thread.
+"""The gain of ``loss(pipe(x)).backward()`` on CPU devices over a backward by autograd's engine alone.
 
-A drop-in pipeline that leaves its backward to the engine, as torchgpipe does, overlaps nothing on CPU devices: the
-engine runs CPU graphs in the thread that calls ``backward``, and CPU stages share a thread in the forward too. Here
-the same stages and micro-batches run three ways, in turn, in one process, with one intra-op thread per thread::
+torchgpipe leaves the backward to autograd's engine. On CPU devices that overlaps nothing: the engine runs a CPU graph
+in the thread that calls ``backward``, and the stages' forwards share one thread as well. Here the same stages and
+micro-batches run in three ways, with one intra-op thread per thread::
 
     one thread    forward of every micro-batch through every stage, then the engine's backward
-    pipe(x)       forward, the caller's loss, and the backward as a graph of tasks behind it, on two devices
-    pipe.step     forwards and backwards in one graph, which pipe(x) cannot have: the loss is the caller's
+    pipe(x)       forward, the caller's loss, and the backward as a second task graph, on two devices
+    pipe.step     forwards and backwards in one graph; not possible for pipe(x), because the caller computes the loss
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.rounds import drop_gradients, lone_thread, medians
+from asyncpipe.bench.harness import lone_thread, medians, mlp, rounds, table
 from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import Phase
@@ -30,7 +30,7 @@ from asyncpipe.ops.autograd.checkpoint import checkpoint
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.sync import SyncPipeline
 
-__all__ = ["Size", "all_busy", "engine_step", "run", "show"]
+__all__ = ["DropinSize", "all_busy", "engine_step", "run", "show"]
 
 DEVICES = ("cpu:0", "cpu:1")
 MODES = ("never", "always")
@@ -38,8 +38,8 @@ _loss = nn.functional.mse_loss
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """How large the model and the measurement are."""
+class DropinSize:
+    """The model, and the number of rounds."""
 
     width: int = 1024
     layers: int = 8
@@ -49,78 +49,65 @@ class Size:
     rounds: int = 7
 
 
-def run(progress: Progress, *, size: Size | None = None) -> Figures:
+def run(progress: Progress, *, size: DropinSize | None = None) -> Figures:
     """Seconds of the three ways, and seconds in which both devices computed, without and with recomputation.
 
-    Medians over rounds that alternate between all six; ratios are of one round each.
+    Medians over rounds, each of which runs all six arms; ratios are taken within a round.
     """
-    size = size or Size()
+    size = size or DropinSize()
     torch.manual_seed(0)
     x, target = torch.randn(size.samples, size.width), torch.randn(size.samples, size.width)
     with lone_thread() as caller, ExitStack() as stack:
         arms = {mode: _Arm(mode, size, stack) for mode in MODES}
-        rounds: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
-        for number in range(size.warm_up + size.rounds):
-            progress(f"round {number + 1} of {size.warm_up + size.rounds}")
+        rows: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+        for _ in rounds(size.warm_up + size.rounds, progress):
             for mode, arm in arms.items():
-                rounds[mode].append(caller.submit(arm.round, x, target).result())
-    # Only now: a record may arrive a moment after its backward has returned.
-    return {
-        "width": size.width,
-        "layers": size.layers,
-        "samples": size.samples,
-        "microbatches": size.microbatches,
-        "rounds": size.rounds,
-        "checkpoint": {
-            mode: {**medians(rounds[mode][size.warm_up :]), **arm.recorder.busy(size.warm_up)}
-            for mode, arm in arms.items()
-        },
+                rows[mode].append(caller.submit(arm.round, x, target).result())
+    # After the pipelines are closed: a step's record may arrive a moment after its backward has returned.
+    columns = {
+        mode: {**medians(rows[mode][size.warm_up :]), **arm.recorder.busy(size.warm_up)} for mode, arm in arms.items()
     }
+    return {**asdict(size), "checkpoint": columns}
 
 
 def show(figures: Figures) -> str:
     """A row for each figure, a column for each recomputation mode."""
-    columns = figures["checkpoint"]
+    modes = figures["checkpoint"]
 
-    def row(label: str, text: Callable[[Figures], str]) -> str:
-        return label.ljust(42) + "".join(text(column).rjust(18) for column in columns.values())
+    def busy(column: Figures, phase: Phase) -> str:
+        return f"{column[f'{phase}_both_busy_seconds'] * 1e3:.0f} of {column[f'{phase}_seconds'] * 1e3:.0f} ms"
 
-    def milliseconds(label: str, name: str) -> str:
-        return row(label, lambda column: f"{column[name] * 1e3:.1f} ms")
-
-    def busy(phase: str) -> str:
-        def text(column: Figures) -> str:
-            return f"{column[f'{phase}_both_busy_seconds'] * 1e3:.0f} of {column[f'{phase}_seconds'] * 1e3:.0f} ms"
-
-        return row(f"both devices busy in the {phase}", text)
-
-    return "\n".join(
-        [
-            f"(Linear({figures['width']}) + ReLU) × {figures['layers']}, {figures['samples']} samples, "
-            f"{figures['microbatches']} micro-batches; medians of {figures['rounds']} rounds",
-            "",
-            "recomputation".ljust(42) + "".join(mode.rjust(18) for mode in columns),
-            milliseconds("one thread, backward by the engine", "engine_seconds"),
-            milliseconds("loss(pipe(x)).backward()", "dropin_seconds"),
-            milliseconds("pipe.step(x, target)", "whole_step_seconds"),
-            row("one thread / drop-in", lambda column: f"{column['speedup']:.2f}"),
-            row("drop-in / step", lambda column: f"{column['dropin_over_step']:.3f}"),
-            *(busy(phase) for phase in Phase),
-        ]
+    columns = [
+        {
+            "recomputation": mode,
+            "one thread, backward by the engine": f"{column['engine_seconds'] * 1e3:.1f} ms",
+            "loss(pipe(x)).backward()": f"{column['dropin_seconds'] * 1e3:.1f} ms",
+            "pipe.step(x, target)": f"{column['whole_step_seconds'] * 1e3:.1f} ms",
+            "one thread / drop-in": f"{column['speedup']:.2f}",
+            "drop-in / step": f"{column['dropin_over_step']:.3f}",
+            **{f"both devices busy in the {phase}": busy(column, phase) for phase in Phase},
+        }
+        for mode, column in modes.items()
+    ]
+    head = (
+        f"(Linear({figures['width']}) + ReLU) × {figures['layers']}, {figures['samples']} samples, "
+        f"{figures['microbatches']} micro-batches; medians of {figures['rounds']} rounds"
     )
+    return "\n".join([head, "", *table([label, *(column[label] for column in columns)] for label in columns[0])])
 
 
 @dataclass(slots=True)
-class _Recorder:
-    """Keeps the records of a pipeline's graphs, by phase."""
+class _PhaseRecorder:
+    """An observer that keeps the records of a pipeline's graphs, by phase."""
 
     records: dict[Phase, list[StepRecord]] = field(default_factory=lambda: {phase: [] for phase in Phase})
 
     def step_completed(self, record: StepRecord) -> None:
+        """Keep the record."""
         self.records[record.graph.phase].append(record)
 
     def busy(self, warm_up: int) -> dict[str, float]:
-        """Seconds of each phase, and those in which all devices computed; medians without the first records."""
+        """Median seconds of each phase, and of its part in which all devices computed, without the first records."""
         figures: dict[str, float] = {}
         for phase, records in self.records.items():
             figures[f"{phase}_seconds"] = median(report(record).seconds for record in records[warm_up:])
@@ -129,14 +116,14 @@ class _Recorder:
 
 
 class _Arm:
-    """The three ways through one model with one recomputation mode."""
+    """The three ways to train one model with one recomputation mode."""
 
-    def __init__(self, mode: str, size: Size, stack: ExitStack) -> None:
+    def __init__(self, mode: str, size: DropinSize, stack: ExitStack) -> None:
         torch.manual_seed(1)
-        self.recorder = _Recorder()
+        self.recorder = _PhaseRecorder()
         self._size = size
         self._recompute = mode == "always"
-        self._model = _model(size)
+        self._model = mlp(size.width, size.layers)
         half = size.layers // 2
         self._stages = [self._model[:half], self._model[half:]]
         pipeline = Pipeline(
@@ -152,7 +139,8 @@ class _Arm:
 
     def round(self, x: Tensor, target: Tensor) -> dict[str, float]:
         """Seconds of each way, and their ratios."""
-        engine = self._seconds(lambda: self._engine(x, target))
+        microbatches, recompute = self._size.microbatches, self._recompute
+        engine = self._seconds(lambda: engine_step(self._stages, x, target, microbatches, recompute=recompute))
         dropin = self._seconds(lambda: torch.autograd.backward(_loss(self._pipe(x), target)))
         step = self._seconds(lambda: self._pipe.step(x, target, return_outputs=False))
         return {
@@ -163,23 +151,20 @@ class _Arm:
             "dropin_over_step": dropin / step,
         }
 
-    def _engine(self, x: Tensor, target: Tensor) -> None:
-        engine_step(self._stages, x, target, self._size.microbatches, recompute=self._recompute)
-
     def _seconds(self, work: Callable[[], object]) -> float:
         start = time.perf_counter()
         work()
         seconds = time.perf_counter() - start
-        drop_gradients(self._model)
+        self._model.zero_grad()
         return seconds
 
 
 def engine_step(
     stages: Sequence[nn.Module], x: Tensor, target: Tensor, microbatches: int, *, recompute: bool
 ) -> Tensor:
-    """The loss of one training step in the calling thread, whose gradients are in the stages' parameters.
+    """Run one training step in the calling thread and return its loss; gradients accumulate in the parameters.
 
-    This is how torchgpipe arranges it: the whole forward, in micro-batches, then one backward by the engine.
+    As in torchgpipe: the whole forward in micro-batches, then one backward by the engine.
     """
     outputs = []
     for values in x.chunk(microbatches):
@@ -196,7 +181,7 @@ def _recomputed(stage: nn.Module, values: Tensor) -> Tensor:
 
 
 def all_busy(record: StepRecord) -> float:
-    """The seconds in which every device of the graph computed at once."""
+    """The seconds during which all devices of the graph computed."""
     changes = []
     for time_of in report(record).tasks:
         if time_of.task.lane.queue is Queue.COMPUTE:
@@ -207,7 +192,3 @@ def all_busy(record: StepRecord) -> float:
             seconds += at - since
         busy, since = busy + change, at
     return seconds
-
-
-def _model(size: Size) -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(size.width, size.width), nn.ReLU()) for _ in range(size.layers)))

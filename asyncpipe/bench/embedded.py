@@ -1,21 +1,20 @@
-"""A training service inside a web application: what its requests wait for training, and training for its requests.
+"""A training service inside a web application: latency of its requests, and the cost of requests for training.
 
 ::
 
-    a process of its own ── 200 requests a second ──▶ ┌ aiohttp application ┐
-      (load.py)          ◀── latency, from when due ─ │  TrainingService    │── the example's model, on 2 CPU devices
-                                                      └─────────────────────┘
+    another process        ── 200 requests a second ──▶ ┌ aiohttp application ┐
+      (load_generator.py)  ◀── latency from due time ── │  TrainingService    │── the example's model, on 2 CPU devices
+                                                        └─────────────────────┘
 
-Turns with and without requests alternate, and each is compared with the one beside it; in a third kind, a process of
-its own answers the same requests: they take cores from training, too, but nothing else. Then a handler blocks its loop
-for a second, again and again: what did training do meanwhile, on a loop of its own and on the handler's?
+Turns with and without requests alternate and are compared in pairs. In a third kind of turn, another process answers
+the same requests (``web_app.py``): they cost training CPU time, but nothing else. Finally a handler blocks its event
+loop for a second, repeatedly: how many steps end meanwhile, if training has a loop of its own or uses the handler's?
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-import tomllib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,20 +25,20 @@ from typing import Any, Literal
 from urllib.request import urlopen
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.example import example_folder
-from asyncpipe.bench.load import Load, load
+from asyncpipe.bench.examples import example_folder, example_job
+from asyncpipe.bench.harness import alternating, rounds, run_on_loop
+from asyncpipe.bench.load_generator import LoadGenerator, load_generator
 from asyncpipe.errors import OptionError
-from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.training_service import LossRow, TrainingService
 
-__all__ = ["Size", "run", "show"]
+__all__ = ["EmbeddedSize", "run", "show"]
 
 Loop = Literal["own", "running"]
 
 DEVICES = ["cpu:0", "cpu:1"]
 WITH_REQUESTS = {"with": "a step with requests", "apart": "  answered by a process"}
-"""The kinds of turns with requests, and what is told of their steps."""
+"""The kinds of turns with requests, with the title of their step times."""
 LATENCIES = {
     "idle": "without training",
     "training": "while training",
@@ -49,45 +48,42 @@ LATENCIES = {
 BLOCKED_SECONDS = 1.0
 LOOPS: tuple[Loop, ...] = ("own", "running")
 ENDLESS = 10**6
-"""Steps of a job that is cancelled at the end."""
+"""Steps of the job, which is cancelled at the end."""
 FIRST_STEPS_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """How long is measured, and at which rate."""
+class EmbeddedSize:
+    """The rate of requests, and how long is measured."""
 
     rate: float = 200.0
-    """Requests a second."""
+    """Requests per second."""
     seconds: float = 1.5
-    """Of a turn: short, so that both kinds see the same weather."""
+    """Of a turn: short, so that all kinds of turns see the same load from other processes."""
     rounds: int = 40
-    """Turns with requests, as many without, and as many with requests to another process."""
+    """Turns of each kind: with requests, without, and with requests to another process."""
     blocked: int = 12
     """How often a handler blocks its loop."""
     warm_up: int = 20
     """Steps."""
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"max_bytes": 2_000_000})
-    """Of the example's entry, in the place of those of its job file."""
+    """Parameters of the example's entry that override those of its job file."""
 
 
-def run(progress: Progress, *, size: Size | None = None) -> Figures:
-    """Latencies of requests and seconds of steps; what was done while a handler blocked. All times are seconds.
+def run(progress: Progress, *, size: EmbeddedSize | None = None) -> Figures:
+    """Latencies of requests, durations of steps, and steps while a handler blocked; all times in seconds.
 
-    Raises ``OptionError`` without aiohttp, and where the example is not there.
+    Raises ``OptionError`` without aiohttp, or if the example is not there.
     """
     try:
         import aiohttp  # noqa: F401
     except ImportError as error:
         raise OptionError("this benchmark needs aiohttp: pip install 'asyncpipe[service]'") from error
-    size = size or Size()
+    size = size or EmbeddedSize()
     figures: Figures = {"rate": size.rate, "rounds": size.rounds, "seconds": size.seconds, "blocked": {}}
     for loop in LOOPS:
-        with (
-            TemporaryDirectory(prefix="asyncpipe-embedded-") as folder,
-            asyncio.Runner(loop_factory=new_event_loop) as runner,
-        ):
-            found = runner.run(_Embedded(Path(folder) / "service", loop, size, progress).run())
+        with TemporaryDirectory(prefix="asyncpipe-embedded-") as folder:
+            found = run_on_loop(_Embedded(Path(folder) / "service", loop, size, progress).run())
         figures["blocked"][loop] = found.pop("blocked")
         figures |= found
     return figures
@@ -126,29 +122,28 @@ def _steps_line(title: str, steps: Mapping[str, Any]) -> str:
 
 
 class _Embedded:
-    """The application and its measurements, on the running loop."""
+    """The application and its measurements, with training on one kind of loop."""
 
-    def __init__(self, folder: Path, loop: Loop, size: Size, progress: Progress) -> None:
+    def __init__(self, folder: Path, loop: Loop, size: EmbeddedSize, progress: Progress) -> None:
         self._size = size
         self._progress = progress
         self._loop = loop
-        example = example_folder("charlm")
         self._settings = ServiceSettings(
-            folder=folder, devices=DEVICES, entries=["charlm:build"], entry_path=example, loop=loop
+            folder=folder, devices=DEVICES, entries=["charlm:build"], entry_path=example_folder("charlm"), loop=loop
         )
-        self._job = _submission(tomllib.loads((example / "charlm.toml").read_text(encoding="utf-8")), size)
+        self._job = _submission(example_job("charlm"), size)
         self._blocked = (0.0, 0.0)
-        """When a handler blocked the loop last, as Unix times."""
+        """The interval in which a handler last blocked the loop, in Unix time."""
 
     async def run(self) -> Figures:
-        """The figures of this kind of loop; requests are measured where training has a loop of its own."""
-        from asyncpipe.bench.hello import served_apart
+        """The figures for this kind of loop. Requests are measured only if training has a loop of its own."""
+        from asyncpipe.bench.web_app import served_by_process
 
         async with TrainingService(self._settings) as service, self._served() as port:
             if self._loop == "running":
                 async with self._training(service) as job:
                     return {"blocked": await self._blockings(service, job, port, ("sleeps",))}
-            with load(port) as requests, served_apart() as other, load(other) as apart:
+            with load_generator(port) as requests, served_by_process() as other, load_generator(other) as apart:
                 self._progress("requests without training")
                 idle = await self._turn(requests)
                 async with self._training(service) as job:
@@ -160,10 +155,10 @@ class _Embedded:
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[int]:
-        """The application's port, while the block runs."""
+        """Serve the application during the block; yields its port."""
         from aiohttp import web
 
-        from asyncpipe.bench.hello import hello, served
+        from asyncpipe.bench.web_app import make_app, served
 
         async def block(request: web.Request) -> web.Response:
             begun = time.time()
@@ -171,14 +166,14 @@ class _Embedded:
             self._blocked = begun, time.time()
             return web.Response(text="done")
 
-        app = hello()
+        app = make_app()
         app.router.add_get("/block/{how}", block)
         async with served(app) as port:
             yield port
 
     @asynccontextmanager
     async def _training(self, service: TrainingService) -> AsyncIterator[str]:
-        """A job that has got into its stride, and is cancelled behind the block."""
+        """Run a job during the block, which starts after the warm-up steps; yields its id."""
         job, _ = await service.submit(self._job)
         following: Any = service.follow(job.id)
         async with asyncio.timeout(FIRST_STEPS_SECONDS), aclosing(following):
@@ -190,20 +185,19 @@ class _Embedded:
 
     # Requests
 
-    async def _turns(self, service: TrainingService, job: str, kinds: Mapping[str, Load | None]) -> Figures:
+    async def _turns(self, service: TrainingService, job: str, kinds: Mapping[str, LoadGenerator | None]) -> Figures:
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         turns: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-        for number in range(self._size.rounds):
-            self._progress(f"round {number + 1} of {self._size.rounds}")
-            for kind in list(kinds)[:: 1 if number % 2 else -1]:
+        for number in rounds(self._size.rounds, self._progress):
+            for kind in alternating(list(kinds), number):
                 after = await _last_step(service, job)
                 steps: tuple[LossRow, ...] = ()
-                while not steps:  # Again, where the machine is so busy that no whole step fitted in.
+                while not steps:  # Repeat the turn if no whole step fits into it, on a busy machine.
                     if (requests := kinds[kind]) is not None:
                         turns[kind].append(await self._turn(requests))
                     else:
                         await asyncio.sleep(self._size.seconds)
-                    # The first one began before the turn.
+                    # The first step began before the turn.
                     steps = tuple(await service.losses(job, after=after))[1:]
                 seconds[kind].append(fmean(step.seconds for step in steps))
         return {
@@ -221,7 +215,7 @@ class _Embedded:
             },
         }
 
-    async def _turn(self, requests: Load) -> dict[str, Any]:
+    async def _turn(self, requests: LoadGenerator) -> dict[str, Any]:
         return await asyncio.to_thread(requests.turn, self._size.rate, self._size.seconds)
 
     # A handler that blocks
@@ -230,15 +224,14 @@ class _Embedded:
         return {how: await self._blocking(service, job, f"http://127.0.0.1:{port}/block/{how}") for how in hows}
 
     async def _blocking(self, service: TrainingService, job: str, url: str) -> dict[str, float | None]:
-        """Steps a second that ended while the loop was blocked, and in a second before."""
+        """Steps per second that ended while the loop was blocked, and in the second before."""
         during, before = [], []
         async with _ends(service, job) as times:
-            for number in range(self._size.blocked):
-                self._progress(f'loop="{self._loop}", blocked for the {number + 1}. time')
+            for _ in rounds(self._size.blocked, self._progress, f'loop="{self._loop}", blocked'):
                 await asyncio.sleep(1.5 * BLOCKED_SECONDS)
                 await asyncio.to_thread(_fetch, url)
                 begun, ended = self._blocked
-                while not times or times[-1] <= ended:  # noqa: ASYNC110 - it has come when it has come
+                while not times or times[-1] <= ended:  # noqa: ASYNC110 - the follower appends to `times`
                     await asyncio.sleep(0.05)
                 during.append(sum(begun < at <= ended for at in times) / (ended - begun))
                 before.append(sum(begun - BLOCKED_SECONDS < at <= begun for at in times) / BLOCKED_SECONDS)
@@ -251,18 +244,18 @@ def _sleep() -> None:
 
 
 def _compute() -> None:
-    """Hold the loop and, in turns with all other threads, the interpreter."""
+    """Block the loop, and compete with all other threads for the GIL."""
     over = time.perf_counter() + BLOCKED_SECONDS
     while time.perf_counter() < over:
         pass
 
 
 BLOCKS: Mapping[str, Callable[[], None]] = {"sleeps": _sleep, "computes": _compute}
-"""How a handler blocks its loop."""
+"""The ways in which a handler blocks its loop."""
 
 
-def _submission(job: dict[str, Any], size: Size) -> dict[str, Any]:
-    """The example's job, on the devices of this benchmark, without end."""
+def _submission(job: dict[str, Any], size: EmbeddedSize) -> dict[str, Any]:
+    """The example's job on the devices of this benchmark, with practically endless steps."""
     return {
         "name": job["name"],
         "entry": job["job"]["entry"],
@@ -274,7 +267,7 @@ def _submission(job: dict[str, Any], size: Size) -> dict[str, Any]:
 
 
 async def _last_step(service: TrainingService, job: str) -> int:
-    """The step that was done last."""
+    """The number of the last finished step."""
     last = 0
     while rows := await service.losses(job, after=last, limit=10_000):
         last = rows[-1].step
@@ -294,7 +287,7 @@ def _latencies(turns: list[dict[str, Any]], name: str) -> dict[str, float]:
 
 @asynccontextmanager
 async def _ends(service: TrainingService, job: str) -> AsyncIterator[list[float]]:
-    """Unix times at which steps ended, as they come; those during a block of this loop come behind it."""
+    """Unix times at which steps ended, appended during the block; times from while the loop is blocked come later."""
     times: list[float] = []
 
     async def follow() -> None:
@@ -302,7 +295,7 @@ async def _ends(service: TrainingService, job: str) -> AsyncIterator[list[float]
         async with aclosing(following):
             async for event in following:
                 if event.kind == "step":
-                    times.append(event.at)  # noqa: PERF401 - at once
+                    times.append(event.at)  # noqa: PERF401 - readers need each time at once
 
     task = asyncio.create_task(follow())
     try:

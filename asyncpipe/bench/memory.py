@@ -1,15 +1,15 @@
-"""How much waits for a backward, with recomputation and without, over the number of micro-batches.
+"""Peak memory kept for the backward, with and without recomputation, over the number of micro-batches.
 
-Under GPipe's schedule every forward of a mini-batch comes before the first backward. Without recomputation all
-activations of the mini-batch then wait; with it, those of one micro-batch at a time, and the inputs of the stages
-instead, which are what a recomputation starts from (GPipe, Huang et al. 2019, section 2.3)::
+GPipe's schedule runs every forward of a mini-batch before the first backward. Without recomputation the activations of
+the whole mini-batch are kept until then. With it, only those of one micro-batch are kept at a time, and the inputs of
+the stages, from which recomputation starts (GPipe, Huang et al. 2019, section 2.3)::
 
     never          activations of the whole mini-batch
-    except_last    activations of a micro-batch, 1/m of them, + what crossed the stage borders, whatever m is
+    except_last    activations of a micro-batch, 1/m of them, + the stage inputs of the whole mini-batch
 
-So what autograd saves shrinks by m; the sum of both shrinks by less. With several stages the first may shrink by a
-little less, too: while two of them work on different micro-batches, what crosses their border is there twice, once
-as a recomputed output and once as a saved input. Bytes are counted (``bench/meter.py``).
+So the bytes that autograd saves shrink by m, and the sum of both by less. With several stages the former may shrink by
+slightly less than m: while two stages work on different micro-batches, the tensor at their border exists twice, as
+a recomputed output and as a saved input. Bytes are counted (``byte_counters.py``), not read from an allocator.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.meter import SavedBytes
+from asyncpipe.bench.byte_counters import SavedBytes
+from asyncpipe.bench.harness import mlp
 from asyncpipe.pipeline.pipeline import Pipeline
 
-__all__ = ["Size", "run", "show"]
+__all__ = ["MemorySize", "run", "show"]
 
 SCHEDULE = "gpipe"
 MODES = ("never", "except_last")
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """The model, the mini-batch, and what is varied."""
+class MemorySize:
+    """The model, the mini-batch, and the numbers of micro-batches and stages that are compared."""
 
     width: int = 256
     layers: int = 8
@@ -42,9 +43,9 @@ class Size:
     stages: tuple[int, ...] = (1, 2)
 
 
-def run(progress: Progress, *, size: Size | None = None) -> Figures:
-    """Peak bytes for each number of stages and micro-batches: what autograd saves, borders, and both together."""
-    size = size or Size()
+def run(progress: Progress, *, size: MemorySize | None = None) -> Figures:
+    """Peak bytes by stages and micro-batches: saved by autograd, stage inputs (``borders``), and both together."""
+    size = size or MemorySize()
     rows = []
     for stages in size.stages:
         for microbatches in size.microbatches:
@@ -64,11 +65,11 @@ def run(progress: Progress, *, size: Size | None = None) -> Figures:
 
 
 def show(figures: Figures) -> str:
-    """The table; bytes in MiB."""
+    """A table in MiB."""
     lines = [
         f"(Linear({figures['width']}) + ReLU) × {figures['layers']}, {figures['samples']} samples, "
         f"{figures['schedule']}: counted peaks in MiB of what waits for a backward",
-        "saved by autograd; inputs of stages but the first, whose input is the caller's; and either",
+        "saved by autograd; inputs of the stages except the first, whose input the caller holds; and both",
         "",
         f"{'never':>31}{'except_last':>27}",
         "stages    m      saved     total      saved    inputs     total   ratio of saved   of total",
@@ -87,8 +88,8 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:9.3f}"
 
 
-class _Watched(nn.Module):
-    """A layer, and the bytes that its forward leaves for its backward."""
+class _CountedLayer(nn.Module):
+    """A layer whose ``forward`` counts the bytes that autograd saves in it."""
 
     def __init__(self, layer: nn.Module, saved: SavedBytes, *, first: bool) -> None:
         super().__init__()
@@ -103,21 +104,21 @@ class _Watched(nn.Module):
             return self.layer(x)
 
 
-def _peaks(size: Size, stages: int, microbatches: int, checkpoint: str) -> dict[str, int]:
-    """Peak bytes in one step: ``saved``, ``borders`` and ``total``, as ``SavedBytes`` has them."""
+def _peaks(size: MemorySize, stages: int, microbatches: int, checkpoint: str) -> dict[str, int]:
+    """Peak bytes in one step: ``saved``, ``borders`` and ``total``, as in ``SavedBytes``."""
     torch.manual_seed(0)
     x, target = torch.randn(size.samples, size.width), torch.randn(size.samples, size.width)
-    layers = [nn.Sequential(nn.Linear(size.width, size.width), nn.ReLU()) for _ in range(size.layers)]
-    saved = SavedBytes([x, target, *(parameter for layer in layers for parameter in layer.parameters())])
+    layers = mlp(size.width, size.layers)
+    saved = SavedBytes([x, target, *layers.parameters()])
     starts = [stage * size.layers // stages for stage in range(stages + 1)]
-    watched = [_Watched(layer, saved, first=position in starts) for position, layer in enumerate(layers)]
+    counted = [_CountedLayer(layer, saved, first=position in starts) for position, layer in enumerate(layers)]
 
     def loss_fn(output: Tensor, wanted: Tensor) -> Tensor:
         with saved.watching():
             return nn.functional.mse_loss(output, wanted)
 
     pipeline = Pipeline(
-        nn.Sequential(*watched),
+        nn.Sequential(*counted),
         [f"cpu:{stage}" for stage in range(stages)],
         microbatches=microbatches,
         balance=[end - start for start, end in pairwise(starts)],

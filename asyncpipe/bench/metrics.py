@@ -1,17 +1,15 @@
-"""What metrics cost: the character model trained with a collector that is scraped every second, and without one.
+"""The cost of metrics: the character model trained with a collector that is scraped every second, and without one.
 
-One pipeline trains in turns, now with the collector as its observer and now without, so that whatever else the machine
-does hits both. Each turn with metrics is compared with the one without beside it.
+One pipeline trains in turns, with and without the collector as its observer. Each turn with metrics is compared with
+the adjacent one without.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-import tomllib
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
@@ -19,23 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.example import example_folder, load_example
-from asyncpipe.bench.scrape import Scraper, scraper
+from asyncpipe.bench.examples import example_job, load_example
+from asyncpipe.bench.harness import StepTime, alternating, rounds, run_on_loop, timed_steps
+from asyncpipe.bench.scraper import Scraper, scraper
 from asyncpipe.observe.metrics.collector import PipelineCollector
 from asyncpipe.pipeline.pipeline import Pipeline
-from asyncpipe.runtime.portal import new_event_loop
 
-__all__ = ["Size", "run", "show"]
+__all__ = ["TrainingSize", "run", "show"]
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """How long is measured; the model and its pipeline are those of the example's job file."""
+class TrainingSize:
+    """How long is measured. The model and its pipeline are those of the example's job file."""
 
     seconds: float = 1.0
-    """Of each turn: short, so that both kinds see the same weather."""
+    """Of each turn: short, so that both kinds of turns see the same load from other processes."""
     rounds: int = 100
-    """Turns with metrics, and as many without."""
+    """Turns with metrics, and the same number without."""
     period: float = 1.0
     """Seconds between scrapes."""
     warm_up: int = 20
@@ -43,18 +41,17 @@ class Size:
     text_bytes: int = 2_000_000
 
 
-def run(progress: Progress, *, size: Size | None = None) -> Figures:
-    """Medians of seconds per step with and without metrics, and of the ratio of turns that follow each other.
+def run(progress: Progress, *, size: TrainingSize | None = None) -> Figures:
+    """Medians of seconds per step with and without metrics, and of the ratio of adjacent turns.
 
-    Raises ``OptionError`` where the example is not there.
+    Raises ``OptionError`` if the example is not there.
     """
-    size = size or Size()
+    size = size or TrainingSize()
     example = load_example("charlm")
-    job = tomllib.loads((example_folder("charlm") / "charlm.toml").read_text(encoding="utf-8"))
+    job = example_job("charlm")
     torch.manual_seed(job["training"]["seed"])
     workload = example.build(**job["job"]["parameters"], max_bytes=size.text_bytes)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(_run(workload, job, size, progress))
+    return run_on_loop(_run(workload, job, size, progress))
 
 
 def show(figures: Figures) -> str:
@@ -73,24 +70,24 @@ def show(figures: Figures) -> str:
     )
 
 
-async def _run(workload: Any, job: dict[str, Any], size: Size, progress: Progress) -> Figures:
+async def _run(workload: Any, job: dict[str, Any], size: TrainingSize, progress: Progress) -> Figures:
     collector = PipelineCollector("bench")
-    turns: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    turns: dict[bool, list[StepTime]] = {False: [], True: []}
     async with Pipeline(workload.model, loss_fn=workload.loss_fn, **job["pipeline"]) as pipe:
         trainer = _Trainer(pipe, workload, job, collector)
         for _ in range(size.warm_up):
             await trainer.step()
         with scraper(collector, size.period) as scrapes:
-            for number in range(size.rounds):
-                progress(f"round {number + 1} of {size.rounds}")
-                for observed in (False, True) if number % 2 else (True, False):
+            for number in rounds(size.rounds, progress):
+                for observed in alternating((False, True), number):
                     turns[observed].append(await trainer.turn(size.seconds, scrapes if observed else None))
-    ratios = [on / off for (on, _), (off, _) in zip(turns[True], turns[False], strict=True)]
+    pairs = list(zip(turns[True], turns[False], strict=True))
+    ratios = [on.wall / off.wall for on, off in pairs]
     return {
-        "plain_seconds": median(seconds for seconds, _ in turns[False]),
-        "metrics_seconds": median(seconds for seconds, _ in turns[True]),
+        "plain_seconds": median(turn.wall for turn in turns[False]),
+        "metrics_seconds": median(turn.wall for turn in turns[True]),
         "ratio": median(ratios),
-        "cpu_ratio": median(on / off for (_, on), (_, off) in zip(turns[True], turns[False], strict=True)),
+        "cpu_ratio": median(on.cpu / off.cpu for on, off in pairs),
         "ratios": ratios,
         "scrapes": scrapes.scrapes,
         "tasks": trainer.tasks,
@@ -100,7 +97,7 @@ async def _run(workload: Any, job: dict[str, Any], size: Size, progress: Progres
 
 
 class _Trainer:
-    """Trains the example's model on its pipeline, a step or a turn at a time."""
+    """Trains the example's model on its pipeline."""
 
     def __init__(self, pipe: Pipeline, workload: Any, job: dict[str, Any], collector: PipelineCollector) -> None:
         self.tasks = 0
@@ -112,20 +109,16 @@ class _Trainer:
         generator = torch.Generator().manual_seed(job["training"]["seed"])
         self._batches: Iterator[tuple[Tensor, Tensor]] = workload.batches(job["training"]["batch_size"], generator)
 
-    async def turn(self, seconds: float, scrapes: Scraper | None) -> tuple[float, float]:
-        """Seconds and seconds of CPU per step, of steps that take ``seconds`` together; observed if one ``scrapes``."""
+    async def turn(self, seconds: float, scrapes: Scraper | None) -> StepTime:
+        """Train for ``seconds``; with ``scrapes``, the collector observes the steps."""
         if scrapes is not None:
             self._pipe.observers.append(self._collector)
-        steps, begun, used = 0, time.perf_counter(), time.process_time()
-        with nullcontext() if scrapes is None else scrapes.scraping():
-            while (taken := time.perf_counter() - begun) < seconds:
-                await self.step(observed=scrapes is not None)
-                steps += 1
-        used = time.process_time() - used
+        time_of_step = await timed_steps(partial(self.step, observed=scrapes is not None), seconds, scrapes)
         self._pipe.observers.clear()
-        return taken / steps, used / steps
+        return time_of_step
 
     async def step(self, *, observed: bool = False) -> None:
+        """One step with its optimizer; ``observed`` steps are told to the collector."""
         begun = time.perf_counter()
         x, target = next(self._batches)
         result = await self._pipe.step(x, target, return_outputs=False)

@@ -1,20 +1,19 @@
-"""What the scheduler itself costs: empty tasks through the whole path, and lowering and simulating large schedules.
+"""The cost of the scheduler itself: empty tasks through the whole runtime; lowering and simulating large schedules.
 
-Metrics are measured against no metrics in slices that take turns; a slice with metrics is compared with the one beside
-it. They are scraped over HTTP meanwhile, so that everything counts that a collector does, wherever it does it.
+The cost of metrics is measured in slices with and without them, which alternate; each slice with metrics is compared
+with the adjacent one without. Metrics are scraped over HTTP meanwhile, so that all of a collector's work counts.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.scrape import Scraper, scraper
+from asyncpipe.bench.harness import StepTime, alternating, rounds, run_on_loop, timed_steps
+from asyncpipe.bench.scraper import scraper
 from asyncpipe.core.engine.events import Observer
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Task
@@ -27,45 +26,44 @@ from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.executor import ThreadExecutor, Work
 from asyncpipe.runtime.observers import Observers
-from asyncpipe.runtime.portal import new_event_loop
 
-__all__ = ["MetricsSize", "run", "show"]
+__all__ = ["OverheadSize", "run", "show"]
 
 MICROBATCHES = 32
-STEPS = 20
-WARM_UP = 5
 MAIN_DEVICES = 4
-DEVICES = (2, MAIN_DEVICES, 8, 16)
-GRAPH_STAGES = 64
-GRAPH_MICROBATCHES = (128, 256, 512, 1024)
 SCHEDULE = "1f1b"
 
 
 @dataclass(frozen=True, slots=True)
-class MetricsSize:
-    """How long metrics are measured."""
+class OverheadSize:
+    """The graphs, and how long they are measured."""
 
+    devices: tuple[int, ...] = (2, MAIN_DEVICES, 8, 16)
+    steps: int = 20
+    """On each number of devices."""
+    warm_up: int = 5
+    graph_stages: int = 64
+    graph_microbatches: tuple[int, ...] = (128, 256, 512, 1024)
     seconds: float = 2.0
-    """Of each slice."""
+    """Of a slice with or without metrics."""
     rounds: int = 9
-    """Slices with metrics, and as many without."""
+    """Slices with metrics, and the same number without."""
     period: float = 1.0
     """Seconds between scrapes."""
 
 
-def run(progress: Progress, *, size: MetricsSize | None = None) -> Figures:
-    """µs per task by number of devices (median step) and what metrics add, and seconds to lower and simulate graphs."""
+def run(progress: Progress, *, size: OverheadSize | None = None) -> Figures:
+    """µs per task by number of devices (median step), what metrics add, and seconds to lower and simulate graphs."""
+    size = size or OverheadSize()
     tasks = []
-    for devices in DEVICES:
-        progress(f"{STEPS} steps of empty tasks on {devices} devices")
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            tasks.append(runner.run(_empty_steps(devices)))
+    for devices in size.devices:
+        progress(f"{size.steps} steps of empty tasks on {devices} devices")
+        tasks.append(run_on_loop(_empty_steps(devices, size)))
     graphs = []
-    for microbatches in GRAPH_MICROBATCHES:
-        progress(f"lowering and simulating {GRAPH_STAGES} stages × {microbatches} micro-batches")
-        graphs.append(_large_graph(microbatches))
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        metrics = runner.run(_metrics_cost(progress, size or MetricsSize()))
+    for microbatches in size.graph_microbatches:
+        progress(f"lowering and simulating {size.graph_stages} stages × {microbatches} micro-batches")
+        graphs.append(_large_graph(size.graph_stages, microbatches))
+    metrics = run_on_loop(_metrics_cost(progress, size))
     return {
         "metrics_us_per_task": metrics["us_per_task"],
         "metrics": metrics,
@@ -73,16 +71,19 @@ def run(progress: Progress, *, size: MetricsSize | None = None) -> Figures:
         "graph_seconds": graphs[-1]["seconds"],
         "microbatches": MICROBATCHES,
         "schedule": SCHEDULE,
+        "steps": size.steps,
         "devices": tasks,
+        "graph_stages": size.graph_stages,
         "graphs": graphs,
     }
 
 
 def show(figures: Figures) -> str:
-    """Both tables, and what metrics cost between them."""
+    """Both tables, and the cost of metrics between them."""
     metrics = figures["metrics"]
     lines = [
-        f"empty tasks, {figures['schedule']}, {figures['microbatches']} micro-batches, median of {STEPS} steps",
+        f"empty tasks, {figures['schedule']}, {figures['microbatches']} micro-batches, "
+        f"median of {figures['steps']} steps",
         "devices    tasks   µs per task",
         *(f"{row['devices']:7}  {row['tasks']:7}  {row['us_per_task']:12.2f}" for row in figures["devices"]),
         "",
@@ -91,7 +92,7 @@ def show(figures: Figures) -> str:
         f"{metrics['scraped_us_per_task']:.2f} with; median difference of {metrics['rounds']} slices each; "
         f"{metrics['cpu_us_per_task']:.2f} in seconds of CPU)",
         "",
-        f"{GRAPH_STAGES} stages",
+        f"{figures['graph_stages']} stages",
         "micro-batches    tasks  lowered in  µs per task  simulated in  µs per task",
         *(
             f"{row['microbatches']:13}  {row['tasks']:7}  {row['seconds']:8.3f} s  {row['us_per_task']:11.2f}"
@@ -102,55 +103,43 @@ def show(figures: Figures) -> str:
     return "\n".join(lines)
 
 
-async def _empty_steps(devices: int) -> Figures:
+async def _empty_steps(devices: int, size: OverheadSize) -> Figures:
     graph = _graph(devices)
     empty = _EmptySteps(graph)
-    seconds = [await empty.step() for _ in range(WARM_UP + STEPS)]
+    seconds = [await empty.step() for _ in range(size.warm_up + size.steps)]
     empty.close()
     tasks = len(graph.tasks)
-    return {"devices": devices, "tasks": tasks, "us_per_task": median(seconds[WARM_UP:]) / tasks * 1e6}
+    return {"devices": devices, "tasks": tasks, "us_per_task": median(seconds[size.warm_up :]) / tasks * 1e6}
 
 
-async def _metrics_cost(progress: Progress, size: MetricsSize) -> Figures:
+async def _metrics_cost(progress: Progress, size: OverheadSize) -> Figures:
     """µs per empty task without metrics, with metrics that are scraped, and the median difference."""
     graph = _graph(MAIN_DEVICES)
     collector = PipelineCollector("overhead")
     empty = {False: _EmptySteps(graph), True: _EmptySteps(graph, [collector])}
-    slices: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    slices: dict[bool, list[StepTime]] = {False: [], True: []}
     with scraper(collector, size.period) as scrapes:
         for steps in empty.values():
-            for _ in range(WARM_UP):
+            for _ in range(size.warm_up):
                 await steps.step()
         scrapes.scrape()
-        for number in range(size.rounds):
-            progress(f"empty tasks with and without metrics, {number + 1} of {size.rounds}")
-            for observed in (False, True) if number % 2 else (True, False):
-                scraped = scrapes if observed else None
-                slices[observed].append(await _slice(empty[observed], size.seconds, scraped))
+        for number in rounds(size.rounds, progress, "empty tasks with and without metrics,"):
+            for observed in alternating((False, True), number):
+                step = empty[observed].step
+                slices[observed].append(await timed_steps(step, size.seconds, scrapes if observed else None))
     for steps in empty.values():
         steps.close()
     pairs = list(zip(slices[True], slices[False], strict=True))
+    scale = 1e6 / len(graph.tasks)
     return {
-        "us_per_task": median(on - off for (on, _), (off, _) in pairs),
-        "cpu_us_per_task": median(on - off for (_, on), (_, off) in pairs),
-        "plain_us_per_task": median(off for off, _ in slices[False]),
-        "scraped_us_per_task": median(on for on, _ in slices[True]),
+        "us_per_task": scale * median(on.wall - off.wall for on, off in pairs),
+        "cpu_us_per_task": scale * median(on.cpu - off.cpu for on, off in pairs),
+        "plain_us_per_task": scale * median(off.wall for off in slices[False]),
+        "scraped_us_per_task": scale * median(on.wall for on in slices[True]),
         "scrapes": scrapes.scrapes,
         "tasks": len(graph.tasks),
         "rounds": size.rounds,
     }
-
-
-async def _slice(empty: _EmptySteps, seconds: float, scrapes: Scraper | None) -> tuple[float, float]:
-    """µs per task, and µs of CPU, of steps that take about ``seconds`` together while ``scrapes`` scrapes."""
-    steps, begun, used = 0, time.perf_counter(), time.process_time()
-    with nullcontext() if scrapes is None else scrapes.scraping():
-        while (taken := time.perf_counter() - begun) < seconds:
-            await empty.step()
-            steps += 1
-    used = time.process_time() - used
-    scale = 1e6 / steps / len(empty.graph.tasks)
-    return taken * scale, used * scale
 
 
 def _graph(devices: int) -> TaskGraph:
@@ -169,13 +158,14 @@ class _EmptySteps:
         self._driver.open()
 
     async def step(self) -> float:
-        """Its seconds."""
+        """Run one step; returns its seconds."""
         start = time.perf_counter()
         execution = await self._driver.run(self.graph, _bind_nothing, tenant=self._tenant)
         await execution.completed()
         return time.perf_counter() - start
 
     def close(self) -> None:
+        """End the devices' threads."""
         self._driver.close()
         self._driver.join()
 
@@ -188,8 +178,8 @@ def _nothing() -> None:
     return None
 
 
-def _large_graph(microbatches: int) -> Figures:
-    shape = Shape(GRAPH_STAGES, microbatches, GRAPH_STAGES)
+def _large_graph(stages: int, microbatches: int) -> Figures:
+    shape = Shape(stages, microbatches, stages)
     start = time.perf_counter()
     graph = lower(find_schedule(SCHEDULE), shape, checkpoint=CheckpointMode.EXCEPT_LAST)
     lowered = time.perf_counter()

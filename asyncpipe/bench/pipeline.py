@@ -1,7 +1,7 @@
-"""A compute-bound model as a pipeline on 2 CPU devices, against what is possible and against one device.
+"""A compute-bound model as a pipeline on 2 CPU devices, against its bound and against one device.
 
-Both arms run the same micro-batches of the same model, in turn, in one process: the pipeline on two devices
-with one intra-op thread each, and a plain loop without any library on one thread.
+Both arms run the same micro-batches of the same model: the pipeline on two devices with one intra-op thread each, and a
+plain loop without any library on one thread.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
 
 import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
+from asyncpipe.bench.harness import lone_thread, medians, mlp, rounds, run_on_loop
 from asyncpipe.pipeline.pipeline import Pipeline
-from asyncpipe.runtime.portal import new_event_loop
 
 __all__ = ["run", "show"]
 
@@ -31,8 +29,7 @@ WARM_UP = 2
 
 def run(progress: Progress) -> Figures:
     """Medians over alternating rounds: step over bound, and one device over two."""
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(_run(progress))
+    return run_on_loop(_run(progress))
 
 
 def show(figures: Figures) -> str:
@@ -53,32 +50,24 @@ def show(figures: Figures) -> str:
 async def _run(progress: Progress) -> Figures:
     torch.manual_seed(0)
     x, target = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)
-    alone = _model()
-    threads = IntraOpThreads(1)
-    with ThreadPoolExecutor(1, initializer=threads.initializer()) as pool:
-        pool.submit(int).result()
-        threads.settle()
-        rounds = []
-        async with Pipeline(
-            _model(), ["cpu:0", "cpu:1"], microbatches=MICROBATCHES, checkpoint="never", loss_fn=nn.functional.mse_loss
-        ) as pipe:
-            for number in range(WARM_UP + ROUNDS):
-                progress(f"round {number + 1} of {WARM_UP + ROUNDS}")
-                rounds.append(await _round(pipe, alone, pool, x, target))
-    columns = {name: median(row[name] for row in rounds[WARM_UP:]) for name in rounds[0]}
-    return {**columns, "microbatches": MICROBATCHES, "rounds": ROUNDS, "devices": 2}
+    alone, model = mlp(WIDTH, LAYERS), mlp(WIDTH, LAYERS)
+    loss_fn, devices = nn.functional.mse_loss, ["cpu:0", "cpu:1"]
+    with lone_thread() as pool:
+        async with Pipeline(model, devices, microbatches=MICROBATCHES, checkpoint="never", loss_fn=loss_fn) as pipe:
+            rows = [await _round(pipe, alone, pool, x, target) for _ in rounds(WARM_UP + ROUNDS, progress)]
+    return {**medians(rows[WARM_UP:]), "microbatches": MICROBATCHES, "rounds": ROUNDS, "devices": 2}
 
 
 async def _round(pipe: Pipeline, alone: nn.Module, pool: ThreadPoolExecutor, x: Tensor, target: Tensor) -> Figures:
     start = time.perf_counter()
     result = await pipe.step(x, target, return_outputs=False)
     step = time.perf_counter() - start
-    _drop_gradients(pipe.module)
+    pipe.module.zero_grad()
     report = result.report
     start = time.perf_counter()
     await asyncio.get_running_loop().run_in_executor(pool, _single_step, alone, x, target)
     single = time.perf_counter() - start
-    _drop_gradients(alone)
+    alone.zero_grad()
     return {
         "step_seconds": step,
         "single_seconds": single,
@@ -91,12 +80,3 @@ async def _round(pipe: Pipeline, alone: nn.Module, pool: ThreadPoolExecutor, x: 
 def _single_step(model: nn.Module, x: Tensor, target: Tensor) -> None:
     for inputs, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
         torch.autograd.backward(nn.functional.mse_loss(model(inputs), wanted) / MICROBATCHES)
-
-
-def _model() -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
-
-
-def _drop_gradients(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None

@@ -1,8 +1,7 @@
-"""How well steps are predicted: the planner's seconds against measured ones, for ten pipelines of one model.
+"""The accuracy of the planner: predicted against measured seconds of a step, for ten pipelines of one model.
 
-The model's layers are measured while the ten pipelines run: each of their steps comes right after steps for the
-profile, so that whatever else the machine does hits both. Layers are of unequal cost, and tasks take two milliseconds
-at least.
+The layers are profiled while the ten pipelines run: each measured step directly follows steps for the profile, so that
+other load on the machine affects both. Layers have unequal costs, and tasks take at least two milliseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.rounds import drop_gradients
+from asyncpipe.bench.harness import rounds, table
 from asyncpipe.core.predict.layer_profile import Profile
 from asyncpipe.core.predict.planner import Plan, plan
 from asyncpipe.core.predict.profile_from_journals import StepVariant
@@ -27,14 +26,14 @@ from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.profiling import Measuring, Sample
 from asyncpipe.pipeline.sync import SyncPipeline
 
-__all__ = ["Choice", "Size", "run", "show"]
+__all__ = ["PlanSize", "PredictedPipeline", "run", "show"]
 
 DEVICES = ("cpu:0", "cpu:1")
 TOLERANCE = 0.10
 
 
-class Choice(NamedTuple):
-    """One pipeline to predict and to measure."""
+class PredictedPipeline(NamedTuple):
+    """A pipeline whose step is predicted and measured."""
 
     schedule: str
     balance: tuple[int, ...]
@@ -43,32 +42,32 @@ class Choice(NamedTuple):
 
 
 CHOICES = (
-    Choice("gpipe", (6, 6), 4),
-    Choice("gpipe", (8, 4), 8),
-    Choice("1f1b", (7, 5), 4),
-    Choice("1f1b", (6, 6), 8),
-    Choice("1f1b", (4, 8), 16),
-    Choice("1f1b", (7, 5), 8, "always"),
-    Choice("interleaved", (3, 4, 2, 3), 8),
-    Choice("interleaved", (2, 4, 2, 4), 16),
-    Choice("zb-h1", (6, 6), 8),
-    Choice("interleaved-zb", (3, 3, 3, 3), 8),
+    PredictedPipeline("gpipe", (6, 6), 4),
+    PredictedPipeline("gpipe", (8, 4), 8),
+    PredictedPipeline("1f1b", (7, 5), 4),
+    PredictedPipeline("1f1b", (6, 6), 8),
+    PredictedPipeline("1f1b", (4, 8), 16),
+    PredictedPipeline("1f1b", (7, 5), 8, "always"),
+    PredictedPipeline("interleaved", (3, 4, 2, 3), 8),
+    PredictedPipeline("interleaved", (2, 4, 2, 4), 16),
+    PredictedPipeline("zb-h1", (6, 6), 8),
+    PredictedPipeline("interleaved-zb", (3, 3, 3, 3), 8),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """How much is computed, and how often."""
+class PlanSize:
+    """The model, the pipelines, and the number of rounds."""
 
     widths: tuple[int, ...] = (512, 1024, 768, 512, 1024, 1280, 512, 768, 1024, 512, 896, 640, 768)
     samples: int = 768
     rounds: int = 7
-    choices: tuple[Choice, ...] = CHOICES
+    choices: tuple[PredictedPipeline, ...] = CHOICES
 
 
-def run(progress: Progress, *, size: Size | None = None) -> Figures:
-    """Predicted and measured seconds of each choice: medians over rounds, after one that warms up."""
-    size = size or Size()
+def run(progress: Progress, *, size: PlanSize | None = None) -> Figures:
+    """Predicted and measured seconds of each pipeline: medians over rounds, after one warm-up round."""
+    size = size or PlanSize()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in pairwise(size.widths)))
     x, target = torch.randn(size.samples, size.widths[0]), torch.randn(size.samples, size.widths[-1])
@@ -78,8 +77,7 @@ def run(progress: Progress, *, size: Size | None = None) -> Figures:
         sample = Sample(x, target, nn.functional.mse_loss)
         measuring = stack.enter_context(Measuring(model, DEVICES, sample, numbers))
         pipes = [stack.enter_context(_pipeline(model, choice)) for choice in size.choices]
-        for turn in range(size.rounds + 1):
-            progress(f"round {turn + 1} of {size.rounds + 1}")
+        for turn in rounds(size.rounds + 1, progress):
             for choice, pipe, column in zip(size.choices, pipes, measured, strict=True):
                 measuring.round(choice.microbatches, variants=_step_variants(choice), keep=turn > 0)
                 seconds = _step(pipe, x, target)
@@ -92,25 +90,29 @@ def run(progress: Progress, *, size: Size | None = None) -> Figures:
 
 
 def show(figures: Figures) -> str:
-    """The figures as a table, a line a pipeline."""
-    lines = [
-        f"{'schedule':<16} {'balance':<12} {'m':>3} {'checkpoint':<12} {'predicted':>10} {'measured':>10} {'ratio':>6}",
+    """A line for each pipeline."""
+    rows = [
+        [
+            row["schedule"],
+            "-".join(map(str, row["balance"])),
+            str(row["microbatches"]),
+            row["checkpoint"],
+            f"{row['predicted_seconds'] * 1e3:.1f} ms",
+            f"{row['measured_seconds'] * 1e3:.1f} ms",
+            f"{row['ratio']:.3f}",
+        ]
+        for row in figures["rows"]
     ]
-    for row in figures["rows"]:
-        balance = "-".join(map(str, row["balance"]))
-        lines.append(
-            f"{row['schedule']:<16} {balance:<12} {row['microbatches']:>3} {row['checkpoint']:<12} "
-            f"{row['predicted_seconds'] * 1e3:>7.1f} ms {row['measured_seconds'] * 1e3:>7.1f} ms {row['ratio']:>6.3f}"
-        )
-    lines.append(
+    last = (
         f"{figures['within']} of {len(figures['rows'])} within {figures['tolerance']:.0%} "
         f"(2 CPU devices, {figures['samples']} samples, medians of {figures['rounds']} rounds)"
     )
-    return "\n".join(lines)
+    head = ["schedule", "balance", "m", "checkpoint", "predicted", "measured", "ratio"]
+    return "\n".join([*table([head, *rows]), last])
 
 
-def _pipeline(model: nn.Module, choice: Choice) -> SyncPipeline:
-    """The choice, as a pipeline on a copy of the model."""
+def _pipeline(model: nn.Module, choice: PredictedPipeline) -> SyncPipeline:
+    """The chosen pipeline on a copy of the model."""
     return Pipeline(
         deepcopy(model),
         DEVICES,
@@ -122,8 +124,8 @@ def _pipeline(model: nn.Module, choice: Choice) -> SyncPipeline:
     ).sync()
 
 
-def _step_variants(choice: Choice) -> list[StepVariant]:
-    """The variants of steps that tell what the tasks of a choice take."""
+def _step_variants(choice: PredictedPipeline) -> list[StepVariant]:
+    """The variants of profiled steps that measure the tasks of this pipeline."""
     recomputed = [StepVariant.RECOMPUTED] if choice.checkpoint != "never" else []
     return [StepVariant.KEPT, *recomputed, *([StepVariant.SPLIT] if "zb" in choice.schedule else [])]
 
@@ -132,11 +134,11 @@ def _step(pipe: SyncPipeline, x: Tensor, target: Tensor) -> float:
     begun = time.perf_counter()
     pipe.step(x, target, return_outputs=False)
     seconds = time.perf_counter() - begun
-    drop_gradients(pipe.module)
+    pipe.module.zero_grad()
     return seconds
 
 
-def _predicted(profile: Profile, choice: Choice) -> Plan:
+def _predicted(profile: Profile, choice: PredictedPipeline) -> Plan:
     return plan(
         profile,
         len(DEVICES),
@@ -147,7 +149,7 @@ def _predicted(profile: Profile, choice: Choice) -> Plan:
     )[0]
 
 
-def _row(profile: Profile, choice: Choice, seconds: float) -> Figures:
+def _row(profile: Profile, choice: PredictedPipeline, seconds: float) -> Figures:
     predicted = _predicted(profile, choice)
     return {
         **choice._asdict(),

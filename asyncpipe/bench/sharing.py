@@ -1,22 +1,22 @@
-"""Jobs on the same devices: whether weights share them by time, and what a background job gets and what it takes.
+"""Jobs that share devices: whether weights divide device time, and what a background job gains and costs.
 
-Weights are tried with real models on real threads::
+Weights are measured with real models on real threads::
 
     weight 1 ──┐
     weight 3 ──┴─▶ DevicePool ─▶ cpu:0, cpu:1       seconds of compute, while both train ─▶ 1 : 3
 
-The background is tried on emulated devices, whose tasks take given times, so that the foreground's bubbles are what its
-schedule makes them, whatever the machine is::
+The background is measured on emulated devices, whose tasks take given times, so that the foreground's bubbles depend on
+its schedule alone and not on the machine::
 
     cpu:0  F0 F1 F2 F3 ········ B0 ·· B1 ·· B2 ·· B3      4-stage 1F1B, few micro-batches: every · is idle,
-    cpu:1  ··· F0 F1 F2 B0 ·· B1 F3 B2 ·· B3 ·······      and the background may have it
+    cpu:1  ··· F0 F1 F2 B0 ·· B1 F3 B2 ·· B3 ·······      and the background may use it
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.rounds import drop_gradients
+from asyncpipe.bench.harness import alternating, mlp, rounds, run_on_loop
 from asyncpipe.core.engine.events import StepRecord, StepSubmitted, TaskCompleted
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.task import Queue, Task
@@ -33,7 +33,6 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.testing import EmulatedExecutor
 
 __all__ = ["BackgroundSize", "WeightsSize", "run", "show"]
@@ -47,7 +46,7 @@ class WeightsSize:
     steps: int = 200
     """Of the heavier job."""
     warm_up: int = 5
-    """Steps of the lighter job before anything counts."""
+    """Steps of the lighter job before the measurement."""
     devices: int = 2
     layers: int = 8
     width: int = 512
@@ -64,21 +63,22 @@ class BackgroundSize:
     costs: Costs = field(default_factory=lambda: Costs(0.01, 0.02))
     """Seconds of a forward and of a backward."""
     background_microbatches: int = 64
-    """So many that there is something ready at every stage when its device idles."""
+    """Many, so that every stage has a ready task when its device idles."""
     background_schedule: str = "gpipe"
-    """As a hint: of what is ready anything may run. In 1F1B's strict order a background has bubbles of its own."""
+    """Used as a hint: any ready task may run. In 1F1B's strict order the background would have bubbles of its own."""
     background_costs: Costs = field(default_factory=lambda: Costs(0.0025, 0.005))
     steps: int = 5
-    """Of the foreground, in a turn."""
+    """Of the foreground in a turn."""
     rounds: int = 12
-    """Turns with a background, and as many without."""
+    """Turns with a background, and the same number without."""
 
 
 def run(progress: Progress, *, weights: WeightsSize | None = None, background: BackgroundSize | None = None) -> Figures:
-    """Seconds of devices by job and their ratio; the background's part of the idle time, and what it costs."""
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        shares = runner.run(_weights(weights or WeightsSize(), progress))
-        return {"weights": shares, "background": runner.run(_background(background or BackgroundSize(), progress))}
+    """Device seconds of two weighted jobs and their ratio; the background's share of the idle time, and its cost."""
+    return {
+        "weights": run_on_loop(_weights(weights or WeightsSize(), progress)),
+        "background": run_on_loop(_background(background or BackgroundSize(), progress)),
+    }
 
 
 def show(figures: Figures) -> str:
@@ -104,26 +104,26 @@ def show(figures: Figures) -> str:
     )
 
 
-# What devices did
+# Recording
 
 
 class _Busy(NamedTuple):
-    """A stretch of compute on a device, in seconds of the executors' clock."""
+    """An interval of compute on a device, in seconds of the executors' clock."""
 
     begun: float
     ended: float
 
 
-class _Watch:
-    """What one job did, as an observer of its pipeline."""
+class _JobRecorder:
+    """An observer that records the compute intervals and steps of one job."""
 
     def __init__(self) -> None:
         self.tasks: list[_Busy] = []
         self.steps: list[tuple[_Busy, float]] = []
-        """From submission to the end of the last task, and seconds of compute in it."""
+        """The interval from submission to the end of the last task, and the seconds of compute in it."""
 
     def step_completed(self, record: StepRecord) -> None:
-        """Note the times of its tasks."""
+        """Record the times of the step's tasks."""
         tasks = [
             _Busy(event.started, event.ended)
             for _, event in record.journal
@@ -137,7 +137,7 @@ class _Watch:
 
 
 def within(tasks: Iterable[_Busy], span: tuple[float, float]) -> float:
-    """Seconds of ``tasks`` that are in ``span``."""
+    """Seconds of ``tasks`` inside ``span``."""
     begun, ended = span
     return sum(max(0.0, min(task.ended, ended) - max(task.begun, begun)) for task in tasks)
 
@@ -146,19 +146,19 @@ def within(tasks: Iterable[_Busy], span: tuple[float, float]) -> float:
 
 
 async def _weights(size: WeightsSize, progress: Progress) -> Figures:
-    watches = [_Watch(), _Watch()]
+    recorders = [_JobRecorder(), _JobRecorder()]
     over = asyncio.Event()
     async with DevicePool() as pool:
         jobs = [
-            asyncio.create_task(_train(pool, f"job {number}", weight, watches[number], size, over))
+            asyncio.create_task(_train(pool, f"job {number}", weight, recorders[number], size, over))
             for number, weight in enumerate(size.weights)
         ]
         try:
-            span = await _both(jobs, watches, size, progress)
+            span = await _both(jobs, recorders, size, progress)
         finally:
             over.set()
             await asyncio.gather(*jobs)
-    seconds = [within(watch.tasks, span) for watch in watches]
+    seconds = [within(recorder.tasks, span) for recorder in recorders]
     return {
         "weights": list(size.weights),
         "devices": size.devices,
@@ -170,37 +170,37 @@ async def _weights(size: WeightsSize, progress: Progress) -> Figures:
 
 
 async def _both(
-    jobs: Sequence[asyncio.Task[None]], watches: Sequence[_Watch], size: WeightsSize, progress: Progress
+    jobs: Sequence[asyncio.Task[None]], recorders: Sequence[_JobRecorder], size: WeightsSize, progress: Progress
 ) -> tuple[float, float]:
-    """When both jobs trained: from the lighter one's warm-up to the heavier one's last step that counts."""
-    light, heavy = watches
+    """The interval of the measurement: from the lighter job's last warm-up step to the heavier one's last step."""
+    light, heavy = recorders
     first = None
     while first is None or len(heavy.steps) < first + size.steps:
         if any(job.done() for job in jobs):
-            break  # With an error, which is raised where the jobs are awaited.
+            break  # It failed; awaiting it raises its error.
         await asyncio.sleep(0.05)
         if first is None and len(light.steps) >= size.warm_up:
             first = len(heavy.steps)
-            begun = max(watch.steps[-1][0].ended for watch in watches)
+            begun = max(recorder.steps[-1][0].ended for recorder in recorders)
         progress(f"weights: {len(heavy.steps) - (first or 0)} of {size.steps} steps")
-    return begun, min(watch.steps[-1][0].ended for watch in watches)
+    return begun, min(recorder.steps[-1][0].ended for recorder in recorders)
 
 
 async def _train(
-    pool: DevicePool, name: str, weight: float, watch: _Watch, size: WeightsSize, over: asyncio.Event
+    pool: DevicePool, name: str, weight: float, recorder: _JobRecorder, size: WeightsSize, over: asyncio.Event
 ) -> None:
-    """Train step by step until it is ``over``; the weights are updated in a thread, as a service does."""
+    """Train until ``over`` is set; the weights are updated in a thread, as the service does it."""
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(size.width, size.width), nn.Tanh()) for _ in range(size.layers)]
+    model = mlp(size.width, size.layers, nn.Tanh)
     x = torch.randn(size.samples, size.width)
     async with Pipeline(
-        nn.Sequential(*layers),
+        model,
         [f"cpu:{device}" for device in range(size.devices)],
         microbatches=size.microbatches,
         loss_fn=nn.functional.mse_loss,
         pool=pool,
         share=Share(name, weight=weight),
-        observers=[watch],
+        observers=[recorder],
     ) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
 
@@ -216,8 +216,8 @@ async def _train(
 # Background
 
 
-class _Device(EmulatedExecutor):
-    """An emulated device whose tasks take what their job says, which is told by its number of micro-batches."""
+class _SharedDevice(EmulatedExecutor):
+    """An emulated device with different costs for each job; the number of micro-batches identifies the job."""
 
     def __init__(self, device: str, costs: dict[int, Costs]) -> None:
         super().__init__(device, Costs())
@@ -227,8 +227,8 @@ class _Device(EmulatedExecutor):
         return self._costs[graph.shape.microbatches](task)
 
 
-class _Background:
-    """A background job that can be let go and stopped."""
+class _BackgroundJob:
+    """A background job that can be started and stopped."""
 
     def __init__(self, pipe: Pipeline, x: torch.Tensor) -> None:
         self._pipe = pipe
@@ -236,13 +236,13 @@ class _Background:
 
     @asynccontextmanager
     async def running(self) -> Any:
-        """It does steps while the block runs; the block begins when it is well under way."""
+        """Run steps during the block, which starts after the first steps."""
         over, under_way = asyncio.Event(), asyncio.Event()
 
         async def train() -> None:
             while not over.is_set():
                 await self._pipe.step(self._x, self._x, return_outputs=False)
-                drop_gradients(self._pipe.module)
+                self._pipe.module.zero_grad()
                 under_way.set()
 
         task = asyncio.create_task(train())
@@ -256,21 +256,21 @@ class _Background:
 
 async def _background(size: BackgroundSize, progress: Progress) -> Figures:
     costs = {size.microbatches: size.costs, size.background_microbatches: size.background_costs}
-    front, back = _Watch(), _Watch()
-    async with DevicePool(executors=lambda device: _Device(device, costs)) as pool:
+    front, back = _JobRecorder(), _JobRecorder()
+    async with DevicePool(executors=lambda device: _SharedDevice(device, costs)) as pool:
         foreground = _small(pool, size.devices, size.microbatches, Share("foreground"), front, "1f1b")
         share, many = Share("background", background=True), size.background_microbatches
         background = _small(pool, size.devices, many, share, back, size.background_schedule)
         async with foreground, background:
-            beside = _Background(background, torch.randn(size.background_microbatches, 4))
+            beside = _BackgroundJob(background, torch.randn(size.background_microbatches, 4))
             spans = await _turns(size, foreground, front, beside, progress)
     return _background_figures(size, spans, back)
 
 
 async def _turns(
-    size: BackgroundSize, foreground: Pipeline, front: _Watch, background: _Background, progress: Progress
+    size: BackgroundSize, foreground: Pipeline, front: _JobRecorder, background: _BackgroundJob, progress: Progress
 ) -> dict[bool, list[list[tuple[_Busy, float]]]]:
-    """The foreground's steps, alone and beside the background, turn by turn."""
+    """The foreground's steps of each turn, alone and beside the background."""
     x = torch.randn(size.microbatches, 4)
     spans: dict[bool, list[list[tuple[_Busy, float]]]] = {False: [], True: []}
 
@@ -278,22 +278,18 @@ async def _turns(
         front.steps.clear()
         for _ in range(size.steps):
             await foreground.step(x, x, return_outputs=False)
-            drop_gradients(foreground.module)
+            foreground.module.zero_grad()
         spans[beside].append(list(front.steps))
 
-    for number in range(size.rounds):
-        progress(f"background: round {number + 1} of {size.rounds}")
-        for beside in (False, True) if number % 2 else (True, False):
-            if not beside:
-                await turn(beside=False)
-                continue
-            async with background.running():
-                await turn(beside=True)
+    for number in rounds(size.rounds, progress, "background: round"):
+        for beside in alternating((False, True), number):
+            async with background.running() if beside else nullcontext():
+                await turn(beside=beside)
     return spans
 
 
 def _background_figures(
-    size: BackgroundSize, spans: dict[bool, list[list[tuple[_Busy, float]]]], back: _Watch
+    size: BackgroundSize, spans: dict[bool, list[list[tuple[_Busy, float]]]], back: _JobRecorder
 ) -> Figures:
     def seconds(turn: list[tuple[_Busy, float]]) -> float:
         return sum(span.ended - span.begun for span, _ in turn)
@@ -317,8 +313,10 @@ def _background_figures(
     }
 
 
-def _small(pool: DevicePool, devices: int, microbatches: int, share: Share, watch: _Watch, schedule: str) -> Pipeline:
-    """A pipeline of tiny layers, whose tasks take what the devices say."""
+def _small(
+    pool: DevicePool, devices: int, microbatches: int, share: Share, recorder: _JobRecorder, schedule: str
+) -> Pipeline:
+    """A pipeline of tiny layers, for emulated devices."""
     return Pipeline(
         nn.Sequential(*(nn.Linear(4, 4) for _ in range(devices))),
         [f"cpu:{device}" for device in range(devices)],
@@ -329,5 +327,5 @@ def _small(pool: DevicePool, devices: int, microbatches: int, share: Share, watc
         loss_fn=nn.functional.mse_loss,
         pool=pool,
         share=share,
-        observers=[watch],
+        observers=[recorder],
     )

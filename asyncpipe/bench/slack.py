@@ -1,21 +1,21 @@
-"""What slack is worth: schedules under jitter and slow copies, simulated and run on devices that sleep.
+"""The value of slack: schedules under jitter and slow copies, simulated and run on emulated devices.
 
-Cleverness at equal memory gains little when times vary; micro-batches in flight do. Both arms of a comparison see
-the same random times, since these depend on the action and a seed alone. The real runs go through the whole
-pipeline: four emulated devices, whose tasks take as long as the cost model says.
+When times vary, a smarter order at equal memory gains little, while more micro-batches in flight gain much. All arms
+see the same random times, which depend only on the action and a seed. The measured steps run through the whole
+pipeline: four emulated devices, whose tasks take the time that the cost model says.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import fmean, median
 
 import torch
 from torch import nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.rounds import drop_gradients
+from asyncpipe.bench.harness import run_on_loop, table
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.predict.costs import Costs, Jitter
@@ -25,16 +25,11 @@ from asyncpipe.core.schedules.backward_first import BackwardFirst
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.pipeline.pipeline import Pipeline
-from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.testing import EmulatedExecutor
 
-__all__ = ["run", "show"]
+__all__ = ["SlackSize", "run", "show"]
 
 DEVICES, MICROBATCHES = 4, 16
-SEEDS = 40
-ROUNDS = 9
-UNIT = 0.01
-"""Real seconds of a forward."""
 CostModel = Callable[[Task], float]
 
 SCENARIOS: dict[str, Callable[[int], CostModel]] = {
@@ -51,6 +46,18 @@ TITLES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class SlackSize:
+    """How often each schedule is simulated and run."""
+
+    seeds: int = 40
+    """Simulations."""
+    rounds: int = 9
+    """Measured steps."""
+    unit: float = 0.01
+    """Real seconds of a forward in a measured step."""
+
+
 def schedules() -> dict[str, Schedule]:
     """The schedules that are compared."""
     return {
@@ -62,12 +69,12 @@ def schedules() -> dict[str, Schedule]:
     }
 
 
-def run(progress: Progress) -> Figures:
-    """Mean makespans of the simulations, and median seconds of the real steps, by scenario and schedule."""
-    progress(f"simulating {SEEDS} seeds")
-    simulated = {scenario: _simulated(scenario) for scenario in SCENARIOS}
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        measured = runner.run(_measured(progress))
+def run(progress: Progress, *, size: SlackSize | None = None) -> Figures:
+    """Mean makespans of the simulations, and median seconds of the measured steps, by scenario and schedule."""
+    size = size or SlackSize()
+    progress(f"simulating {size.seeds} seeds")
+    simulated = {scenario: _simulated(scenario, size.seeds) for scenario in SCENARIOS}
+    measured = run_on_loop(_measured(progress, size))
     return {
         "simulated": simulated,
         "measured": measured,
@@ -80,43 +87,43 @@ def run(progress: Progress) -> Figures:
         },
         "devices": DEVICES,
         "microbatches": MICROBATCHES,
-        "seeds": SEEDS,
-        "rounds": ROUNDS,
-        "unit_seconds": UNIT,
+        "seeds": size.seeds,
+        "rounds": size.rounds,
+        "unit_seconds": size.unit,
     }
 
 
 def show(figures: Figures) -> str:
     """Both tables, and what eager 1F1B gains over 1F1B."""
     names = list(schedules())
-    width = max(map(len, TITLES.values()))
-    head = " ".join(f"{name:>18}" for name in names)
     lines = [f"{figures['devices']} devices, {figures['microbatches']} micro-batches, t_F = 1, t_B = 2"]
     for kind, unit in (("simulated", 1.0), ("measured", figures["unit_seconds"])):
         how = f"mean of {figures['seeds']} seeds" if kind == "simulated" else f"median of {figures['rounds']} steps"
-        lines += ["", f"{kind}: {how}, in units of a forward".ljust(width), f"{'':{width}} {head}"]
-        for scenario, row in figures[kind].items():
-            times = " ".join(f"{row[name] / unit:18.1f}" for name in names)
-            lines.append(f"{TITLES[scenario]:{width}} {times}")
-    lines += ["", "1f1b over eager-1f1b".ljust(width) + "  simulated  measured"]
-    for scenario, gain in figures["gain"].items():
-        lines.append(f"{TITLES[scenario]:{width}}  {gain['simulated']:8.2f}× {gain['measured']:8.2f}×")
-    return "\n".join(lines)
+        rows = [
+            [TITLES[scenario], *(f"{row[name] / unit:.1f}" for name in names)]
+            for scenario, row in figures[kind].items()
+        ]
+        lines += ["", f"{kind}: {how}, in units of a forward", *table([["", *names], *rows])]
+    gains = [
+        [TITLES[scenario], f"{gain['simulated']:.2f}×", f"{gain['measured']:.2f}×"]
+        for scenario, gain in figures["gain"].items()
+    ]
+    return "\n".join([*lines, "", *table([["1f1b over eager-1f1b", "simulated", "measured"], *gains])])
 
 
-def _simulated(scenario: str) -> dict[str, float]:
+def _simulated(scenario: str, seeds: int) -> dict[str, float]:
     shape = Shape(DEVICES, MICROBATCHES, DEVICES)
     graphs = {name: lower(schedule, shape) for name, schedule in schedules().items()}
-    costs = [SCENARIOS[scenario](seed) for seed in range(SEEDS)]
+    costs = [SCENARIOS[scenario](seed) for seed in range(seeds)]
     return {name: fmean(report(simulate(graph, cost)).seconds for cost in costs) for name, graph in graphs.items()}
 
 
-async def _measured(progress: Progress) -> dict[str, dict[str, float]]:
-    """One pipeline, whose schedule changes from step to step: arms alternate and see the same seeds."""
+async def _measured(progress: Progress, size: SlackSize) -> dict[str, dict[str, float]]:
+    """Median seconds of steps, all of one pipeline, whose schedule changes from step to step."""
     cost: list[CostModel] = [Costs()]
 
     def seconds(task: Task) -> float:
-        return UNIT * cost[0](task)
+        return size.unit * cost[0](task)
 
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(DEVICES)))
     x = torch.randn(MICROBATCHES, 4)
@@ -131,12 +138,12 @@ async def _measured(progress: Progress) -> dict[str, dict[str, float]]:
     ) as pipe:
         for scenario, make in SCENARIOS.items():
             progress(f"running steps: {TITLES[scenario]}")
-            for seed in range(ROUNDS):
+            for seed in range(size.rounds):
                 cost[0] = make(seed)
                 for name, schedule in schedules().items():
                     pipe.change_schedule(schedule)
                     result = await pipe.step(x, x, return_outputs=False)
                     await result.completed()
                     times[scenario][name].append(result.report.seconds)
-                    drop_gradients(model)
+                    model.zero_grad()
     return {scenario: {name: median(row) for name, row in rows.items()} for scenario, rows in times.items()}

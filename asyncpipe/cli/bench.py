@@ -13,7 +13,7 @@ from asyncpipe.bench import BENCHMARKS
 __all__ = ["add_parser"]
 
 OPTIONS = ("device", "size")
-"""Of all benchmarks; each has some of them."""
+"""The options of all benchmarks; each benchmark has some of them."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark that ``args`` name; progress goes to standard error."""
+    """Run the benchmark ``args.name``; progress goes to standard error."""
     benchmark = BENCHMARKS[args.name]
     options = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     figures = benchmark.run(lambda text: print(f"… {text}", file=sys.stderr), **options)

@@ -19,19 +19,19 @@ from asyncpipe.bench import (
     BENCHMARKS,
     dropin,
     embedded,
-    example,
+    examples,
     memory,
     metrics,
     overhead,
     sharing,
     slack,
     unet,
-    unet_memory,
-    unet_model,
-    unet_speed,
 )
-from asyncpipe.bench.load import load
-from asyncpipe.bench.meter import ByteMeter, SavedBytes
+from asyncpipe.bench.byte_counters import ByteMeter, SavedBytes
+from asyncpipe.bench.load_generator import load_generator
+from asyncpipe.bench.unet import memory as unet_memory
+from asyncpipe.bench.unet import model as unet_model
+from asyncpipe.bench.unet import speed as unet_speed
 from asyncpipe.cli import main
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase
@@ -43,7 +43,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.devices import resolve_devices
 
 CPU = resolve_devices(["cpu:0"])[0]
-UNET = unet_memory.Size(depth=2, convs=1, channels=8, image=16, samples=8, microbatches=8, searched=(1, 2))
+UNET = unet_memory.UNetMemorySize(depth=2, convs=1, channels=8, image=16, samples=8, microbatches=8, searched=(1, 2))
 
 
 def quiet(_: str) -> None:
@@ -85,7 +85,7 @@ def test_options_reach_the_benchmark(capsys, monkeypatch):
 
 
 def test_dropin_compares_three_ways_and_finds_both_devices_busy():
-    size = dropin.Size(width=64, layers=4, microbatches=4, samples=64, warm_up=1, rounds=2)
+    size = dropin.DropinSize(width=64, layers=4, microbatches=4, samples=64, warm_up=1, rounds=2)
     figures = json.loads(json.dumps(dropin.run(quiet, size=size)))
     for mode in ("never", "always"):
         column = figures["checkpoint"][mode]
@@ -124,16 +124,9 @@ def test_all_busy_counts_the_seconds_in_which_every_device_computes():
 # overhead
 
 
-def test_overhead_measures_tasks_metrics_and_graphs(monkeypatch):
-    for name, few in {
-        "STEPS": 2,
-        "WARM_UP": 1,
-        "DEVICES": (2, 4),
-        "GRAPH_STAGES": 4,
-        "GRAPH_MICROBATCHES": (4, 8),
-    }.items():
-        monkeypatch.setattr(overhead, name, few)
-    size = overhead.MetricsSize(seconds=0.1, rounds=2, period=0.05)
+def test_overhead_measures_tasks_metrics_and_graphs():
+    graphs = {"devices": (2, 4), "steps": 2, "warm_up": 1, "graph_stages": 4, "graph_microbatches": (4, 8)}
+    size = overhead.OverheadSize(**graphs, seconds=0.1, rounds=2, period=0.05)
     figures = json.loads(json.dumps(overhead.run(quiet, size=size)))
     assert [row["devices"] for row in figures["devices"]] == [2, 4]
     assert figures["us_per_task"] == figures["devices"][1]["us_per_task"] > 0
@@ -154,8 +147,7 @@ def test_only_the_slices_with_metrics_are_observed(monkeypatch):
             super().step_completed(record)
 
     monkeypatch.setattr(overhead, "PipelineCollector", Counting)
-    monkeypatch.setattr(overhead, "WARM_UP", 1)
-    size = overhead.MetricsSize(seconds=0.05, rounds=1, period=0.02)
+    size = overhead.OverheadSize(warm_up=1, seconds=0.05, rounds=1, period=0.02)
     figures = asyncio.run(overhead._metrics_cost(quiet, size))
     assert seen == list(range(len(seen)))
     assert figures["plain_us_per_task"] > 0
@@ -165,7 +157,7 @@ def test_only_the_slices_with_metrics_are_observed(monkeypatch):
 
 
 def test_metrics_are_compared_with_training_without_them():
-    size = metrics.Size(seconds=0.1, rounds=2, period=0.04, warm_up=1, text_bytes=50_000)
+    size = metrics.TrainingSize(seconds=0.1, rounds=2, period=0.04, warm_up=1, text_bytes=50_000)
     figures = json.loads(json.dumps(metrics.run(quiet, size=size)))
     assert figures["scrapes"] >= size.rounds
     assert len(figures["ratios"]) == size.rounds
@@ -175,8 +167,8 @@ def test_metrics_are_compared_with_training_without_them():
 
 
 def test_benchmarks_of_examples_say_what_they_need(monkeypatch, tmp_path):
-    monkeypatch.setattr(example.asyncpipe, "__file__", str(tmp_path / "asyncpipe" / "__init__.py"))
-    example.load_example.cache_clear()
+    monkeypatch.setattr(examples.asyncpipe, "__file__", str(tmp_path / "asyncpipe" / "__init__.py"))
+    examples.load_example.cache_clear()
     with pytest.raises(OptionError, match="from examples/charlm, and there is no"):
         metrics.run(quiet)
     with pytest.raises(OptionError, match="from examples/unet, and there is no"):
@@ -187,7 +179,7 @@ def test_benchmarks_of_examples_say_what_they_need(monkeypatch, tmp_path):
 
 
 def test_what_autograd_saves_shrinks_by_the_number_of_microbatches():
-    size = memory.Size(width=16, layers=4, samples=64, microbatches=(2, 8, 32), stages=(1, 2))
+    size = memory.MemorySize(width=16, layers=4, samples=64, microbatches=(2, 8, 32), stages=(1, 2))
     figures = json.loads(json.dumps(memory.run(quiet, size=size)))
     activation = size.samples * size.width * 4
     for row in figures["rows"]:
@@ -265,7 +257,7 @@ def test_bytes_are_the_same_without_values(way):
 
 def test_the_peak_of_a_bare_model_is_that_of_its_activations():
     def peak(samples: int) -> float:
-        size = unet_memory.Size(2, 1, 8, 16, samples, samples, ())
+        size = unet_memory.UNetMemorySize(2, 1, 8, 16, samples, samples, ())
         return unet_memory.counted_peak(size, 1, 8, None, CPU, values=False)
 
     states = unet_memory.STATE_BYTES * unet_model.parameter_count(2, 1, 8)
@@ -312,7 +304,7 @@ def test_the_search_finds_the_border_whatever_the_peaks():
 
 
 def test_unet_without_its_search_or_speed_says_so():
-    size = unet_memory.Size(depth=1, convs=1, channels=4, image=8, samples=4, microbatches=4, searched=(1,))
+    size = unet_memory.UNetMemorySize(depth=1, convs=1, channels=4, image=8, samples=4, microbatches=4, searched=(1,))
     figures = unet.run(quiet, size="paper", memory_size=size)
     assert figures["speed"] is None
     assert [way["way"] for way in figures["memory"]["other_ways"]] == ["step"]
@@ -320,8 +312,10 @@ def test_unet_without_its_search_or_speed_says_so():
 
 
 def test_unet_measures_every_arm_against_the_bare_model():
-    speed = unet_speed.Size(depth=1, convs=1, channels=4, image=8, samples=2, warm_up=0, rounds=2)
-    memory_size = unet_memory.Size(depth=1, convs=1, channels=4, image=8, samples=4, microbatches=4, searched=(1,))
+    speed = unet_speed.UNetSpeedSize(depth=1, convs=1, channels=4, image=8, samples=2, warm_up=0, rounds=2)
+    memory_size = unet_memory.UNetMemorySize(
+        depth=1, convs=1, channels=4, image=8, samples=4, microbatches=4, searched=(1,)
+    )
     figures = json.loads(json.dumps(unet.run(quiet, speed_size=speed, memory_size=memory_size)))
     arms = {row["checkpoint"]: row for row in figures["speed"]["arms"]}
     assert [round(arms[mode]["bound"], 3) for mode in ("never", "except_last", "always")] == [1.0, 0.857, 0.75]
@@ -340,17 +334,16 @@ def test_the_models_layers_are_those_of_the_papers_authors():
 # Slack
 
 
-def test_slack_is_worth_what_the_reference_says(monkeypatch):
+def test_slack_is_worth_what_the_reference_says():
     """Simulated makespans of 1F1B and eager 1F1B in units of a forward; the real steps once, and quick."""
-    monkeypatch.setattr(slack, "ROUNDS", 1)
-    monkeypatch.setattr(slack, "UNIT", 1e-4)
-    figures = slack.run(quiet)
+    size = slack.SlackSize(rounds=1, unit=1e-4)
+    figures = slack.run(quiet, size=size)
     simulated = figures["simulated"]
     for scenario, lazy, eager in (("uniform", 57, 57), ("jitter", 65.9, 59.2), ("copies", 85, 63)):
         assert simulated[scenario]["1f1b"] == pytest.approx(lazy, rel=0.015)
         assert simulated[scenario]["eager-1f1b"] == pytest.approx(eager, rel=0.015)
     for scenario, row in figures["measured"].items():
-        busiest = 48 * slack.UNIT * (0.2 if scenario == "lengths" else 0.6)
+        busiest = 48 * size.unit * (0.2 if scenario == "lengths" else 0.6)
         assert all(seconds > busiest for seconds in row.values()), scenario
     shown = slack.show(figures)
     assert "copies as long as a forward" in shown
@@ -362,7 +355,7 @@ def test_slack_is_worth_what_the_reference_says(monkeypatch):
 
 def test_a_service_is_measured_inside_an_application():
     small = {"width": 16, "blocks": 2, "heads": 2, "context": 16, "max_bytes": 50_000}
-    size = embedded.Size(rate=50, seconds=0.4, rounds=2, blocked=1, warm_up=2, parameters=small)
+    size = embedded.EmbeddedSize(rate=50, seconds=0.4, rounds=2, blocked=1, warm_up=2, parameters=small)
     figures = json.loads(json.dumps(embedded.run(quiet, size=size)))
     training = figures["requests"]["training"]
     assert training["answered"] >= size.rounds * 20
@@ -384,7 +377,7 @@ def test_requests_that_wait_behind_a_slow_one_are_slow_as_well():
     """The latency counts from when a request was due: a server that stands still is not seen as one slow request."""
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         threading.Thread(target=_serve_one_by_one, args=(server, 10, 0.3), daemon=True).start()
-        with load(server.getsockname()[1]) as requests:
+        with load_generator(server.getsockname()[1]) as requests:
             found = requests.turn(100, 0.5)
     assert len(found["latencies"]) + found["failed"] == 50
     assert found["failed"] == 0
@@ -397,7 +390,7 @@ def test_requests_that_fail_are_counted():
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         answer = b"HTTP/1.1 500 Oh\r\nContent-Length: 2\r\n\r\nno"
         threading.Thread(target=_serve_one_by_one, args=(server, 10, 0.0, answer), daemon=True).start()
-        with load(server.getsockname()[1]) as requests:
+        with load_generator(server.getsockname()[1]) as requests:
             found = requests.turn(100, 0.1)
     assert found["failed"] == 10
     assert found["latencies"] == []

@@ -381,16 +381,16 @@ def test_what_is_wrong_is_told():
 def test_the_benchmark_predicts_what_it_measures():
     """In its smallest form: every row is there, with both times."""
     choices = (
-        bench.Choice("gpipe", (1, 2), 2),
-        bench.Choice("1f1b", (2, 1), 2, "always"),
-        bench.Choice("zb-h1", (1, 2), 2),
+        bench.PredictedPipeline("gpipe", (1, 2), 2),
+        bench.PredictedPipeline("1f1b", (2, 1), 2, "always"),
+        bench.PredictedPipeline("zb-h1", (1, 2), 2),
     )
     assert [bench._step_variants(choice) for choice in choices] == [
         [StepVariant.KEPT],
         [StepVariant.KEPT, StepVariant.RECOMPUTED],
         [StepVariant.KEPT, StepVariant.SPLIT],
     ]
-    figures = bench.run(lambda _: None, size=bench.Size(widths=(8, 8, 8, 8), samples=8, rounds=1, choices=choices))
+    figures = bench.run(lambda _: None, size=bench.PlanSize(widths=(8, 8, 8, 8), samples=8, rounds=1, choices=choices))
     figures = json.loads(json.dumps(figures))
     assert [row["schedule"] for row in figures["rows"]] == ["gpipe", "1f1b", "zb-h1"]
     assert all(row["predicted_seconds"] > 0 and row["measured_seconds"] > 0 for row in figures["rows"])

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from asyncpipe.bench.example import load_example
+from asyncpipe.bench.examples import load_example
 from asyncpipe.train.workload import Batch, Workload
 
 __all__ = ["ENTRY", "FAULTS", "HANG_SECONDS", "SLOW_SECONDS", "FaultBoard", "InjectedError", "build"]

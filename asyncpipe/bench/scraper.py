@@ -1,4 +1,4 @@
-"""Metrics as they are had in production: a collector on an HTTP server, and a thread that asks for them."""
+"""Metrics served and scraped as in production: a collector behind an HTTP server, and a thread that fetches it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Scraper", "scraper"]
 
 
 class Scraper:
-    """Fetches what a server on the loopback address exposes, every ``period`` seconds, as Prometheus does."""
+    """Fetches the metrics of a server on the loopback address every ``period`` seconds, as Prometheus does."""
 
     def __init__(self, port: int, period: float) -> None:
         self.scrapes = 0
@@ -24,9 +24,9 @@ class Scraper:
 
     @contextmanager
     def scraping(self) -> Iterator[None]:
-        """Scrape on a thread while the block runs: first after half a period, so that as much follows as went before.
+        """Scrape on a thread during the block, first after half a period.
 
-        If the block was too short for that, scrape once at its end. A scrape that fails raises there.
+        A block that is too short for that is scraped once at its end. The error of a failed scrape is raised there.
         """
         before = self.scrapes
         stop = Event()
@@ -55,7 +55,7 @@ class Scraper:
             self.scrape()
 
     def scrape(self) -> str:
-        """Everything that is exposed, once."""
+        """Fetch all metrics once."""
         with urlopen(self._url) as answer:  # noqa: S310 - always http
             text: str = answer.read().decode()
         self.scrapes += 1
@@ -64,7 +64,7 @@ class Scraper:
 
 @contextmanager
 def scraper(collector: PipelineCollector, period: float) -> Iterator[Scraper]:
-    """A scraper of ``collector``, which is served while the block runs."""
+    """Serve ``collector`` during the block; yields a scraper of it."""
     registry = CollectorRegistry()
     registry.register(collector)
     with serve_metrics(registry, 0) as server:

@@ -1,7 +1,8 @@
-"""U-Net, speed: a pipeline of one stage on one device against the bare model (see ``bench/unet.py``).
+"""U-Net, speed: a pipeline of one stage on one device against the bare model.
 
-The pipeline does twice the bare model's batch in two micro-batches, so kernels are as large in all arms and what
-is left are recomputation and the pipeline itself. No arm runs an optimizer, which would weigh less on the pipeline.
+The pipeline runs twice the bare model's batch in two micro-batches, so that kernels are equally large in all arms: the
+difference is recomputation and the pipeline itself. No arm runs an optimizer: per picture it would cost the pipeline
+less.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -18,24 +19,24 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.rounds import drop_gradients, lone_thread, medians
-from asyncpipe.bench.unet_model import loss_fn, make_batch, make_model, parameter_count
+from asyncpipe.bench.harness import lone_thread, medians, rounds
+from asyncpipe.bench.unet.model import loss_fn, make_batch, make_model, parameter_count
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import Report
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.sync import SyncPipeline
 
-__all__ = ["SIZES", "Size", "run", "show"]
+__all__ = ["SIZES", "UNetSpeedSize", "run", "show"]
 
 MICROBATCHES = 2
 RECOMPUTED = {"never": 0.0, "except_last": 1 / MICROBATCHES, "always": 1.0}
-"""The share of a mini-batch's forward that runs twice, by recomputation mode."""
+"""The part of a mini-batch's forwards that run twice, by recomputation mode."""
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """The model, the bare model's batch, and the rounds."""
+class UNetSpeedSize:
+    """The model, the bare model's batch, and the number of rounds."""
 
     depth: int
     convs: int
@@ -47,31 +48,24 @@ class Size:
 
 
 SIZES = {
-    "small": Size(depth=3, convs=5, channels=32, image=48, samples=4),
-    "paper": Size(depth=5, convs=5, channels=64, image=192, samples=40, warm_up=2),
+    "small": UNetSpeedSize(depth=3, convs=5, channels=32, image=48, samples=4),
+    "paper": UNetSpeedSize(depth=5, convs=5, channels=64, image=192, samples=40, warm_up=2),
 }
 
 
-def run(progress: Progress, device: Device, size: Size) -> Figures:
-    """Pictures per second of every arm over the bare model's: medians over alternating rounds."""
+def run(progress: Progress, device: Device, size: UNetSpeedSize) -> Figures:
+    """The speed of every arm relative to the bare model, in pictures per second: medians over rounds."""
     with lone_thread() as caller, ExitStack() as stack:
         arms = caller.submit(_Arms, device, size, stack).result()
-        rounds = []
-        for number in range(size.warm_up + size.rounds):
-            progress(f"speed: round {number + 1} of {size.warm_up + size.rounds}")
-            rounds.append(caller.submit(arms.round).result())
-    columns = medians(rounds[size.warm_up :])
+        numbers = rounds(size.warm_up + size.rounds, progress, "speed: round")
+        rows = [caller.submit(arms.round).result() for _ in numbers]
+    columns = medians(rows[size.warm_up :])
     share = columns.pop("forward_share")
     bare = columns.pop("bare")
     return {
-        "convs": size.convs,
-        "channels": size.channels,
-        "depth": size.depth,
-        "image": size.image,
-        "samples": size.samples,
+        **asdict(size),
         "microbatches": MICROBATCHES,
         "parameters": parameter_count(size.depth, size.convs, size.channels),
-        "rounds": size.rounds,
         "bare_per_second": size.samples / bare,
         "forward_share": share,
         "arms": [
@@ -88,7 +82,7 @@ def run(progress: Progress, device: Device, size: Size) -> Figures:
 
 
 def show(figures: Figures) -> str:
-    """A row for each recomputation mode; what is recomputed bounds a row's ratios."""
+    """A row for each recomputation mode, with the bound that recomputation sets for its ratios."""
     measured = f"{figures['forward_share']:.3f}"
     lines = [
         f"speed: U-Net ({figures['convs']}, {figures['channels']}), depth {figures['depth']}, "
@@ -106,9 +100,9 @@ def show(figures: Figures) -> str:
 
 
 class _Arms:
-    """The bare model, and pipelines with each recomputation mode around the same one."""
+    """The bare model, and a pipeline around the same model for each recomputation mode."""
 
-    def __init__(self, device: Device, size: Size, stack: ExitStack) -> None:
+    def __init__(self, device: Device, size: UNetSpeedSize, stack: ExitStack) -> None:
         torch.manual_seed(0)
         self._device = device
         with device.physical:
@@ -123,7 +117,7 @@ class _Arms:
         }
 
     def round(self) -> dict[str, float]:
-        """Seconds of the bare model; of every arm, pictures per second over those of the bare model just before."""
+        """Seconds of the bare model; for every arm, its speed over that of the bare model just before it."""
         bares, figures = [], {}
         for mode, pipe in self._pipes.items():
             arms: dict[str, Callable[[], Any]] = {
@@ -140,7 +134,7 @@ class _Arms:
 
     def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
         seconds, result = _on_cuda(self._device, work) if self._device.is_cuda else _on_cpu(work)
-        drop_gradients(self._model)
+        self._model.zero_grad()
         return seconds, result
 
 
@@ -155,7 +149,8 @@ def _on_cpu(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _on_cuda(device: Device, work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds between events on the caller's stream, behind which a pipeline's streams are ordered at both ends."""
+    """Seconds between two events on the caller's stream; a pipeline orders its own streams after the first event and
+    before the second."""
     with torch.cuda.device(device.physical):
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -167,6 +162,6 @@ def _on_cuda(device: Device, work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _forward_share(report: Report) -> float:
-    """The forwards' part of what the device computed in a step without recomputation."""
+    """The part of the device's compute time that forwards take in a step without recomputation."""
     forwards = sum(time.seconds for time in report.tasks if time.task.kind is TaskKind.FORWARD)
     return forwards / sum(report.device_busy.values())

@@ -1,10 +1,10 @@
-"""Requests at a fixed rate from a process of their own: ``python -m asyncpipe.bench.load PORT``.
+"""HTTP requests at a fixed rate from another process: ``python -m asyncpipe.bench.load_generator PORT``.
 
-Open loop: a request is due every so often, whether or not earlier ones have been answered, and its latency counts from
-the moment it was due. A server that stands still for a second is thus seen as 200 slow requests, not as one. The
-process does little else: sockets that stay open and ``select``, one thread, no garbage collection.
+The load is open-loop: requests are due at a fixed rate, whether or not earlier ones have been answered, and latency
+counts from the due time. A server that stalls for a second thus causes 200 slow requests, not one. The process adds
+little latency itself: one thread, open sockets, ``select``, no garbage collection.
 
-It reads a line ``RATE SECONDS PATH`` from standard input for each turn, and answers with one line of JSON.
+For each turn it reads a line ``RATE SECONDS PATH`` from standard input and prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Load", "load"]
+__all__ = ["LoadGenerator", "load_generator"]
 
 MOST_CONNECTIONS = 64
 PATIENCE = 10.0
-"""Seconds for what has not been answered at a turn's end."""
+"""Seconds to wait for unanswered requests at the end of a turn."""
 
 
-class Load:
-    """The generator, seen from the process that starts it."""
+class LoadGenerator:
+    """The generator's process, seen from the process that starts it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def turn(self, rate: float, seconds: float, path: str = "/") -> dict[str, Any]:
-        """``rate`` requests a second, so long; blocks. ``latencies`` and ``late`` in seconds, ``failed`` a count.
+        """Send ``rate`` requests per second; blocks. Returns ``latencies`` and ``late`` in seconds, and ``failed``.
 
-        ``late`` is how long after it was due each request was sent although a connection was free: the generator's own
-        share of its latency.
+        ``late`` is the delay between each request's due time and its sending, although a connection was free: the
+        generator's own part of the latency.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -50,23 +50,23 @@ class Load:
 
 
 @contextmanager
-def load(port: int) -> Iterator[Load]:
-    """A generator of requests to this port of 127.0.0.1, while the block runs."""
+def load_generator(port: int) -> Iterator[LoadGenerator]:
+    """Start a process that sends requests to ``port`` of 127.0.0.1, for the duration of the block."""
     command = [sys.executable, "-m", __name__, str(port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
         try:
-            yield Load(process)
+            yield LoadGenerator(process)
         finally:
             assert process.stdin is not None
             process.stdin.close()
             process.wait()
 
 
-# In the process
+# In the other process
 
 
 @dataclass(slots=True, eq=False)
-class _Connection:
+class _HttpConnection:
     socket: socket.socket
     due: float = 0.0
     received: bytes = b""
@@ -75,11 +75,11 @@ class _Connection:
         return self.socket.fileno()
 
 
-class _Generator:
+class _RequestLoop:
     def __init__(self, port: int) -> None:
         self._port = port
-        self._idle: list[_Connection] = []
-        self._busy: list[_Connection] = []
+        self._idle: list[_HttpConnection] = []
+        self._busy: list[_HttpConnection] = []
         self._latencies: list[float] = []
         self._late: list[float] = []
         self._failed = 0
@@ -94,7 +94,7 @@ class _Generator:
             while due and due[0] <= now and self._send(due[0], request):
                 due.popleft()
             wait = max(0.0, due[0] - time.perf_counter()) if due else over - now
-            if due and not wait:  # No connection is free.
+            if due and not wait:  # No connection is free: try again soon.
                 wait = 0.001
             for connection in select.select(self._busy, (), (), wait)[0]:
                 self._receive(connection)
@@ -106,7 +106,7 @@ class _Generator:
 
     def _send(self, due: float, request: bytes) -> bool:
         if not self._idle and len(self._busy) < MOST_CONNECTIONS:
-            self._idle.append(_Connection(socket.create_connection(("127.0.0.1", self._port), timeout=PATIENCE)))
+            self._idle.append(_HttpConnection(socket.create_connection(("127.0.0.1", self._port), timeout=PATIENCE)))
             self._idle[-1].socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if not self._idle:
             return False
@@ -117,7 +117,7 @@ class _Generator:
         self._busy.append(connection)
         return True
 
-    def _receive(self, connection: _Connection) -> None:
+    def _receive(self, connection: _HttpConnection) -> None:
         try:
             more = connection.socket.recv(65536)
         except OSError:
@@ -136,7 +136,7 @@ class _Generator:
 
 
 def _length(head: bytes) -> int:
-    """What the head of an answer says of its body."""
+    """The Content-Length in the head of an answer."""
     for line in head.split(b"\r\n")[1:]:
         name, _, value = line.partition(b":")
         if name.lower() == b"content-length":
@@ -146,7 +146,7 @@ def _length(head: bytes) -> int:
 
 def _main() -> None:
     gc.disable()
-    generator = _Generator(int(sys.argv[1]))
+    generator = _RequestLoop(int(sys.argv[1]))
     for line in sys.stdin:
         rate, seconds, path = line.split()
         print(json.dumps(generator.turn(float(rate), float(seconds), path)), flush=True)

@@ -1,4 +1,4 @@
-"""The model of the U-Net benchmarks: the example's, with the layers of the paper's authors."""
+"""The model of the U-Net benchmarks: the U-Net of the examples, with the layers that the paper's authors used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.bench.example import load_example
+from asyncpipe.bench.examples import load_example
 from asyncpipe.ops.device.devices import Device
 
 __all__ = ["loss_fn", "make_batch", "make_model", "parameter_count"]
@@ -18,7 +18,7 @@ loss_fn = nn.functional.binary_cross_entropy_with_logits
 def make_model(depth: int, convs: int, channels: int) -> nn.Sequential:
     """The U-Net (``convs``, ``channels``), or (B, C) in the paper, of ``depth`` levels; pictures in three colours.
 
-    Made on torch's default device. Raises ``OptionError`` where the example is not there.
+    It is made on torch's default device. Raises ``OptionError`` if the example is not there.
     """
     model: nn.Sequential = load_example("unet").unet(depth, convs, channels, input_channels=3, output_channels=1)
     for position, layer in enumerate(model):
@@ -32,13 +32,13 @@ def make_model(depth: int, convs: int, channels: int) -> nn.Sequential:
 
 @cache
 def parameter_count(depth: int, convs: int, channels: int) -> int:
-    """How many parameters ``make_model`` gives."""
+    """The number of parameters of ``make_model``'s model."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in make_model(depth, convs, channels).parameters())
 
 
 def make_batch(samples: int, image: int, device: Device) -> tuple[Tensor, Tensor]:
-    """Square pictures with a side of ``image`` pixels, and a mask for each."""
+    """Pictures of ``image`` × ``image`` pixels, and a mask for each."""
     shape = (samples, image, image)
     pictures = torch.rand(shape[0], 3, *shape[1:], device=device.physical)
     return pictures, torch.ones(shape[0], 1, *shape[1:], device=device.physical)

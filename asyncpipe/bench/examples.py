@@ -1,20 +1,22 @@
-"""The examples of a checkout, for benchmarks that measure them."""
+"""The models of the repository's ``examples/``, which some benchmarks measure."""
 
 from __future__ import annotations
 
+import tomllib
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import asyncpipe
 from asyncpipe.errors import OptionError
 
-__all__ = ["example_folder", "load_example"]
+__all__ = ["example_folder", "example_job", "load_example"]
 
 
 def example_folder(name: str) -> Path:
-    """Where the example ``name`` lies; raises ``OptionError`` where it does not: no installed package has examples."""
+    """The folder of the example ``name``. Raises ``OptionError`` outside a checkout: a wheel contains no examples."""
     folder = Path(asyncpipe.__file__).parents[1] / "examples" / name
     if not folder.is_dir():
         raise OptionError(
@@ -24,9 +26,14 @@ def example_folder(name: str) -> Path:
     return folder
 
 
+def example_job(name: str) -> dict[str, Any]:
+    """The job file of the example ``name``, as a dict. Raises ``OptionError`` as ``example_folder`` does."""
+    return tomllib.loads((example_folder(name) / f"{name}.toml").read_text(encoding="utf-8"))
+
+
 @cache
 def load_example(name: str) -> ModuleType:
-    """The module of the example ``name``; raises ``OptionError`` where it is not there."""
+    """The module of the example ``name``. Raises ``OptionError`` as ``example_folder`` does."""
     spec = spec_from_file_location(f"asyncpipe_bench_{name}_example", example_folder(name) / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

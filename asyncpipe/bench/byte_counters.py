@@ -1,8 +1,8 @@
-"""Counted bytes: what tensors occupy, told by what they are and not by an allocator, so the same on every machine.
+"""Counters of the bytes in tensor storages: independent of allocators, and therefore the same on every machine.
 
-Two counters. ``ByteMeter`` sees every storage that torch makes while it counts, temporaries included, and sees it
-die. ``SavedBytes`` sees what waits for a backward: what autograd has saved, and stage inputs that a recomputation
-starts from. Neither sees the scratch memory inside a kernel, nor what an allocator keeps in reserve.
+``ByteMeter`` counts every storage that torch makes, temporaries included, until it is freed. ``SavedBytes`` counts what
+is kept for a backward: the tensors that autograd saves, and the stage inputs from which recomputation starts. Neither
+counts scratch memory inside kernels or memory that an allocator keeps in reserve.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["ByteMeter", "CountedExecutor", "SavedBytes"]
 
 
 class ByteMeter:
-    """Live bytes of the storages made while it counts, and their peak. May count on several threads at once.
+    """Live bytes of the storages made while counting, and their peak. Several threads may count at once.
 
-    A storage counts once, however many tensors share it, from the operation that makes it until it is freed; one
-    that is resized keeps its first size.
+    A storage counts once, however many tensors share it, from the operation that makes it until it is freed; a resized
+    storage keeps its first size.
 
-    Without ``values``, tensors made while it counts have shapes and storages of a size, but no memory and nothing
-    in them: a model of any size is counted at once, by the same operations. Then one thread at a time may count.
+    Without ``values``, tensors made while counting are fake: they have shapes but no memory, so that a model of any
+    size is counted quickly, by the same operations. Only one thread at a time may count then.
     """
 
     def __init__(self, *, values: bool = True) -> None:
@@ -40,26 +40,26 @@ class ByteMeter:
         self.live = 0
         self.peak = 0
         self._sizes: dict[int, int] = {}
-        # Reentrant: the garbage collector may free a storage in the middle of an addition.
+        # Reentrant: the garbage collector may free a storage while this thread is inside `add`.
         self._lock = threading.RLock()
         self._fake = None if values else FakeTensorMode()
 
     @contextmanager
     def counting(self) -> Iterator[ByteMeter]:
-        """Counts what this thread does inside, and what a CPU backward that it starts does."""
+        """Count the operations of this thread during the block, and of the CPU backwards that it starts."""
         if self._fake is None:
-            with _Counting(self):
+            with _CountingMode(self):
                 yield self
         else:
-            with self._fake, _Counting(self):
+            with self._fake, _CountingMode(self):
                 yield self
 
     def restart(self) -> None:
-        """The peak is what lives now."""
+        """Reset the peak to the bytes that are live now."""
         self.peak = self.live
 
     def add(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor``, unless it is counted."""
+        """Count the storage of ``tensor``, unless it is counted already."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         with self._lock:
@@ -68,7 +68,7 @@ class ByteMeter:
             self._sizes[key] = size = storage.nbytes()
             self.live += size
             self.peak = max(self.peak, self.live)
-        # torch keeps the Python object of a storage for as long as the storage lives.
+        # torch keeps the Python object of a storage alive as long as the storage.
         weakref.finalize(storage, self._remove, key).atexit = False
 
     def _remove(self, key: int) -> None:
@@ -77,7 +77,7 @@ class ByteMeter:
 
     @staticmethod
     def keep_in_place(model: nn.Module) -> None:
-        """``model.to(device)`` does nothing from now on: parameters without values cannot be moved."""
+        """Make ``model.to(device)`` do nothing from now on: fake parameters cannot be moved."""
         for module in model.modules():
             module._apply = _stay(module)  # type: ignore[method-assign]
 
@@ -86,8 +86,8 @@ def _stay(module: nn.Module) -> Callable[..., nn.Module]:
     return lambda function, recurse=True: module
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the outputs of every operation on one thread. One for each time that it is entered."""
+class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the outputs of every operation on one thread. It is entered only once."""
 
     def __init__(self, meter: ByteMeter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -97,7 +97,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and not self._meter.values:
-            return 0  # A number is taken of a tensor without values, to seed a step: any will do.
+            return 0  # `item()` of a fake tensor, which seeds a step: any number will do.
         outputs = func(*args, **(kwargs or {}))
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor):
@@ -106,23 +106,23 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class CountedExecutor(InlineExecutor):
-    """A CPU device whose tasks ``meter`` counts: one at a time, on the thread of the pipeline's loop."""
+    """A CPU device whose tasks run, counted by ``meter``, on the thread of the pipeline's loop."""
 
     def __init__(self, device: str, meter: ByteMeter) -> None:
         super().__init__(device)
         self._meter = meter
 
     def submit(self, assignments: Sequence[Assignment]) -> None:
-        """Run the tasks, now; dispatch modes belong to a thread, so this one enters its own."""
+        """Run the tasks now. A dispatch mode applies to one thread, so every call enters its own."""
         with self._meter.counting():
             super().submit(assignments)
 
 
 class SavedBytes:
-    """Bytes that wait for a backward, on whatever threads: now, and at their peaks.
+    """Bytes that are kept for a backward, on all threads: ``live`` now, and their ``peak``.
 
-    ``saved``: storages that autograd keeps for a backward; ``borders``: those given to ``note_input`` that live;
-    ``total``: those that are either. ``uncounted``: tensors whose storages count as neither, such as parameters.
+    ``saved``: storages that autograd keeps for a backward; ``borders``: storages given to ``note_input``, while they
+    live; ``total``: the union of both. Storages of the tensors in ``uncounted``, such as parameters, do not count.
     """
 
     def __init__(self, uncounted: Iterable[Tensor] = ()) -> None:
@@ -133,11 +133,11 @@ class SavedBytes:
         self._lock = threading.RLock()
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Counts what autograd saves in this thread inside."""
+        """A context manager that counts what autograd saves in this thread during the block."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def note_input(self, tensor: Tensor) -> None:
-        """``tensor`` is a stage's input: its storage counts until it is freed."""
+        """Count the storage of ``tensor``, a stage's input, until it is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         with self._lock:
@@ -152,7 +152,7 @@ class SavedBytes:
             return tensor.detach()
         with self._lock:
             self._begin(storage._cdata, "saved", storage.nbytes())
-        # Detached: an operation's own output, kept as it is, would keep the operation alive.
+        # Detached: the output of an operation would otherwise keep its own graph node alive.
         return _Saved(tensor.detach(), self._end)
 
     def _begin(self, key: int, reason: str, size: int) -> None:
@@ -177,7 +177,7 @@ class SavedBytes:
 
 
 class _Saved:
-    """What autograd keeps in place of a tensor that it saves; takes the tensor's bytes back when it is dropped."""
+    """What autograd keeps in place of a saved tensor; stops counting the tensor when it is dropped."""
 
     __slots__ = ("_end", "tensor")
 

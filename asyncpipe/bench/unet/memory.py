@@ -1,7 +1,7 @@
 """U-Net, memory: the largest model that a pipeline of one stage trains in the memory of a bare model.
 
-A bare model holds the activations of the whole mini-batch, the pipeline those of one micro-batch, so that what is
-left of the limit is for parameters and gradients (see ``bench/unet.py``). Peaks include both, and all temporaries.
+A bare model holds the activations of the whole mini-batch, the pipeline those of one micro-batch; the rest of the limit
+is left for parameters and gradients. Peaks include all of them, and temporaries.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.meter import ByteMeter, CountedExecutor
-from asyncpipe.bench.unet_model import loss_fn, make_batch, make_model, parameter_count
+from asyncpipe.bench.byte_counters import ByteMeter, CountedExecutor
+from asyncpipe.bench.unet.model import loss_fn, make_batch, make_model, parameter_count
 from asyncpipe.errors import TaskError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.pipeline.pipeline import Pipeline
 
-__all__ = ["SIZES", "Size", "counted_peak", "largest_channels", "run", "show"]
+__all__ = ["SIZES", "UNetMemorySize", "counted_peak", "largest_channels", "run", "show"]
 
 STATE_BYTES = 2 * 4
-"""Of a parameter and its gradient."""
+"""Bytes of a parameter and its gradient."""
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """The bare model, its mini-batch, and in how many micro-batches and which B the pipeline is searched."""
+class UNetMemorySize:
+    """The bare model and its mini-batch; the pipeline's micro-batches, and the numbers of convolutions to search."""
 
     depth: int
     convs: int
@@ -44,47 +44,47 @@ class Size:
 
 # Activations outweigh parameters alike in both: pictures × pixels on the lowest level / channels is 16.
 SIZES = {
-    "small": Size(depth=3, convs=6, channels=18, image=24, samples=32, microbatches=32, searched=(6, 11)),
-    "paper": Size(depth=5, convs=6, channels=72, image=192, samples=32, microbatches=32, searched=(6, 11)),
+    "small": UNetMemorySize(depth=3, convs=6, channels=18, image=24, samples=32, microbatches=32, searched=(6, 11)),
+    "paper": UNetMemorySize(depth=5, convs=6, channels=72, image=192, samples=32, microbatches=32, searched=(6, 11)),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How a model is trained: in a pipeline, by ``step`` or by ``loss(pipe(x)).backward()``."""
+class TrainingMode:
+    """How a pipeline trains a model: by ``step`` or by ``loss(pipe(x)).backward()``, and what it recomputes."""
 
     name: str
     checkpoint: str
     dropin: bool = False
 
 
-STEP = Way("step", "except_last")
-OTHERS = (Way("step", "never"), Way("pipe(x)", "except_last", dropin=True))
-"""Other ways to train the largest model that ``STEP`` can. In 1F1B, one stage never holds two micro-batches."""
+STEP = TrainingMode("step", "except_last")
+OTHERS = (TrainingMode("step", "never"), TrainingMode("pipe(x)", "except_last", dropin=True))
+"""Other ways to train the largest model found for ``STEP``. With 1F1B, one stage never holds two micro-batches."""
 
 
-def run(progress: Progress, device: Device, size: Size, *, values: bool) -> Figures:
-    """The bare model's peak, the largest pipeline within it for each B, and the best one trained in other ways.
+def run(progress: Progress, device: Device, size: UNetMemorySize, *, values: bool) -> Figures:
+    """The bare model's peak, the largest pipeline within it for each B, and the best one trained in the other ways.
 
-    Without ``values``, on a CPU, bytes are counted and nothing is computed.
+    Without ``values`` (CPU only) bytes are counted and nothing is computed.
     """
 
-    def peak(convs: int, channels: int, way: Way | None) -> float:
-        progress(f"memory: U-Net ({convs}, {channels}), {way.name + ' ' + way.checkpoint if way else 'bare'}")
+    def peak(convs: int, channels: int, mode: TrainingMode | None) -> float:
+        progress(f"memory: U-Net ({convs}, {channels}), {mode.name + ' ' + mode.checkpoint if mode else 'bare'}")
         if device.is_cuda:
-            return _allocated_peak(size, convs, channels, way, device)
-        return counted_peak(size, convs, channels, way, device, values=values)
+            return _allocated_peak(size, convs, channels, mode, device)
+        return counted_peak(size, convs, channels, mode, device, values=values)
 
     limit = peak(size.convs, size.channels, None)
     bare = _row(size, size.convs, size.channels, limit)
     pipelines = []
     for convs in size.searched:
         parameters = partial(parameter_count, size.depth, convs)
-        pipelines.append(_row(size, convs, *largest_channels(partial(peak, convs, way=STEP), parameters, limit)))
+        pipelines.append(_row(size, convs, *largest_channels(partial(peak, convs, mode=STEP), parameters, limit)))
     best = max(pipelines, key=lambda row: row["parameters"])
     peak_of_best = partial(peak, best["convs"], best["channels"])
-    # Tensors without values cannot be on two threads at once, as in a backward of the caller's.
-    others = [way for way in OTHERS if best["channels"] and (values or not way.dropin)]
+    # Tensors without values work on one thread only; a drop-in backward uses two.
+    others = [mode for mode in OTHERS if best["channels"] and (values or not mode.dropin)]
     return {
         "depth": size.depth,
         "image": size.image,
@@ -96,18 +96,19 @@ def run(progress: Progress, device: Device, size: Size, *, values: bool) -> Figu
         "ratio": best["parameters"] / bare["parameters"],
         "most_possible": limit / STATE_BYTES / bare["parameters"],
         "other_ways": [
-            {"way": way.name, "checkpoint": way.checkpoint, **best, "peak_bytes": peak_of_best(way)} for way in others
+            {"way": mode.name, "checkpoint": mode.checkpoint, **best, "peak_bytes": peak_of_best(mode)}
+            for mode in others
         ],
     }
 
 
-def _row(size: Size, convs: int, channels: int, peak_bytes: float) -> Figures:
+def _row(size: UNetMemorySize, convs: int, channels: int, peak_bytes: float) -> Figures:
     parameters = parameter_count(size.depth, convs, channels) if channels else 0
     return {"convs": convs, "channels": channels, "parameters": parameters, "peak_bytes": peak_bytes}
 
 
 def show(figures: Figures) -> str:
-    """The bare model, the largest pipeline for each B, and the best one trained in other ways."""
+    """The bare model, the largest pipeline for each B, and the best one trained in the other ways."""
     bare = figures["bare"]
 
     def row(label: str, model: Figures) -> str:
@@ -125,17 +126,17 @@ def show(figures: Figures) -> str:
             row("bare", bare),
             *(row(f"{STEP.name}, {first}", model) for model in figures["pipelines"]),
             f"parameters and gradients alone would fill that memory at {figures['most_possible']:.2f}×",
-            "the largest one, trained otherwise",
+            "the largest one, trained in other ways",
             *(row(f"{model['way']}, {model['checkpoint']}", model) for model in figures["other_ways"]),
         ]
     )
 
 
 def largest_channels(peak: Callable[[int], float], parameters: Callable[[int], int], limit: float) -> tuple[int, float]:
-    """The most channels, an even number, whose peak is within ``limit``, and that peak; (0, 0) if two are too many.
+    """The largest even number of channels whose peak is within ``limit``, and that peak; (0, 0) if two are too many.
 
-    Peaks must grow with the channels, and may be infinite. What is in them beside parameters and gradients is about
-    proportional to the channels: taken to be so, the next guess mostly finds the border, and is no more than a guess.
+    Peaks must grow with the channels, and may be infinite. A search by intervals: the next guess assumes that a peak
+    beyond parameters and gradients is proportional to the channels, which is nearly so and mostly hits the border.
     """
 
     def too_much(channels: int, rest: float) -> bool:
@@ -157,9 +158,9 @@ def largest_channels(peak: Callable[[int], float], parameters: Callable[[int], i
 
 
 def counted_peak(
-    size: Size, convs: int, channels: int, way: Way | None, device: Device, *, values: bool = True
+    size: UNetMemorySize, convs: int, channels: int, mode: TrainingMode | None, device: Device, *, values: bool = True
 ) -> float:
-    """Peak bytes of one training step on a CPU, counted: parameters, gradients, activations and temporaries."""
+    """Counted peak bytes of one training step on a CPU: parameters, gradients, activations and temporaries."""
     meter = ByteMeter(values=values)
     with meter.counting():
         model = make_model(size.depth, convs, channels)
@@ -167,12 +168,14 @@ def counted_peak(
             meter.keep_in_place(model)
         batch = make_batch(size.samples, size.image, device)
         meter.restart()
-        _train(size, model, *batch, way, device, executors=partial(CountedExecutor, meter=meter))
+        _train(size, model, *batch, mode, device, executors=partial(CountedExecutor, meter=meter))
     return meter.peak
 
 
-def _allocated_peak(size: Size, convs: int, channels: int, way: Way | None, device: Device) -> float:
-    """Peak bytes of one training step on a CUDA device, as torch's allocator has them; infinite if it runs out."""
+def _allocated_peak(
+    size: UNetMemorySize, convs: int, channels: int, mode: TrainingMode | None, device: Device
+) -> float:
+    """Peak bytes of one training step on a CUDA device, from torch's allocator; infinite if memory runs out."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device.physical)
@@ -181,7 +184,7 @@ def _allocated_peak(size: Size, convs: int, channels: int, way: Way | None, devi
             model = make_model(size.depth, convs, channels)
         batch = make_batch(size.samples, size.image, device)
         torch.cuda.reset_peak_memory_stats(device.physical)
-        _train(size, model, *batch, way, device)
+        _train(size, model, *batch, mode, device)
         torch.cuda.synchronize(device.physical)
     except (torch.OutOfMemoryError, TaskError) as error:
         if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
@@ -191,22 +194,28 @@ def _allocated_peak(size: Size, convs: int, channels: int, way: Way | None, devi
 
 
 def _train(
-    size: Size, model: nn.Sequential, x: Tensor, target: Tensor, way: Way | None, device: Device, **options: Any
+    size: UNetMemorySize,
+    model: nn.Sequential,
+    x: Tensor,
+    target: Tensor,
+    mode: TrainingMode | None,
+    device: Device,
+    **options: Any,
 ) -> None:
-    """One training step from no gradients to gradients."""
-    if way is None:
+    """One training step without an optimizer, from no gradients to gradients."""
+    if mode is None:
         torch.autograd.backward(loss_fn(model(x), target))
         return
     pipeline = Pipeline(
         model,
         [device.name],
         microbatches=size.microbatches,
-        checkpoint=way.checkpoint,
+        checkpoint=mode.checkpoint,
         loss_fn=loss_fn,
         **options,
     )
     with pipeline.sync() as pipe:
-        if way.dropin:
+        if mode.dropin:
             torch.autograd.backward(loss_fn(pipe(x), target))
         else:
             pipe.step(x, target, return_outputs=False)

@@ -1,6 +1,6 @@
-"""An aiohttp application with a trivial handler; ``python -m asyncpipe.bench.hello`` serves it without training.
+"""The web application of the ``embedded`` benchmark; ``python -m asyncpipe.bench.web_app`` serves it without training.
 
-So one sees what requests cost training by the cores that they need, wherever they are answered.
+Served by another process, requests cost training only the CPU time that they take. The benchmark compares both.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from aiohttp import web
 
 from asyncpipe.runtime.portal import new_event_loop
 
-__all__ = ["hello", "served", "served_apart"]
+__all__ = ["make_app", "served", "served_by_process"]
 
 
-def hello() -> web.Application:
-    """An application that answers ``/``."""
+def make_app() -> web.Application:
+    """An application with a trivial handler at ``/``."""
 
     async def trivial(_: web.Request) -> web.Response:
         return web.Response(text="hello")
@@ -31,7 +31,7 @@ def hello() -> web.Application:
 
 @asynccontextmanager
 async def served(app: web.Application) -> AsyncIterator[int]:
-    """The port of 127.0.0.1 at which the running loop serves the application, during the block."""
+    """Serve ``app`` on the running loop during the block; yields the port on 127.0.0.1."""
     runner = web.AppRunner(app, handle_signals=False, access_log=None)
     try:
         await runner.setup()
@@ -42,8 +42,8 @@ async def served(app: web.Application) -> AsyncIterator[int]:
 
 
 @contextmanager
-def served_apart() -> Iterator[int]:
-    """The port at which a process of its own serves ``hello()``, during the block."""
+def served_by_process() -> Iterator[int]:
+    """Serve ``make_app()`` in another process during the block; yields the port on 127.0.0.1."""
     command = [sys.executable, "-m", __name__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
         assert process.stdin is not None
@@ -55,7 +55,7 @@ def served_apart() -> Iterator[int]:
 
 
 async def _main() -> None:
-    async with served(hello()) as port:
+    async with served(make_app()) as port:
         print(port, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 

@@ -1,0 +1,99 @@
+"""What the benchmarks share: rounds of alternating arms, timed steps, medians, tables, and small models.
+
+A benchmark compares arms. The arms run in turn within each round, in one process, so that whatever else the machine
+does hits all of them; the figures are medians over the rounds, without those that warm up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+from asyncpipe.bench import Progress
+from asyncpipe.bench.scraper import Scraper
+from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
+from asyncpipe.runtime.portal import new_event_loop
+
+__all__ = [
+    "StepTime",
+    "alternating",
+    "lone_thread",
+    "medians",
+    "mlp",
+    "rounds",
+    "run_on_loop",
+    "table",
+    "timed_steps",
+]
+
+_T = TypeVar("_T")
+
+
+def run_on_loop(main: Coroutine[Any, Any, _T]) -> _T:
+    """The result of ``main``, on the kind of event loop that the package uses."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(main)
+
+
+def rounds(count: int, progress: Progress, what: str = "round") -> Iterator[int]:
+    """The numbers of ``count`` rounds from 0; ``progress`` is told of each."""
+    for number in range(count):
+        progress(f"{what} {number + 1} of {count}")
+        yield number
+
+
+def alternating(arms: Sequence[_T], number: int) -> Sequence[_T]:
+    """The arms in the order of round ``number``: every other round reverses it, so that no arm is always first."""
+    return arms if number % 2 else arms[::-1]
+
+
+class StepTime(NamedTuple):
+    """Seconds per step: by the clock, and of this process's CPU time."""
+
+    wall: float
+    cpu: float
+
+
+async def timed_steps(step: Callable[[], Awaitable[object]], seconds: float, scrapes: Scraper | None) -> StepTime:
+    """Repeat ``step`` for about ``seconds``, while ``scrapes`` (if given) scrapes; returns the means per step."""
+    steps, begun, used = 0, time.perf_counter(), time.process_time()
+    with nullcontext() if scrapes is None else scrapes.scraping():
+        while (taken := time.perf_counter() - begun) < seconds:
+            await step()
+            steps += 1
+    used = time.process_time() - used
+    return StepTime(taken / steps, used / steps)
+
+
+def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median of every column; all rows have the same columns."""
+    return {name: median(row[name] for row in rows) for name in rows[0]}
+
+
+def table(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines with the columns of ``rows`` aligned: the first to the left, the others to the right."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
+
+@contextmanager
+def lone_thread() -> Iterator[ThreadPoolExecutor]:
+    """A pool of one thread with one intra-op thread, like the thread of a CPU device."""
+    threads = IntraOpThreads(1)
+    with ThreadPoolExecutor(1, initializer=threads.initializer()) as pool:
+        pool.submit(int).result()
+        threads.settle()
+        yield pool
+
+
+def mlp(width: int, layers: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+    """``layers`` times a linear layer of ``width`` with an activation behind it."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), activation()) for _ in range(layers)))
