@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 
 from asyncpipe.errors import OptionError
-from asyncpipe.observe.metrics.totals import COUNTERS, GAUGES, HISTOGRAMS
+from asyncpipe.observe.metrics.metric_table import COUNTERS, GAUGES, HISTOGRAMS
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 
 __all__ = [

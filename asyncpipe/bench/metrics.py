@@ -20,7 +20,7 @@ from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.examples import example_job, load_example
 from asyncpipe.bench.harness import StepTime, alternating, rounds, run_on_loop, timed_steps
 from asyncpipe.bench.scraper import Scraper, scraper
-from asyncpipe.observe.metrics.collector import PipelineCollector
+from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.pipeline.pipeline import Pipeline
 
 __all__ = ["TrainingSize", "run", "show"]

@@ -21,7 +21,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.observe.metrics.collector import PipelineCollector
+from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.executor import ThreadExecutor, Work

@@ -9,7 +9,7 @@ from urllib.request import urlopen
 
 from prometheus_client import CollectorRegistry
 
-from asyncpipe.observe.metrics.collector import PipelineCollector, serve_metrics
+from asyncpipe.observe.metrics import PipelineCollector, serve_metrics
 
 __all__ = ["Scraper", "scraper"]
 

@@ -191,13 +191,13 @@ def _text(several: Sequence[_Shown], args: argparse.Namespace) -> str:
 
 
 def _html(several: Sequence[_Shown], args: argparse.Namespace) -> str:
-    from asyncpipe.observe.pictures.html import Entry, html_comparison
+    from asyncpipe.observe.pictures.html import ComparedStep, html_comparison
 
     entries = []
     for shown in several:
         name = shown.graph.schedule
         detail = shown.title.removeprefix(f"{name}: ")
-        entries.append(Entry(name, simulate(shown.graph, shown.costs), virtual=True, detail=detail))
+        entries.append(ComparedStep(name, simulate(shown.graph, shown.costs), virtual=True, detail=detail))
     title = entries[0].title if len(entries) == 1 else f"{len(entries)} schedules at the same costs"
     return html_comparison(entries, title=f"{title}, {counted(args.microbatches, 'micro-batch')}")
 

@@ -172,7 +172,7 @@ def _metrics(service: TrainingService, settings: ServiceSettings) -> Iterator[No
     """Metrics over HTTP during the block, if the settings have a port for them; their address is printed."""
     from prometheus_client import CollectorRegistry
 
-    from asyncpipe.observe.metrics.collector import serve_metrics
+    from asyncpipe.observe.metrics import serve_metrics
 
     if settings.metrics_port is None:
         yield

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from asyncpipe.errors import DeviceError, OptionError
 
 if TYPE_CHECKING:
-    from asyncpipe.observe.live.view import LiveView
-    from asyncpipe.observe.metrics.collector import PipelineCollector
+    from asyncpipe.observe.live import LiveView
+    from asyncpipe.observe.metrics import PipelineCollector
     from asyncpipe.train.job_file import Job
     from asyncpipe.train.progress import TrainingSummary
     from asyncpipe.train.training_run import TrainingRun
@@ -118,7 +118,7 @@ def _train(args: argparse.Namespace) -> int:
     job = _with_options(load_job(args.job), args)
 
     from asyncpipe.cli.progress import choose_progress
-    from asyncpipe.observe.metrics.collector import PipelineCollector
+    from asyncpipe.observe.metrics import PipelineCollector
     from asyncpipe.runtime.portal import new_event_loop
     from asyncpipe.train.entry import find_entry
     from asyncpipe.train.training_run import TrainingRun
@@ -189,7 +189,7 @@ def _served(job: Job, collector: PipelineCollector) -> Iterator[None]:
     """Metrics over HTTP during the block, if the job asks for them; their address is printed."""
     from prometheus_client import CollectorRegistry
 
-    from asyncpipe.observe.metrics.collector import serve_metrics
+    from asyncpipe.observe.metrics import serve_metrics
 
     if job.observe.metrics_port is None:
         yield
@@ -206,7 +206,7 @@ def _live_view(job: Job) -> LiveView | None:
     """What shows the run on a page, if the job asks for one."""
     if job.observe.serve_port is None:
         return None
-    from asyncpipe.observe.live.view import LiveView
+    from asyncpipe.observe.live import LiveView
 
     return LiveView(job.name, steps=job.training.steps)
 
@@ -217,7 +217,7 @@ async def _shown(job: Job, view: LiveView | None) -> AsyncIterator[None]:
     if view is None or job.observe.serve_port is None:
         yield
         return
-    from asyncpipe.observe.live.server import serve_live
+    from asyncpipe.observe.live import serve_live
 
     async with serve_live(view, job.observe.serve_port) as server:
         print(f"live view: {server.url}", flush=True)

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from prometheus_client.registry import Collector
 
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.observe.live.view import LiveView
+from asyncpipe.observe.live import LiveView
 from asyncpipe.runtime.portal import Call, Portal
 from asyncpipe.runtime.waiting import outlast
 from asyncpipe.service.job_states import JobRecord, JobState, Transition

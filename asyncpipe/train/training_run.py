@@ -20,7 +20,7 @@ from asyncpipe.core.engine.share import Share
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
-from asyncpipe.observe.metrics.collector import PipelineCollector
+from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.train.adamw import ClippedAdamW

@@ -33,7 +33,7 @@ from asyncpipe import Costs, Pipeline
 from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.kinds import TaskKind
-from asyncpipe.observe.metrics.collector import MergedCollector, PipelineCollector, serve_metrics
+from asyncpipe.observe.metrics import MergedCollector, PipelineCollector, serve_metrics
 from asyncpipe.testing import EmulatedExecutor
 from dashboards.rules import ALERTS, rules_yaml
 

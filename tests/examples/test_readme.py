@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncpipe.observe.metrics.totals import COUNTERS, GAUGES, HISTOGRAMS
+from asyncpipe.observe.metrics.metric_table import COUNTERS, GAUGES, HISTOGRAMS
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from torch import Generator, Tensor, nn
 
 from asyncpipe.errors import OptionError
-from asyncpipe.observe.live.view import LiveView
+from asyncpipe.observe.live import LiveView
 from asyncpipe.service.http import make_api, serve_api
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError
 from asyncpipe.service.jobs.job_log import JobEvent, LossRow

@@ -18,7 +18,7 @@ from torch import Generator, Tensor, nn
 
 from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.errors import JobFileError, TaskError
-from asyncpipe.observe.metrics.collector import PipelineCollector
+from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.train.adamw import BETAS, learning_rate
 from asyncpipe.train.job_file import Job, TrainingTable

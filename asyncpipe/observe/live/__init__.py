@@ -1,0 +1,16 @@
+"""The live view: one page that shows a run while it runs, kept up to date by server-sent events.
+
+Read in this order:
+
+- ``view.py``: ``LiveView``, an observer that keeps the newest step and turns it into plain data
+- ``feed.py``: ``LiveFeed``, which folds the view at most four times a second and sends the result to all pages
+- ``handlers.py``: the HTTP handlers; ``server.py``: ``live_app`` and ``serve_live``, the way in for programs
+- ``live.html``, ``live.css``, ``live.js``, ``live_draw.js``: the page
+
+Imports ``core``, ``observe.metrics`` and ``observe.pictures``; aiohttp only when something is served.
+"""
+
+from asyncpipe.observe.live.server import LiveServer, live_app, serve_live
+from asyncpipe.observe.live.view import LiveView
+
+__all__ = ["LiveServer", "LiveView", "live_app", "serve_live"]

@@ -3,7 +3,7 @@
 However many pages are open, the view is folded once, in a thread, at most four times a second and only when there
 is something new. Each page is sent the newest message whenever it has taken the last::
 
-    LiveView ──snapshot, in a thread──▶ Feed: the newest message ──▶ follow() ──▶ a page
+    LiveView ──snapshot, in a thread──▶ LiveFeed: the newest message ──▶ follow() ──▶ a page
                                                                  ├─▶ follow() ──▶ a page on a slow line: skips some
                                                                  └─▶ newest() ──▶ /state
 
@@ -25,7 +25,7 @@ from typing import Any
 
 from asyncpipe.observe.live.view import LiveView
 
-__all__ = ["Feed", "Message"]
+__all__ = ["LiveFeed", "Message"]
 
 WATCHED_SECONDS, UNWATCHED_SECONDS = 0.25, 5.0
 """At least so long between two folds while a page is open, and while none is: a page that comes later shall find a
@@ -57,7 +57,7 @@ class Message:
         return b"id: %s\nevent: %s\ndata: %s\n\n" % (self.id.encode(), kind, self.data)
 
 
-class Feed:
+class LiveFeed:
     """The newest message of a view, for any number of followers. Belongs to one loop: ``start``, then ``close``."""
 
     def __init__(self, view: LiveView) -> None:

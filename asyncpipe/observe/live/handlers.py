@@ -16,8 +16,8 @@ from importlib import resources
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from asyncpipe.observe.live.feed import Feed
-from asyncpipe.observe.live.hosts import host_name, own_host
+from asyncpipe.observe.http_hosts import host_name, own_host
+from asyncpipe.observe.live.feed import LiveFeed
 
 __all__ = ["FILES", "HEADERS", "LiveHandlers", "add_files", "add_headers", "make_app"]
 
@@ -43,10 +43,10 @@ GOODBYE_SECONDS = 1.0
 """For pages to take the last message; connections of those that do not are cut."""
 
 
-def make_app(feed: Feed, hosts: Iterable[str]) -> web.Application:
+def make_app(feed: LiveFeed, hosts: Iterable[str]) -> web.Application:
     """The application that serves ``feed``; it starts the feed when it starts, and closes it when it shuts down."""
 
-    async def find(_: web.Request) -> Feed:
+    async def find(_: web.Request) -> LiveFeed:
         return feed
 
     async def start(_: web.Application) -> None:
@@ -77,7 +77,7 @@ def add_files(router: web.UrlDispatcher, below: str, package: str, files: Mappin
 class LiveHandlers:
     """The handlers that tell the state of a run: that whose feed ``find`` gives for a request, or raises for it."""
 
-    def __init__(self, find: Callable[[web.Request], Awaitable[Feed]]) -> None:
+    def __init__(self, find: Callable[[web.Request], Awaitable[LiveFeed]]) -> None:
         self._find = find
         self._open: set[asyncio.Transport] = set()
         self._left = asyncio.Event()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncpipe.errors import OptionError
-from asyncpipe.observe.live.feed import Feed
-from asyncpipe.observe.live.hosts import shown_address as _host
+from asyncpipe.observe.http_hosts import shown_address as _host
+from asyncpipe.observe.live.feed import LiveFeed
 from asyncpipe.observe.live.view import LiveView
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def live_app(view: LiveView, *, hosts: Iterable[str] = ()) -> web.Application:
     _check_aiohttp()
     from asyncpipe.observe.live.handlers import make_app
 
-    return make_app(Feed(view), hosts)
+    return make_app(LiveFeed(view), hosts)
 
 
 @asynccontextmanager

@@ -26,9 +26,9 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import Report, TaskTime, report
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics.fold import fold
-from asyncpipe.observe.metrics.idle import IdleReason
-from asyncpipe.observe.metrics.pack import pack
-from asyncpipe.observe.metrics.plan import Plans
+from asyncpipe.observe.metrics.graph_arrays import GraphArraysCache
+from asyncpipe.observe.metrics.idle_time import IdleReason
+from asyncpipe.observe.metrics.step_arrays import StepArrays
 from asyncpipe.observe.pictures.colours import shade
 
 __all__ = ["MOST_TASKS", "LiveView", "Series"]
@@ -41,7 +41,7 @@ RECENT = 20
 """Speeds are means over this many last steps."""
 
 
-class _Training(NamedTuple):
+class _TrainingStep(NamedTuple):
     """The last training step."""
 
     steps: int
@@ -67,7 +67,7 @@ class LiveView:
         """How many steps completed well, and the last of them."""
         self._spoiled: tuple[int, int, str] = (0, 0, "")
         """How many steps failed, how many were cancelled, and a sentence about the last of these."""
-        self._training: _Training | None = None
+        self._training: _TrainingStep | None = None
         self._recent: tuple[tuple[float, int, int], ...] = ()
         """(seconds, samples, tokens) of the last steps."""
         self._history = Series(5)
@@ -91,7 +91,7 @@ class LiveView:
         loss = float(loss)
         self._history.add(done, loss, duration, samples, tokens)
         self._recent = (*self._recent[1 - RECENT :], (duration, samples, tokens))
-        self._training = _Training(done, loss, duration)
+        self._training = _TrainingStep(done, loss, duration)
 
     def end(self) -> None:
         """Say that the run is over: nothing new will come. May be called twice."""
@@ -131,7 +131,7 @@ class LiveView:
             "bubbles": [[_short(x, 7), _short(bubble)] for x, bubble in bubbles],
         }
 
-    def _training_now(self, training: _Training) -> dict[str, Any]:
+    def _training_now(self, training: _TrainingStep) -> dict[str, Any]:
         recent = self._recent
         seconds = sum(row[0] for row in recent)
         samples, tokens = sum(row[1] for row in recent), sum(row[2] for row in recent)
@@ -186,7 +186,7 @@ class _Fold:
         self._number = 0
         self._made: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
         self._bubbles = Series(2)
-        self._plans = Plans()
+        self._arrays = GraphArraysCache()
 
     def of(
         self, newest: tuple[int, StepRecord] | None, done: int | None
@@ -196,16 +196,16 @@ class _Fold:
             if newest is not None and newest[0] > self._number:
                 number, record = newest
                 result = report(record)
-                self._made = _step(record, result, self._plans), _timeline(record.graph, result)
+                self._made = _step(record, result, self._arrays), _timeline(record.graph, result)
                 self._bubbles.add(number if done is None else done, result.bubble_ratio)
                 self._number = number
             return *self._made, self._bubbles.points()
 
 
-def _step(record: StepRecord, result: Report, plans: Plans) -> dict[str, Any]:
+def _step(record: StepRecord, result: Report, arrays_cache: GraphArraysCache) -> dict[str, Any]:
     """The figures of a step; ``idle`` has the seconds by reason as shares of the step."""
     graph = record.graph
-    counted = fold([pack(record, 0.0)], plans.of(graph)).counters
+    counted = fold([StepArrays.of(record, 0.0)], arrays_cache.of(graph)).counters
 
     def share(name: str, *labels: str) -> float | None:
         seconds = counted.get(f"stage_{name}_seconds", {}).get(labels, 0.0)
@@ -228,7 +228,7 @@ def _step(record: StepRecord, result: Report, plans: Plans) -> dict[str, Any]:
         "microbatches": graph.shape.microbatches,
         "seconds": _short(result.seconds),
         "bubble": _short(result.bubble_ratio),
-        "ideal": _short(plans.ideal_bubble(graph, make=True)),
+        "ideal": _short(arrays_cache.ideal_bubble(graph, make=True)),
         "stages": stages,
         "devices": [{"name": name, "busy": _short(busy)} for name, busy in result.device_utilization.items()],
     }

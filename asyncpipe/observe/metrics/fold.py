@@ -1,13 +1,13 @@
-"""From packed steps to what they add to the metrics: all steps of one graph at once, as arrays of (steps, tasks).
+"""What completed steps add to the metrics: all steps of one graph at once, as arrays of shape (steps, tasks).
 
-A task's row of times, and what the fold makes of it::
+The times of one task, and what they are counted as::
 
     produced ≤ arrived                       started            ended
         ┊         ┊◀──────── queue ──────────▶├───── duration ────┤
-        └ the last thing that it reads was computed, and was on its device
+        └ the last of the task's inputs was computed, then copied to the task's device
 
-Gaps between the tasks of a device are split in ``idle.py``. Buckets and sums are counted by position in the plan's
-labels, so that labels are looked up once a series and not once a task.
+``idle_time.py`` splits the gaps between the tasks of a device. Sums and buckets are indexed by the positions of labels
+in ``GraphArrays``, so a label is looked up once a series and not once a task.
 """
 
 from __future__ import annotations
@@ -20,36 +20,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncpipe.core.engine.events import Outcome
-from asyncpipe.observe.metrics.idle import device_time
-from asyncpipe.observe.metrics.pack import PackedStep
-from asyncpipe.observe.metrics.plan import Floats, Numbers, Plan, summed
-from asyncpipe.observe.metrics.totals import HISTOGRAMS, Totals, bucket_of
+from asyncpipe.observe.metrics.graph_arrays import Floats, GraphArrays, Numbers, summed
+from asyncpipe.observe.metrics.idle_time import device_time
+from asyncpipe.observe.metrics.metric_table import HISTOGRAMS, Labels
+from asyncpipe.observe.metrics.step_arrays import StepArrays
+from asyncpipe.observe.metrics.totals import Totals, bucket_of
 
 __all__ = ["fold"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Times:
-    """What tasks did, of shape (steps, tasks), in seconds; those that did not complete take and wait 0."""
+class _TaskTimes:
+    """Times of tasks, of shape (steps, tasks), in seconds; 0 for the tasks that did not complete."""
 
     done: NDArray[np.bool_]
     duration: Floats
     queued: Floats
     started: Floats
-    """(steps, tasks + 1), since the step was submitted; ∞ for no task and where one did not complete."""
+    """(steps, tasks + 1), since the step was submitted; ∞ for "no task" and where a task did not complete."""
     ended: Floats
-    """The same, but -∞."""
+    """As ``started``, but -∞."""
     seconds: Floats
-    """Of each step."""
+    """The duration of each step."""
 
 
-def fold(steps: Sequence[PackedStep], plan: Plan) -> Totals:
-    """What ``steps``, which all ran the graph of ``plan``, add to the totals."""
+def fold(steps: Sequence[StepArrays], arrays: GraphArrays) -> Totals:
+    """What ``steps`` add to the totals; ``arrays`` are those of the graph that all of them ran."""
     change = Totals()
     started, ended = _stacked(steps, "started", inf), _stacked(steps, "ended", -inf)
-    produced, sent, arrived = _reads(steps, plan, started, ended)
+    produced, sent, arrived = _input_times(steps, arrays, started, ended)
     done = ended[:, :-1] > -inf
-    times = _Times(
+    times = _TaskTimes(
         done=done,
         duration=np.subtract(ended[:, :-1], started[:, :-1], out=np.zeros(done.shape), where=done),
         queued=np.subtract(started, arrived, out=np.zeros(arrived.shape), where=started < inf)[:, :-1].clip(min=0.0),
@@ -57,39 +58,42 @@ def fold(steps: Sequence[PackedStep], plan: Plan) -> Totals:
         ended=ended,
         seconds=np.maximum(ended.max(axis=1), 0.0),
     )
-    _count(change, steps, plan, times)
-    _add_seconds(change, steps, plan, times)
-    used = device_time(plan, started, ended, produced, sent, arrived)
-    _add(change, "stage_busy_seconds", plan.places, used.busy)
+    _count(change, steps, arrays, times)
+    _add_seconds(change, steps, arrays, times)
+    used = device_time(arrays, started, ended, produced, sent, arrived)
+    _add(change, "stage_busy_seconds", arrays.places, used.busy)
     for reason, seconds in used.idle.items():
-        _add(change, "stage_idle_seconds", [(*place, reason.value) for place in plan.places], seconds)
-    _add_notes(change, steps, plan)
-    _tell_last(change, steps, plan, times)
+        _add(change, "stage_idle_seconds", [(*place, reason.value) for place in arrays.places], seconds)
+    _add_notes(change, steps, arrays)
+    _set_gauges(change, steps, arrays, times)
     return change
 
 
-def _stacked(steps: Sequence[PackedStep], name: str, missing: float) -> Floats:
-    """One of the arrays of all steps, in seconds since they were submitted, and a column of no task."""
+def _stacked(steps: Sequence[StepArrays], name: str, missing: float) -> Floats:
+    """One array of all steps, in seconds since their submission, with a last column for "no task"."""
     stack = np.full((len(steps), len(steps[0].started) + 1), missing)
     for row, step in zip(stack, steps, strict=True):
         np.subtract(getattr(step, name), step.submitted, out=row[:-1])
     return stack
 
 
-def _reads(steps: Sequence[PackedStep], plan: Plan, started: Floats, ended: Floats) -> tuple[Floats, Floats, Floats]:
-    """When what each task reads was produced, sent on its way, and had arrived; from the submission of the step on.
+def _input_times(
+    steps: Sequence[StepArrays], arrays: GraphArrays, started: Floats, ended: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """When the inputs of each task were produced, sent and had arrived, in seconds since the step's submission.
 
-    What a copy brings was produced when the copy had what it reads. Dependencies that did not complete do not count.
+    The result of a copy counts as produced when the input of the copy was there. Dependencies that did not complete
+    are ignored.
     """
     arrived = np.zeros_like(ended)
-    np.maximum(plan.reads.latest(ended), 0.0, out=arrived[:, :-1])
+    np.maximum(arrays.reads.latest(ended), 0.0, out=arrived[:, :-1])
     made = ended.copy()
-    made[:, plan.copies] = arrived[:, plan.copies]
+    made[:, arrays.copies] = arrived[:, arrays.copies]
     produced = arrived.copy()
-    produced[:, plan.fed] = np.maximum(plan.fed_reads.latest(made), 0.0)
-    made[:, plan.copies] = _begun(plan, started, ended, arrived)
+    produced[:, arrays.fed] = np.maximum(arrays.fed_reads.latest(made), 0.0)
+    made[:, arrays.copies] = _copies_begun(arrays, started, ended, arrived)
     sent = produced.copy()
-    sent[:, plan.fed] = np.maximum(plan.fed_reads.latest(made), produced[:, plan.fed])
+    sent[:, arrays.fed] = np.maximum(arrays.fed_reads.latest(made), produced[:, arrays.fed])
     for row, step in enumerate(steps):
         for task, opened in step.opened:
             since = opened - step.submitted
@@ -98,34 +102,32 @@ def _reads(steps: Sequence[PackedStep], plan: Plan, started: Floats, ended: Floa
     return produced, sent, arrived
 
 
-def _begun(plan: Plan, started: Floats, ended: Floats, arrived: Floats) -> Floats:
-    """(steps, copies): when each copy began, the time that it waited for its lane counted as part of it."""
-    order = np.argsort(started[:, plan.copy_rows], axis=2, kind="stable")
-    tasks = np.take_along_axis(plan.copy_rows[np.newaxis], order, axis=2)
+def _copies_begun(arrays: GraphArrays, started: Floats, ended: Floats, arrived: Floats) -> Floats:
+    """(steps, copies): when each copy began, where waiting for the copies before it on its lane counts as copying."""
+    order = np.argsort(started[:, arrays.copy_rows], axis=2, kind="stable")
+    tasks = np.take_along_axis(arrays.copy_rows[np.newaxis], order, axis=2)
     cells = tasks + ended.shape[1] * np.arange(len(ended))[:, np.newaxis, np.newaxis]
     after = np.maximum.accumulate(ended.ravel()[cells], axis=2)
     free = np.zeros_like(ended)
     free.ravel()[cells[:, :, 1:]] = np.maximum(after[:, :, :-1], 0.0)
-    waited = np.maximum(free - arrived, 0.0)[:, plan.copies]
-    begun = started[:, plan.copies] - waited
+    waited = np.maximum(free - arrived, 0.0)[:, arrays.copies]
+    begun = started[:, arrays.copies] - waited
     return np.where(begun < inf, begun, -inf)
 
 
-def _count(change: Totals, steps: Sequence[PackedStep], plan: Plan, times: _Times) -> None:
-    """Steps and tasks by outcome, and the histograms."""
+def _count(change: Totals, steps: Sequence[StepArrays], arrays: GraphArrays, times: _TaskTimes) -> None:
+    """Count steps and tasks by outcome, and their durations and queue times in histograms."""
     for outcome in Outcome:
         change.add("steps", (outcome.value,), sum(step.outcome is outcome for step in steps))
-    completed = summed(times.done.sum(axis=0).astype(np.float64), plan.kind, len(plan.kinds))
-    for kind, count in zip(plan.kinds, completed.tolist(), strict=True):
+    completed = summed(times.done.sum(axis=0).astype(np.float64), arrays.kind, len(arrays.kinds))
+    for kind, count in zip(arrays.kinds, completed.tolist(), strict=True):
         for outcome_of_task, number in (("completed", count), ("failed", 0), ("dropped", 0)):
             change.add("tasks", (kind, outcome_of_task), number)
     for step in steps:
         for task, how in step.lost:
-            change.add("tasks", (plan.kinds[plan.kind[task]], how), 1)
-    _observe(change, "task_duration_seconds", plan.sorts, plan.sort, times.duration, times.done)
-    _observe(
-        change, "task_queue_seconds", [(device,) for device in plan.devices], plan.device, times.queued, times.done
-    )
+            change.add("tasks", (arrays.kinds[arrays.kind[task]], how), 1)
+    _observe(change, "task_duration_seconds", arrays.sorts, arrays.sort, times.duration, times.done)
+    _observe(change, "task_queue_seconds", _each(arrays.devices), arrays.device, times.queued, times.done)
     whole = times.seconds[[step.outcome is Outcome.OK for step in steps]]
     if len(whole):
         change.observe("step_duration_seconds", (), whole)
@@ -134,12 +136,12 @@ def _count(change: Totals, steps: Sequence[PackedStep], plan: Plan, times: _Time
 def _observe(
     change: Totals,
     name: str,
-    series: Sequence[tuple[str, ...]],
+    series: Sequence[Labels],
     position: Numbers,
     values: Floats,
     done: NDArray[np.bool_],
 ) -> None:
-    """Count ``values`` of completed tasks in the histogram ``name`` of each task's ``position`` in ``series``."""
+    """Count the ``values`` of completed tasks in the histogram ``name``, by each task's ``position`` in ``series``."""
     exponents = HISTOGRAMS[name][2]
     buckets = len(exponents) + 1
     cells = position * buckets + bucket_of(values, exponents)
@@ -150,44 +152,44 @@ def _observe(
             change.count(name, labels, row, total)
 
 
-def _add(change: Totals, name: str, series: Sequence[tuple[str, ...]], values: Floats) -> None:
+def _each(labels: Sequence[str]) -> list[Labels]:
+    return [(label,) for label in labels]
+
+
+def _add(change: Totals, name: str, series: Sequence[Labels], values: Floats) -> None:
     for labels, value in zip(series, values.tolist(), strict=True):
         change.add(name, labels, value)
 
 
-def _add_seconds(change: Totals, steps: Sequence[PackedStep], plan: Plan, times: _Times) -> None:
-    """Seconds of copies, and of the devices' host threads."""
+def _add_seconds(change: Totals, steps: Sequence[StepArrays], arrays: GraphArrays, times: _TaskTimes) -> None:
+    """Add the seconds of copies and of the devices' host threads."""
     taken = times.duration.sum(axis=0)
-    _add(change, "copy_seconds", plan.routes, summed(taken[plan.copies], plan.route, len(plan.routes)))
+    _add(change, "copy_seconds", arrays.routes, summed(taken[arrays.copies], arrays.route, len(arrays.routes)))
     for step, duration in zip(steps, times.duration, strict=True):
         if step.issued is not None:
             taken += np.where(np.isnan(step.issued), duration, step.issued) - duration
-    _add(
-        change,
-        "executor_busy_seconds",
-        [(device,) for device in plan.devices],
-        summed(taken, plan.device, len(plan.devices)),
-    )
+    busy = summed(taken, arrays.device, len(arrays.devices))
+    _add(change, "executor_busy_seconds", _each(arrays.devices), busy)
 
 
-def _add_notes(change: Totals, steps: Sequence[PackedStep], plan: Plan) -> None:
-    """What was noted beside the journals: bytes of copies, wake-ups of the scheduler."""
+def _add_notes(change: Totals, steps: Sequence[StepArrays], arrays: GraphArrays) -> None:
+    """Add what was noted beside the journals: bytes of copies, wake-ups of the scheduler."""
     copied = np.concatenate([step.copied for step in steps])
     sizes = np.concatenate([step.copied_bytes for step in steps])
-    route = plan.route[np.searchsorted(plan.copies, copied)]
-    _add(change, "copy_bytes", plan.routes, summed(sizes, route, len(plan.routes)))
+    route = arrays.route[np.searchsorted(arrays.copies, copied)]
+    _add(change, "copy_bytes", arrays.routes, summed(sizes, route, len(arrays.routes)))
     wakeups = np.concatenate([step.wakeups for step in steps])
     if len(wakeups):
         change.observe("scheduler_loop_lag_seconds", (), wakeups[:, 0])
         change.observe("scheduler_dispatch_seconds", (), wakeups[:, 1])
 
 
-def _tell_last(change: Totals, steps: Sequence[PackedStep], plan: Plan, times: _Times) -> None:
-    """Set the gauges to the last step, those that need all of its tasks to the last one that was whole."""
+def _set_gauges(change: Totals, steps: Sequence[StepArrays], arrays: GraphArrays, times: _TaskTimes) -> None:
+    """Set the gauges to the last step; those that need all of its tasks, to the last step that completed."""
     for step in steps:
         change.set("last_step_timestamp_seconds", {(): step.at}, step.at)
         for name in ("allocated", "peak", "limit") if step.memory else ():
-            found: dict[tuple[str, ...], float] = {
+            found: dict[Labels, float] = {
                 (device,): float(getattr(memory, name)) for device, memory in step.memory.items()
             }
             change.set(f"memory_{name}_bytes", found, step.at)
@@ -196,25 +198,25 @@ def _tell_last(change: Totals, steps: Sequence[PackedStep], plan: Plan, times: _
     if row is None:
         return
     at, seconds = steps[row].at, float(times.seconds[row]) or inf
-    waited = summed(times.queued[row], plan.device, len(plan.devices)) / seconds
-    computed = np.append(times.duration[row], 0.0)[plan.compute].sum()
-    idle = 1.0 - float(computed) / (seconds * len(plan.devices)) if seconds < inf else 0.0
+    waited = summed(times.queued[row], arrays.device, len(arrays.devices)) / seconds
+    computed = np.append(times.duration[row], 0.0)[arrays.compute].sum()
+    idle = 1.0 - float(computed) / (seconds * len(arrays.devices)) if seconds < inf else 0.0
     change.set("bubble_ratio", {(): idle}, at)
-    change.set("ready_tasks", {(name,): mean for name, mean in zip(plan.devices, waited.tolist(), strict=True)}, at)
-    if len(plan.releases):
-        peaks = _peaks(plan, times.started[row], times.ended[row])
+    change.set("ready_tasks", dict(zip(_each(arrays.devices), waited.tolist(), strict=True)), at)
+    if len(arrays.releases):
+        peaks = _peaks(arrays, times.started[row], times.ended[row])
         change.set("inflight_microbatches", {(str(stage),): float(peak) for stage, peak in enumerate(peaks)}, at)
 
 
-def _peaks(plan: Plan, started: Floats, ended: Floats) -> list[int]:
-    """Per stage the most micro-batches between the start of their forward and the end of their backward."""
-    when = np.concatenate([started[plan.forwards], ended[plan.releases]])
-    change = np.repeat([1, -1], [len(plan.forwards), len(plan.releases)])
-    stage = np.concatenate([plan.stage[plan.forwards], plan.stage[plan.releases]])
-    # Ends count first where one micro-batch leaves at the moment at which another comes.
+def _peaks(arrays: GraphArrays, started: Floats, ended: Floats) -> list[int]:
+    """Per stage the most micro-batches that were between the start of their forward and the end of their backward."""
+    when = np.concatenate([started[arrays.forwards], ended[arrays.releases]])
+    change = np.repeat([1, -1], [len(arrays.forwards), len(arrays.releases)])
+    stage = np.concatenate([arrays.stage[arrays.forwards], arrays.stage[arrays.releases]])
+    # At equal times, ends are counted before starts.
     order = np.lexsort((change, when, stage))
     live, stage = change[order].cumsum(), stage[order]
-    # What came to a stage has left it at the end of a whole step, so that each stage begins to count from 0.
-    peaks = np.zeros(plan.stages, np.intp)
+    # In a whole step every micro-batch leaves each stage, so the running sum is 0 again where the next stage begins.
+    peaks = np.zeros(arrays.stages, np.intp)
     np.maximum.at(peaks, stage, live)
     return [int(peak) for peak in peaks]

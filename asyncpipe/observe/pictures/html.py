@@ -29,11 +29,11 @@ from asyncpipe.observe.pictures.page import SCRIPT, STYLE
 from asyncpipe.observe.pictures.svg import common_scale, has_few_copies, svg_timeline
 from asyncpipe.observe.pictures.timeline import format_time
 
-__all__ = ["Entry", "html_comparison"]
+__all__ = ["ComparedStep", "html_comparison"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ComparedStep:
     """One step of a comparison."""
 
     title: str
@@ -56,7 +56,7 @@ class _Cell:
     below: str = ""
 
 
-def html_comparison(entries: Sequence[Entry], *, title: str = "Steps compared") -> str:
+def html_comparison(entries: Sequence[ComparedStep], *, title: str = "Steps compared") -> str:
     """An HTML document with a table and a timeline of each entry, all on one time scale.
 
     A measured step comes from an observer of a pipeline, which is shown every ``StepRecord``; a simulated one of
@@ -66,7 +66,7 @@ def html_comparison(entries: Sequence[Entry], *, title: str = "Steps compared") 
         await (await pipe.step(x, target)).completed()
         measured = recorder.record
         simulated = simulate(measured.graph, costs)
-        page = html_comparison([Entry("measured", measured, False), Entry("simulated", simulated, False)])
+        page = html_comparison([ComparedStep("measured", measured, False), ComparedStep("simulated", simulated, False)])
 
     Raises ``OptionError`` if there is no entry, if virtual times are mixed with seconds, or if an entry's memory is
     not one number a device.
@@ -90,7 +90,7 @@ def html_comparison(entries: Sequence[Entry], *, title: str = "Steps compared") 
     return "\n".join(parts) + "\n"
 
 
-def _check(entries: Sequence[Entry]) -> None:
+def _check(entries: Sequence[ComparedStep]) -> None:
     if not entries:
         raise OptionError("entries must have at least one step to show")
     if len({entry.virtual for entry in entries}) > 1:
@@ -103,7 +103,7 @@ def _check(entries: Sequence[Entry]) -> None:
             )
 
 
-def _pictures(entries: Sequence[Entry]) -> Iterator[str]:
+def _pictures(entries: Sequence[ComparedStep]) -> Iterator[str]:
     """A section for each entry; all timelines have one scale."""
     scale = common_scale([entry.record for entry in entries])
     # In all pictures or in none: next to one without arrows, one with them would seem to say more.
@@ -123,7 +123,7 @@ def _pictures(entries: Sequence[Entry]) -> Iterator[str]:
         yield f'<div class="scroll">{picture}</div></section>'
 
 
-def _bar(entries: Sequence[Entry], results: Sequence[Report]) -> Iterator[str]:
+def _bar(entries: Sequence[ComparedStep], results: Sequence[Report]) -> Iterator[str]:
     """The legend of the kinds that took time in any of the steps, and the slider."""
     ran = {time.task.kind for result in results for time in result.tasks if time.seconds > 0}
     yield '<div class="bar">'
@@ -137,7 +137,7 @@ def _bar(entries: Sequence[Entry], results: Sequence[Report]) -> Iterator[str]:
     yield "</div>"
 
 
-def _table(entries: Sequence[Entry], results: Sequence[Report]) -> Iterator[str]:
+def _table(entries: Sequence[ComparedStep], results: Sequence[Report]) -> Iterator[str]:
     headings = ["step", "makespan", "of the shortest", "bubble", "peak in flight"]
     if any(entry.memory is not None for entry in entries):
         headings.append("peak memory")
@@ -158,7 +158,7 @@ def _table(entries: Sequence[Entry], results: Sequence[Report]) -> Iterator[str]
     yield "</tbody></table></div>"
 
 
-def _cells(entry: Entry, result: Report, shortest: float) -> Iterator[_Cell]:
+def _cells(entry: ComparedStep, result: Report, shortest: float) -> Iterator[_Cell]:
     """Makespan, its share of the shortest one, bubble, peak and memory; those of each device below."""
     yield _Cell(format_time(result.seconds, result.seconds, virtual=entry.virtual), result.seconds)
     share = result.seconds / shortest if shortest else 1.0

@@ -25,7 +25,7 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import Report, TaskTime, report
 from asyncpipe.observe.pictures.colours import INK, shade
 from asyncpipe.observe.pictures.timeline import (
-    Row,
+    LaneRow,
     format_time,
     kinds_of,
     labels,
@@ -36,7 +36,7 @@ from asyncpipe.observe.pictures.timeline import (
 )
 from asyncpipe.observe.pictures.waits import Wait, waits
 
-__all__ = ["Scale", "common_scale", "has_few_copies", "svg_timeline"]
+__all__ = ["PictureScale", "common_scale", "has_few_copies", "svg_timeline"]
 
 TEXT = "#6e7781"
 """A grey with enough contrast on white and on GitHub's dark background; the page's scheme cannot be asked for."""
@@ -48,7 +48,7 @@ MOST_ARROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class PictureScale:
     """What pictures have in common that are to be compared."""
 
     seconds: float
@@ -63,7 +63,7 @@ class Scale:
 class _Layout:
     """Where things are, in pixels."""
 
-    scale: Scale
+    scale: PictureScale
     top: dict[str, float]
     """Of each device's compute row."""
     bottom: float
@@ -81,13 +81,13 @@ class _Layout:
         return self.scale.left + seconds * self.per_second
 
 
-def common_scale(records: Sequence[StepRecord]) -> Scale:
+def common_scale(records: Sequence[StepRecord]) -> PictureScale:
     """A scale on which all of ``records`` fit, for ``svg_timeline``; at least one record is needed."""
     fitting = [_scale(report(record), record.graph) for record in records]
     seconds = max(scale.seconds for scale in fitting)
     per_second = max((scale.width / scale.seconds for scale in fitting if scale.seconds), default=0.0)
     width = min(max(seconds * per_second, NARROWEST), WIDEST)
-    return Scale(seconds, max(scale.left for scale in fitting), width)
+    return PictureScale(seconds, max(scale.left for scale in fitting), width)
 
 
 def has_few_copies(graph: TaskGraph) -> bool:
@@ -101,7 +101,7 @@ def svg_timeline(
     title: str = "",
     virtual: bool = False,
     arrows: bool | None = None,
-    scale: Scale | None = None,
+    scale: PictureScale | None = None,
     inline: str | None = None,
 ) -> str:
     """The step as an SVG document: a row a device, copies below it, a legend, a time axis and the key figures.
@@ -157,7 +157,7 @@ def _n(pixels: float) -> str:
     return f"{pixels:.2f}".rstrip("0").rstrip(".")
 
 
-def _scale(result: Report, graph: TaskGraph) -> Scale:
+def _scale(result: Report, graph: TaskGraph) -> PictureScale:
     """The scale that suits one step: as wide as its labels need, where its times have a quantum."""
     left = CHARACTER * max(len(device) for device in graph.devices) + 16
     compute = [time for row in lane_rows(result, graph, copies=False) for time in row.times]
@@ -166,17 +166,17 @@ def _scale(result: Report, graph: TaskGraph) -> Scale:
         label = labels(graph)
         wanted = max(((len(label(t.task)) * CHARACTER + 6) / t.seconds for t in compute), default=0.0)
         width = min(max(result.seconds * wanted, NARROWEST), WIDEST)
-    return Scale(result.seconds, left, width)
+    return PictureScale(result.seconds, left, width)
 
 
-def _layout(graph: TaskGraph, rows: Sequence[Row], scale: Scale, top: float) -> _Layout:
+def _layout(graph: TaskGraph, rows: Sequence[LaneRow], scale: PictureScale, top: float) -> _Layout:
     copies = any(row.times for row in rows if row.lane.queue is not Queue.COMPUTE)
     height = ROW + (2 * (BAR + 1) + 1 if copies else 0) + GAP
     tops = {device: top + number * height for number, device in enumerate(graph.devices)}
     return _Layout(scale, tops, top + len(tops) * height - GAP)
 
 
-def _heading(title: str, rows: Sequence[Row], right: float) -> Iterator[str]:
+def _heading(title: str, rows: Sequence[LaneRow], right: float) -> Iterator[str]:
     """The title on the left, the legend of the kinds that ran on the right."""
     yield f'<text x="8" y="16" font-size="12" font-weight="bold">{title}</text>'
     x = right
@@ -198,7 +198,9 @@ def _lanes(result: Report, layout: _Layout) -> Iterator[str]:
         )
 
 
-def _tasks(graph: TaskGraph, result: Report, rows: Sequence[Row], layout: _Layout, *, virtual: bool) -> Iterator[str]:
+def _tasks(
+    graph: TaskGraph, result: Report, rows: Sequence[LaneRow], layout: _Layout, *, virtual: bool
+) -> Iterator[str]:
     label = labels(graph)
     waited = waits(result, graph)
     mates = {device: [stage for stage, at in enumerate(graph.placement) if at == device] for device in graph.placement}
@@ -234,7 +236,7 @@ def _story(time: TaskTime, waited: Wait | None, longest: float, *, virtual: bool
     return text if waited.idle <= longest * 1e-9 else f"{text}, {waited.queue} idle for {shown(waited.idle)}"
 
 
-def _band(row: Row, layout: _Layout) -> tuple[float, float]:
+def _band(row: LaneRow, layout: _Layout) -> tuple[float, float]:
     """Top and height of a lane: the compute row, or one of the bars below it."""
     top = layout.top[row.lane.device]
     if row.lane.queue is Queue.COMPUTE:

@@ -24,7 +24,17 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import Report, TaskTime, report
 
-__all__ = ["Row", "format_time", "kinds_of", "labels", "lane_rows", "quantum", "summary", "text_timeline", "tick_step"]
+__all__ = [
+    "LaneRow",
+    "format_time",
+    "kinds_of",
+    "labels",
+    "lane_rows",
+    "quantum",
+    "summary",
+    "text_timeline",
+    "tick_step",
+]
 
 DEFAULT_WIDTH = 100
 """Columns for times without a quantum when no width is given."""
@@ -35,7 +45,7 @@ SELF_EVIDENT = {TaskKind.FORWARD, TaskKind.BACKWARD}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LaneRow:
     """One lane and what ran on it, by start; tasks that took no time are left out."""
 
     lane: Lane
@@ -43,7 +53,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scale:
+class _ColumnScale:
     """``columns`` columns of ``seconds`` each."""
 
     seconds: float
@@ -83,17 +93,17 @@ def text_timeline(
     return "\n".join(line.rstrip() for line in [*lines, "", figures]) + "\n"
 
 
-def lane_rows(result: Report, graph: TaskGraph, *, copies: bool) -> list[Row]:
+def lane_rows(result: Report, graph: TaskGraph, *, copies: bool) -> list[LaneRow]:
     """The compute lane of every device, each followed by those of its copy lanes that were busy if ``copies``."""
     queues = list(Queue) if copies else [Queue.COMPUTE]
     times: dict[Lane, list[TaskTime]] = {Lane(device, queue): [] for device in graph.devices for queue in queues}
     for time in result.tasks:
         if time.seconds > 0 and time.task.lane in times:
             times[time.task.lane].append(time)
-    return [Row(lane, tuple(ran)) for lane, ran in times.items() if ran or lane.queue is Queue.COMPUTE]
+    return [LaneRow(lane, tuple(ran)) for lane, ran in times.items() if ran or lane.queue is Queue.COMPUTE]
 
 
-def kinds_of(rows: Sequence[Row]) -> list[TaskKind]:
+def kinds_of(rows: Sequence[LaneRow]) -> list[TaskKind]:
     """The kinds of tasks in ``rows``, in the order in which legends name them."""
     shown = {time.task.kind for row in rows for time in row.times}
     return [kind for kind in TaskKind if kind in shown]
@@ -151,7 +161,7 @@ def _row_name(lane: Lane) -> str:
     return lane.device if lane.queue is Queue.COMPUTE else f"  {lane.queue.value}"
 
 
-def _scale(result: Report, rows: Sequence[Row], label: Callable[[Task], str], room: int | None) -> _Scale:
+def _scale(result: Report, rows: Sequence[LaneRow], label: Callable[[Task], str], room: int | None) -> _ColumnScale:
     """An exact scale if the times have a quantum and the room suffices, else the room divided evenly."""
     times = [time for row in rows for time in row.times]
     unit = quantum(times)
@@ -161,12 +171,12 @@ def _scale(result: Report, rows: Sequence[Row], label: Callable[[Task], str], ro
         wanted = max(ceil((len(label(time.task)) + 1) / round(time.seconds / unit)) for time in times)
         each = wanted if room is None else min(wanted, room // units)
         if each:
-            return _Scale(unit / each, units * each)
+            return _ColumnScale(unit / each, units * each)
     columns = DEFAULT_WIDTH if room is None else room
-    return _Scale(result.seconds / columns, columns)
+    return _ColumnScale(result.seconds / columns, columns)
 
 
-def _cells(row: Row, scale: _Scale, label: Callable[[Task], str], *, colour: bool) -> Iterator[str]:
+def _cells(row: LaneRow, scale: _ColumnScale, label: Callable[[Task], str], *, colour: bool) -> Iterator[str]:
     for shown, columns in groupby(_columns(row.times, scale)):
         width = len(list(columns))
         if shown is None:
@@ -195,7 +205,7 @@ def _legend(kinds: Sequence[TaskKind], *, colour: bool) -> str:
     return ", ".join(f"{kind.value} {kind.word}" for kind in kinds)
 
 
-def _columns(times: Sequence[TaskTime], scale: _Scale) -> list[TaskTime | None]:
+def _columns(times: Sequence[TaskTime], scale: _ColumnScale) -> list[TaskTime | None]:
     """For each column, the task that fills most of it, or ``None`` where it is idle for more than half."""
     longest = [0.0] * scale.columns
     busy = [0.0] * scale.columns
@@ -222,7 +232,7 @@ def _cell(label: str, width: int) -> str:
     return label.ljust(width - 1, "─") + " "
 
 
-def _axis(scale: _Scale, longest: float, *, virtual: bool) -> str:
+def _axis(scale: _ColumnScale, longest: float, *, virtual: bool) -> str:
     """Numbers at the columns where their times begin."""
     widest = len(format_time(longest * 0.999, longest, virtual=virtual)) + 2
     step = tick_step(scale.seconds * widest)

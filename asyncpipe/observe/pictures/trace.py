@@ -30,7 +30,7 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.memory import StageMemory
 from asyncpipe.core.predict.report import report
 from asyncpipe.observe.pictures.trace_counters import in_flight, measured_memory, predicted_memory, sampled_devices
-from asyncpipe.observe.pictures.trace_places import Clock, Places, Row
+from asyncpipe.observe.pictures.trace_tracks import TraceClock, TraceEvent, TraceTracks
 
 __all__ = ["to_chrome", "write_trace"]
 
@@ -59,29 +59,29 @@ def to_chrome(records: Iterable[StepRecord], *, memory: StageMemory | None = Non
     of another number of stages.
     """
     kept = list(records)
-    clock = Clock(kept, unit)
+    clock = TraceClock(kept, unit)
     steps = [_step(record, clock) for record in kept]
     rows = _rows(steps)
-    places = Places(kept, max(rows, default=-1) + 1, sampled_devices(kept))
-    events = [{**step, **places.step(row)} for step, row in zip(steps, rows, strict=True)]
+    tracks = TraceTracks(kept, max(rows, default=-1) + 1, sampled_devices(kept))
+    events = [{**step, **tracks.step(row)} for step, row in zip(steps, rows, strict=True)]
     names = count(1)
     for record in kept:
-        slices = _slices(record, places, clock)
+        slices = _slices(record, tracks, clock)
         events += slices.values()
         events += _flows(record, slices, names)
-        events += _failures(record, places, clock)
-    events += in_flight(kept, places, clock)
-    events += measured_memory(kept, places, clock)
+        events += _failures(record, tracks, clock)
+    events += in_flight(kept, tracks, clock)
+    events += measured_memory(kept, tracks, clock)
     if memory is not None:
-        events += predicted_memory(kept, memory, places, clock)
+        events += predicted_memory(kept, memory, tracks, clock)
     events.sort(key=lambda event: float(event["ts"]))
-    return {"traceEvents": [*places.metadata(), *events], "displayTimeUnit": "ms"}
+    return {"traceEvents": [*tracks.metadata(), *events], "displayTimeUnit": "ms"}
 
 
 # Steps
 
 
-def _step(record: StepRecord, clock: Clock) -> Row:
+def _step(record: StepRecord, clock: TraceClock) -> TraceEvent:
     """The slice of a whole step, from its submission until its last device was done; the place is still missing."""
     ended = [event.ended for _, event in record.journal if isinstance(event, TaskCompleted)]
     begin = clock.at(record.journal[0][0]) if record.journal else 0.0
@@ -103,9 +103,9 @@ def _step_name(record: StepRecord) -> str:
     return f"step {record.step}{phase}{outcome}"
 
 
-def _step_arguments(record: StepRecord) -> Row:
+def _step_arguments(record: StepRecord) -> TraceEvent:
     graph = record.graph
-    arguments: Row = {
+    arguments: TraceEvent = {
         "step": record.step,
         "outcome": record.outcome.value,
         "phase": graph.phase.value,
@@ -124,7 +124,7 @@ def _step_arguments(record: StepRecord) -> Row:
     return arguments
 
 
-def _rows(steps: Sequence[Row]) -> list[int]:
+def _rows(steps: Sequence[TraceEvent]) -> list[int]:
     """Of each step the first row that is free for it: steps overlap where devices run ahead or jobs share them."""
     ends: list[float] = []
     rows = [0] * len(steps)
@@ -139,7 +139,7 @@ def _rows(steps: Sequence[Row]) -> list[int]:
 # Tasks
 
 
-def _slices(record: StepRecord, places: Places, clock: Clock) -> dict[int, Row]:
+def _slices(record: StepRecord, tracks: TraceTracks, clock: TraceClock) -> dict[int, TraceEvent]:
     """The slice of every completed task, by the task's number."""
     slices = {}
     for _, event in record.journal:
@@ -151,7 +151,7 @@ def _slices(record: StepRecord, places: Places, clock: Clock) -> dict[int, Row]:
                 "name": task.id,
                 "cat": task.kind.name.lower(),
                 "cname": task.kind.trace_colour,
-                **places.lane(task.lane),
+                **tracks.lane(task.lane),
                 "ts": start,
                 "dur": round(max(end - start, 0.0), 3),
                 "args": _arguments(record, task),
@@ -159,8 +159,8 @@ def _slices(record: StepRecord, places: Places, clock: Clock) -> dict[int, Row]:
     return slices
 
 
-def _arguments(record: StepRecord, task: Task) -> Row:
-    arguments: Row = {
+def _arguments(record: StepRecord, task: Task) -> TraceEvent:
+    arguments: TraceEvent = {
         "step": record.step,
         "microbatch": task.microbatch,
         "stage": task.stage,
@@ -173,7 +173,7 @@ def _arguments(record: StepRecord, task: Task) -> Row:
     return arguments
 
 
-def _failures(record: StepRecord, places: Places, clock: Clock) -> Iterator[Row]:
+def _failures(record: StepRecord, tracks: TraceTracks, clock: TraceClock) -> Iterator[TraceEvent]:
     """A mark on the lane where a task failed; it has no slice, since nobody knows how long it ran."""
     for at, event in record.journal:
         if isinstance(event, TaskFailed):
@@ -182,7 +182,7 @@ def _failures(record: StepRecord, places: Places, clock: Clock) -> Iterator[Row]
                 "ph": "i",
                 "s": "t",
                 "name": f"{task.id} failed: {type(event.error).__name__}",
-                **places.lane(task.lane),
+                **tracks.lane(task.lane),
                 "ts": clock.at(at),
                 "args": _arguments(record, task),
             }
@@ -191,7 +191,7 @@ def _failures(record: StepRecord, places: Places, clock: Clock) -> Iterator[Row]
 # Arrows
 
 
-def _flows(record: StepRecord, slices: dict[int, Row], names: Iterator[int]) -> Iterator[Row]:
+def _flows(record: StepRecord, slices: dict[int, TraceEvent], names: Iterator[int]) -> Iterator[TraceEvent]:
     """An arrow producer → copy → consumer for every copy that ran and everyone who read what it brought.
 
     Of several producers (of the gradients that a tied weight sums) it is the last one. A slice that takes no time is
@@ -210,12 +210,12 @@ def _flows(record: StepRecord, slices: dict[int, Row], names: Iterator[int]) -> 
                 yield from _arrow(ends, next(names))
 
 
-def _arrow(places: Sequence[Row], name: int) -> Iterator[Row]:
+def _arrow(tracks: Sequence[TraceEvent], name: int) -> Iterator[TraceEvent]:
     """An arrow from the end of the first slice, over those between, to the start of the last.
 
     ``name`` is a number of its own for each: Perfetto takes no words there.
     """
-    for phase, place in zip("s" + "t" * (len(places) - 2) + "f", places, strict=True):
+    for phase, place in zip("s" + "t" * (len(tracks) - 2) + "f", tracks, strict=True):
         leaves = round(max(place["ts"], place["ts"] + place["dur"] - INSIDE), 3)
         yield {
             "ph": phase,

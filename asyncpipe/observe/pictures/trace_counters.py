@@ -15,15 +15,15 @@ from collections.abc import Iterator, Sequence
 from asyncpipe.core.engine.events import Outcome, StepRecord, TaskCompleted
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.memory import StageMemory, memory_over_time
-from asyncpipe.observe.pictures.trace_places import Clock, Places, Row
+from asyncpipe.observe.pictures.trace_tracks import TraceClock, TraceEvent, TraceTracks
 
 __all__ = ["in_flight", "measured_memory", "predicted_memory", "sampled_devices"]
 
-_Sample = tuple[float, str, int]
+_MemorySample = tuple[float, str, int]
 """(time of a journal, device, bytes)."""
 
 
-def in_flight(records: Sequence[StepRecord], places: Places, clock: Clock) -> Iterator[Row]:
+def in_flight(records: Sequence[StepRecord], tracks: TraceTracks, clock: TraceClock) -> Iterator[TraceEvent]:
     """Per stage, how many micro-batches are between the start of their forward and the end of their backward."""
     changes: list[tuple[float, int, int, str]] = []
     for record in records:
@@ -33,7 +33,7 @@ def in_flight(records: Sequence[StepRecord], places: Places, clock: Clock) -> It
         row = live.setdefault((stage, device), [])
         row.append((at, (row[-1][1] if row else 0) + change))
     for (stage, device), row in live.items():
-        yield from _counter(f"stage {stage}", "micro-batches in flight", places.device(device), row, clock)
+        yield from _counter(f"stage {stage}", "micro-batches in flight", tracks.device(device), row, clock)
 
 
 def _changes(record: StepRecord) -> Iterator[tuple[float, int, int, str]]:
@@ -60,22 +60,24 @@ def sampled_devices(records: Sequence[StepRecord]) -> list[str]:
     return sorted({device for record in records for _, device, _ in _samples(record)})
 
 
-def measured_memory(records: Sequence[StepRecord], places: Places, clock: Clock) -> Iterator[Row]:
+def measured_memory(records: Sequence[StepRecord], tracks: TraceTracks, clock: TraceClock) -> Iterator[TraceEvent]:
     """Per physical device, the bytes allocated on it, as noted during the steps and at their ends."""
     samples = [sample for record in records for sample in _samples(record)]
     # Threads note their samples in any order.
     samples.sort(key=lambda sample: sample[0])
-    return _memory("memory", samples, places, clock)
+    return _memory("memory", samples, tracks, clock)
 
 
-def _samples(record: StepRecord) -> Iterator[_Sample]:
+def _samples(record: StepRecord) -> Iterator[_MemorySample]:
     yield from record.notes.samples
     if record.journal:
         end = record.journal[-1][0]
         yield from ((end, device, memory.allocated) for device, memory in record.notes.memory.items())
 
 
-def predicted_memory(records: Sequence[StepRecord], memory: StageMemory, places: Places, clock: Clock) -> Iterator[Row]:
+def predicted_memory(
+    records: Sequence[StepRecord], memory: StageMemory, tracks: TraceTracks, clock: TraceClock
+) -> Iterator[TraceEvent]:
     """Per device of the graphs, the bytes that stages of such sizes hold. Raises as ``memory_over_time`` does."""
     samples = [
         (at, record.graph.devices[device], held)
@@ -83,18 +85,22 @@ def predicted_memory(records: Sequence[StepRecord], memory: StageMemory, places:
         for at, device, held in memory_over_time(record, memory)
     ]
     samples.sort(key=lambda sample: sample[0])
-    return _memory("predicted memory", samples, places, clock)
+    return _memory("predicted memory", samples, tracks, clock)
 
 
-def _memory(name: str, samples: Sequence[_Sample], places: Places, clock: Clock) -> Iterator[Row]:
+def _memory(
+    name: str, samples: Sequence[_MemorySample], tracks: TraceTracks, clock: TraceClock
+) -> Iterator[TraceEvent]:
     rows: dict[str, list[tuple[float, int]]] = {}
     for at, device, held in samples:
         rows.setdefault(device, []).append((at, held))
     for device, row in rows.items():
-        yield from _counter(name, "bytes", places.device(device), row, clock)
+        yield from _counter(name, "bytes", tracks.device(device), row, clock)
 
 
-def _counter(name: str, key: str, place: Row, row: Sequence[tuple[float, int]], clock: Clock) -> Iterator[Row]:
+def _counter(
+    name: str, key: str, place: TraceEvent, row: Sequence[tuple[float, int]], clock: TraceClock
+) -> Iterator[TraceEvent]:
     """The counter of a row of (time, value), by time: of several at one instant the last, of equal ones the first.
 
     What ends and what starts at one instant would otherwise be a notch in the picture.

@@ -25,7 +25,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from pydantic import SecretStr
 
-from asyncpipe.observe.live.hosts import is_own_page, own_host
+from asyncpipe.observe.http_hosts import is_own_page, own_host
 from asyncpipe.service.http.audit import Audit
 from asyncpipe.service.http.problems import Problem
 from asyncpipe.service.http.rate_limits import TokenBuckets, client_of, retry_after

@@ -11,8 +11,8 @@ from pathlib import Path
 from aiohttp import web
 
 from asyncpipe.errors import OptionError
+from asyncpipe.observe.http_hosts import is_loopback, shown_address
 from asyncpipe.observe.live.handlers import add_headers
-from asyncpipe.observe.live.hosts import is_loopback, shown_address
 from asyncpipe.service.http import openapi
 from asyncpipe.service.http.access_control import AccessControl
 from asyncpipe.service.http.audit import Audit, audit_files

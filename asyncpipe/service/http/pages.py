@@ -10,9 +10,9 @@ from collections import OrderedDict
 
 from aiohttp import web
 
-from asyncpipe.observe.live.feed import Feed
+from asyncpipe.observe.live import LiveView
+from asyncpipe.observe.live.feed import LiveFeed
 from asyncpipe.observe.live.handlers import FILES, LiveHandlers, add_files
-from asyncpipe.observe.live.view import LiveView
 from asyncpipe.service.http.event_stream import too_many
 from asyncpipe.service.http.rate_limits import ConcurrencyLimit, LimitReachedError
 from asyncpipe.service.http.routes import job_id
@@ -37,7 +37,7 @@ class Pages:
     def __init__(self, service: TrainingService, places: ConcurrencyLimit) -> None:
         self._service = service
         self._places = places
-        self._feeds: OrderedDict[str, tuple[LiveView, Feed]] = OrderedDict()
+        self._feeds: OrderedDict[str, tuple[LiveView, LiveFeed]] = OrderedDict()
         """By job; who was looked at last is last."""
         self._closing = False
         self._live = LiveHandlers(self._feed)
@@ -69,7 +69,7 @@ class Pages:
         except LimitReachedError:
             raise too_many() from None
 
-    async def _feed(self, request: web.Request) -> Feed:
+    async def _feed(self, request: web.Request) -> LiveFeed:
         """The feed of the job that ``request`` names. Raises ``UnknownJobError``."""
         record = await self._service.get(job_id(request))
         view = self._service.view(record.id)
@@ -78,7 +78,7 @@ class Pages:
             self._feeds.move_to_end(record.id)
             return known[1]
         view = view or _resting(record)
-        feed = Feed(view)
+        feed = LiveFeed(view)
         if self._closing:  # Nobody would close it.
             await feed.close()
             return feed

@@ -25,8 +25,8 @@ from typing import Any, Protocol
 from asyncpipe.core.engine.events import Outcome, StepRecord
 from asyncpipe.core.engine.share import Share
 from asyncpipe.errors import AsyncpipeError, JobFileError, TaskError
-from asyncpipe.observe.live.view import LiveView
-from asyncpipe.observe.metrics.collector import PipelineCollector
+from asyncpipe.observe.live import LiveView
+from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass
 from asyncpipe.service.jobs.job_log import JobLog, LossRow
 from asyncpipe.service.store.job_store import JobStore

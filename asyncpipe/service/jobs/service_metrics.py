@@ -20,7 +20,7 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from asyncpipe.observe.metrics.collector import MergedCollector, PipelineCollector
+from asyncpipe.observe.metrics import MergedCollector, PipelineCollector
 from asyncpipe.observe.metrics.totals import bucket_of
 from asyncpipe.service.job_states import JobRecord, JobState
 

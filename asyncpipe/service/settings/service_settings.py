@@ -51,6 +51,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, Pydanti
 from pydantic_settings import SettingsError as _SourceError
 
 from asyncpipe.errors import AsyncpipeError, DeviceError
+from asyncpipe.observe.http_hosts import is_loopback
 from asyncpipe.service.settings import setting_values as values
 from asyncpipe.service.settings.token_file import check_token, read_token
 from asyncpipe.train.validation import WrongKey, read_toml, similar, wrong_keys
@@ -211,7 +212,7 @@ class ServiceSettings(BaseSettings):
     def _consistent(self) -> ServiceSettings:
         if self.token_file is not None:
             object.__setattr__(self, "token", SecretStr(read_token(self.token_file)))
-        if self.token is None and not values.is_loopback(self.address):
+        if self.token is None and not is_loopback(self.address):
             rule = "which others can reach, needs a token: give token_file or ASYNCPIPE_TOKEN, or listen on 127.0.0.1"
             raise ValueError(f"address: {self.address!r}, {rule}")
         if self.port and self.port == self.metrics_port and self.address == self.metrics_address:

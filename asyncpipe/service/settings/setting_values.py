@@ -9,7 +9,6 @@ import json
 import re
 import stat
 from collections.abc import Mapping
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ __all__ = [
     "entries",
     "entry_name",
     "hosts",
-    "is_loopback",
     "mapping",
     "no_flag",
     "or_none",
@@ -99,16 +97,6 @@ def hosts(names: tuple[str, ...]) -> tuple[str, ...]:
     if all(HOST.fullmatch(name) for name in names):
         return tuple(name.lower() for name in names)
     raise ValueError(HOSTS)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach what listens on ``address``."""
-    if address.lower() == "localhost":
-        return True
-    try:
-        return ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def check_code_folder(path: Path) -> None:

@@ -31,7 +31,7 @@ from urllib.request import urlopen
 from prometheus_client import CollectorRegistry
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.observe.metrics.collector import serve_metrics
+from asyncpipe.observe.metrics import serve_metrics
 from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.service.client import JobClient
 from asyncpipe.service.http import serve_api

@@ -23,12 +23,11 @@ from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
+from asyncpipe.observe.live import LiveView, live_app, serve_live
 from asyncpipe.observe.live import feed as live_feed
 from asyncpipe.observe.live import handlers as live_http
 from asyncpipe.observe.live import server as live
-from asyncpipe.observe.live.feed import KEEP_ALIVE, Feed
-from asyncpipe.observe.live.server import live_app, serve_live
-from asyncpipe.observe.live.view import LiveView
+from asyncpipe.observe.live.feed import KEEP_ALIVE, LiveFeed
 
 pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
 
@@ -156,7 +155,7 @@ async def test_where_nothing_is_new_only_comments_are_sent(view: CountedView, mo
 
 
 async def test_a_page_that_reconnects_is_not_sent_what_it_has(view: CountedView, clock: Clock) -> None:
-    feed = Feed(view)
+    feed = LiveFeed(view)
     async with aclosing(feed.follow()) as events:
         first = parsed(await anext(events))
     async with aclosing(feed.follow(first.id)) as events:
@@ -171,7 +170,7 @@ async def test_a_page_that_reconnects_is_not_sent_what_it_has(view: CountedView,
 
 
 async def test_another_server_has_other_ids(view: CountedView) -> None:
-    feeds = [Feed(view), Feed(view)]
+    feeds = [LiveFeed(view), LiveFeed(view)]
     ids = {(await feed.newest()).id for feed in feeds}
     assert len(ids) == 2
     for feed in feeds:
@@ -179,7 +178,7 @@ async def test_another_server_has_other_ids(view: CountedView) -> None:
 
 
 async def test_a_slow_page_is_sent_the_newest_state_alone(view: CountedView, clock: Clock) -> None:
-    feed = Feed(view)
+    feed = LiveFeed(view)
     async with aclosing(feed.follow()) as events:
         await anext(events)
         for loss in (3.0, 2.0, 1.0):
@@ -201,7 +200,7 @@ async def test_a_slow_page_is_sent_the_newest_state_alone(view: CountedView, clo
 
 
 async def test_a_view_is_folded_at_most_four_times_a_second(view: CountedView, clock: Clock) -> None:
-    feed = Feed(view)
+    feed = LiveFeed(view)
     for _ in range(100):
         step(view)
         await feed.newest()
@@ -219,7 +218,7 @@ async def test_a_long_fold_is_followed_by_a_long_rest(
         return {"ended": False}
 
     monkeypatch.setattr(view, "snapshot", slow)
-    feed = Feed(view)
+    feed = LiveFeed(view)
     first = await feed.newest()
     for seconds, is_same in ((0.5 * live_feed.REST - 0.1, True), (0.2, False)):
         step(view)
@@ -245,7 +244,7 @@ async def test_many_pages_share_a_fold(view: CountedView) -> None:
 async def test_nothing_is_folded_on_the_loop(view: CountedView, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
     monkeypatch.setattr(view, "snapshot", lambda: threads.append(threading.current_thread().name) or {"ended": False})
-    feed = Feed(view)
+    feed = LiveFeed(view)
     await feed.newest()
     await feed.close()
     assert [name.startswith("asyncpipe-live") for name in threads] == [True, True]
@@ -254,7 +253,7 @@ async def test_nothing_is_folded_on_the_loop(view: CountedView, monkeypatch: pyt
 async def test_a_fold_that_fails_is_logged_once_and_pages_go_on(
     view: CountedView, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    feed = Feed(view)
+    feed = LiveFeed(view)
     good = await feed.newest()
     view.error = ZeroDivisionError("no")
     with caplog.at_level(logging.ERROR):
@@ -271,7 +270,7 @@ async def test_a_fold_that_fails_is_logged_once_and_pages_go_on(
 
 async def test_a_fold_that_fails_at_once_leaves_an_empty_state(view: CountedView) -> None:
     view.error = ZeroDivisionError("no")
-    feed = Feed(view)
+    feed = LiveFeed(view)
     assert json.loads((await feed.newest()).data).keys() == LiveView().snapshot().keys()
     await feed.close()
 
@@ -340,10 +339,10 @@ async def test_a_page_that_takes_nothing_does_not_hold_up_the_end(
 
 async def test_a_page_that_was_closed_is_forgotten(view: CountedView, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_feed, "KEEP_ALIVE_SECONDS", 0.01)
-    made: list[Feed] = []
+    made: list[LiveFeed] = []
     left = asyncio.Event()
 
-    class KnownFeed(Feed):
+    class KnownFeed(LiveFeed):
         async def follow(self, seen: str | None = None) -> AsyncGenerator[bytes, None]:
             made.append(self)
             try:
@@ -353,7 +352,7 @@ async def test_a_page_that_was_closed_is_forgotten(view: CountedView, monkeypatc
             finally:
                 left.set()
 
-    monkeypatch.setattr(live, "Feed", KnownFeed)
+    monkeypatch.setattr(live, "LiveFeed", KnownFeed)
     async with connected(view) as client:
         async with client.get("/events") as response:
             await next_block(response)
@@ -376,7 +375,7 @@ async def test_a_feed_that_is_closed_while_it_folds_ends_with_the_fold(
         return {"ended": False}
 
     monkeypatch.setattr(view, "snapshot", snapshot)
-    feed = Feed(view)
+    feed = LiveFeed(view)
     feed.start()
     await began.wait()
     closing = asyncio.ensure_future(feed.close())
@@ -387,7 +386,7 @@ async def test_a_feed_that_is_closed_while_it_folds_ends_with_the_fold(
 
 
 async def test_a_feed_may_be_closed_twice(view: CountedView) -> None:
-    feed = Feed(view)
+    feed = LiveFeed(view)
     feed.start()
     await feed.close()
     await feed.close()

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from asyncpipe import Pipeline
-from asyncpipe.observe.live.server import serve_live
-from asyncpipe.observe.live.view import LiveView
+from asyncpipe.observe.live import LiveView, serve_live
 
 NODE = Path(__file__).resolve().parents[2] / "node"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from asyncpipe.observe.metrics.collector import PipelineCollector
+from asyncpipe.observe.metrics import PipelineCollector
 
 
 @pytest.fixture

@@ -25,9 +25,8 @@ from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
+from asyncpipe.observe.metrics import PipelineCollector, graph_arrays, serve_metrics
 from asyncpipe.observe.metrics import collector as metrics
-from asyncpipe.observe.metrics import plan as fold_plan
-from asyncpipe.observe.metrics.collector import PipelineCollector, serve_metrics
 
 ALLOWED_LABELS = {"job", "stage", "device", "kind", "reason", "src", "dst", "outcome", "le", "version"}
 
@@ -152,7 +151,7 @@ def test_an_ideal_that_is_not_known_does_not_stay_that_of_another_graph(
 ) -> None:
     collector.step_completed(simulate(lowered()))
     assert value(registry, "ideal_bubble_ratio") is not None
-    monkeypatch.setattr(fold_plan, "MOST_SIMULATED", 1)
+    monkeypatch.setattr(graph_arrays, "MOST_SIMULATED", 1)
     collector.step_completed(simulate(lowered("1f1b")))
     assert value(registry, "ideal_bubble_ratio") is None
 

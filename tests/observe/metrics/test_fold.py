@@ -38,11 +38,12 @@ from asyncpipe.core.predict.report import Report, TaskTime, report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.observe.metrics import plan as fold_plan
+from asyncpipe.observe.metrics import graph_arrays
 from asyncpipe.observe.metrics.fold import fold
-from asyncpipe.observe.metrics.pack import pack
-from asyncpipe.observe.metrics.plan import Plan, Plans, Segments
-from asyncpipe.observe.metrics.totals import HISTOGRAMS, Totals
+from asyncpipe.observe.metrics.graph_arrays import GraphArrays, GraphArraysCache, Segments
+from asyncpipe.observe.metrics.metric_table import HISTOGRAMS
+from asyncpipe.observe.metrics.step_arrays import StepArrays
+from asyncpipe.observe.metrics.totals import Totals
 
 # The reference
 
@@ -273,7 +274,7 @@ def cut_short(record: StepRecord, kept: int, outcome: Outcome) -> StepRecord:
 def test_the_fold_is_the_reference(draw: st.DataObject) -> None:
     graph = graph_of(draw)
     records = [record_of(graph, draw, step) for step in range(draw.draw(st.integers(1, 3)))]
-    totals = fold([pack(record, float(at)) for at, record in enumerate(records)], Plan.of(graph))
+    totals = fold([StepArrays.of(record, float(at)) for at, record in enumerate(records)], GraphArrays.of(graph))
     wanted = reference(records)
     assert_same(totals, wanted)
     busy_and_idle_seconds = sum(
@@ -287,12 +288,12 @@ def test_the_fold_is_the_reference(draw: st.DataObject) -> None:
 @given(st.data())
 def test_folding_a_stack_is_folding_one_by_one(draw: st.DataObject) -> None:
     graph = graph_of(draw)
-    plan = Plan.of(graph)
-    steps = [pack(record_of(graph, draw, step), float(step)) for step in range(4)]
+    arrays = GraphArrays.of(graph)
+    steps = [StepArrays.of(record_of(graph, draw, step), float(step)) for step in range(4)]
     one_by_one = Totals()
     for step in steps:
-        one_by_one.merge(fold([step], plan))
-    whole = fold(steps, plan)
+        one_by_one.merge(fold([step], arrays))
+    whole = fold(steps, arrays)
     for name, counter in whole.counters.items():
         assert one_by_one.counters[name] == pytest.approx(counter), name
     for name, series in whole.histograms.items():
@@ -309,7 +310,7 @@ def test_folding_a_stack_is_folding_one_by_one(draw: st.DataObject) -> None:
 def test_what_a_step_without_any_completed_task_adds() -> None:
     graph = lower(find_schedule("gpipe"), Shape(2, 2, 2))
     record = StepRecord(0, graph, [(1.0, StepSubmitted(0, graph)), (2.0, Abort(0))], Outcome.CANCELLED)
-    totals = fold([pack(record, 7.0)], Plan.of(graph))
+    totals = fold([StepArrays.of(record, 7.0)], GraphArrays.of(graph))
     assert totals.counters["steps"] == {("ok",): 0, ("failed",): 0, ("cancelled",): 1}
     assert set(totals.counters["stage_busy_seconds"].values()) == {0.0}
     assert set(totals.counters["stage_idle_seconds"].values()) == {0.0}
@@ -321,7 +322,7 @@ def test_a_copy_goes_from_its_source_to_its_stage_in_both_directions() -> None:
     graph = lower(find_schedule("gpipe"), Shape(2, 1, 2), devices=["cpu:0", "cpu:1"])
     onward, back = (graph.find(TaskKind.COPY, 0, stage, 1 - stage).number for stage in (1, 0))
     record = replace(simulate(graph, Costs(copy=0.5)), notes=StepNotes(copied={onward: 100, back: 3}))
-    totals = fold([pack(record, 0.0)], Plan.of(graph))
+    totals = fold([StepArrays.of(record, 0.0)], GraphArrays.of(graph))
     assert totals.counters["copy_bytes"] == {("cpu:0", "cpu:1"): 100, ("cpu:1", "cpu:0"): 3}
     assert totals.counters["copy_seconds"] == {("cpu:0", "cpu:1"): 0.5, ("cpu:1", "cpu:0"): 0.5}
 
@@ -335,7 +336,7 @@ def test_a_packed_step_keeps_nothing_of_its_journal() -> None:
     error = Loud()
     gone = weakref.ref(error)
     record = StepRecord(0, graph, [(0.0, StepSubmitted(0, graph)), (1.0, TaskFailed(0, 0, error))], Outcome.FAILED)
-    packed = pack(record, 0.0)
+    packed = StepArrays.of(record, 0.0)
     del record, error
     gc.collect()
     assert gone() is None
@@ -350,13 +351,13 @@ def test_latest_of_empty_rows_is_never() -> None:
 
 
 def test_a_plan_is_made_once_and_goes_with_its_graph() -> None:
-    plans = Plans()
+    arrays_cache = GraphArraysCache()
     graph = lower(find_schedule("gpipe"), Shape(2, 2, 2))
-    plan = plans.of(graph)
-    assert plans.of(graph) is plan
-    assert plans.ideal_bubble(graph, make=False) is None
-    assert plans.ideal_bubble(graph, make=True) == pytest.approx(1 / 3)
-    assert plans.ideal_bubble(graph, make=False) == pytest.approx(1 / 3)
+    arrays = arrays_cache.of(graph)
+    assert arrays_cache.of(graph) is arrays
+    assert arrays_cache.ideal_bubble(graph, make=False) is None
+    assert arrays_cache.ideal_bubble(graph, make=True) == pytest.approx(1 / 3)
+    assert arrays_cache.ideal_bubble(graph, make=False) == pytest.approx(1 / 3)
     gone = weakref.ref(graph)
     del graph
     gc.collect()
@@ -365,5 +366,5 @@ def test_a_plan_is_made_once_and_goes_with_its_graph() -> None:
 
 def test_the_ideal_is_left_out_for_large_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = lower(find_schedule("gpipe"), Shape(2, 2, 2))
-    monkeypatch.setattr(fold_plan, "MOST_SIMULATED", len(graph.tasks) - 1)
-    assert Plans().ideal_bubble(graph, make=True) is None
+    monkeypatch.setattr(graph_arrays, "MOST_SIMULATED", len(graph.tasks) - 1)
+    assert GraphArraysCache().ideal_bubble(graph, make=True) is None

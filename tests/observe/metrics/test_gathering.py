@@ -18,16 +18,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.errors import OptionError
+from asyncpipe.observe.metrics import MergedCollector, PipelineCollector
 from asyncpipe.observe.metrics import collector as metrics
-from asyncpipe.observe.metrics.collector import MergedCollector, PipelineCollector
-from asyncpipe.observe.metrics.totals import HISTOGRAMS, Histogram, Totals, bucket_of
+from asyncpipe.observe.metrics.metric_table import HISTOGRAMS
+from asyncpipe.observe.metrics.totals import Histogram, Totals, bucket_of
 
 
 def watched_folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps each fold takes."""
     folded: list[int] = []
     fold = metrics.fold
-    monkeypatch.setattr(metrics, "fold", lambda steps, plan: folded.append(len(steps)) or fold(steps, plan))
+    monkeypatch.setattr(metrics, "fold", lambda steps, arrays: folded.append(len(steps)) or fold(steps, arrays))
     return folded
 
 

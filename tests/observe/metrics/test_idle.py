@@ -16,9 +16,9 @@ from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.metrics.fold import fold
-from asyncpipe.observe.metrics.idle import IdleReason
-from asyncpipe.observe.metrics.pack import pack
-from asyncpipe.observe.metrics.plan import Plan
+from asyncpipe.observe.metrics.graph_arrays import GraphArrays
+from asyncpipe.observe.metrics.idle_time import IdleReason
+from asyncpipe.observe.metrics.step_arrays import StepArrays
 
 
 def lowered(name: str = "gpipe", shape: Shape = Shape(3, 4, 3), checkpoint: str = "never") -> TaskGraph:  # noqa: B008
@@ -27,13 +27,13 @@ def lowered(name: str = "gpipe", shape: Shape = Shape(3, 4, 3), checkpoint: str 
 
 def busy(record: StepRecord) -> dict[tuple[int, str], float]:
     """Seconds by stage and device."""
-    found = fold([pack(record, 0.0)], Plan.of(record.graph)).counters["stage_busy_seconds"]
+    found = fold([StepArrays.of(record, 0.0)], GraphArrays.of(record.graph)).counters["stage_busy_seconds"]
     return {(int(stage), device): seconds for (stage, device), seconds in found.items()}
 
 
 def idle(record: StepRecord) -> dict[tuple[int, str, IdleReason], float]:
     """Seconds by stage, device and reason, where there are any."""
-    found = fold([pack(record, 0.0)], Plan.of(record.graph)).counters["stage_idle_seconds"]
+    found = fold([StepArrays.of(record, 0.0)], GraphArrays.of(record.graph)).counters["stage_idle_seconds"]
     assert min(found.values()) >= 0
     assert {reason for _, _, reason in found} == set(IdleReason)
     return {

@@ -19,7 +19,7 @@ from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
-from asyncpipe.observe.pictures.html import Entry, html_comparison
+from asyncpipe.observe.pictures.html import ComparedStep, html_comparison
 from asyncpipe.observe.pictures.page import SCRIPT, STYLE
 
 VOID = {"meta", "input"}
@@ -95,12 +95,12 @@ def simulated(
     return simulate(lower(find_schedule(name), shape, phase=phase), costs)
 
 
-def entries() -> list[Entry]:
+def entries() -> list[ComparedStep]:
     halved = Costs(0.5, input_gradient=0.5, weight_gradient=0.5)
     return [
-        Entry("gpipe", simulated(), virtual=True),
-        Entry("1f1b", simulated("1f1b", costs=Costs(copy=0.5)), virtual=True, detail="copies cost 0.5"),
-        Entry("interleaved", simulated("interleaved", Shape(4, 3, 2), halved), virtual=True),
+        ComparedStep("gpipe", simulated(), virtual=True),
+        ComparedStep("1f1b", simulated("1f1b", costs=Costs(copy=0.5)), virtual=True, detail="copies cost 0.5"),
+        ComparedStep("interleaved", simulated("interleaved", Shape(4, 3, 2), halved), virtual=True),
     ]
 
 
@@ -152,7 +152,11 @@ def test_memory_has_a_column_where_it_is_known() -> None:
     record = simulated()
     page = Page(
         html_comparison(
-            [Entry("a", record, True, memory=[3 << 29, 10]), Entry("b", record, True), Entry("c", record, True, [7, 7])]
+            [
+                ComparedStep("a", record, True, memory=[3 << 29, 10]),
+                ComparedStep("b", record, True),
+                ComparedStep("c", record, True, [7, 7]),
+            ]
         )
     )
     assert [row[-1] for row in page.table] == [
@@ -190,14 +194,14 @@ def test_the_legend_names_the_kinds_that_ran() -> None:
 
 
 def test_arrows_are_in_all_pictures_or_in_none() -> None:
-    small, large = Entry("s", simulated(), True), Entry("l", simulated("gpipe", Shape(4, 16, 4)), True)
+    small, large = ComparedStep("s", simulated(), True), ComparedStep("l", simulated("gpipe", Shape(4, 16, 4)), True)
     assert html_comparison([small]).count("marker-end") == 6
     assert "marker-end" not in html_comparison([small, large])
 
 
 def test_texts_are_escaped() -> None:
     bad = '<script>alert("1")</script>&\'"'
-    text = html_comparison([Entry(bad, simulated(), True, detail=bad)], title=bad)
+    text = html_comparison([ComparedStep(bad, simulated(), True, detail=bad)], title=bad)
     page = Page(text)
     assert text.count("<script>") == 1
     assert page.headings == [bad]
@@ -207,13 +211,13 @@ def test_texts_are_escaped() -> None:
 
 def test_seconds_have_units_and_a_forward_step_is_shown_too() -> None:
     record = simulated(costs=Costs(0.001, input_gradient=0.001, weight_gradient=0.001), phase=Phase.FORWARD)
-    text = html_comparison([Entry("forward", record, virtual=False)])
+    text = html_comparison([ComparedStep("forward", record, virtual=False)])
     assert Page(text).table[1][:4] == ["forward", "4 ms", "100.0%", "25.0%|on each device"]
     assert "F(0,1): 1 ms to 2 ms on dev:1/compute" in text
 
 
 def test_a_step_without_time_has_a_page() -> None:
-    page = Page(html_comparison([Entry("nothing", simulated(costs=Costs(0, 0, 0, 0, 0, 0)), virtual=True)]))
+    page = Page(html_comparison([ComparedStep("nothing", simulated(costs=Costs(0, 0, 0, 0, 0, 0)), virtual=True)]))
     assert page.table[1][:4] == ["nothing", "0", "100.0%", "0.0%"]
 
 
@@ -221,17 +225,20 @@ def test_a_step_without_time_has_a_page() -> None:
     ("wrong", "message"),
     [
         ([], "at least one step"),
-        ([Entry("a", simulated(), True), Entry("b", simulated(), False)], "all virtual or all in seconds"),
-        ([Entry("a", simulated(), True, memory=[1])], "one number for each of 2 devices, got 1 in 'a'"),
+        (
+            [ComparedStep("a", simulated(), True), ComparedStep("b", simulated(), False)],
+            "all virtual or all in seconds",
+        ),
+        ([ComparedStep("a", simulated(), True, memory=[1])], "one number for each of 2 devices, got 1 in 'a'"),
     ],
 )
-def test_entries_that_cannot_be_compared_are_refused(wrong: list[Entry], message: str) -> None:
+def test_entries_that_cannot_be_compared_are_refused(wrong: list[ComparedStep], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         html_comparison(wrong)
 
 
 def test_a_page_is_linear_in_its_tasks() -> None:
-    small, large = (html_comparison([Entry("x", simulated("1f1b", Shape(4, m, 4)), True)] * 2) for m in (32, 64))
+    small, large = (html_comparison([ComparedStep("x", simulated("1f1b", Shape(4, m, 4)), True)] * 2) for m in (32, 64))
     assert len(large) < 2 * len(small)
     assert len(large) / (2 * 4 * 64 * 2) < 300  # bytes a task, with the page's own
 
@@ -254,6 +261,8 @@ async def test_a_simulated_step_stands_beside_the_measured_one() -> None:
         await (await pipe.step(torch.ones(4, 4), torch.ones(4, 1))).completed()
     measured = recorder.record
     predicted = simulate(measured.graph, Costs(0.001, input_gradient=0.001, weight_gradient=0.001))
-    page = Page(html_comparison([Entry("measured", measured, False), Entry("simulated", predicted, False)]))
+    page = Page(
+        html_comparison([ComparedStep("measured", measured, False), ComparedStep("simulated", predicted, False)])
+    )
     assert page.headings == ["measured", "simulated"]
     assert sum(story.startswith("B(0,0): ") for story in page.stories) == 2

@@ -13,8 +13,8 @@ import pytest
 from aiohttp import ClientSession
 from http_helpers import NOBODY, Api, fake, mounted, served, submission
 
+from asyncpipe.observe.live import LiveView
 from asyncpipe.observe.live import handlers as live_http
-from asyncpipe.observe.live.view import LiveView
 from asyncpipe.service.http import pages, serve_api, stream
 from asyncpipe.service.job_states import JobState
 

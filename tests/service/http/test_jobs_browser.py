@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from http_helpers import TOKEN, FakeService, served, submission
 
-from asyncpipe.observe.live.view import LiveView
+from asyncpipe.observe.live import LiveView
 from asyncpipe.service.job_states import JobState
 from asyncpipe.service.jobs.job_log import LossRow
 

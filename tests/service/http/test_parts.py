@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncpipe.errors import OptionError
-from asyncpipe.observe.live.hosts import is_own_page
+from asyncpipe.observe.http_hosts import is_own_page
 from asyncpipe.service.http import audit as audit_module
 from asyncpipe.service.http import serve_api
 from asyncpipe.service.http.json_body import MOST_DEPTH, parse_json

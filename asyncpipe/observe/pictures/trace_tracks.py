@@ -8,13 +8,13 @@ from typing import Any
 from asyncpipe.core.engine.events import StepRecord, TaskCompleted
 from asyncpipe.core.graph.task import Lane
 
-__all__ = ["Clock", "Places", "Row"]
+__all__ = ["TraceClock", "TraceTracks", "TraceEvent"]
 
-Row = dict[str, Any]
+TraceEvent = dict[str, Any]
 """One event of a trace, ready for ``json.dumps``."""
 
 
-class Clock:
+class TraceClock:
     """Turns times of journals into microseconds since the earliest of them, to the nanosecond.
 
     ``unit`` is how many seconds a unit of the journals' time stands for.
@@ -38,7 +38,7 @@ def _starts(record: StepRecord) -> Iterator[float]:
             yield event.started
 
 
-class Places:
+class TraceTracks:
     """Numbers of threads, from 1, since viewers give 0 a meaning of its own, and of processes, on from there.
 
     Threads are numbered through all processes: some viewers take a thread's number to be unique. No process has the
@@ -55,19 +55,19 @@ class Places:
         self._devices = {name: pid for pid, name in enumerate(names, self._rows.stop + 1)}
         self._memories = names.keys() - {lane.device for lane in lanes}
 
-    def device(self, device: str) -> Row:
+    def device(self, device: str) -> TraceEvent:
         """Where counters of a device are, logical or physical."""
         return {"pid": self._devices[device]}
 
-    def lane(self, lane: Lane) -> Row:
+    def lane(self, lane: Lane) -> TraceEvent:
         """Where the tasks of a lane are."""
         return {**self.device(lane.device), "tid": self._lanes[lane]}
 
-    def step(self, row: int) -> Row:
+    def step(self, row: int) -> TraceEvent:
         """Where the steps of a row are, counted from 0."""
         return {"pid": self._rows.stop, "tid": self._rows[row]}
 
-    def metadata(self) -> Iterator[Row]:
+    def metadata(self) -> Iterator[TraceEvent]:
         """Names of processes and threads, and the order to show them in."""
         if self._rows:
             yield from _named("process", {"pid": self._rows.stop}, "steps", 1)
@@ -80,6 +80,6 @@ class Places:
             yield from _named("thread", self.step(row), "step" if len(self._rows) == 1 else f"row {row + 1}", tid)
 
 
-def _named(what: str, place: Row, name: str, order: int) -> Iterator[Row]:
+def _named(what: str, place: TraceEvent, name: str, order: int) -> Iterator[TraceEvent]:
     yield {"ph": "M", "name": f"{what}_name", **place, "args": {"name": name}}
     yield {"ph": "M", "name": f"{what}_sort_index", **place, "args": {"sort_index": order}}

@@ -1,9 +1,9 @@
-"""Which names a server is known under, and which pages are its own.
+"""Which requests an HTTP server of asyncpipe answers: those that name it as their host, and those of its own pages.
 
-A browser lets no foreign page read an answer without CORS headers, and there are none. What is left is DNS rebinding:
-a foreign page's own name, made to point to this machine. Such requests carry that name as their ``Host``. And a foreign
-page can *send*, without reading what comes back: browsers name it as ``Origin`` then, and tell in ``Sec-Fetch-Site``
-how near it is.
+Answers have no CORS headers, so a browser lets no foreign page read them. Two dangers remain:
+
+- *DNS rebinding*: a foreign page makes its own name resolve to this machine. Its requests have that name as ``Host``.
+- *Cross-site requests*: a foreign page may send without reading the answer. Browsers then name the page as ``Origin``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def host_name(host: str) -> str:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether ``name`` can only be this machine itself."""
+    """Whether ``name``, a host name or an address, can only be this machine itself."""
+    name = name.lower()
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -40,22 +41,22 @@ def is_loopback(name: str) -> bool:
 
 
 def own_address(request: web.Request) -> str | None:
-    """The address that the request came in on, where the server listens on several."""
+    """The address of this machine that the request was sent to."""
     own = None if request.transport is None else request.transport.get_extra_info("sockname")
     return own[0] if isinstance(own, tuple) else None
 
 
 def own_host(request: web.Request, hosts: Collection[str]) -> bool:
-    """Whether the request names a host that this server is known under: loopback, its address, one of ``hosts``."""
+    """Whether the request's host is this server: a loopback name, the server's address, or one of ``hosts``."""
     name = host_name(request.headers.get("Host", ""))
     return name in hosts or is_loopback(name) or (name != "" and name == own_address(request))
 
 
 def is_own_page(origin: str, host: str, hosts: Collection[str]) -> bool:
-    """Whether a page of ``origin`` is this server's, as asked for with the header ``Host: host``.
+    """Whether a page of ``origin`` is this server's, given the header ``Host: host`` of the page's request.
 
-    Another port is another program, whose pages are foreign; behind a proxy the port may be another, so that names in
-    ``hosts`` are taken with any.
+    The ports must be equal, since another port is another program. Names in ``hosts`` are accepted with any port,
+    because a proxy in front of this server has a port of its own.
     """
     try:
         page, asked = urlsplit(origin), urlsplit(f"//{host}")
@@ -70,7 +71,7 @@ def is_own_page(origin: str, host: str, hosts: Collection[str]) -> bool:
 
 
 def shown_address(address: str) -> str:
-    """``address`` as a URL has it; nobody can open the address that stands for all of them."""
+    """``address`` as a URL has it; the loopback address in place of the one that means "all addresses"."""
     try:
         found = ip_address(address)
     except ValueError:

@@ -1,0 +1,92 @@
+"""Why devices were idle: every gap of a compute lane, split by what the next task waited for.
+
+The copies that a task reads divide the gap before it into four parts::
+
+    before ends      producer ends   copy begins   copy ends      task starts
+    ─────┤                 ┊               ┊            ┊              ├─────
+         │◀─ dependency ──▶│◀─ dispatch ──▶│◀── copy ──▶│◀─ dispatch ─▶│
+
+A copy begins when it is dispatched, even if it then waits for earlier copies of its lane. The time after the last task
+of a device is the drain. Busy and idle seconds of a device add up to the step. A gap is counted for the stage of the
+task that ends it, the drain for the stage of the last task.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from asyncpipe.observe.metrics.graph_arrays import Floats, GraphArrays, Numbers, summed
+
+__all__ = ["DeviceTime", "IdleReason", "device_time"]
+
+
+class IdleReason(StrEnum):
+    """What a compute lane waited for."""
+
+    DEPENDENCY = "dependency"
+    """Another device, or the caller's part of a backward, had not yet computed what the next task reads."""
+    COPY = "copy"
+    """It was computed and being copied."""
+    DISPATCH = "dispatch"
+    """All inputs were there, and the task or the copy before it had not begun."""
+    DRAIN = "drain"
+    """The device had no task left in this step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceTime:
+    """Seconds of the compute lanes over several steps, by position in ``GraphArrays.places``."""
+
+    busy: Floats
+    idle: dict[IdleReason, Floats]
+
+
+def device_time(
+    arrays: GraphArrays, started: Floats, ended: Floats, produced: Floats, sent: Floats, arrived: Floats
+) -> DeviceTime:
+    """Busy and idle seconds of the devices, summed over k steps of one graph.
+
+    All arrays have the shape (k, tasks + 1), in seconds since each step was submitted: when tasks ``started`` (∞ for
+    never) and ``ended`` (-∞), and when their last input was ``produced``, ``sent`` by its copy, and had ``arrived`` on
+    their device. The last column means "no task"; the rows of ``arrays.compute`` are filled up with it.
+    """
+    steps, columns = ended.shape
+    begin = started[:, arrays.compute]
+    order = np.argsort(begin, axis=2, kind="stable")
+    begin = np.take_along_axis(begin, order, axis=2)
+    tasks = np.take_along_axis(arrays.compute[np.newaxis], order, axis=2)
+    cells = tasks + columns * np.arange(steps)[:, np.newaxis, np.newaxis]
+    # Clocks of threads and devices differ a little: time in which two tasks seem to overlap is counted once.
+    after = np.maximum(np.maximum.accumulate(ended.ravel()[cells], axis=2), 0.0)
+    before = np.zeros_like(after)
+    before[:, :, 1:] = after[:, :, :-1]
+    begin = np.minimum(np.maximum(begin, before), after)
+    made = np.minimum(np.maximum(produced.ravel()[cells], before), begin)
+    there = np.minimum(np.maximum(arrived.ravel()[cells], made), begin)
+    left = np.minimum(np.maximum(sent.ravel()[cells], made), there)
+    places = arrays.place[tasks].ravel()
+
+    def total(seconds: Floats) -> Floats:
+        return summed(seconds.ravel(), places, len(arrays.places))
+
+    return DeviceTime(
+        busy=total(after - begin),
+        idle={
+            IdleReason.DEPENDENCY: total(made - before),
+            IdleReason.COPY: total(there - left),
+            IdleReason.DISPATCH: total(left - made) + total(begin - there),
+            IdleReason.DRAIN: _drained(arrays, tasks, ended, after[:, :, -1]),
+        },
+    )
+
+
+def _drained(arrays: GraphArrays, tasks: Numbers, ended: Floats, last: Floats) -> Floats:
+    """Seconds from each device's ``last`` moment of work to the end of its step, by place."""
+    left = np.maximum(ended.max(axis=1), 0.0)[:, np.newaxis] - last
+    ran = (ended > -np.inf)[:, arrays.compute].sum(axis=2)
+    final = np.take_along_axis(tasks, np.maximum(ran - 1, 0)[:, :, np.newaxis], axis=2)[:, :, 0]
+    places = np.where(ran > 0, arrays.place[final], arrays.home)
+    return summed(left.ravel(), places.ravel(), len(arrays.places))

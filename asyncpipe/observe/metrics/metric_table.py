@@ -1,0 +1,77 @@
+"""The table of the metrics of a job: names without the prefix ``asyncpipe_``, help texts and labels.
+
+A new metric takes a row here and the line that adds to it: in ``fold.py`` if it comes from steps, in ``collector.py``
+if the training loop reports it. The collector and the dashboards read the table.
+"""
+
+from __future__ import annotations
+
+__all__ = ["COUNTERS", "GAUGES", "HISTOGRAMS", "Labels"]
+
+Labels = tuple[str, ...]
+"""Names of labels, or their values; the label ``job``, which every metric has, is left out."""
+
+COUNTERS: dict[str, tuple[str, Labels]] = {
+    "steps": ("Steps by outcome (ok, failed, cancelled); a pipe(x) and its backward count as one each.", ("outcome",)),
+    "tasks": ("Tasks by kind (F, R, B, C ...) and outcome (completed, failed, dropped).", ("kind", "outcome")),
+    "stage_busy_seconds": ("Seconds that a device computed for a stage.", ("stage", "device")),
+    "stage_idle_seconds": (
+        "Seconds inside steps that a device stood idle before a task of a stage, by reason: dependency (not yet "
+        "computed elsewhere), copy (on its way), dispatch (there, but not begun), drain (after its last task).",
+        ("stage", "device", "reason"),
+    ),
+    "executor_busy_seconds": (
+        "Seconds that a device's host thread spent on tasks: running them on a CPU, queueing them on CUDA.",
+        ("device",),
+    ),
+    "copy_bytes": (
+        "Bytes copied from one logical device to another; between CPU devices tensors are handed over, not moved.",
+        ("src", "dst"),
+    ),
+    "copy_seconds": ("Seconds that copies from one logical device to another took.", ("src", "dst")),
+    "samples": ("Training samples consumed.", ()),
+    "tokens": ("Training tokens consumed.", ()),
+    "training_seconds": ("Seconds of training steps, optimizer and data included.", ()),
+    "observer_failures": (
+        "Failures of observers by reason: raised, slow, dropped (records), trace or snapshot (not written).",
+        ("reason",),
+    ),
+    "snapshots": ("Snapshots by outcome (ok, failed).", ("outcome",)),
+}
+"""(help, labels)"""
+GAUGES: dict[str, tuple[str, Labels]] = {
+    "ready_tasks": (
+        "Mean number of tasks, over the last step, whose dependencies were met and that had not begun on their device.",
+        ("device",),
+    ),
+    "inflight_microbatches": (
+        "Most micro-batches between forward and backward at a stage in the last step.",
+        ("stage",),
+    ),
+    "bubble_ratio": ("Idle share of the compute lanes in the last step, from 0 to 1.", ()),
+    "ideal_bubble_ratio": (
+        "Bubble that the last step's task graph would have with equal stages and free copies (F, R, I and W take "
+        "one unit each, B two); left out for graphs of more than 50000 tasks.",
+        (),
+    ),
+    "loss": ("Loss of the last training step.", ()),
+    "memory_allocated_bytes": ("Bytes of a physical device in use by this process after the last step.", ("device",)),
+    "memory_peak_bytes": ("Most bytes of a physical device that this process ever used.", ("device",)),
+    "memory_limit_bytes": ("Bytes of a physical device that this process may use.", ("device",)),
+    "last_step_timestamp_seconds": ("Unix time at which the last step ended.", ()),
+    "last_snapshot_timestamp_seconds": ("Unix time at which the last snapshot was taken.", ()),
+}
+"""(help, labels)"""
+HISTOGRAMS: dict[str, tuple[str, Labels, range]] = {
+    "step_duration_seconds": ("Seconds from the submission of a step to the end of its last task.", (), range(-10, 11)),
+    "task_duration_seconds": ("Seconds that tasks ran.", ("stage", "kind"), range(-17, 5)),
+    "task_queue_seconds": (
+        "Seconds from the moment at which all dependencies of a task were met to its start.",
+        ("device",),
+        range(-17, 3),
+    ),
+    "scheduler_loop_lag_seconds": ("Seconds by which the event loop ran a scheduler wake-up late.", (), range(-20, 3)),
+    "scheduler_dispatch_seconds": ("Seconds that the scheduler took in a wake-up.", (), range(-20, 3)),
+    "snapshot_duration_seconds": ("Seconds that snapshots took.", (), range(-7, 11)),
+}
+"""(help, labels, the exponents of two that bound the buckets); 2**-17 s is 7.6 µs."""
