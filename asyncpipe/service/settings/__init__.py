@@ -1,1 +1,8 @@
-"""What operators set and what clients may say, checked before anything runs."""
+"""What the operator of a service sets, checked before anything starts.
+
+May import ``observe``, ``ops`` (for the check of devices) and ``train``; nothing else of the service but its job states.
+
+- ``service_settings.py``: ``ServiceSettings``, from arguments, environment variables and a TOML file. Start here.
+- ``setting_types.py``: the types of its fields: how a value may be written and what it must be.
+- ``token_file.py``: what a token must look like, and how it is read from a file that only its owner can read.
+"""

@@ -200,7 +200,7 @@ def test_what_is_missing_is_told_at_once():
         ("port = ", "is not valid TOML"),
         (b"\xff", "is not UTF-8"),
         (f'token = "{TOKEN}"', "token: has no place in a file of settings"),
-        ('config = "x.toml"', "config: a file of settings names no other one"),
+        ('config = "x.toml"', "config: a file of settings cannot name another file"),
         ("[port]", "port: must be a port"),
         ("prot = 1", "prot: unknown key; did you mean 'port'?"),
     ],
@@ -220,7 +220,7 @@ def test_a_wrong_file_is_told_by_its_name(content, part, tmp_path):
     [
         ("ASYNCPIPE_MAX_RUNING", "3", "did you mean 'ASYNCPIPE_MAX_RUNNING'?"),
         ("ASYNCPIPE_PORT", "tcp://10.0.0.1:8080", "enableServiceLinks: false"),
-        ("ASYNCPIPE_ENTRIES", "{", "ASYNCPIPE_ENTRIES: is not the JSON that it looks like"),
+        ("ASYNCPIPE_ENTRIES", "{", "ASYNCPIPE_ENTRIES: starts like JSON, and cannot be read as JSON"),
     ],
 )
 def test_a_slip_in_the_environment_is_told(name, value, part, monkeypatch):

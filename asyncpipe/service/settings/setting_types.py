@@ -1,0 +1,184 @@
+"""The types of a service's settings: how a value may be written, what it must be, and the sentence that says so.
+
+In an environment variable a list is written with commas and a table as ``key=value`` with commas; either may be JSON.
+The validators raise ``ValueError``; error messages quote the fields' descriptions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr
+from pydantic_settings import NoDecode
+
+from asyncpipe.service.settings.token_file import check_token
+
+__all__ = [
+    "Address",
+    "ByteCount",
+    "CodeFolder",
+    "DeviceNames",
+    "EntrySettings",
+    "EntryTable",
+    "Factor",
+    "HostNames",
+    "MemoryLimit",
+    "OptionalPort",
+    "PortNumber",
+    "PositiveInteger",
+    "Rate",
+    "Seconds",
+    "Token",
+]
+
+_PORT = "must be a port from 0 (any free one) to 65535"
+_DEVICES = 'must be a list of device names, cpu, cpu:N, cuda or cuda:N, such as ["cpu:0", "cpu:1"]'
+_ENTRIES = 'must be a list of entries that jobs may name, or a table of them, as ["package.module:factory"]'
+_HOSTS = 'must be a list of host names without scheme and port, such as ["train.example.org"]'
+_MEMORY_LIMIT = 'must be a table of bytes by device, each at least 1, such as {"cuda:0" = "20 GiB"}'
+
+_ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
+_DEVICE = re.compile(r"(cpu|cuda)(:(\d|[1-9]\d|1[01]\d|12[0-7]))?", re.ASCII)
+"""Indices end at 127: torch keeps an index in 8 bits and wraps larger ones silently."""
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]", re.ASCII)
+
+
+# Numbers
+
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")
+    return value
+
+
+def _none_or_number(value: object) -> object:
+    return None if value == "none" else _no_bool(value)
+
+
+_NUMBER = BeforeValidator(_no_bool)
+
+PositiveInteger = Annotated[int, _NUMBER, Field(ge=1, le=10**9, description="must be an integer of at least 1")]
+PortNumber = Annotated[int, _NUMBER, Field(ge=0, le=65535, description=_PORT)]
+OptionalPort = Annotated[
+    Annotated[int, Field(ge=0, le=65535)] | None,
+    BeforeValidator(_none_or_number),
+    Field(description=f'{_PORT}, or "none"'),
+]
+"""TOML and environment variables have no null; the text ``none`` stands for it."""
+Seconds = Annotated[
+    float,
+    _NUMBER,
+    Field(gt=0, le=1e9, allow_inf_nan=False, description="must be a finite number of seconds greater than 0"),
+]
+Rate = Annotated[float, _NUMBER, Field(gt=0, allow_inf_nan=False, description="must be a finite number greater than 0")]
+Factor = Annotated[
+    float, _NUMBER, Field(ge=1, allow_inf_nan=False, description="must be a finite number of at least 1")
+]
+_Bytes = Annotated[ByteSize, _NUMBER, Field(ge=1), AfterValidator(int)]
+ByteCount = Annotated[_Bytes, Field(description='must be a number of bytes of at least 1, such as 131072 or "128 KiB"')]
+
+
+# Lists and tables
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"starts like JSON, and cannot be read as JSON: {error}") from None
+
+
+def _list_of_text(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        return _json(value)
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def _table_of_text(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("{"):
+        return _json(value)
+    pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+    if not all(equals for _, equals, _ in pairs):
+        raise ValueError("must be key=value, with commas between them, or a JSON object")
+    return {key.strip(): text.strip() for key, _, text in pairs}
+
+
+def _entries_of_text(value: object) -> object:
+    """A table of entries; a list of names becomes a table of empty tables."""
+    if isinstance(value, str):
+        value = _json(value) if value.lstrip().startswith("{") else _list_of_text(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        return {name: {} for name in value}
+    raise ValueError(_ENTRIES)
+
+
+def _check_entry(name: str) -> str:
+    if _ENTRY.fullmatch(name):
+        return name
+    raise ValueError('must have the form "package.module:factory"')
+
+
+def _check_devices(names: tuple[str, ...]) -> tuple[str, ...]:
+    if names and all(_DEVICE.fullmatch(name) for name in names):
+        return names
+    raise ValueError(_DEVICES)
+
+
+def _check_hosts(names: tuple[str, ...]) -> tuple[str, ...]:
+    if all(_HOST.fullmatch(name) for name in names):
+        return tuple(name.lower() for name in names)
+    raise ValueError(_HOSTS)
+
+
+class EntrySettings(BaseModel):
+    """What the operator says about one entry that jobs may name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    fixed: dict[str, Any] = Field(default_factory=dict, description="must be a table of keyword arguments")
+    """Parameters that the operator sets and clients cannot."""
+
+
+_Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_list_of_text)]
+DeviceNames = Annotated[_Texts, AfterValidator(_check_devices), Field(description=_DEVICES)]
+HostNames = Annotated[_Texts, AfterValidator(_check_hosts), Field(description=_HOSTS)]
+EntryTable = Annotated[
+    dict[Annotated[str, AfterValidator(_check_entry)], EntrySettings],
+    NoDecode,
+    BeforeValidator(_entries_of_text),
+    Field(min_length=1, description=_ENTRIES),
+]
+MemoryLimit = Annotated[dict[str, _Bytes], NoDecode, BeforeValidator(_table_of_text), Field(description=_MEMORY_LIMIT)]
+
+
+# Texts and paths
+
+
+def _check_secret(token: SecretStr) -> SecretStr:
+    check_token(token.get_secret_value())
+    return token
+
+
+def _check_code_folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise ValueError(f"must be the path of a folder with modules, and {path} is not a folder")
+    if path.stat().st_mode & stat.S_IWOTH:
+        raise ValueError(f"{path} holds code that is run, and everybody may write to it: chmod o-w it")
+    return path
+
+
+Address = Annotated[str, Field(min_length=1, description="must be an address to listen on")]
+Token = Annotated[SecretStr, AfterValidator(_check_secret)]
+CodeFolder = Annotated[Path, AfterValidator(_check_code_folder)]
