@@ -1,13 +1,13 @@
-"""Who changed what, and who was refused: a JSON line each on the logger ``asyncpipe.audit``.
+"""The audit: who changed what, and who was refused; one JSON line each on the logger ``asyncpipe.audit``.
 
 ::
 
     {"when": "2026-11-21T18:00:00.123Z", "client": "127.0.0.1", "what": "pause", "job": "01j…", "outcome": "ok",
      "key": null, "state": "running"}
 
-``outcome`` is ``ok`` or ``refused``, with ``status`` and ``reason`` then. Of an idempotency key there is a hash, of a
-token nothing. ``audit_files`` writes the lines to files, on a thread of its own: the loop never waits for a disk. The
-files are bounded, so there are two of them: whoever is refused, as often as may be, pushes no change out.
+``outcome`` is ``ok`` or ``refused``; a refusal also has ``status`` and ``reason``. An idempotency key appears as a
+hash, a token never. ``audit_files`` writes the lines to files, on a thread of its own, so the event loop never waits
+for a disk. The files are bounded. Refusals have a file of their own, so that many refusals cannot push changes out.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import json
 import logging
 import os
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from logging.handlers import QueueHandler, QueueListener
+from io import TextIOWrapper
+from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from pathlib import Path
 from queue import Full, Queue
 from typing import Any
@@ -29,25 +30,26 @@ from aiohttp import web
 
 from asyncpipe.errors import OptionError
 from asyncpipe.service.http.redact import shorten
+from asyncpipe.service.whole_writes import write_whole
 
-__all__ = ["LOGGER", "Audit", "audit_files"]
+__all__ = ["LOGGER", "Audit", "AuditFile", "audit_files"]
 
 LOGGER = "asyncpipe.audit"
 CHANGES, REFUSALS = "audit.jsonl", "refused.jsonl"
 MOST_BYTES = 64 * 2**20
-"""Of a file, some 200,000 lines. When it is full it becomes the older one, ``audit.jsonl.1``, and replaces that."""
+"""Of one file, about 200,000 lines. A full file is renamed to ``audit.jsonl.1``, which it replaces."""
 MOST_WAITING = 10_000
-"""Lines that a disk may be behind; more are lost, and counted in the log."""
+"""Lines that wait for the disk; further lines are lost, and the log says how many."""
 
 _logger = logging.getLogger(LOGGER)
 _troubles = logging.getLogger("asyncpipe.service.http")
 
 
 class Audit:
-    """Writes the lines of one API; those of another one in this process are told apart by it."""
+    """Logs the lines of one API; several APIs in one process have one each, so that each has its own files."""
 
     def line(self, request: web.Request, what: str, outcome: str, **more: Any) -> None:
-        """One line; ``more`` adds members such as ``job``, ``status`` and ``reason``."""
+        """Log one line; ``more`` adds members such as ``job``, ``status`` and ``reason``."""
         keys = request.headers.getall("Idempotency-Key", [])
         table = {
             "when": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -63,14 +65,14 @@ class Audit:
 
 @asynccontextmanager
 async def audit_files(audit: Audit, folder: Path) -> AsyncIterator[None]:
-    """During the block the lines of ``audit`` go to its files in ``folder``; at its end all of them are there.
+    """Write the lines of ``audit`` to its files in ``folder`` during the block; at its end all of them are written.
 
     Raises ``OptionError`` where the files cannot be opened.
     """
-    files: list[_File] = []
+    files: list[AuditFile] = []
     try:
         for name, refused in ((CHANGES, False), (REFUSALS, True)):
-            files.append(await asyncio.to_thread(_File, folder / name, refused))
+            files.append(await asyncio.to_thread(AuditFile, folder / name, refused))
     except OSError as error:
         _close(files)
         raise OptionError(f"the audit file in {folder} cannot be opened: {error.strerror}") from error
@@ -100,20 +102,8 @@ def _close(files: Iterable[logging.Handler]) -> None:
         file.close()
 
 
-class _Listener(QueueListener):
-    """The thread that writes."""
-
-    def __init__(self, queue: Queue[Any], *handlers: logging.Handler) -> None:
-        super().__init__(queue, *handlers)
-        self._put = queue.put
-
-    def enqueue_sentinel(self) -> None:
-        """Ask for the end, behind all that waits: the queue may be full."""
-        self._put(None)
-
-
 class _BoundedQueueHandler(QueueHandler):
-    """Takes one API's lines, and loses some before it waits."""
+    """Queues the lines of one API; drops a line rather than wait when the queue is full."""
 
     def __init__(self, queue: Queue[Any], audit: Audit) -> None:
         super().__init__(queue)
@@ -131,56 +121,57 @@ class _BoundedQueueHandler(QueueHandler):
             self.queue.put_nowait(record)
         except Full:
             self._lost += 1
-            if self._lost & (self._lost - 1) == 0:  # At 1, 2, 4, 8 …
-                _troubles.error("the disk does not take the audit file: %d lines are lost", self._lost)
+            if self._lost.bit_count() == 1:  # At 1, 2, 4, 8 …
+                _troubles.error("the audit file cannot be written fast enough: %d lines are lost", self._lost)
 
 
-class _File(logging.Handler):
-    """A file, which is this user's own. A line is in it whole or not at all; one that is not goes to the log."""
+class _Listener(QueueListener):
+    """The thread that writes the files."""
+
+    def __init__(self, queue: Queue[Any], *handlers: logging.Handler) -> None:
+        super().__init__(queue, *handlers)
+        self._put = queue.put
+
+    def enqueue_sentinel(self) -> None:
+        """Ask the thread to end; waits for room in the queue, where the base class would raise ``Full``."""
+        self._put(None)
+
+
+class AuditFile(RotatingFileHandler):
+    """A rotating file that only this user can read. A line that cannot be written whole goes to the log instead."""
 
     def __init__(self, path: Path, refused: bool) -> None:
-        """For the lines of what was ``refused``, or of what was not."""
-        super().__init__()
-        self._path = path
+        """For refusals if ``refused``, else for changes."""
+        super().__init__(path, maxBytes=MOST_BYTES, backupCount=1, encoding="ascii")
         self._refused = refused
-        self._descriptor = _open(path)
         self._failed = False
 
     def filter(self, record: logging.LogRecord) -> Any:
         return getattr(record, "refused", None) is self._refused and super().filter(record)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line."""
-        line = record.getMessage().encode() + b"\n"
-        size = os.fstat(self._descriptor).st_size
+        """Write one line, in a new file if this one is full."""
         try:
-            if size and size + len(line) > MOST_BYTES:
-                self._begin_another()
-                size = 0
-            written = 0
-            while written < len(line):
-                written += os.write(self._descriptor, line[written:])
+            if self.shouldRollover(record):
+                self.doRollover()
+            self.stream = self.stream or self._open()
+            descriptor = self.stream.fileno()
+            write_whole(descriptor, f"{record.getMessage()}\n".encode(), os.fstat(descriptor).st_size)
             self._failed = False
         except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(self._descriptor, size)
-            if not self._failed:  # Once, until it works again.
+            if not self._failed:  # Reported once, until a line can be written again.
                 _troubles.error("the audit file cannot be written (%s); its lines are here", error.strerror)
             self._failed = True
             _troubles.warning("%s", record.getMessage())
 
-    def _begin_another(self) -> None:
-        with suppress(FileNotFoundError):  # Somebody has moved it, or it was moved before and no other could be made.
-            os.replace(self._path, f"{self._path}.1")
-        full, self._descriptor = self._descriptor, _open(self._path)
-        os.close(full)
+    def doRollover(self) -> None:
+        """Rename the full file to ``.1`` and open a new one; ``.1`` stays if somebody has moved the full file."""
+        if os.path.exists(self.baseFilename):
+            super().doRollover()
+        elif self.stream is not None:
+            self.stream.close()
+            self.stream = self._open()
 
-    def close(self) -> None:
-        """Close the file."""
-        with suppress(OSError):
-            os.close(self._descriptor)
-        super().close()
-
-
-def _open(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    def _open(self) -> TextIOWrapper:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        return open(self.baseFilename, "a", encoding="ascii", opener=lambda path, _: os.open(path, flags, 0o600))

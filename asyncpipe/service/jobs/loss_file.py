@@ -16,10 +16,11 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
+
+from asyncpipe.service.whole_writes import write_whole
 
 __all__ = ["LossFile", "LossRow", "read_losses"]
 
@@ -95,21 +96,10 @@ class LossFile:
 
     def _write_pending(self) -> None:
         while self._pending:
-            self._write(self._pending[0].line())
+            line = self._pending[0].line()
+            write_whole(self._descriptor, line, self._size)
+            self._size += len(line)
             self._last = self._pending.popleft().step
-
-    def _write(self, line: bytes) -> None:
-        """Write the whole line or nothing."""
-        try:
-            os.lseek(self._descriptor, self._size, os.SEEK_SET)
-            written = 0
-            while written < len(line):
-                written += os.write(self._descriptor, line[written:])
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(self._descriptor, self._size)
-            raise
-        self._size += len(line)
 
 
 def read_losses(folder: Path, after: int, limit: int) -> list[LossRow]:

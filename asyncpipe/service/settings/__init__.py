@@ -1,6 +1,6 @@
 """What the operator of a service sets, checked before anything starts.
 
-May import ``observe``, ``ops`` (for the check of devices) and ``train``; nothing else of the service but its job states.
+May import the layers below the service, and nothing of the service itself.
 
 - ``service_settings.py``: ``ServiceSettings``, from arguments, environment variables and a TOML file. Start here.
 - ``setting_types.py``: the types of its fields: how a value may be written and what it must be.

@@ -226,8 +226,8 @@ async def test_a_disk_that_is_behind_loses_lines_and_not_the_loop(
     import threading
 
     may_write = threading.Event()
-    emit = audit_module._File.emit
-    monkeypatch.setattr(audit_module._File, "emit", lambda *given: may_write.wait(10) and emit(*given))
+    emit = audit_module.AuditFile.emit
+    monkeypatch.setattr(audit_module.AuditFile, "emit", lambda *given: may_write.wait(10) and emit(*given))
     async with served(tmp_path) as api:
         for _ in range(8):
             await api.submitted()
@@ -257,19 +257,22 @@ def kept(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for file in (f"{name}.1", name) for line in (folder / file).read_text().splitlines()]
 
 
-async def test_an_audit_that_cannot_be_moved_goes_to_the_log_and_on_later(
+def test_an_audit_that_cannot_be_moved_goes_to_the_log_and_on_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(audit_module, "MOST_BYTES", 1000)
-    file = audit_module._File(tmp_path / "audit.jsonl", False)
+    file = audit_module.AuditFile(tmp_path / "audit.jsonl", False)
 
     def tell(number: int) -> None:
         file.emit(logging.makeLogRecord({"msg": json.dumps({"number": number, "more": "x" * 300})}))
 
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     for number in range(3):
         tell(number)
     with monkeypatch.context() as patch:
-        patch.setattr(audit_module, "_open", full)  # It was moved, and there is no room for another one.
+        patch.setattr(os, "open", full)  # It was moved, and there is no room for another one.
         tell(3)
     tell(4)
     (tmp_path / "audit.jsonl").rename(tmp_path / "elsewhere")  # As an operator may.
@@ -279,10 +282,6 @@ async def test_an_audit_that_cannot_be_moved_goes_to_the_log_and_on_later(
     assert [line["number"] for line in kept(tmp_path, "audit.jsonl")] == [0, 1, 2, 7]
     assert len((tmp_path / "elsewhere").read_text().splitlines()) == 3
     assert '"number": 3' in caplog.text
-
-
-def full(path: Path) -> int:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 async def test_a_folder_that_is_not_there_is_an_option_error(tmp_path: Path) -> None:
