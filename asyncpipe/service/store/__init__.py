@@ -1,1 +1,11 @@
-"""Every job in one SQLite file: what was acknowledged is on disk."""
+"""The job store: every job of a service and the history of its states, in one SQLite file.
+
+::
+
+    job_store.py         JobStore: the methods that a service awaits, and their checks. Start here.
+    database_thread.py   the thread that owns the connection and commits many requests at once
+    queries.py           the SQL, one function for each part of a transaction
+    database.py          opening the file, its schema, and SQLite's errors in words
+
+Which states a job may pass through is in ``service/job_states.py``. May import nothing else of the service.
+"""

@@ -1,7 +1,7 @@
-"""The store's file: opened safely, brought to this version's schema, and its troubles put into words.
+"""The store's database file: opening it safely, its schema, and SQLite's errors in words.
 
-What is said to be done is on disk: write-ahead log, and a sync at every commit. One process has the file to itself
-while it is open (``locking_mode`` is exclusive), since two services would run the same jobs twice.
+A commit that returned is on disk: the file has a write-ahead log and is synced at every commit. While the store is
+open, no other process can use the file (``locking_mode`` is exclusive): two services would run the same jobs twice.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from asyncpipe.service.job_states import JobState, PriorityClass
 __all__ = ["MIGRATIONS", "StoreError", "StoreProblem", "explain", "open_database"]
 
 APPLICATION_ID = 0x61_70_6A_73
-"""Marks the file as a store of jobs ("apjs"); other programs' databases are left alone."""
+"""Marks the file as a job store ("apjs"), so that databases of other programs are recognised and not changed."""
 
 
 class StoreProblem(StrEnum):
-    """What kind of trouble a store has; a service can tell from it whether to ask again."""
+    """Why a store cannot be used; callers decide by it whether to try again."""
 
     FULL = "full"
     LOCKED = "locked"
@@ -36,10 +36,10 @@ class StoreProblem(StrEnum):
 
 
 class StoreError(AsyncpipeError, RuntimeError):
-    """The job store cannot do what was asked; the message names the file, what is wrong and what would help.
+    """The job store cannot carry out a request; the message names the file, what is wrong and what would help.
 
-    Nothing of the request was kept. ``problem`` is the kind of trouble, ``path`` the file; the original error, if there
-    is one, is the ``__cause__``.
+    The request changed nothing. ``problem`` is the reason, ``path`` the file; the original error, if there is one, is
+    the ``__cause__``.
     """
 
     def __init__(self, path: Path, problem: StoreProblem, what: str, advice: str) -> None:
@@ -56,7 +56,7 @@ _RESTORE = "restore it from a backup, or move it and its -wal file away to begin
 _ONE_SERVICE = "only one process can use a store: stop the other one, or name another file"
 _LET_IN = "the user of this process needs to read and write the file and its folder"
 _WORDS: dict[int, tuple[StoreProblem, str, str]] = {
-    sqlite3.SQLITE_FULL: (StoreProblem.FULL, "has no room on its disk", "free some space and ask again"),
+    sqlite3.SQLITE_FULL: (StoreProblem.FULL, "has no room on its disk", "free some space and try again"),
     sqlite3.SQLITE_BUSY: (StoreProblem.LOCKED, "is in use by another process", _ONE_SERVICE),
     sqlite3.SQLITE_LOCKED: (StoreProblem.LOCKED, "is in use by another process", _ONE_SERVICE),
     sqlite3.SQLITE_CORRUPT: (StoreProblem.DAMAGED, "is damaged", _RESTORE),
@@ -67,18 +67,18 @@ _WORDS: dict[int, tuple[StoreProblem, str, str]] = {
     sqlite3.SQLITE_IOERR: (
         StoreProblem.FAILED,
         "could not be read or written",
-        "see whether its disk, or this user's quota, is full, or the disk is failing",
+        "check whether the disk or this user's quota is full, or the disk is failing",
     ),
 }
 """By SQLite's primary result code."""
 
 
 def explain(path: Path, error: sqlite3.Error) -> StoreError:
-    """The ``StoreError`` that says what ``error`` means for the store at ``path``."""
+    """The ``StoreError`` for ``error`` of the store at ``path``."""
     code = getattr(error, "sqlite_errorcode", None)
-    default = (StoreProblem.FAILED, "refused a request", "this looks like a mistake in asyncpipe; please report it")
-    if isinstance(error, sqlite3.DataError) and code is None:  # Of queries.py, which knows no path.
-        default = (StoreProblem.DAMAGED, "holds what it cannot have written", _RESTORE)
+    default = (StoreProblem.FAILED, "refused a request", "this looks like a bug in asyncpipe; please report it")
+    if isinstance(error, sqlite3.DataError) and code is None:  # Raised in queries.py.
+        default = (StoreProblem.DAMAGED, "holds values that it cannot have written", _RESTORE)
     problem, what, advice = default if code is None else _WORDS.get(code & 0xFF, default)
     explained = StoreError(path, problem, f"{what} ({error})", advice)
     explained.__cause__ = error
@@ -91,7 +91,7 @@ def _first_schema(connection: sqlite3.Connection) -> None:
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(
         f"""CREATE TABLE jobs (
-            number INTEGER PRIMARY KEY AUTOINCREMENT, -- the order of submission; clocks may go back
+            number INTEGER PRIMARY KEY AUTOINCREMENT, -- the order of submission, also when the clock is set back
             id TEXT NOT NULL UNIQUE,
             spec TEXT NOT NULL,
             priority_class TEXT NOT NULL CHECK (priority_class IN ({classes})),
@@ -102,9 +102,9 @@ def _first_schema(connection: sqlite3.Connection) -> None:
             attempts INTEGER NOT NULL DEFAULT 0,
             step INTEGER NOT NULL DEFAULT 0,
             snapshot TEXT,
-            asked TEXT CHECK (asked IN ({states})), -- of a running job, which needs a moment to become that
+            asked TEXT CHECK (asked IN ({states})), -- what a running job was asked to become
             asked_cause TEXT,
-            schedule TEXT, -- in the place of the specification's
+            schedule TEXT, -- replaces that of the specification
             idempotency_key TEXT UNIQUE
         )"""
     )
@@ -123,7 +123,7 @@ def _first_schema(connection: sqlite3.Connection) -> None:
 
 
 MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_first_schema,)
-"""The n-th brings a store from schema n to n + 1, counted from 0; an old one never changes, a new one comes last."""
+"""Migration n (from 0) brings a store from schema n to n + 1. Never change an old one; append new ones."""
 
 
 def open_database(
@@ -131,10 +131,10 @@ def open_database(
     busy_seconds: float,
     migrations: Sequence[Callable[[sqlite3.Connection], None]] = MIGRATIONS,
 ) -> sqlite3.Connection:
-    """A connection to the store at ``path``, made if it is not there (0600, a new folder 0700). Blocks.
+    """A connection to the store at ``path``, which is created if it does not exist (0600, its folder 0700). Blocks.
 
-    It is for the calling thread, and begins and commits by hand. Waits up to ``busy_seconds`` for another process to
-    let go of the file. Raises ``StoreError`` where the file cannot be used, which is then left as it was.
+    The connection is for the calling thread and has no implicit transactions. Waits up to ``busy_seconds`` for another
+    process to release the file. Raises ``StoreError`` where the file cannot be used; the file is unchanged then.
     """
     try:
         _make_file(path)
@@ -156,13 +156,13 @@ def open_database(
 def _make_file(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        # SQLite gives its other files the mode of this one. One that is there is not opened: closing it would give up
-        # the locks that another store of this process has on it.
+        # SQLite creates its other files with the mode of this one. An existing file is not opened here: closing it
+        # would release the POSIX locks that another store of this process holds on it.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
         return
     if hasattr(os, "O_DIRECTORY"):
-        # A file whose name is lost with the power is lost.
+        # Sync the folder: without that a power failure can lose the file's name.
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -184,7 +184,7 @@ def _prepare(
     connection.execute("PRAGMA foreign_keys = ON")
     if (found := _pragma(connection, "quick_check(1)")) != "ok":
         raise StoreError(path, StoreProblem.DAMAGED, f"is damaged ({found})", _RESTORE)
-    # Begun even if there is nothing to change: it takes the lock that keeps other processes out.
+    # Also without migrations: the transaction takes the lock that excludes other processes.
     connection.execute("BEGIN IMMEDIATE")
     try:
         for migrate in migrations[version:]:

@@ -1,15 +1,15 @@
-"""The thread that owns a store's connection: it does what waits, many requests in one commit, each with its own answer.
+"""The thread that owns a database connection: it commits many requests at once and answers each one on its own.
 
-A sync of the disk costs the same for one request as for a hundred, so whatever has come while the last one was under
-way is committed together::
+Syncing the disk costs the same for one request as for a hundred, so all requests that arrived during the previous
+commit are committed together::
 
-    coroutines   submit  pause  get  submit …          each waits for its own future
+    coroutines   submit  pause  get  submit …          each awaits its own future
                     └──────┴─────┴─────┴─▶ queue
-    the thread   BEGIN  [submit] [pause] [submit]  COMMIT  [get]  ─▶ one wake-up of the loop
-                           each in a savepoint              reads see only what is committed
+    the thread   BEGIN  [submit] [pause] [submit]  COMMIT  [get]  ─▶ one call_soon_threadsafe per loop
+                           each in a savepoint              reads see only committed data
 
-A request that raises is undone alone. Where SQLite itself fails (a full disk), nothing of the group was kept, and each
-of its requests is tried once more by itself: what is too large for the disk does not fail its neighbours.
+A request that raises is rolled back alone. If SQLite itself fails (a full disk), the whole group is rolled back and
+each request is tried once more in a transaction of its own, so that one large request does not fail the others.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from asyncpipe.train.blocking_calls import call_for_future, wait_to_end
+from asyncpipe.train.threads import call_for_future, wait_to_end
 
 __all__ = ["DatabaseThread"]
 
 LARGEST_GROUP = 128
-"""Requests in one commit, so that the first of a flood does not wait for the last."""
+"""Requests in one commit; bounds how long the first of many requests waits for the last."""
 
 _T = TypeVar("_T")
-_Work = Callable[[sqlite3.Connection], Any]
+_Function: TypeAlias = Callable[[sqlite3.Connection], Any]
 
 
 class _Reply(NamedTuple):
@@ -39,36 +39,135 @@ class _Reply(NamedTuple):
 
 
 class _Request(NamedTuple):
-    work: _Work
+    function: _Function
     writes: bool
     future: asyncio.Future[Any]
 
 
-class _RequestQueue:
-    """Requests on their way to the thread; once closed it takes no more, and what is in it still gets there."""
+class DatabaseThread:
+    """Runs functions on a connection, in a thread of its own. Opens once and closes once; requests from any loop."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        name: str,
+        connect: Callable[[], sqlite3.Connection],
+        explain: Callable[[sqlite3.Error], Exception],
+        closed: Callable[[], Exception],
+    ) -> None:
+        """``connect`` is called in the thread; requests raise what ``explain`` and ``closed`` make."""
+        # The thread refers to the server only, so a DatabaseThread that is dropped without close can be collected.
+        self._server = _Server(connect, explain, closed)
+        self._thread: threading.Thread | None = None
+        self._ended: asyncio.Future[None] | None = None
+        self._name = name
+        self.stop = self._server.close
+        """Lets the thread end after the queued requests; from any thread, also after this object was collected."""
+
+    @property
+    def commits(self) -> int:
+        """Transactions that were committed since ``open``."""
+        return self._server.commits
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs; from any thread."""
+        return self._thread is not None and self._thread.is_alive()
+
+    async def open(self) -> None:
+        """Start the thread and connect. Raises what ``connect`` raises; no thread is left then."""
+        if self._thread is not None:
+            raise self._server.closed()
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[None] = loop.create_future()
+        self._ended = loop.create_future()
+        arguments = (opened, self._ended)
+        self._thread = threading.Thread(target=self._server.run, args=arguments, name=self._name, daemon=True)
+        self._thread.start()
+        try:
+            await wait_to_end(opened)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def run(self, function: Callable[[sqlite3.Connection], _T], *, writes: bool) -> _T:
+        """What ``function`` returns or raises in the thread, once its transaction is committed.
+
+        A caller that is cancelled does not learn the result; the request is carried out nevertheless. ``function`` may
+        be called a second time, after its first call was rolled back.
+        """
+        future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        if self._thread is None or not self._server.put(_Request(function, writes, future)):
+            raise self._server.closed()
+        return await future
+
+    async def close(self) -> None:
+        """Wait for the queued requests and for the thread. May be called again; a cancellation is raised afterwards."""
+        self._server.close()
+        if self._thread is not None and self._ended is not None:
+            try:
+                await wait_to_end(self._ended)
+            finally:
+                self._thread.join()
+
+
+class _Server:
+    """The queue of requests, and what the thread does with them."""
+
+    def __init__(
+        self,
+        connect: Callable[[], sqlite3.Connection],
+        explain: Callable[[sqlite3.Error], Exception],
+        closed: Callable[[], Exception],
+    ) -> None:
+        self.closed = closed
         self.commits = 0
+        self._connect = connect
+        self._explain = explain
         self._queue: SimpleQueue[_Request | None] = SimpleQueue()
+        """``None`` follows the last request."""
         self._lock = threading.Lock()
-        self._closed = False
+        self._is_closed = False
+
+    # From any thread
 
     def put(self, request: _Request) -> bool:
-        """Whether it was taken."""
+        """Queue ``request``; false if the queue is closed."""
         with self._lock:
-            if not self._closed:
+            if not self._is_closed:
                 self._queue.put(request)
-            return not self._closed
+            return not self._is_closed
 
     def close(self) -> None:
-        """May be called again, from any thread."""
+        """Take no more requests. May be called again."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
+            if not self._is_closed:
+                self._is_closed = True
                 self._queue.put(None)
 
-    def take(self) -> list[_Request]:
-        """What waits, one request at least; blocks. None once it is closed and all were taken."""
+    # In the thread
+
+    def run(self, opened: asyncio.Future[None], done: asyncio.Future[None]) -> None:
+        """Serve requests until the queue is closed and empty; every future gets an answer, however this ends."""
+        connection: sqlite3.Connection | None = None
+        try:
+            reply = _attempt(self._connect)
+            connection = reply.value
+            _answer([(opened, _Reply(error=reply.error))])
+            while connection is not None and (group := self._take()):
+                _answer(self._serve(connection, group))
+                # An idle thread must not keep the last requests alive.
+                del group
+        finally:
+            self.close()
+            if connection is not None:
+                with suppress(sqlite3.Error):
+                    connection.close()
+            while group := self._take():
+                _answer([(request.future, _Reply(error=self.closed())) for request in group])
+            _answer([(done, _Reply())])
+
+    def _take(self) -> list[_Request]:
+        """The requests that wait, at least one; blocks. Empty once the queue is closed and empty."""
         group: list[_Request] = []
         while not group or (len(group) < LARGEST_GROUP and not self._queue.empty()):
             request = self._queue.get()
@@ -78,202 +177,94 @@ class _RequestQueue:
             group.append(request)
         return group
 
+    def _serve(
+        self, connection: sqlite3.Connection, group: Sequence[_Request]
+    ) -> list[tuple[asyncio.Future[Any], _Reply]]:
+        """The reply to each of ``group``; raises nothing."""
+        writing = [request for request in group if request.writes]
+        reading = [request for request in group if not request.writes]
 
-class DatabaseThread:
-    """Runs functions on a connection in a thread of its own. Opened once and closed once; requests from any loop."""
+        def replies() -> list[_Reply]:
+            written = self._write(connection, [request.function for request in writing]) if writing else []
+            found = written + [_read(connection, request.function) for request in reading]
+            return [
+                _Reply(error=self._explain(reply.error)) if isinstance(reply.error, sqlite3.Error) else reply
+                for reply in found
+            ]
 
-    def __init__(
-        self,
-        name: str,
-        connect: Callable[[], sqlite3.Connection],
-        explain: Callable[[sqlite3.Error], Exception],
-        closed: Callable[[], Exception],
-    ) -> None:
-        """``connect`` is called in the thread; ``explain`` and ``closed`` make what requests raise."""
-        self._connect = connect
-        self._explain = explain
-        self._closed_error = closed
-        self._mailbox = _RequestQueue()
-        self._thread: threading.Thread | None = None
-        self._ended: asyncio.Future[None] | None = None
-        self._name = name
-        self.stop = self._mailbox.close
-        """Lets the thread end when it has done what waits; from any thread, also when this object is gone."""
+        outcome = _attempt(replies)
+        if outcome.error is not None:
+            _roll_back(connection)
+        all_replies = outcome.value if outcome.error is None else [outcome] * len(group)
+        return [(request.future, reply) for request, reply in zip(writing + reading, all_replies, strict=True)]
 
-    @property
-    def commits(self) -> int:
-        """Transactions that were committed since it was opened."""
-        return self._mailbox.commits
-
-    async def open(self) -> None:
-        """Start the thread and connect. Raises what ``connect`` raises; no thread is left then."""
-        if self._thread is not None:
-            raise self._closed_error()
-        loop = asyncio.get_running_loop()
-        opened: asyncio.Future[None] = loop.create_future()
-        self._ended = loop.create_future()
-        # The target is no bound method: a writer that is dropped without being closed can be collected.
-        arguments = (self._connect, self._explain, self._closed_error, self._mailbox, opened, self._ended)
-        self._thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
-        self._thread.start()
+    def _write(self, connection: sqlite3.Connection, functions: Sequence[_Function]) -> list[_Reply]:
+        """The reply to each of ``functions``: those that returned are on disk, those that raised changed nothing."""
         try:
-            await wait_to_end(opened)
-        except BaseException:
-            await self.close()
-            raise
-
-    async def run(self, work: Callable[[sqlite3.Connection], _T], *, writes: bool) -> _T:
-        """What ``work`` returns, or raises, once its transaction is committed; called in the thread.
-
-        Whoever is cancelled while waiting learns nothing more, and the request is done all the same. ``work`` may be
-        called twice, after everything that it did was undone.
-        """
-        future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        if self._thread is None or not self._mailbox.put(_Request(work, writes, future)):
-            raise self._closed_error()
-        return await future
-
-    async def close(self) -> None:
-        """Wait for what waits, then for the thread. May be called again; a cancellation comes through afterwards."""
-        self._mailbox.close()
-        if self._thread is not None and self._ended is not None:
-            try:
-                await wait_to_end(self._ended)
-            finally:
-                self._thread.join()
+            connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.Error as error:
+            return [_Reply(error=error)] * len(functions)
+        try:
+            replies = [_in_savepoint(connection, function) for function in functions]
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            _roll_back(connection)
+            if len(functions) == 1:
+                return [_Reply(error=error)]
+            return [reply for function in functions for reply in self._write(connection, [function])]
+        self.commits += 1
+        return replies
 
 
-# In the thread
-
-
-def _serve(
-    connect: Callable[[], sqlite3.Connection],
-    explain: Callable[[sqlite3.Error], Exception],
-    closed: Callable[[], Exception],
-    mailbox: _RequestQueue,
-    opened: asyncio.Future[None],
-    done: asyncio.Future[None],
-) -> None:
-    """The life of the thread; however it ends, nobody waits for ever."""
-    connection: sqlite3.Connection | None = None
-    try:
-        outcome = _attempt(connect)
-        connection = outcome.value
-        _answer([(opened, outcome)])
-        while connection is not None and (group := mailbox.take()):
-            _answer(_answers(connection, group, explain, mailbox))
-            # An idle thread must not keep the last requests alive.
-            del group
-    finally:
-        mailbox.close()
-        if connection is not None:
-            with suppress(sqlite3.Error):
-                connection.close()
-        while group := mailbox.take():
-            _answer([(request.future, _Reply(error=closed())) for request in group])
-        _answer([(done, _Reply())])
-
-
-def _answers(
-    connection: sqlite3.Connection,
-    group: Sequence[_Request],
-    explain: Callable[[sqlite3.Error], Exception],
-    mailbox: _RequestQueue,
-) -> list[tuple[asyncio.Future[Any], _Reply]]:
-    """What became of each of ``group``; raises nothing, since whoever waits must hear of it."""
-    answers = _attempt(lambda: _do(connection, group, explain, mailbox))
-    if answers.error is None:
-        told: list[tuple[asyncio.Future[Any], _Reply]] = answers.value
-        return told
-    _roll_back(connection)
-    return [(request.future, _Reply(error=answers.error)) for request in group]
-
-
-def _do(
-    connection: sqlite3.Connection,
-    group: Sequence[_Request],
-    explain: Callable[[sqlite3.Error], Exception],
-    mailbox: _RequestQueue,
-) -> list[tuple[asyncio.Future[Any], _Reply]]:
-    writing = [request for request in group if request.writes]
-    reading = [request for request in group if not request.writes]
-    outcomes = _write(connection, [request.work for request in writing], mailbox) if writing else []
-    outcomes += [_read(connection, request.work) for request in reading]
-    told = [
-        _Reply(error=explain(outcome.error)) if isinstance(outcome.error, sqlite3.Error) else outcome
-        for outcome in outcomes
-    ]
-    return [(request.future, outcome) for request, outcome in zip(writing + reading, told, strict=True)]
-
-
-def _write(connection: sqlite3.Connection, works: Sequence[_Work], mailbox: _RequestQueue) -> list[_Reply]:
-    """What became of each of ``works``: those that returned are on disk, those that raised changed nothing."""
-    try:
-        connection.execute("BEGIN IMMEDIATE")
-    except sqlite3.Error as error:
-        return [_Reply(error=error)] * len(works)
-    try:
-        outcomes = [_in_savepoint(connection, work) for work in works]
-        connection.execute("COMMIT")
-    except sqlite3.Error as error:
-        _roll_back(connection)
-        if len(works) == 1:
-            return [_Reply(error=error)]
-        return [outcome for work in works for outcome in _write(connection, [work], mailbox)]
-    mailbox.commits += 1
-    return outcomes
-
-
-def _in_savepoint(connection: sqlite3.Connection, work: _Work) -> _Reply:
-    """What ``work`` came to, and of one that raised no trace; an error of SQLite concerns the whole group."""
+def _in_savepoint(connection: sqlite3.Connection, function: _Function) -> _Reply:
+    """The reply of ``function``, rolled back if it raised; raises errors of SQLite, which concern the whole group."""
     connection.execute("SAVEPOINT request")
-    outcome = _attempt(lambda: work(connection))
-    if isinstance(outcome.error, sqlite3.Error):
-        raise outcome.error
-    if outcome.error is not None:
+    reply = _attempt(lambda: function(connection))
+    if isinstance(reply.error, sqlite3.Error):
+        raise reply.error
+    if reply.error is not None:
         connection.execute("ROLLBACK TO request")
     connection.execute("RELEASE request")
-    return outcome
+    return reply
 
 
-def _read(connection: sqlite3.Connection, work: _Work) -> _Reply:
-    """What ``work`` came to, on one state of the store."""
+def _read(connection: sqlite3.Connection, function: _Function) -> _Reply:
+    """The reply of ``function``, which sees one consistent state of the database."""
     try:
         connection.execute("BEGIN")
     except sqlite3.Error as error:
         return _Reply(error=error)
-    outcome = _attempt(lambda: work(connection))
+    reply = _attempt(lambda: function(connection))
     _roll_back(connection)
-    return outcome
+    return reply
 
 
 def _roll_back(connection: sqlite3.Connection) -> None:
-    # After some errors, a full disk among them, SQLite has done it already.
+    # After some errors, such as a full disk, SQLite has rolled back already.
     if connection.in_transaction:
         with suppress(sqlite3.Error):
             connection.execute("ROLLBACK")
 
 
-def _attempt(work: Callable[[], Any]) -> _Reply:
+def _attempt(function: Callable[[], Any]) -> _Reply:
     try:
-        return _Reply(call_for_future(work))
-    except Exception as error:  # noqa: BLE001 - told to whoever waits
+        return _Reply(call_for_future(function))
+    except Exception as error:  # noqa: BLE001 - raised in the coroutine that asked
         return _Reply(error=error)
 
 
-def _answer(answers: Sequence[tuple[asyncio.Future[Any], _Reply]]) -> None:
-    """Tell each future its outcome, with one wake-up of each loop."""
+def _answer(replies: Sequence[tuple[asyncio.Future[Any], _Reply]]) -> None:
+    """Resolve each future with its reply; wakes each loop once."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], _Reply]]] = {}
-    for future, outcome in answers:
-        by_loop.setdefault(future.get_loop(), []).append((future, outcome))
-    for loop, some in by_loop.items():
-        # A loop that was closed meanwhile has nobody who waits.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(_settle, some)
+    for future, reply in replies:
+        by_loop.setdefault(future.get_loop(), []).append((future, reply))
+    for loop, pairs in by_loop.items():
+        with suppress(RuntimeError):  # A loop that is closed has no coroutine that waits.
+            loop.call_soon_threadsafe(_resolve, pairs)
 
 
-def _settle(answers: Sequence[tuple[asyncio.Future[Any], _Reply]]) -> None:
-    for future, (value, error) in answers:
+def _resolve(replies: Sequence[tuple[asyncio.Future[Any], _Reply]]) -> None:
+    for future, (value, error) in replies:
         if future.done():
             continue
         if error is None:

@@ -1,6 +1,6 @@
-"""What the store says to SQLite: each function is a part of one transaction and knows nothing of threads.
+"""The SQL of the job store: each function is part of one transaction and is called in the store's thread.
 
-Jobs are ordered by their number, which counts submissions; an id is what the outside sees.
+Jobs are ordered by their number, which counts submissions; clients see ids only.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class UnknownJobError(AsyncpipeError, LookupError):
 
 
 class IdempotencyConflictError(AsyncpipeError, ValueError):
-    """An idempotency key was used before, for another specification; ``job`` is the id of the job that it made."""
+    """An idempotency key was used before with another specification; ``job`` is the id of the job that it created."""
 
     def __init__(self, key: str, job: str) -> None:
-        rule = "send the same specification again to get that job, or another key to submit a new one"
-        super().__init__(f"the idempotency key {key!r} belongs to job {job}, which was specified otherwise; {rule}")
+        rule = "send the same specification to get that job, or another key to submit a new one"
+        super().__init__(f"the idempotency key {key!r} belongs to job {job}, which has another specification; {rule}")
         self.key = key
         self.job = job
 
@@ -67,10 +67,10 @@ class IdempotencyConflictError(AsyncpipeError, ValueError):
 
 
 class QueueFullError(AsyncpipeError, RuntimeError):
-    """As many jobs wait as may; nothing was submitted, or resumed."""
+    """The queue is full; the job was not submitted or resumed."""
 
     def __init__(self, most: int) -> None:
-        super().__init__(f"{most} jobs wait, and no more may; ask again when some of them have begun")
+        super().__init__(f"the queue is full: {most} jobs wait; try again when some of them have begun")
         self.most = most
 
     def __reduce__(self) -> tuple[type[QueueFullError], tuple[int]]:
@@ -89,9 +89,9 @@ def add_job(
     key: str | None,
     most_queued: int | None = None,
 ) -> JobRecord:
-    """The job that ``key`` made before, if it did so of the same ``text``, else a new one, queued.
+    """A new job, queued; or the job that ``key`` created before with the same ``text``, a specification as JSON.
 
-    Raises ``IdempotencyConflictError``, and ``QueueFullError`` where ``most_queued`` wait already.
+    Raises ``IdempotencyConflictError``, and ``QueueFullError`` if ``most_queued`` jobs are queued already.
     """
     if key is not None:
         row = connection.execute("SELECT id, spec FROM jobs WHERE idempotency_key = ?", (key,)).fetchone()
@@ -119,9 +119,9 @@ def change_state(
     expect: JobState | None = None,
     most_queued: int | None = None,
 ) -> JobRecord:
-    """``job`` after it became ``to``.
+    """``job`` after its transition to the state ``to``.
 
-    Raises ``UnknownJobError``, ``JobStateError``, and ``QueueFullError`` where ``most_queued`` wait already.
+    Raises ``UnknownJobError``, ``JobStateError``, and ``QueueFullError`` if ``most_queued`` jobs are queued already.
     """
     number, state = _number_and_state(connection, job)
     check_transition(job, state, to, expect)
@@ -136,9 +136,9 @@ def change_state(
 
 
 def ask_job(connection: sqlite3.Connection, job: str, to: JobState | None, at: float, cause: str) -> JobRecord:
-    """The running ``job``, of which is kept that it shall become ``to``; raises as ``check_asking``.
+    """The running ``job`` with the request to become ``to``; raises as ``check_asking``.
 
-    What it was asked already is kept with its first cause.
+    A repeated request keeps its first cause.
     """
     number, state = _number_and_state(connection, job)
     record = find_job(connection, job)
@@ -153,7 +153,7 @@ def ask_job(connection: sqlite3.Connection, job: str, to: JobState | None, at: f
 
 
 def change_schedule(connection: sqlite3.Connection, job: str, schedule: str, at: float) -> JobRecord:
-    """``job`` with another schedule. Raises ``UnknownJobError``, ``JobStateError`` for one that is at its end."""
+    """``job`` with another schedule. Raises ``UnknownJobError``, and ``JobStateError`` for a job in a final state."""
     number, state = _number_and_state(connection, job)
     if state in FINAL_STATES:
         raise JobStateError(job, state, "change its schedule")
@@ -162,7 +162,7 @@ def change_schedule(connection: sqlite3.Connection, job: str, schedule: str, at:
 
 
 def note_progress(connection: sqlite3.Connection, job: str, step: int, snapshot: str | None, at: float) -> None:
-    """Keep what a running job reports. Raises ``UnknownJobError``, ``JobStateError``."""
+    """Record the progress of a running job. Raises ``UnknownJobError``, ``JobStateError``."""
     number, state = _number_and_state(connection, job)
     if state is not JobState.RUNNING:
         raise JobStateError(job, state, "report progress")
@@ -173,7 +173,7 @@ def note_progress(connection: sqlite3.Connection, job: str, step: int, snapshot:
 
 
 def recover_jobs(connection: sqlite3.Connection, at: float, cause: str) -> tuple[JobRecord, ...]:
-    """Every job that was running, queued again or what it was asked to become; foreground first, then by age."""
+    """The jobs that were running, now queued or what they were asked to become; foreground jobs first, then by age."""
     rows = connection.execute(
         f"SELECT id, asked, asked_cause FROM jobs WHERE state = ? ORDER BY {_BY_CLASS}",  # noqa: S608 - no input
         (JobState.RUNNING,),
@@ -212,7 +212,7 @@ def find_job(connection: sqlite3.Connection, job: str) -> JobRecord:
 def list_jobs(
     connection: sqlite3.Connection, states: Sequence[JobState] | None, limit: int, after: str | None
 ) -> tuple[JobRecord, ...]:
-    """At most ``limit`` jobs in any of ``states``, in the order of submission, from the one behind ``after`` on."""
+    """At most ``limit`` jobs in any of ``states`` that follow job ``after``, in the order of submission."""
     number = 0 if after is None else _number_and_state(connection, after)[0]
     among = "" if states is None else f"AND state IN ({', '.join('?' * len(states))})"
     rows = connection.execute(
@@ -229,7 +229,7 @@ def count_jobs(connection: sqlite3.Connection) -> dict[JobState, int]:
 
 
 def history_of(connection: sqlite3.Connection, job: str) -> tuple[Transition, ...]:
-    """Every transition of ``job``, the submission first. Raises ``UnknownJobError``."""
+    """All transitions of ``job``, its submission first. Raises ``UnknownJobError``."""
     number, _ = _number_and_state(connection, job)
     rows = connection.execute(
         "SELECT sequence, from_state, to_state, at, cause FROM transitions WHERE job = ? ORDER BY sequence", (number,)

@@ -202,7 +202,7 @@ class Held(JobStore):
             loop.call_soon_threadsafe(begun.set)
             assert release.wait(30)
 
-        holding = asyncio.create_task(self._writer.run(stand_still, writes=False))
+        holding = asyncio.create_task(self._thread.run(stand_still, writes=False))
         await begun.wait()
         return holding, release
 
@@ -247,7 +247,7 @@ async def test_a_request_that_fails_half_way_is_undone_alone(path, raised):
 
     async with Held(path) as store:
         good = await store.submit(SPEC)
-        answers = await held(store, store.submit(SPEC), store._writer.run(broken, writes=True), store.submit(SPEC))
+        answers = await held(store, store.submit(SPEC), store._thread.run(broken, writes=True), store.submit(SPEC))
         assert raised.__name__ in repr(answers[1])
         assert isinstance(answers[1], KeyError | RuntimeError)
         assert [job.cause for job in await store.list()] == ["submitted"] * 3
@@ -260,9 +260,9 @@ async def test_an_error_of_sqlite_fails_only_the_request_that_made_it(path):
         answers = await held(
             store,
             store.submit(SPEC),
-            store._writer.run(lambda connection: connection.execute("no SQL"), writes=True),
+            store._thread.run(lambda connection: connection.execute("no SQL"), writes=True),
             store.submit(SPEC),
-            store._writer.run(lambda connection: connection.execute("ROLLBACK"), writes=True),
+            store._thread.run(lambda connection: connection.execute("ROLLBACK"), writes=True),
             store.get("job-1"),
         )
         assert [type(answer).__name__ for answer in answers] == [
@@ -315,7 +315,7 @@ async def test_closing_finishes_what_waits_and_takes_no_more(path):
         release.set()
         with pytest.raises(asyncio.CancelledError):
             await closing
-        assert not store._writer._thread.is_alive()
+        assert not store._thread._thread.is_alive()
         ids = {(await job).id for job in waiting}
     with pytest.raises(StoreError, match="is not open"):
         await store.__aenter__()
@@ -339,7 +339,7 @@ def test_a_store_that_is_dropped_lets_its_thread_end(path, new_threads):
     async def drop() -> threading.Thread:
         store = await JobStore(path).__aenter__()
         await store.submit(SPEC)
-        return store._writer._thread
+        return store._thread._thread
 
     thread = asyncio.run(drop())
     thread.join(10)

@@ -81,7 +81,7 @@ async def test_a_full_queue_takes_no_more_but_answers_for_what_it_has(path):
         first, new = await store.add(SPEC, "key", most_queued=2)
         assert new
         await store.add(SPEC, most_queued=2)
-        with pytest.raises(QueueFullError, match="2 jobs wait, and no more may"):
+        with pytest.raises(QueueFullError, match="the queue is full: 2 jobs wait"):
             await store.add(SPEC, most_queued=2)
         assert await store.add(SPEC, "key", most_queued=2) == (first, False)
         await store.transition(first.id, PAUSED, "because")
@@ -93,7 +93,7 @@ async def test_a_full_queue_lets_no_paused_job_in(path):
     async with JobStore(path) as store:
         first, second = await store.submit(SPEC), await store.submit(SPEC)
         await store.transition(first.id, PAUSED, "because")
-        with pytest.raises(QueueFullError, match="1 jobs wait, and no more may; ask again"):
+        with pytest.raises(QueueFullError, match="the queue is full: 1 jobs wait; try again"):
             await store.transition(first.id, QUEUED, "because", most_queued=1)
         assert (await store.get(first.id)).state is PAUSED
         assert len(await store.history(first.id)) == 2
