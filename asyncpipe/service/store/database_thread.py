@@ -22,7 +22,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from asyncpipe.train.threads import call_for_future, wait_to_end
+from asyncpipe.train.blocking_calls import call_for_future, wait_to_end
 
 __all__ = ["DatabaseThread"]
 
