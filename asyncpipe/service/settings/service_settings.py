@@ -149,7 +149,7 @@ class ServiceSettings(BaseSettings):
     def _check_combination(self) -> ServiceSettings:
         if self.token_file is not None:
             object.__setattr__(self, "token", SecretStr(read_token(self.token_file)))
-        if self.token is None and not is_loopback(self.address.lower()):
+        if self.token is None and not is_loopback(self.address):
             rule = "which others can reach, needs a token: give token_file or ASYNCPIPE_TOKEN, or listen on 127.0.0.1"
             raise ValueError(f"address: {self.address!r}, {rule}")
         if self.port and self.port == self.metrics_port and self.address == self.metrics_address:
