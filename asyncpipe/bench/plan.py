@@ -23,7 +23,7 @@ from asyncpipe.core.predict.layer_profile import Profile
 from asyncpipe.core.predict.planner import Plan, plan
 from asyncpipe.core.predict.profile_from_journals import StepVariant
 from asyncpipe.pipeline.pipeline import Pipeline
-from asyncpipe.pipeline.profiling import Measuring, Sample
+from asyncpipe.pipeline.profiling import Measuring, SampleBatch
 from asyncpipe.pipeline.sync import SyncPipeline
 
 __all__ = ["PlanSize", "PredictedPipeline", "run", "show"]
@@ -74,7 +74,7 @@ def run(progress: Progress, *, size: PlanSize | None = None) -> Figures:
     numbers = sorted({choice.microbatches for choice in size.choices})
     measured: list[list[float]] = [[] for _ in size.choices]
     with ExitStack() as stack:
-        sample = Sample(x, target, nn.functional.mse_loss)
+        sample = SampleBatch(x, target, nn.functional.mse_loss)
         measuring = stack.enter_context(Measuring(model, DEVICES, sample, numbers))
         pipes = [stack.enter_context(_pipeline(model, choice)) for choice in size.choices]
         for turn in rounds(size.rounds + 1, progress):

@@ -62,7 +62,7 @@ def add_measuring(parser: argparse.ArgumentParser) -> None:
         help="numbers of micro-batches (default: the job's, half and twice as many)",
     )
     parser.add_argument(
-        "--steps", type=count, default=STEPS, metavar="N", help=f"measured steps of each sort (default: {STEPS})"
+        "--steps", type=count, default=STEPS, metavar="N", help=f"measured steps of each mode (default: {STEPS})"
     )
 
 

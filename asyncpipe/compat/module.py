@@ -15,11 +15,11 @@ from typing import Any, Self, cast
 import torch
 from torch import nn
 
+from asyncpipe.core.checks import check_positive
 from asyncpipe.core.graph.lower import CheckpointMode
-from asyncpipe.errors import ArgumentTypeError, MoveError, TaskError
+from asyncpipe.errors import ArgumentTypeError, MicrobatchError, MoveError, TaskError
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
-from asyncpipe.ops.model.microbatch import check_microbatches
 from asyncpipe.ops.model.sequential import stage_parts
 from asyncpipe.ops.model.skips import Skippable
 from asyncpipe.pipeline.pipeline import Pipeline
@@ -51,7 +51,7 @@ class PipelinedModule(nn.Module):
             number = int(chunks)
         except (TypeError, ValueError):
             raise ArgumentTypeError(f"chunks must be a positive integer, got {chunks!r}") from None
-        self.chunks = check_microbatches(number)
+        self.chunks = check_positive("microbatches", number, MicrobatchError)
         self.checkpoint = CheckpointMode.parse(str(checkpoint)).value
         self._pipeline: Pipeline | None = None
         self._face: SyncPipeline | None = None

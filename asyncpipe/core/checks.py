@@ -9,10 +9,10 @@ from asyncpipe.errors import OptionError
 __all__ = ["check_choice", "check_positive"]
 
 
-def check_positive(name: str, value: int) -> int:
-    """``value`` if it is a positive integer; raises ``OptionError`` otherwise."""
+def check_positive(name: str, value: int, error: type[OptionError] = OptionError) -> int:
+    """``value`` if it is a positive integer; raises ``error`` otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{name} must be a positive integer, got {value!r}")
+        raise error(f"{name} must be a positive integer, got {value!r}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""The task graphs of a pipeline: lowered when first asked for, and dropped when its schedule changes."""
+"""The task graphs of a pipeline: lowered when first needed, dropped when the schedule changes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.errors import ScheduleError
 
-__all__ = ["Graphs"]
+__all__ = ["GraphCache"]
 
 _Key = tuple[int, Phase, CheckpointMode, bool]
 
 
 class _Lowered(NamedTuple):
-    """A schedule and what has been lowered of it; replaced as one, so that other threads never see half a change."""
+    """A schedule and its lowered graphs. Replaced as one, so that other threads never see a mixture of two."""
 
     schedule: Schedule
     graphs: dict[_Key, TaskGraph]
 
 
-class Graphs:
+class GraphCache:
     """Task graphs by number of micro-batches, phase, recomputation and updates."""
 
     def __init__(self, schedule: Schedule, devices: Sequence[str], wiring: Wiring, stages: int) -> None:
-        """``devices`` are the names of the logical devices; errors are those of ``lower``, when a graph is made."""
+        """``devices``: the names of the logical devices."""
         self._devices = tuple(devices)
         self._wiring = wiring
         self._stages = stages
@@ -34,17 +34,17 @@ class Graphs:
 
     @property
     def schedule(self) -> Schedule:
-        """What the next graph follows."""
+        """The schedule that new graphs follow."""
         return self._lowered.schedule
 
     def rewire(self, wiring: Wiring) -> None:
-        """Graphs are lowered with ``wiring`` from now on."""
+        """Lower graphs with ``wiring`` from now on."""
         if wiring != self._wiring:
             self._wiring = wiring
             self._lowered = _Lowered(self.schedule, {})
 
     def change(self, schedule: Schedule, microbatches: int, checkpoint: CheckpointMode) -> None:
-        """Graphs follow ``schedule`` from now on; those of steps under way stay as they are.
+        """Let new graphs follow ``schedule``. Steps under way keep their graphs.
 
         Raises ``ScheduleError`` and changes nothing if it cannot serve ``microbatches``, or would move stages.
         """
@@ -60,7 +60,7 @@ class Graphs:
         self._lowered = _Lowered(schedule, {key: then})
 
     def __call__(self, microbatches: int, phase: Phase, checkpoint: CheckpointMode, update: bool) -> TaskGraph:
-        """The task graph; without ``update`` no optimizer runs in it."""
+        """The task graph; without ``update`` it has no optimizer updates. Raises as ``lower``."""
         schedule, graphs = self._lowered
         key = microbatches, phase, checkpoint, update
         if key not in graphs:

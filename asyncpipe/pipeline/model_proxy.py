@@ -1,4 +1,4 @@
-"""What a pipeline has of its model: modes, parameters, state, layers. Nothing here runs a step."""
+"""The model's own methods and attributes, as a pipeline offers them: modes, parameters, state, layers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,26 @@ from torch import nn
 
 from asyncpipe.errors import MoveError
 from asyncpipe.ops.model.stage import Stage
+from asyncpipe.pipeline.build import PipelineParts
 
-__all__ = ["ModelFace"]
+__all__ = ["ModelProxy"]
 
 
-class ModelFace:
-    """The model's own face, on the pipeline that trains it."""
+class ModelProxy:
+    """Stands for the model of a pipeline, as far as no step is run."""
 
-    module: nn.Module
-    """The unsplit model; it owns the parameters."""
+    def __init__(self, parts: PipelineParts) -> None:
+        self._parts = parts
+
+    @property
+    def module(self) -> nn.Module:
+        """The unsplit model; it owns the parameters."""
+        return self._parts.module
 
     @property
     def stages(self) -> Sequence[Stage]:
         """The placed stages, in order."""
-        raise NotImplementedError
+        return self._parts.resources.stages
 
     @property
     def training(self) -> bool:
@@ -44,7 +50,7 @@ class ModelFace:
         try:
             device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
             stays = device is None and dtype is not None
-        except RuntimeError:  # A device that is not there.
+        except RuntimeError:  # the device does not exist
             stays = False
         if not stays:
             raise MoveError("a pipeline's stages stay on their devices; to() takes a dtype alone")

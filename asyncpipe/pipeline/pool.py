@@ -1,7 +1,7 @@
-"""Devices that several pipelines share: one thread per device, one scheduler that decides for all.
+"""Devices that several pipelines share: one thread per device, and one scheduler that decides for all of them.
 
-A pipeline by itself has a pool of its own. Several on one pool train at the same time; their steps meet in one
-scheduler, which gives each its share (``core/engine/share.py``)::
+A pipeline without ``pool=`` has a pool of its own. Pipelines on one pool train at the same time; their steps meet in
+one scheduler, which gives each its share (``core/engine/share.py``)::
 
     Pipeline ── Tenancy ──┐
     Pipeline ── Tenancy ──┼──▶ DevicePool ──▶ Driver ──▶ a thread per device
@@ -10,21 +10,23 @@ scheduler, which gives each its share (``core/engine/share.py``)::
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from asyncpipe.core.checks import check_choice, check_positive
 from asyncpipe.core.engine.events import StepNotes
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import PipelineClosedError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
+from asyncpipe.pipeline.pool_options import PoolOptions, takes
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Bind, Execution, Gates, Tenant
 from asyncpipe.runtime.executor import Executor, ThreadExecutor
-from asyncpipe.runtime.lifespan import Life
+from asyncpipe.runtime.lifespan import Lifespan
 from asyncpipe.runtime.portal import Portal
 
 __all__ = ["DevicePool", "Tenancy"]
@@ -35,30 +37,16 @@ _T = TypeVar("_T")
 class DevicePool:
     """Devices for any number of pipelines: ``async with DevicePool() as pool``, then ``Pipeline(..., pool=pool)``.
 
-    ``loop``: ``"running"`` drives steps on the loop that opens the pool, ``"own"`` on a loop in a thread of its own,
-    which a caller that blocks its loop cannot delay.
-    ``in_flight``: tasks a lane may hold that are handed to its device and not completed.
-    ``intra_op_threads``: torch's intra-op threads on each CPU device's thread.
-    ``executors``: makes a device's executor from its name, in place of a thread (see ``asyncpipe.testing``).
-
-    A device gets its executor when the first pipeline that names it opens, and keeps it until the pool is closed.
+    Takes the fields of ``PoolOptions`` as keyword arguments. A device gets its executor when the first pipeline that
+    names it opens, and keeps it until the pool is closed.
     """
 
-    def __init__(
-        self,
-        *,
-        loop: Literal["running", "own"] = "running",
-        in_flight: int = 16,
-        intra_op_threads: int = 1,
-        executors: Callable[[str], Executor] | None = None,
-    ) -> None:
-        check_choice("loop", loop, ("running", "own"))
-        check_positive("intra_op_threads", intra_op_threads)
-        self._own_loop = loop == "own"
-        self._intra_op = IntraOpThreads(intra_op_threads)
-        self._make_executor = executors
-        self.driver = Driver({}, in_flight=in_flight)
-        self.life = Life(self.driver, "device pool")
+    @takes(PoolOptions)
+    def __init__(self, options: PoolOptions) -> None:
+        self._options = options
+        self._intra_op = IntraOpThreads(options.intra_op_threads)
+        self.driver = Driver({}, in_flight=options.in_flight)
+        self.lifespan = Lifespan(self.driver, "device pool")
 
     async def __aenter__(self) -> DevicePool:
         self.open()
@@ -70,37 +58,47 @@ class DevicePool:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Wait for steps under way, and let none begin any more; then end every thread. May be called again."""
-        if self.life.is_open:
-            await self.life.run(self.driver.drain())
-            self.life.close()
+        """Refuse new steps, wait for running ones, then end every thread. May be called again."""
+        if self.lifespan.is_open:
+            await self.lifespan.run(self.driver.drain())
+            self.lifespan.close()
 
     def open(self, *, in_thread: bool = False) -> None:
-        """Be ready for pipelines, on the running loop or, if that was asked for, on one in a thread."""
-        if self._own_loop or in_thread:
-            self.life.open_in_thread()
+        """Start to drive steps on the running loop, or with ``in_thread`` or ``loop="own"`` on one in a thread."""
+        if self._options.loop == "own" or in_thread:
+            self.lifespan.open_in_thread()
         else:
-            self.life.open()
+            self.lifespan.open()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the pool is open, but takes no steps, because its scheduler raised an error."""
+        return self.lifespan.is_open and self.driver.is_closed
 
     def admit(self, devices: Sequence[Device]) -> None:
-        """Give each of ``devices`` an executor that has none yet; on the driver's loop."""
+        """Make executors for those of ``devices`` that have none; on the driver's loop."""
         missing = [device for device in devices if device.name not in self.driver]
         for device in missing:
-            self.driver.add(device.name, self._executor(device))
+            self.driver.add(device.name, self._make_executor(device))
         if missing:
-            self._intra_op.settle()
+            self._intra_op.restore()
 
-    def _executor(self, device: Device) -> Executor:
-        if self._make_executor is not None:
-            return self._make_executor(device.name)
+    def _make_executor(self, device: Device) -> Executor:
+        if self._options.executors is not None:
+            return self._options.executors(device.name)
         return ThreadExecutor(device.name, on_start=None if device.is_cuda else self._intra_op.initializer())
 
 
 class Tenancy:
-    """A pipeline's place on a pool: opened once, closed once, with all of the pool where that is the pipeline's own."""
+    """A pipeline's use of a pool: opened once and closed once, together with the pool if the pipeline owns it."""
 
     def __init__(self, pool: DevicePool, devices: Sequence[Device], tenant: Tenant, *, own: bool) -> None:
+        """``own``: whether the pool serves this pipeline alone."""
         self.tenant = tenant
+        self.turn = asyncio.Lock()
+        """Held during a step that a coroutine awaits: steps of one pipeline run one after the other."""
+        self.blocking_turn = threading.Lock()
+        """The same for steps for which a thread blocks."""
         self._pool = pool
         self._devices = devices
         self._own = own
@@ -109,22 +107,22 @@ class Tenancy:
 
     @property
     def driver(self) -> Driver:
-        """Runs the steps."""
+        """The driver that runs the steps."""
         return self._pool.driver
 
     @property
     def portal(self) -> Portal | None:
-        """The thread of the driver's loop, if that loop is the pool's own."""
-        return self._pool.life.portal
+        """The thread of the driver's loop, if the pool has a loop of its own."""
+        return self._pool.lifespan.portal
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes steps: it has been opened, and nobody has begun to close it since."""
-        return self._is_left_to_close and self.driver.takes(self.tenant)
+        """Whether steps may begin: it has been opened, and closing has not begun."""
+        return self._needs_closing and self.driver.takes(self.tenant)
 
     @property
-    def _is_left_to_close(self) -> bool:
-        return self._finalizer is not None and self._finalizer.alive and self._pool.life.is_open
+    def _needs_closing(self) -> bool:
+        return self._finalizer is not None and self._finalizer.alive and self._pool.lifespan.is_open
 
     def check(self) -> None:
         """Raise ``PipelineClosedError`` unless it is open."""
@@ -135,38 +133,42 @@ class Tenancy:
         raise PipelineClosedError("the pipeline is closed")
 
     async def open(self) -> None:
-        """Start what threads are missing; on the loop that will drive the steps, unless that is the pool's own."""
+        """Start the threads that are missing, and drive steps on the running loop or on the pool's own."""
         self._open_pool(in_thread=False)
-        await self._pool.life.run(self._admit())
+        await self._pool.lifespan.run(self._admit())
 
     def open_in_thread(self) -> None:
         """As ``open``, with the loop in a thread; blocks."""
         self._open_pool(in_thread=True)
         if self.portal is None:
             raise PipelineClosedError("sync() blocks its thread, which drives this pool's loop; give it loop='own'")
-        self._pool.life.call(self._admit())
+        self._pool.lifespan.call(self._admit())
 
     async def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run ``coroutine`` on the driver's loop; from a coroutine of any loop."""
-        return await self._pool.life.run(coroutine)
+        """Run ``coroutine`` on the driver's loop, from a coroutine of any loop."""
+        return await self._pool.lifespan.run(coroutine)
+
+    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run ``coroutine`` on the driver's loop, which is in a thread, and block until it has ended."""
+        return self._pool.lifespan.call(coroutine)
 
     def step(
         self, graph: TaskGraph, bind: Bind, notes: StepNotes, gates: Gates | None = None
     ) -> Coroutine[Any, Any, Execution]:
-        """One step of the pipeline, as ``Driver.run``; to be awaited on the driver's loop."""
-        # No coroutine of this object's own: its frame would keep the pool alive in the traceback of a step that fails.
+        """One step of the pipeline, as ``Driver.run``, for ``run`` or ``call``."""
+        # Not a coroutine method: its frame would keep the pool alive in the traceback of a step that fails.
         return self.driver.run(graph, bind, notes, gates=gates, tenant=self.tenant)
 
     async def aclose(self) -> None:
-        """Wait for steps under way, and let none begin any more; then end what is its own. May be called again."""
-        if self._is_left_to_close:
+        """Refuse new steps, wait for running ones, then end the threads that are its own. May be called again."""
+        if self._needs_closing:
             await self.run(self.driver.drain(self.tenant))
             self._shut()
 
     def close(self) -> None:
-        """The same for one that was opened in a thread; blocks."""
-        if self._is_left_to_close:
-            self._pool.life.call(self.driver.drain(self.tenant))
+        """As ``aclose``, for one that was opened in a thread; blocks."""
+        if self._needs_closing:
+            self.call(self.driver.drain(self.tenant))
             self._shut()
 
     def _open_pool(self, *, in_thread: bool) -> None:
@@ -176,7 +178,7 @@ class Tenancy:
         if self._own:
             self._pool.open(in_thread=in_thread)
         else:
-            self._pool.life.check()
+            self._pool.lifespan.check()
 
     async def _admit(self) -> None:
         try:
@@ -185,12 +187,12 @@ class Tenancy:
             if self._own:
                 await self._pool.aclose()
             raise
-        # Called when the pipeline is closed, or dropped without being closed, or when the interpreter exits.
+        # Runs when the pipeline is closed, or garbage collected without being closed, or when the interpreter exits.
         self._finalizer = weakref.finalize(self, self.tenant.observers.close)
 
     def _shut(self) -> None:
         assert self._finalizer is not None
         self._finalizer()
         if self._own:
-            self._pool.life.close()
+            self._pool.lifespan.close()
         self.tenant.observers.join()

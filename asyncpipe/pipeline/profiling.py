@@ -1,12 +1,12 @@
-"""Measure what the layers of a model cost in a pipeline, and choose a pipeline by it.
+"""Measure what the layers of a model cost in a pipeline, and choose schedule and balance by prediction.
 
 Costs are taken from real steps, on the devices' own threads and with a pipeline's own stages, while all devices are
-busy. Two pipelines on copies of the model take turns, so that what else happens on the machine hits both::
+busy. Two pipelines on copies of the model take turns, so that other load on the machine affects both alike::
 
-    fine      every layer a stage, the stages round the devices     what each layer takes, with a task around it
-    coarse    one stage a device                                    what a task takes itself, and what is between two
+    fine      each layer is a stage; stages go round the devices    the time of each layer, with a task's overhead
+    coarse    one stage per device                                  the overhead of a task, the gaps between tasks
 
-``core/predict/profile_from_journals.py`` makes costs of their journals. The model itself is left as it was.
+``core/predict/profile_from_journals.py`` computes costs from their journals. The model itself does not change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -33,56 +33,55 @@ from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, 
 from asyncpipe.errors import MicrobatchError
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.model.byte_recorder import ByteRecorder, LayerBytes, parameter_bytes
-from asyncpipe.ops.model.microbatch import check_microbatches, cut
+from asyncpipe.ops.model.microbatch import cut
 from asyncpipe.ops.model.sequential import as_sequential
 from asyncpipe.ops.model.stage import Stage, StagedModel
-from asyncpipe.pipeline.build import BuildOptions, build
-from asyncpipe.pipeline.graph_cache import Graphs
+from asyncpipe.pipeline.build import build
+from asyncpipe.pipeline.graph_cache import GraphCache
+from asyncpipe.pipeline.options import PipelineArguments, PipelineOptions
 from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.step import NO_TARGET, PreparedStep, StepOptions
 from asyncpipe.runtime.execution import Tenant
 
-__all__ = ["Measuring", "Sample", "choose", "measure"]
+__all__ = ["Measuring", "SampleBatch", "choose", "measure", "resolve_auto"]
 
 STEPS = 5
 """Measured steps of each variant, for each number of micro-batches."""
 
 
-Progress = Callable[[str], None]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """A mini-batch to measure with, of the size that training will have, and what a step makes of it."""
+class SampleBatch:
+    """A mini-batch to measure with, of the size that training will have, and its loss. Fields as in ``Pipeline``."""
 
     x: Any
     target: Any = NO_TARGET
     loss_fn: Callable[..., Any] | None = None
-    loss_reduction: str = "mean"
+    loss_reduction: Literal["mean", "sum"] = "mean"
     batch_dim: int = 0
 
 
 def measure(
     model: nn.Module | Sequence[nn.Module] | StagedModel,
     devices: Sequence[str | torch.device],
-    sample: Sample,
+    sample: SampleBatch,
     microbatches: Sequence[int],
     *,
     steps: int = STEPS,
     intra_op_threads: int = 1,
-    progress: Progress | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Profile:
-    """What each layer of ``model`` costs on ``devices``, for each of these numbers of micro-batches.
+    """Measure what each layer of ``model`` costs on ``devices``, for each of these numbers of micro-batches.
 
-    ``model`` is what ``Pipeline`` takes; each stage of a traced one counts as a layer. Each number takes
-    some ten steps for each of ``steps``, after one that warms up. The model, its gradients and
-    buffers and torch's random generators are left as they are: two copies of the model run. They take the
-    caller's autocast. Raises what ``Pipeline`` does, ``MicrobatchError`` for more micro-batches than samples.
+    ``model`` is what ``Pipeline`` takes; each stage of a traced one counts as a layer. For each number of micro-batches
+    one round of about ten steps warms up, then ``steps`` rounds are measured. Two copies of the model run, in the
+    caller's autocast: the model, its gradients and buffers and torch's random generators do not change. ``progress``
+    is called with a line of text for each round. Raises as ``Pipeline``, and ``MicrobatchError`` if there are more
+    micro-batches than samples.
     """
     check_positive("steps", steps)
     with Measuring(model, devices, sample, microbatches, intra_op_threads=intra_op_threads) as measuring:
         for number in measuring.microbatches:
-            # The first round warms up.
+            # The first round warms up and is not kept.
             for turn in range(steps + 1):
                 if progress is not None:
                     progress(f"measuring {number} micro-batches, round {turn + 1} of {steps + 1}")
@@ -93,7 +92,7 @@ def measure(
 def choose(
     model: nn.Module | Sequence[nn.Module] | StagedModel,
     devices: Sequence[str | torch.device],
-    sample: Sample,
+    sample: SampleBatch,
     microbatches: int | Sequence[int],
     *,
     schedules: Sequence[str] | None = None,
@@ -103,12 +102,12 @@ def choose(
     parameter_scale: float = PARAMETER_SCALE,
     steps: int = STEPS,
     intra_op_threads: int = 1,
-    progress: Progress | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The plan that is predicted to be the fastest; ``Pipeline(…, **plan.options())`` runs it.
+    """Measure, and return the plan with the shortest predicted step; ``Pipeline(…, **plan.options())`` runs it.
 
-    ``schedules`` are names, by default all that are known; a ``balance`` that is not ``"auto"`` stays. The rest is
-    explained at ``measure`` and ``asyncpipe.core.predict.planner.plan``, which raise what this raises.
+    ``schedules`` are names, by default all known ones. A ``balance`` that is not ``"auto"`` is kept. ``measure`` and
+    ``asyncpipe.core.predict.planner.plan`` explain the other arguments, and raise what this raises.
     """
     numbers = [microbatches] if isinstance(microbatches, int) else list(microbatches)
     profile = measure(
@@ -131,6 +130,27 @@ def choose(
     )[0]
 
 
+def resolve_auto(arguments: PipelineArguments) -> PipelineArguments:
+    """``arguments`` with the fastest schedule and balance in place of ``"auto"``, if they are to be measured."""
+    if not arguments.is_auto:
+        return arguments
+    assert arguments.sample is not None
+    assert isinstance(arguments.schedule, str)
+    x, target = (*arguments.sample, NO_TARGET)[:2]
+    sample = SampleBatch(x, target, arguments.loss_fn, arguments.loss_reduction, arguments.batch_dim)
+    plan = choose(
+        arguments.model,
+        arguments.devices,
+        sample,
+        arguments.microbatches,
+        schedules=None if arguments.schedule == "auto" else [arguments.schedule],
+        balance=arguments.balance,
+        checkpoints=[arguments.checkpoint],
+        intra_op_threads=arguments.intra_op_threads,
+    )
+    return replace(arguments, schedule=plan.schedule, balance=list(plan.balance), sample=None)
+
+
 def _layers(model: nn.Module | Sequence[nn.Module] | StagedModel) -> tuple[ProfiledLayer, ...]:
     if isinstance(model, StagedModel):
         named: list[tuple[str, nn.Module]] = [(f"stage {index}", stage) for index, stage in enumerate(model.stages)]
@@ -140,12 +160,12 @@ def _layers(model: nn.Module | Sequence[nn.Module] | StagedModel) -> tuple[Profi
     return tuple(ProfiledLayer(name, *parameter_bytes(part)) for name, part in named)
 
 
-def _plain(sizes: Sequence[LayerBytes]) -> list[dict[str, int]]:
+def _as_dicts(sizes: Sequence[LayerBytes]) -> list[dict[str, int]]:
     return [{name: size for name, size in asdict(each).items() if name != "inner"} for each in sizes]
 
 
-def _check_number(microbatches: int, sample: Sample) -> None:
-    check_microbatches(microbatches)
+def _check_microbatches(microbatches: int, sample: SampleBatch) -> None:
+    check_positive("microbatches", microbatches, MicrobatchError)
     sizes = cut(sample.x, microbatches, dim=sample.batch_dim, name="the sample").sizes
     if len(sizes) != microbatches:
         raise MicrobatchError(
@@ -155,7 +175,7 @@ def _check_number(microbatches: int, sample: Sample) -> None:
 
 
 class Measuring:
-    """``measure`` taken apart, for callers who do something else between two rounds. Open it with ``with``.
+    """``measure`` in single rounds, for callers who do something else between them. Open it with ``with``.
 
     Arguments and errors are those of ``measure``.
     """
@@ -164,18 +184,18 @@ class Measuring:
         self,
         model: nn.Module | Sequence[nn.Module] | StagedModel,
         devices: Sequence[str | torch.device],
-        sample: Sample,
+        sample: SampleBatch,
         microbatches: Sequence[int],
         *,
         intra_op_threads: int = 1,
     ) -> None:
         self.microbatches = sorted(set(microbatches))
         for number in microbatches:
-            _check_number(number, sample)
+            _check_microbatches(number, sample)
         self._model = model
         self._devices = resolve_devices(devices)
         self._layers = _layers(model)
-        self._open = partial(_Bench, model, sample=sample, intra_op_threads=intra_op_threads)
+        self._open = partial(_MeasuredPipeline, model, sample=sample, intra_op_threads=intra_op_threads)
         self._stack = ExitStack()
         self._sizes: dict[int, list[LayerBytes]] = {}
         self._fine_steps: dict[int, dict[StepVariant, list[MeasuredStep]]] = {}
@@ -183,13 +203,14 @@ class Measuring:
 
     def __enter__(self) -> Measuring:
         with ExitStack() as stack:
-            stack.enter_context(_gradients())
+            stack.enter_context(_gradients_enabled())
             count = len(self._layers)
             self._fine = stack.enter_context(self._open(self._devices[:count], [1] * count))
             self._coarse = self._fine
             stages = min(len(self._devices), count // 2)
             if stages and not isinstance(self._model, StagedModel):
-                balance = even_balance(layer_seconds(self._fine.step(max(self.microbatches), StepVariant.KEPT)), stages)
+                step = self._fine.step(max(self.microbatches), StepVariant.KEPT)
+                balance = even_balance(layer_seconds(step), stages)
                 self._coarse = stack.enter_context(self._open(self._devices[:stages], balance))
             self._stack = stack.pop_all()
         return self
@@ -200,20 +221,20 @@ class Measuring:
     def round(
         self, microbatches: int, *, variants: Sequence[StepVariant] = tuple(StepVariant), keep: bool = True
     ) -> None:
-        """One step of each of ``variants`` with this number of micro-batches; what it shows counts if ``keep``."""
+        """Run one step in each of ``variants`` with this number of micro-batches; with ``keep`` its times count."""
         if microbatches not in self._sizes:
             self._sizes[microbatches] = self._fine.sizes(microbatches)
-        for bench, steps in ((self._fine, self._fine_steps), (self._coarse, self._coarse_steps)):
+        for pipeline, steps in ((self._fine, self._fine_steps), (self._coarse, self._coarse_steps)):
             for variant in variants:
-                step = bench.step(microbatches, variant)
+                step = pipeline.step(microbatches, variant)
                 if keep:
                     steps.setdefault(microbatches, {}).setdefault(variant, []).append(step)
 
     def profile(self) -> Profile:
-        """What the rounds have shown so far."""
+        """The costs according to the rounds that were kept so far."""
         instant = not any(device.is_cuda for device in self._devices)
         measurements: dict[int, Measurement] = {
-            number: combine(fine, self._coarse_steps[number], _plain(self._sizes[number]), instant=instant)
+            number: combine(fine, self._coarse_steps[number], _as_dicts(self._sizes[number]), instant=instant)
             for number, fine in self._fine_steps.items()
         }
         sizes = next(iter(self._sizes.values()))
@@ -223,16 +244,16 @@ class Measuring:
 
 
 @contextmanager
-def _gradients() -> Iterator[None]:
-    """Whatever the caller's modes, gradients are on inside."""
+def _gradients_enabled() -> Iterator[None]:
+    """Enables gradients inside, whatever the caller's modes."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
 
 
 class _InGroups(OrderedSchedule):
-    """Forwards and then backwards of a few micro-batches at a time, whatever the stages: all devices are busy.
+    """Forwards and then backwards of a group of micro-batches at a time, so that all devices are busy.
 
-    Twice as many micro-batches as devices are in flight, about what other schedules hold.
+    Works for any shape. A group is twice as many micro-batches as devices, about what other schedules hold in flight.
     """
 
     name = "in groups"
@@ -241,7 +262,7 @@ class _InGroups(OrderedSchedule):
         self._split = split
 
     def check(self, shape: Shape) -> None:
-        """Any shape will do."""
+        """Every shape works."""
 
     def order(self, device: int, shape: Shape) -> Iterator[Action]:
         size = 2 * shape.devices
@@ -254,15 +275,15 @@ class _InGroups(OrderedSchedule):
                     yield from (backward(i, j) for i in group)
 
 
-class _Bench:
-    """A pipeline on a copy of a model, for one step after the other, of any variant. Open it with ``with``."""
+class _MeasuredPipeline:
+    """A pipeline on a copy of a model, which runs single steps in any variant. Open it with ``with``."""
 
     def __init__(
         self,
         model: Any,
         devices: Sequence[Device],
         balance: Sequence[int],
-        sample: Sample,
+        sample: SampleBatch,
         intra_op_threads: int,
     ) -> None:
         self._sample = sample
@@ -273,29 +294,28 @@ class _Bench:
         whole: nn.Module = copied.module if isinstance(copied, StagedModel) else copied
         if not whole.training:
             whole.train()
-        self._machinery = build(
+        self._parts = build(
             copied,
             devices,
-            BuildOptions(
+            PipelineOptions(
                 microbatches=1,
                 balance="auto" if isinstance(copied, StagedModel) else balance,
-                stages=None,
                 schedule=_InGroups(split=False),
                 checkpoint=CheckpointMode.NEVER,
                 loss_fn=None if sample.loss_fn is None else self._recorder.loss(sample.loss_fn),
                 loss_reduction=sample.loss_reduction,
                 batch_dim=sample.batch_dim,
-                optimizer=None,
-                deferred_batch_norm=False,
-                # The caller's shall be as it was, also while others draw from it.
+                # Steps must not draw from the caller's generator.
                 generator=torch.Generator(),
             ),
         )
-        self.wiring: Wiring = self._machinery.graphs(1, Phase.STEP, CheckpointMode.NEVER, False).wiring
+        self.wiring: Wiring = self._parts.graphs(1, Phase.STEP, CheckpointMode.NEVER, False).wiring
         names, stages = [device.name for device in devices], len(self._stages)
-        self._graphs = {split: Graphs(_InGroups(split=split), names, self.wiring, stages) for split in (False, True)}
+        self._graphs = {
+            split: GraphCache(_InGroups(split=split), names, self.wiring, stages) for split in (False, True)
+        }
 
-    def __enter__(self) -> _Bench:
+    def __enter__(self) -> _MeasuredPipeline:
         self._tenancy.open_in_thread()
         return self
 
@@ -303,42 +323,24 @@ class _Bench:
         self._tenancy.close()
 
     def step(self, microbatches: int, variant: StepVariant) -> MeasuredStep:
-        """One training step, from a model without gradients."""
-        machinery = replace(
-            self._machinery,
-            microbatches=microbatches,
-            checkpoint=_CHECKPOINT[variant],
-            graphs=self._graphs[variant is StepVariant.SPLIT],
-        )
-        portal = self._tenancy.portal
-        assert portal is not None
+        """Run one training step, which begins and ends without gradients."""
+        checkpoint = CheckpointMode.ALWAYS if variant is StepVariant.RECOMPUTED else CheckpointMode.NEVER
+        options = replace(self._parts.options, microbatches=microbatches, checkpoint=checkpoint)
+        parts = replace(self._parts, options=options, graphs=self._graphs[variant is StepVariant.SPLIT])
+        step = StepOptions(return_outputs=False)
         begun = perf_counter()
-        prepared = PreparedStep(machinery, self._sample.x, self._sample.target, StepOptions(return_outputs=False))
-        try:
-            prepared.begin()
-            execution = portal.call(self._tenancy.step(prepared.graph, prepared.bind, prepared.notes))
-            result = prepared.finish(execution, portal).wait()
-        except BaseException:
-            prepared.abandon()
-            raise
+        result = PreparedStep(parts, self._tenancy, self._sample.x, self._sample.target, step).run_blocking().wait()
         seconds = perf_counter() - begun
-        for parameter in machinery.module.parameters():
+        for parameter in parts.module.parameters():
             parameter.grad = None
         return MeasuredStep(seconds, result.record)
 
     @property
     def _stages(self) -> Sequence[Stage]:
-        return self._machinery.equipment.stages
+        return self._parts.resources.stages
 
     def sizes(self, microbatches: int) -> list[LayerBytes]:
-        """The bytes of each stage, from a step of its own."""
+        """The bytes of each stage, recorded in a separate step."""
         with self._recorder.watching(self._stages):
             self.step(microbatches, StepVariant.KEPT)
         return [self._recorder.layers[stage.index] for stage in self._stages]
-
-
-_CHECKPOINT = {
-    StepVariant.KEPT: CheckpointMode.NEVER,
-    StepVariant.RECOMPUTED: CheckpointMode.ALWAYS,
-    StepVariant.SPLIT: CheckpointMode.NEVER,
-}

@@ -1,67 +1,44 @@
-"""One step, from the caller's mini-batch to its result; everything here runs on the caller's thread."""
+"""``StepProtocol``, by which every step runs, and ``PreparedStep``, one whole training or evaluation step.
+
+Everything here runs on the caller's thread.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from asyncpipe.core.graph.lower import CheckpointMode
-from asyncpipe.core.graph.task_graph import Phase
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.errors import LossError, OptionError
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.random_streams import draw_step_seed
 from asyncpipe.ops.device.copies import to_device
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.streams import Fence
-from asyncpipe.ops.execute.binder import Binder, Equipment, normalize
+from asyncpipe.ops.execute.binder import Binder, normalize
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
-from asyncpipe.ops.model.batchnorm import DeferredBatchNorm
 from asyncpipe.ops.model.microbatch import Arguments, CutBatch, cut, cut_alike, gather
-from asyncpipe.pipeline.graph_cache import Graphs
+from asyncpipe.pipeline.build import PipelineParts
+from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.runtime.execution import Execution
-from asyncpipe.runtime.portal import Portal
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-__all__ = ["NO_TARGET", "Machinery", "PreparedStep", "StepOptions"]
+__all__ = ["NO_TARGET", "PreparedStep", "StepOptions", "StepProtocol"]
+
+_Result = TypeVar("_Result")
 
 NO_TARGET: Any = object()
 """Stands for a target that was not given (``None`` is a target)."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Machinery:
-    """What all steps of a pipeline share."""
-
-    module: nn.Module
-    equipment: Equipment
-    takes: Callable[[Arguments], dict[int, Any]]
-    microbatches: int
-    batch_dim: int
-    checkpoint: CheckpointMode
-    loss_fn: Callable[..., Any] | None
-    mean: bool
-    graphs: Graphs
-    deferred: Sequence[DeferredBatchNorm]
-    generator: torch.Generator | None = None
-    """What step seeds are drawn from; torch's default CPU generator if absent."""
-
-    def commit_statistics(self) -> None:
-        """The forwards went well: deferred batch norms update their running statistics."""
-        for layer in self.deferred:
-            layer.commit()
-
-    def discard_statistics(self) -> None:
-        """The forwards failed: running statistics stay as they were."""
-        for layer in self.deferred:
-            layer.discard()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,54 +50,116 @@ class StepOptions:
     scaler: GradScaler | None = None
 
 
-class PreparedStep:
-    """A step that is checked and cut: ``begin``, run ``graph`` with ``bind``, then ``finish`` or ``abandon``.
+class StepProtocol(ABC, Generic[_Result]):
+    """How every step runs: begin, run its graph, then finish or, after any exception, abandon.
 
-    Making one changes nothing but the caller's random state; raises ``BatchError`` or ``OptionError``.
+    A subclass prepares the step in its constructor: it checks and cuts the mini-batch, and changes nothing yet.
+    ``run`` and ``run_blocking`` are then called once. As a context manager, a prepared step begins on entry and is
+    abandoned if its block raises.
     """
 
-    def __init__(self, machinery: Machinery, x: Any, target: Any, options: StepOptions) -> None:
-        self._machinery = machinery
-        context = CallerContext.capture()
-        self._training = machinery.module.training and context.grad and not context.inference
-        _check_loss(machinery.loss_fn, target, self._training)
-        pieces = cut(x, machinery.microbatches, dim=machinery.batch_dim)
-        targets = () if target is NO_TARGET else cut_alike(target, pieces, dim=machinery.batch_dim)
-        self._ready_made = pieces.ready_made
-        self._plan = self._planned(pieces, target, options)
-        phase = Phase.STEP if self._training else Phase.FORWARD
-        self.graph = machinery.graphs(len(pieces.sizes), phase, machinery.checkpoint, options.update)
-        self._fence = Fence(machinery.equipment.streams.values())
-        self._tensors = StepTensors.of([machinery.takes(Arguments.wrap(piece)) for piece in pieces.pieces], targets)
-        self._guards = False
-        binder = Binder(self.graph, self._plan, self._tensors, machinery.equipment, context)
-        self.bind, self.notes = binder.bind, binder.notes
+    def __init__(
+        self,
+        parts: PipelineParts,
+        tenancy: Tenancy,
+        graph: TaskGraph,
+        plan: StepPlan,
+        tensors: StepTensors,
+        context: CallerContext,
+    ) -> None:
+        self.parts = parts
+        self.tenancy = tenancy
+        self._graph = graph
+        self._plan = plan
+        self._tensors = tensors
+        self._context = context
+        self._fence = Fence(parts.resources.streams.values())
+        self._binder = Binder(graph, plan, tensors, parts.resources, context)
 
-    def _planned(self, pieces: CutBatch, target: Any, options: StepOptions) -> StepPlan:
-        machinery = self._machinery
-        has_loss = self._training or target is not NO_TARGET
+    async def run(self) -> _Result:
+        """Run the step on the pipeline's loop, from a coroutine of any loop."""
+        with self:
+            return self._finish(await self.tenancy.run(self._execution()))
+
+    def run_blocking(self) -> _Result:
+        """Run the step on the pipeline's loop, which is in a thread of its own, and block until it is issued."""
+        with self:
+            return self._finish(self.tenancy.call(self._execution()))
+
+    def __enter__(self) -> Self:
+        try:
+            self._begin()
+        except BaseException:
+            self._abandon()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._abandon()
+
+    def _execution(self) -> Coroutine[Any, Any, Execution]:
+        return self.tenancy.step(self._graph, self._binder.bind, self._binder.notes)
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Order the lanes behind what the caller has queued."""
+
+    @abstractmethod
+    def _finish(self, execution: Execution) -> _Result:
+        """The result of a step whose last task is issued. Orders the caller's streams behind the step."""
+
+    @abstractmethod
+    def _abandon(self) -> None:
+        """Undo what the step did to gradients and running statistics, and drop its tensors."""
+
+
+class PreparedStep(StepProtocol[StepResult]):
+    """A mini-batch that is checked and cut, for one step with a loss, or for forwards only in evaluation mode.
+
+    Making one changes nothing but the caller's random state. Raises ``BatchError`` or ``OptionError``.
+    """
+
+    def __init__(self, parts: PipelineParts, tenancy: Tenancy, x: Any, target: Any, step: StepOptions) -> None:
+        options = parts.options
+        context = CallerContext.capture()
+        self._training = parts.module.training and context.grad and not context.inference
+        _check_loss(options.loss_fn, target, self._training)
+        pieces = cut(x, options.microbatches, dim=options.batch_dim)
+        targets = () if target is NO_TARGET else cut_alike(target, pieces, dim=options.batch_dim)
+        self._ready_made = pieces.ready_made
+        self._has_set_gradients_aside = False
+        plan = self._make_plan(parts, pieces, self._training or target is not NO_TARGET, step)
+        phase = Phase.STEP if self._training else Phase.FORWARD
+        graph = parts.graphs(len(pieces.sizes), phase, plan.checkpoint, step.update)
+        tensors = StepTensors.of([parts.takes(Arguments.wrap(piece)) for piece in pieces.pieces], targets)
+        super().__init__(parts, tenancy, graph, plan, tensors, context)
+
+    def _make_plan(self, parts: PipelineParts, pieces: CutBatch, has_loss: bool, step: StepOptions) -> StepPlan:
+        options = parts.options
         return StepPlan(
-            loss=machinery.loss_fn if has_loss else None,
-            weights=_weights(pieces.sizes, machinery.mean),
-            scale=_scale(options.scaler, machinery.equipment.stages[-1].device) if self._training else None,
-            seed=draw_step_seed(machinery.generator),
-            checkpoint=machinery.checkpoint,
-            keep_outputs=options.return_outputs or not has_loss,
+            loss=options.loss_fn if has_loss else None,
+            weights=_weights(pieces.sizes, options.loss_reduction == "mean"),
+            scale=_scale(step.scaler, parts.resources.stages[-1].device) if self._training else None,
+            seed=draw_step_seed(options.generator),
+            checkpoint=parts.checkpoint,
+            keep_outputs=step.return_outputs or not has_loss,
             training=self._training,
             whole_step=True,
         )
 
-    def begin(self) -> None:
-        """Order the lanes behind what the caller has queued, and set earlier gradients aside."""
-        self._machinery.equipment.ties.refresh()
+    def _begin(self) -> None:
+        resources = self.parts.resources
+        resources.ties.refresh()
         self._fence.begin()
         if self._training:
-            self._machinery.equipment.guard.settle()
-            self._guards = True
-            self._machinery.equipment.guard.begin(self._machinery.module.parameters())
+            resources.guard.wait_for_abandoned()
+            self._has_set_gradients_aside = True
+            resources.guard.begin(self.parts.module.parameters())
 
-    def finish(self, execution: Execution, portal: Portal | None) -> StepResult:
-        """The result of a step whose last task is issued; the caller's streams are ordered behind it."""
+    def _finish(self, execution: Execution) -> StepResult:
         losses = [loss for _, loss in sorted(self._tensors.losses.items())]
         outputs = [packet.rebuild(packet.tensors) for _, packet in sorted(self._tensors.outputs.items())]
         counts = list(self._tensors.counts.values())
@@ -129,27 +168,26 @@ class PreparedStep:
             loss = self._mean_loss(losses)
             gathered: Any = None
             if outputs:
-                gathered = outputs if self._ready_made else gather(outputs, self._machinery.batch_dim)
+                gathered = outputs if self._ready_made else gather(outputs, self.parts.options.batch_dim)
             if self._training:
-                self._commit()
-        self._machinery.commit_statistics()
+                self._commit_gradients()
+        self.parts.commit_statistics()
         self._tensors.close()
-        return StepResult(loss, tuple(losses), gathered, execution, portal)
+        return StepResult(loss, tuple(losses), gathered, execution, self.tenancy.portal)
 
-    def abandon(self) -> None:
-        """Undo what the step did to the gradients and drop its tensors."""
+    def _abandon(self) -> None:
         self._fence.end()
-        if self._guards:
-            self._machinery.equipment.guard.roll_back()
-        self._machinery.equipment.ties.drop_gradients()
-        self._machinery.discard_statistics()
+        if self._has_set_gradients_aside:
+            self.parts.resources.guard.roll_back()
+        self.parts.resources.ties.drop_gradients()
+        self.parts.discard_statistics()
         self._tensors.close()
 
-    def _commit(self) -> None:
-        # What was updated inside the step has no gradient any more.
-        normalize(list(self._machinery.module.parameters()), self._tensors)
-        self._guards = False
-        self._machinery.equipment.guard.commit()
+    def _commit_gradients(self) -> None:
+        # Parameters that were updated inside the step have no gradient any more.
+        normalize(list(self.parts.module.parameters()), self._tensors)
+        self._has_set_gradients_aside = False
+        self.parts.resources.guard.commit()
 
     def _mean_loss(self, losses: Sequence[Tensor]) -> Tensor | None:
         if not losses:
@@ -168,7 +206,7 @@ def _weights(sizes: Sequence[int], mean: bool) -> list[float]:
 
 
 def _scale(scaler: GradScaler | None, device: Device) -> Tensor | None:
-    """What ``scaler`` multiplies a loss by, on the device of the last stage."""
+    """The factor by which ``scaler`` multiplies a loss, on the device of the last stage."""
     if scaler is None:
         return None
     scaled: Tensor = scaler.scale(torch.ones((), device=scaler._device))

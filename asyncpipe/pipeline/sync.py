@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from operator import methodcaller
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
+from asyncpipe.ops.model.microbatch import Arguments
+from asyncpipe.pipeline.build import PipelineParts
+from asyncpipe.pipeline.call import call
+from asyncpipe.pipeline.model_proxy import ModelProxy
+from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.result import StepResult
-from asyncpipe.pipeline.step import NO_TARGET, StepOptions
+from asyncpipe.pipeline.step import NO_TARGET, PreparedStep, StepOptions
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-    from asyncpipe.pipeline.pipeline import Pipeline
-
 __all__ = ["SyncPipeline"]
 
 
-class SyncPipeline:
+class SyncPipeline(ModelProxy):
     """A pipeline without ``await``: ``with pipeline.sync() as pipe: pipe.step(x, target)``.
 
     Steps are driven on a loop in a thread of their own, so this also works inside a running loop (a notebook).
-    Ctrl-C during a step cancels it between two tasks and is raised once the running ones have ended. Everything
-    else, such as ``parameters()`` or ``eval()``, is the pipeline's.
+    Ctrl-C during a step cancels it between two tasks, and is raised when the running tasks have ended. Everything
+    else, such as ``change_schedule()``, is the pipeline's.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: ModelProxy, parts: PipelineParts, tenancy: Tenancy) -> None:
+        """Made by ``Pipeline.sync``."""
+        super().__init__(parts)
         self._pipeline = pipeline
+        self._tenancy = tenancy
 
     def __enter__(self) -> SyncPipeline:
-        self._pipeline._tenancy.open_in_thread()
+        self._tenancy.open_in_thread()
         return self
 
     def __exit__(
@@ -49,41 +53,21 @@ class SyncPipeline:
         scaler: GradScaler | None = None,
     ) -> StepResult:
         """One mini-batch through the pipeline, as ``Pipeline.step``; blocks until the last task is issued."""
-        return self._pipeline._step_blocking(x, target, StepOptions(return_outputs, update, scaler))
+        step = StepOptions(return_outputs, update, scaler)
+        with self._tenancy.blocking_turn:
+            self._tenancy.check()
+            return PreparedStep(self._parts, self._tenancy, x, target, step).run_blocking()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as ``Pipeline.__call__``."""
-        return self._pipeline(*args, **kwargs)
-
-    def train(self, mode: bool = True) -> SyncPipeline:
-        """Set training mode, as ``nn.Module.train``."""
-        self._pipeline.train(mode)
-        return self
-
-    def eval(self) -> SyncPipeline:
-        """Set evaluation mode: steps run forwards only."""
-        return self.train(False)
+        return call(self._parts, self._tenancy, Arguments(args, kwargs))
 
     def close(self) -> None:
         """Wait for steps under way, then end every thread, as ``Pipeline.aclose``. May be called again."""
-        self._pipeline._tenancy.close()
-
-    def __len__(self) -> int:
-        return len(self._pipeline)
-
-    def __getitem__(self, index: int) -> nn.Module:
-        return self._pipeline[index]
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._pipeline)
+        self._tenancy.close()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_pipeline":  # Not there yet: a copy is being made.
-            raise AttributeError(name)
         return getattr(self._pipeline, name)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"pipeline": self._pipeline}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._pipeline = state["pipeline"]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return methodcaller("sync"), (self._pipeline,)

@@ -80,6 +80,11 @@ class Driver:
         """Whether there is an executor for this device."""
         return device in self._executors
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called, by its owner or because the scheduler broke."""
+        return self._closed
+
     def takes(self, tenant: Tenant) -> bool:
         """Whether steps of ``tenant`` may begin. From any thread."""
         return self._loop is not None and not (self._closed or self._draining or tenant.leaving)

@@ -14,12 +14,12 @@ from asyncpipe.errors import PipelineClosedError
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.portal import Portal
 
-__all__ = ["Life"]
+__all__ = ["Lifespan"]
 
 _T = TypeVar("_T")
 
 
-class Life:
+class Lifespan:
     """Opens and closes ``driver``. Whoever drops this object without closing it ends the driver's threads."""
 
     def __init__(self, driver: Driver, of: str) -> None:
@@ -28,7 +28,7 @@ class Life:
         """The loop's thread, if the loop is the driver's own."""
         self._driver = driver
         self._of = of
-        self._finalizer: weakref.finalize[..., Life] | None = None
+        self._finalizer: weakref.finalize[..., Lifespan] | None = None
 
     @property
     def is_open(self) -> bool:

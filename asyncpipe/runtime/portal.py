@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from asyncpipe.errors import PipelineClosedError
 from asyncpipe.runtime.waiting import outlast
 
-__all__ = ["Call", "Portal", "new_event_loop"]
+__all__ = ["PortalCall", "Portal", "new_event_loop"]
 
 _T = TypeVar("_T")
 
@@ -49,7 +49,7 @@ class Portal:
 
         Cancellation goes through to it, and this returns only when it has really ended.
         """
-        call = Call(self._loop, coroutine, self._door)
+        call = PortalCall(self._loop, coroutine, self._door)
         future = asyncio.wrap_future(call.future)
         try:
             call.start()
@@ -68,7 +68,7 @@ class Portal:
         Ctrl-C (any exception that a signal handler raises here) cancels the coroutine, waits for its clean
         end and is raised again; a second Ctrl-C no longer waits.
         """
-        call = Call(self._loop, coroutine, self._door)
+        call = PortalCall(self._loop, coroutine, self._door)
         try:
             call.start()
             return call.wait()
@@ -78,9 +78,9 @@ class Portal:
         finally:
             del call  # As in `run`.
 
-    def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Call[_T]:
+    def submit(self, coroutine: Coroutine[Any, Any, _T]) -> PortalCall[_T]:
         """Run ``coroutine`` on the portal's loop; ``wait`` for it later. Does not block."""
-        call = Call(self._loop, coroutine, self._door)
+        call = PortalCall(self._loop, coroutine, self._door)
         call.start()
         return call
 
@@ -105,12 +105,12 @@ class _Door:
     """
 
     def __init__(self) -> None:
-        self.waiting: set[Call[Any]] = set()
+        self.waiting: set[PortalCall[Any]] = set()
         self.closed = False
         """Set on the loop's thread when the loop has been stopped."""
 
 
-class Call(Generic[_T]):
+class PortalCall(Generic[_T]):
     """A coroutine on another thread's loop; ``future`` is done when the coroutine is, also if it is cancelled.
 
     ``asyncio.run_coroutine_threadsafe`` marks its future as cancelled at once, while the coroutine may go on.

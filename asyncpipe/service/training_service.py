@@ -30,7 +30,7 @@ from prometheus_client.registry import Collector
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.observe.live import LiveView
-from asyncpipe.runtime.portal import Call, Portal
+from asyncpipe.runtime.portal import Portal, PortalCall
 from asyncpipe.runtime.waiting import outlast
 from asyncpipe.service.job_states import JobRecord, JobState, Transition
 from asyncpipe.service.jobs.job_control import JobControl
@@ -331,14 +331,14 @@ class TrainingService:
             # An exception holds the frames it passed; one that held it in turn would wait for the cycle collector.
             del call, future
 
-    def _call(self, coroutine: Coroutine[Any, Any, _T]) -> Call[_T]:
+    def _call(self, coroutine: Coroutine[Any, Any, _T]) -> PortalCall[_T]:
         """Have ``coroutine`` begin on the service's loop, from another one."""
         assert self._loop is not None
         with self._calling:
             if self._state == _CLOSED:
                 coroutine.close()
                 raise ServiceDrainingError(f"the service {_CLOSED}")
-            call = Call(self._loop, coroutine)
+            call = PortalCall(self._loop, coroutine)
             self._calls.add(call.future)
             call.future.add_done_callback(self._calls.discard)
             call.start()

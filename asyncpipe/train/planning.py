@@ -9,7 +9,7 @@ from torch import Generator
 from asyncpipe.core.predict.layer_profile import ADAMW_SCALE, Profile
 from asyncpipe.core.predict.planner import Plan
 from asyncpipe.errors import OptionError
-from asyncpipe.pipeline.profiling import STEPS, Sample, choose, measure
+from asyncpipe.pipeline.profiling import STEPS, SampleBatch, choose, measure
 from asyncpipe.train.job_file import AUTO, Job, job_file_error
 from asyncpipe.train.workload import Workload
 
@@ -66,10 +66,10 @@ def with_plan(job: Job, plan: Plan) -> Job:
     return job.override("pipeline", **{**options, "balance": plan.balance, "checkpoint": plan.checkpoint})
 
 
-def _sample(job: Job, workload: Workload) -> Sample:
+def _sample(job: Job, workload: Workload) -> SampleBatch:
     """The first mini-batch of the training."""
     training = job.training
     batch = next(iter(workload.batches(training.batch_size, Generator().manual_seed(training.seed))), None)
     if batch is None:
         raise job_file_error(job.path, f"job.entry: {job.job.entry} makes no batches; there is nothing to measure with")
-    return Sample(*batch, workload.loss_fn)
+    return SampleBatch(*batch, workload.loss_fn)

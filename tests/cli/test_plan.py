@@ -22,7 +22,7 @@ from asyncpipe.errors import JobFileError, MicrobatchError, PlanError, TaskError
 from asyncpipe.ops.model.skips import pop, skippable, stash
 from asyncpipe.ops.model.trace.trace import trace
 from asyncpipe.pipeline import profiling
-from asyncpipe.pipeline.profiling import Sample, choose, measure
+from asyncpipe.pipeline.profiling import SampleBatch, choose, measure
 from asyncpipe.train.job_file import Job, load_job
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
@@ -297,9 +297,9 @@ async def test_an_order_may_be_a_hint():
 # measure and choose
 
 
-def sample_of(size: int = 8) -> Sample:
+def sample_of(size: int = 8) -> SampleBatch:
     x = torch.randn(size, 6, dtype=torch.float64)
-    return Sample(x, x[:, :3], nn.functional.mse_loss)
+    return SampleBatch(x, x[:, :3], nn.functional.mse_loss)
 
 
 def test_measuring_leaves_the_model_and_the_generators_alone():
@@ -370,7 +370,7 @@ def test_what_is_wrong_is_told():
         measure(small_model(), devices, sample_of(), [4, 16])
     with pytest.raises(PlanError, match="no schedule serves 2 devices and 5 layers"):
         choose(small_model(), devices, sample_of(), 2, schedules=[], steps=1)
-    broken = Sample(torch.zeros(8, 5, dtype=torch.float64), torch.zeros(8, 3), nn.functional.mse_loss)
+    broken = SampleBatch(torch.zeros(8, 5, dtype=torch.float64), torch.zeros(8, 3), nn.functional.mse_loss)
     with pytest.raises(TaskError, match=r"F\(0,0\) failed"):
         measure(small_model(), devices, broken, [2], steps=1)
 

@@ -150,7 +150,7 @@ def engine_thread(monkeypatch):
     monkeypatch.setattr(call, "threading", SimpleNamespace(get_ident=object))
 
 
-@pytest.mark.parametrize("method", ["Driver.drain", "GradientGuard.settle"])
+@pytest.mark.parametrize("method", ["Driver.drain", "GradientGuard.wait_for_abandoned"])
 def test_what_comes_next_waits_for_it(workload, before_task, engine_thread, no_leaks, monkeypatch, method):
     """A close, or another call: the task is let go only when that has begun."""
     let_go = threading.Event()

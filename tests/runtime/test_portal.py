@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from asyncpipe.errors import PipelineClosedError
-from asyncpipe.runtime.portal import Call, Portal
+from asyncpipe.runtime.portal import Portal, PortalCall
 from asyncpipe.runtime.waiting import outlast
 
 
@@ -90,7 +90,7 @@ def test_an_interrupt_before_the_coroutine_reached_the_loop(portal, monkeypatch)
     def interrupted(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Call, "start", interrupted)
+    monkeypatch.setattr(PortalCall, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         portal.call(double(1))
 
@@ -99,7 +99,7 @@ def test_close_cancels_what_still_runs():
     portal = Portal()
     slow = Slow()
     slow.release.set()
-    call = Call(portal._loop, slow.run())
+    call = PortalCall(portal._loop, slow.run())
     call.start()
     assert slow.started.wait(30)
     portal.close()

@@ -11,10 +11,10 @@ __all__ = ["IntraOpThreads"]
 
 
 class IntraOpThreads:
-    """Sets the number of intra-op threads on each device's thread, and leaves it everywhere else as it was.
+    """Sets the number of intra-op threads on each device's thread and leaves it as it was everywhere else.
 
-    ``torch.set_num_threads`` counts for the calling thread, but also for threads that start later; so once
-    every device's thread has set its own, the opener sets the old number again.
+    ``torch.set_num_threads`` applies to the calling thread, but also to threads that start later. So ``restore``
+    sets the old number again when every device's thread has set its own.
     """
 
     def __init__(self, threads: int) -> None:
@@ -32,7 +32,7 @@ class IntraOpThreads:
             torch.get_num_threads()
             torch.set_num_threads(self._threads)
             if done.is_set():
-                # In the place of a thread that was given up: nobody settles again.
+                # This thread replaces one that was given up: nobody calls restore() again.
                 restoring = threading.Thread(target=torch.set_num_threads, args=(self._before,))
                 restoring.start()
                 restoring.join()
@@ -40,7 +40,7 @@ class IntraOpThreads:
 
         return set_threads
 
-    def settle(self) -> None:
+    def restore(self) -> None:
         """Wait until every initializer has run (the threads must have been started), and restore the old number."""
         for done in self._done:
             done.wait()

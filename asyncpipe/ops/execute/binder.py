@@ -29,11 +29,11 @@ from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.model.stage import Stage
 from asyncpipe.ops.model.ties import Ties
 
-__all__ = ["Binder", "Equipment", "normalize"]
+__all__ = ["Binder", "StageResources", "normalize"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Equipment:
+class StageResources:
     """What the steps of a pipeline compute with."""
 
     stages: Sequence[Stage]
@@ -47,18 +47,18 @@ class Equipment:
 
 
 class Binder:
-    """Binds the tasks of ``graph``, a step or one of its phases, to the equipment and the step's tensors."""
+    """Binds the tasks of ``graph``, a step or one of its phases, to the resources and the step's tensors."""
 
     def __init__(
-        self, graph: TaskGraph, plan: StepPlan, tensors: StepTensors, equipment: Equipment, context: CallerContext
+        self, graph: TaskGraph, plan: StepPlan, tensors: StepTensors, resources: StageResources, context: CallerContext
     ) -> None:
         self.notes = StepNotes()
         """What the tasks measure besides their times."""
         self._graph = graph
         self._plan = plan
         self._tensors = tensors
-        self._equipment = equipment
-        self._compute_of = StageCompute(graph, plan, tensors, equipment.stages, equipment.streams, context)
+        self._resources = resources
+        self._compute_of = StageCompute(graph, plan, tensors, resources.stages, resources.streams, context)
         self._events: dict[int, torch.cuda.Event] = {}
         self._gates = frozenset(graph.gates)
 
@@ -67,14 +67,14 @@ class Binder:
         return partial(self._run, task)
 
     def _run(self, task: Task) -> Timing | None:
-        instruments = self._equipment.instruments
+        instruments = self._resources.instruments
         with instruments.named(task.id):
             timing = self._copy(task) if task.kind is TaskKind.COPY else self._compute(task)
-        instruments.sample(self._equipment.streams[task.lane].device, self.notes)
+        instruments.sample(self._resources.streams[task.lane].device, self.notes)
         return timing
 
     def _compute(self, task: Task) -> Timing | None:
-        stream = self._equipment.streams[task.lane]
+        stream = self._resources.streams[task.lane]
         with stream.use(), torch.set_grad_enabled(self._plan.training):
             self._await_dependencies(task, stream)
             timing = stream.begin()
@@ -104,8 +104,8 @@ class Binder:
     def _copy(self, task: Task) -> Timing | None:
         """Move what stage ``source`` left for ``stage``: an activation onward, or a gradient back."""
         assert task.source is not None
-        lane = self._equipment.streams[task.lane]
-        copier = self._equipment.copiers[task.lane]
+        lane = self._resources.streams[task.lane]
+        copier = self._resources.copiers[task.lane]
         tensors, put = self._tied(task, task.source) if task.microbatch == WHOLE_STEP else self._sent(task, task.source)
         self.notes.copied[task.number] = sum(tensor.nbytes for tensor in tensors if tensor is not None)
         side = copier.side(tensors)
@@ -134,12 +134,12 @@ class Binder:
     def _tied(self, task: Task, source: int) -> tuple[Sequence[Tensor | None], Callable[[list[Tensor | None]], None]]:
         """The owner's values for its replicas, or the replicas' gradients for their owner."""
         if task.is_gradient_copy:
-            replicas = self._equipment.ties.between(task.stage, source)
+            replicas = self._resources.ties.between(task.stage, source)
             gradients = [replica.tensor.grad for replica in replicas]
             for replica in replicas:
                 replica.tensor.grad = None
             return gradients, partial(self._tensors.tied.__setitem__, (source, task.stage))
-        replicas = self._equipment.ties.between(source, task.stage)
+        replicas = self._resources.ties.between(source, task.stage)
 
         def put(moved: list[Tensor | None]) -> None:
             for replica, values in zip(replicas, moved, strict=True):
@@ -170,32 +170,32 @@ class Binder:
     def _sum(self, task: Task) -> None:
         """Add what the replicas of this stage's parameters have gathered, in the order of the stages."""
         with torch.no_grad():
-            for owner, user in self._equipment.ties.links:
+            for owner, user in self._resources.ties.links:
                 if owner == task.stage:
                     gradients = self._tensors.tied.pop((user, owner))
-                    replicas = self._equipment.ties.between(owner, user)
+                    replicas = self._resources.ties.between(owner, user)
                     for replica, gradient in zip(replicas, gradients, strict=True):
                         _add_gradient(replica.owner, gradient)
 
     def _update(self, task: Task) -> None:
         """Run the stage's optimizer on its gradients, which are whole, and clear them."""
-        optimizer = self._equipment.optimizers[task.stage]
+        optimizer = self._resources.optimizers[task.stage]
         parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         with torch.no_grad(), self._beside_counts(task):
             normalize(parameters, self._tensors)
-            self._equipment.guard.commit_some(parameters)
+            self._resources.guard.commit_some(parameters)
         optimizer.step()
         optimizer.zero_grad()
 
     def _beside_counts(self, task: Task) -> AbstractContextManager[object]:
         """Current streams on which ``task`` may read what the losses counted on another CUDA device."""
         counts = list(self._tensors.counts.values())
-        lane = self._equipment.streams[task.lane]
+        lane = self._resources.streams[task.lane]
         if not counts or not counts[0].is_cuda or counts[0].device == lane.device:
             return nullcontext()
         stack = ExitStack()
         side = CudaStream(counts[0].device)
-        last = len(self._equipment.stages) - 1
+        last = len(self._resources.stages) - 1
         for counted in self._graph.tasks:
             if counted.kind is TaskKind.FORWARD and counted.stage == last and counted.number in self._events:
                 # The copy out of that device is queued on its side stream: not before the losses are there.

@@ -25,7 +25,7 @@ class GradientGuard:
         self._lock = threading.Condition()
         self._before: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
         self._running = 0
-        self._given_up = 0
+        self._abandoned = 0
         self._failed = False
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -76,22 +76,22 @@ class GradientGuard:
             if not self._running:
                 self._restore()
 
-    def give_up(self) -> None:
-        """Nobody waits for a step's end any more; ``forget`` will be called when its tasks have ended."""
+    def abandon(self) -> None:
+        """Note that nobody waits for a running step any more. ``end_abandoned`` is called when its tasks have ended."""
         with self._lock:
-            self._given_up += 1
+            self._abandoned += 1
 
-    def forget(self) -> None:
-        """A step that was given up has ended; from any thread."""
+    def end_abandoned(self) -> None:
+        """Roll back a step that was abandoned and has ended; from any thread."""
         self.roll_back()
         with self._lock:
-            self._given_up -= 1
+            self._abandoned -= 1
             self._lock.notify_all()
 
-    def settle(self) -> None:
-        """Wait until every step that was given up has ended. Not on a thread that their tasks may need."""
+    def wait_for_abandoned(self) -> None:
+        """Wait until every abandoned step has ended. Not on a thread that their tasks may need."""
         with self._lock:
-            self._lock.wait_for(lambda: not self._given_up)
+            self._lock.wait_for(lambda: not self._abandoned)
 
     def _is_last(self) -> bool:
         self._running = max(0, self._running - 1)

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
+from asyncpipe.core.checks import check_positive
 from asyncpipe.core.predict.balance import even_balance
-from asyncpipe.errors import BalanceError, BatchError, OptionError
+from asyncpipe.errors import BalanceError, BatchError, MicrobatchError, OptionError
 from asyncpipe.ops.device.devices import resolve_devices
-from asyncpipe.ops.model.microbatch import Arguments, NoChunk, Packet, check_microbatches, cut
+from asyncpipe.ops.model.microbatch import Arguments, NoChunk, Packet, cut
 from asyncpipe.ops.model.skips import SkipKey, Skippable, SkipStore, use_skips
 
 __all__ = ["balance_by_size", "balance_by_time", "layer_bytes", "layer_times"]
@@ -141,7 +142,8 @@ def layer_bytes(
     if not 0 <= parameter_scale < inf:
         raise OptionError(f"parameter_scale must be a finite number, zero or more, got {parameter_scale!r}")
     physical = resolve_devices([device])[0].physical
-    first = cut(sample, check_microbatches(microbatches), dim=batch_dim, name="the sample").pieces[0]
+    check_positive("microbatches", microbatches, MicrobatchError)
+    first = cut(sample, microbatches, dim=batch_dim, name="the sample").pieces[0]
     measure = partial(_bytes, parameter_scale=parameter_scale)
     with _left_as_it_was(module, physical):
         return _run_layers(module, _placed(first, physical), physical, measure)

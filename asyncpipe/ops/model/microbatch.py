@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from asyncpipe.errors import BatchError, MicrobatchError, StageError
+from asyncpipe.errors import BatchError, StageError
 
 __all__ = [
     "Arguments",
@@ -18,7 +18,6 @@ __all__ = [
     "Microbatches",
     "NoChunk",
     "Packet",
-    "check_microbatches",
     "cut",
     "cut_alike",
     "gather",
@@ -100,13 +99,6 @@ class Packet:
         """The nested value with ``tensors`` in place of its own."""
         remaining = iter(tensors)
         return tree_unflatten([next(remaining) if rest is None else rest[0] for rest in self._rest], self._spec)
-
-
-def check_microbatches(microbatches: int) -> int:
-    """``microbatches`` if it is a positive integer; raises ``MicrobatchError`` otherwise, without any cast."""
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise MicrobatchError(f"microbatches must be a positive integer, got {microbatches!r}")
-    return microbatches
 
 
 def cut(batch: Any, microbatches: int, *, dim: int = 0, name: str = "the input") -> CutBatch:

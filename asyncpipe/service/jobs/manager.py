@@ -162,7 +162,7 @@ class Manager:
         """What only a restart helps against, if something like that happened."""
         if self._scheduler is not None and self._scheduler.done() and self._shutdown is None:
             return "the scheduler of jobs broke"
-        if self.pool.life.is_open and self.pool.driver._closed:
+        if self.pool.is_broken:
             return "the scheduler of tasks broke"
         return None if self._store.is_alive else "the job store's thread ended"
 

@@ -50,7 +50,7 @@ def test_each_devices_thread_has_its_own_number() -> None:
     executors = [ThreadExecutor(f"cpu:{k}", on_start=intra_op.initializer()) for k in range(3)]
     for executor in executors:
         executor.start(lambda event, *, wake=True: events.put(event))
-    intra_op.settle()
+    intra_op.restore()
     try:
         assert [seen_by(executor, events) for executor in executors] == [1, 1, 1]
         assert torch.get_num_threads() == CALLERS
@@ -77,7 +77,7 @@ def test_a_thread_that_ran_before_keeps_its_number() -> None:
     intra_op = IntraOpThreads(2)
     device = threading.Thread(target=intra_op.initializer())
     device.start()
-    intra_op.settle()
+    intra_op.restore()
     device.join()
     asked.set()
     thread.join()
@@ -90,7 +90,7 @@ def test_settle_waits_for_every_device() -> None:
     settled = threading.Event()
 
     def settle() -> None:
-        intra_op.settle()
+        intra_op.restore()
         settled.set()
 
     thread = threading.Thread(target=settle)

@@ -150,12 +150,12 @@ def test_of_overlapping_backwards_one_failure_spoils_the_sum() -> None:
 def test_what_was_given_up_is_waited_for() -> None:
     owned = parameters(1.0)
     guard = guarded(owned)
-    guard.give_up()
+    guard.abandon()
     settled = threading.Event()
-    waiting = threading.Thread(target=lambda: (guard.settle(), settled.set()))
+    waiting = threading.Thread(target=lambda: (guard.wait_for_abandoned(), settled.set()))
     waiting.start()
     assert not settled.is_set()
-    guard.forget()
+    guard.end_abandoned()
     waiting.join(10)
     assert settled.is_set()
     assert values(owned) == [1.0]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from asyncpipe.core.checks import check_positive
 from asyncpipe.errors import BatchError, MicrobatchError, StageError
 from asyncpipe.ops.model.microbatch import (
     Arguments,
@@ -19,7 +20,6 @@ from asyncpipe.ops.model.microbatch import (
     Microbatches,
     NoChunk,
     Packet,
-    check_microbatches,
     cut,
     cut_alike,
     gather,
@@ -62,9 +62,9 @@ def test_sizes(size: int, microbatches: int) -> None:
 @pytest.mark.parametrize("microbatches", [0, -1, 1.0, True, "2", None])
 def test_a_number_of_micro_batches_is_a_positive_integer(microbatches: Any) -> None:
     with pytest.raises(MicrobatchError) as raised:
-        check_microbatches(microbatches)
+        check_positive("microbatches", microbatches, MicrobatchError)
     assert str(raised.value) == f"microbatches must be a positive integer, got {microbatches!r}"
-    assert check_microbatches(3) == 3
+    assert check_positive("microbatches", 3, MicrobatchError) == 3
 
 
 # Scatter

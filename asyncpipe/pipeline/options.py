@@ -1,0 +1,133 @@
+"""The options of a pipeline. Each is declared, documented and checked here and nowhere else.
+
+``Pipeline(...)`` takes the fields of ``PipelineArguments`` as its arguments. To add an option, add a field here (or in
+``pool_options.py``) and use it where it has its effect. Whether balance and schedule suit the model is checked in
+``build.py``, also before anything runs or moves. Importing this module loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from asyncpipe.core.checks import check_choice, check_positive
+from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.errors import MicrobatchError, OptionError
+from asyncpipe.pipeline.pool_options import PoolOptions
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from asyncpipe.core.engine.events import Observer
+    from asyncpipe.core.engine.share import Share
+    from asyncpipe.core.schedules.protocol import Schedule
+    from asyncpipe.ops.model.stage import StagedModel
+    from asyncpipe.pipeline.pool import DevicePool
+
+__all__ = ["PipelineArguments", "PipelineOptions"]
+
+_NOT_COPIED = {"copied": False}
+"""Metadata of an option that a copy of the pipeline does not inherit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions(PoolOptions):
+    """How a model is trained as a pipeline. Raises ``OptionError`` for values that are not allowed or not together."""
+
+    microbatches: int
+    """Into how many micro-batches a mini-batch is cut; a mini-batch with fewer samples makes fewer."""
+    balance: str | Sequence[int] = "auto"
+    """Layers per stage, or ``"auto"``: with a ``sample`` the fastest by prediction, else parameters spread evenly."""
+    stages: int | None = None
+    """How many stages; by default the length of ``balance``, or what the schedule puts on the devices."""
+    schedule: str | Schedule = "1f1b"
+    """A name (see ``known_schedules``), ``module:Class``, ``csv:FILE``, a ``Schedule``, or ``"auto"``: the fastest by
+    prediction, which needs a ``sample``."""
+    order: Literal["strict", "hint"] = "strict"
+    """With ``"hint"`` the schedule's order only ranks the tasks that are ready."""
+    checkpoint: str = "except_last"
+    """Which micro-batches are recomputed: ``"always"``, ``"except_last"`` or ``"never"``."""
+    loss_fn: Callable[..., Any] | None = None
+    """Maps (output, target) of a micro-batch to a scalar, or to (mean, count): a mean over that many items of any kind
+    (tokens, for instance). Counts make the mini-batch's mean right for micro-batches of any size."""
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    """``"mean"`` if a scalar loss is a mean over samples (micro-batches then count by their size), or ``"sum"``."""
+    batch_dim: int = 0
+    """The batch dimension of inputs, targets and outputs."""
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    """Makes a stage's optimizer from its parameters. The update is then a task of the step, which begins when the
+    stage's last backward is done. ``Pipeline.optimizers`` has the optimizers by stage."""
+    deferred_batch_norm: bool = False
+    """Whether batch norms update their running statistics once per mini-batch, as the unsplit model does."""
+    nvtx: bool = False
+    """Whether tasks are NVTX ranges, for Nsight Systems. ``torch.profiler`` sees their names anyway."""
+    sample_memory: bool = False
+    """Whether the memory of the device is read after each task, for traces."""
+    observers: Sequence[Observer] = field(default=(), metadata=_NOT_COPIED)
+    """Called with the record of every completed step, on the driver's loop. No observer can fail or delay a step."""
+    sample: tuple[Any, ...] | None = field(default=None, metadata=_NOT_COPIED)
+    """``(x, target)`` or ``(x,)`` as a step will get it, of the same size. Copies of the model are measured with it,
+    which blocks for some steps."""
+    pool: DevicePool | None = field(default=None, metadata=_NOT_COPIED)
+    """Devices that are shared with other pipelines. Takes the place of the options of ``PoolOptions``."""
+    share: Share | None = field(default=None, metadata=_NOT_COPIED)
+    """What the pipeline gets of the lanes of a shared pool."""
+    generator: torch.Generator | None = field(default=None, metadata=_NOT_COPIED)
+    """The CPU generator that all random draws of steps follow from; by default torch's."""
+
+    def __post_init__(self) -> None:
+        PoolOptions.__post_init__(self)  # super() does not work in a dataclass with slots
+        check_positive("microbatches", self.microbatches, MicrobatchError)
+        if self.stages is not None:
+            check_positive("stages", self.stages)
+        check_choice("order", self.order, ("strict", "hint"))
+        CheckpointMode.parse(self.checkpoint)
+        check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int) or self.batch_dim < 0:
+            raise OptionError(f"batch_dim must be an integer from 0, got {self.batch_dim!r}")
+        if self.is_auto:
+            self._check_auto()
+        given = [each.name for each in fields(PoolOptions) if getattr(self, each.name) != each.default]
+        if self.pool is not None and given:
+            raise OptionError(f"{', '.join(given)}: a pipeline on a pool takes these from it; give them to DevicePool")
+
+    def _check_auto(self) -> None:
+        if self.sample is None:
+            raise OptionError("schedule='auto' measures the model; give a sample=(x, target) of what steps will get")
+        if not isinstance(self.sample, tuple) or len(self.sample) not in (1, 2):
+            raise OptionError(
+                f"sample must be a tuple (x, target), or (x,) without a target, got {type(self.sample).__name__}"
+            )
+        if not isinstance(self.schedule, str) or self.order != "strict" or self.stages is not None:
+            raise OptionError(
+                "'auto' with a sample chooses among schedules by name, in their strict order, with any number of "
+                "stages; leave out order and stages, or give the balance as a list and leave out the sample"
+            )
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the schedule or the balance is still to be chosen by measuring."""
+        return self.schedule == "auto" or (self.balance == "auto" and self.sample is not None)
+
+    @property
+    def pool_options(self) -> dict[str, Any]:
+        """Arguments for a ``DevicePool`` of the pipeline's own."""
+        return {each.name: getattr(self, each.name) for each in fields(PoolOptions)}
+
+    def for_copy(self) -> Self:
+        """The options of a copy of the pipeline: without observers, shared pool and generator."""
+        left_out: dict[str, Any] = {f.name: f.default for f in fields(self) if not f.metadata.get("copied", True)}
+        return replace(self, **left_out)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineArguments(PipelineOptions):
+    """All arguments of ``Pipeline``."""
+
+    model: nn.Module | Sequence[nn.Module] | StagedModel
+    """An ``nn.Sequential``, a list of modules, or a module cut by ``asyncpipe.trace``. It is moved to the devices in
+    place and stays the owner of its parameters. A parameter may be tied across stages and devices."""
+    devices: Sequence[str | torch.device]
+    """Logical devices, e.g. ``["cuda:0", "cuda:1"]`` or ``["cpu:0", "cpu:1"]``; a device may be listed twice."""

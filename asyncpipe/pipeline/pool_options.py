@@ -1,0 +1,61 @@
+"""The options of a device pool, and ``takes``: a constructor that takes the fields of a dataclass as its arguments.
+
+Each option is declared, documented and checked here and nowhere else. Importing this module loads no torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
+
+from asyncpipe.core.checks import check_choice, check_positive
+
+if TYPE_CHECKING:
+    from asyncpipe.runtime.executor import Executor
+
+__all__ = ["PoolOptions", "takes"]
+
+_Parameters = ParamSpec("_Parameters")
+_Self = TypeVar("_Self")
+_Arguments = TypeVar("_Arguments")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOptions:
+    """How a device pool runs tasks. Raises ``OptionError`` for a value that is not allowed."""
+
+    loop: Literal["running", "own"] = "running"
+    """``"running"`` drives steps on the event loop that opens the pool. ``"own"`` drives them on a loop in a separate
+    thread, which a caller that blocks its own loop cannot delay."""
+    in_flight: int = 16
+    """How many tasks per lane may be issued to the device and not completed yet. The scheduler checks it."""
+    intra_op_threads: int = 1
+    """torch's intra-op threads on the thread of each CPU device."""
+    executors: Callable[[str], Executor] | None = None
+    """Makes the executor of a device from the device's name; by default a thread (see also ``asyncpipe.testing``)."""
+
+    def __post_init__(self) -> None:
+        check_choice("loop", self.loop, ("running", "own"))
+        check_positive("intra_op_threads", self.intra_op_threads)
+
+
+def takes(
+    make: Callable[_Parameters, _Arguments],
+) -> Callable[[Callable[[_Self, _Arguments], None]], Callable[Concatenate[_Self, _Parameters], None]]:
+    """Decorator of an ``__init__``: callers give the arguments of ``make``, and ``__init__`` gets what it returns.
+
+    The signature is that of ``make``, for type checkers, editors and ``inspect``.
+    """
+
+    def decorate(init: Callable[[_Self, _Arguments], None]) -> Callable[Concatenate[_Self, _Parameters], None]:
+        def construct(self: _Self, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
+            init(self, make(*args, **kwargs))
+
+        receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = inspect.signature(make).parameters.values()
+        construct.__signature__ = inspect.Signature([receiver, *parameters])  # type: ignore[attr-defined]
+        return construct
+
+    return decorate
