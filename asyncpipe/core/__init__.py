@@ -1,5 +1,14 @@
-"""The pure core: no torch, asyncio, threads, clocks, randomness or environment.
+"""The pure core: what a step is, which task runs when, and what a step would take.
 
-Read in the order of a step: ``task`` → ``schedule`` → ``lower`` → ``graph`` → ``events`` → ``scheduler`` →
-``report``; ``simulate`` drives the same scheduler on virtual time.
+No torch, asyncio, threads, clocks, randomness, files of the user's or environment: the same calls always give the same
+answers, and every module can be imported and tested alone. Folders, in the order in which they may import each other:
+
+- ``kinds.py``: the table of task kinds;
+- ``schedules/``: which action runs when; ``protocol.py`` says what a schedule is;
+- ``graph/``: ``lower`` turns a schedule into a task graph;
+- ``engine/``: the state machine that runs a task graph: events in, commands out;
+- ``predict/``: costs, simulation, reports, memory, and the planner that searches for the fastest pipeline.
+
+``checks.py`` has checks of options that several folders make. To follow one step, read ``schedules/protocol.py``,
+``graph/lower.py``, ``graph/task_graph.py`` and ``engine/``; ``predict/simulate.py`` runs that engine on virtual time.
 """

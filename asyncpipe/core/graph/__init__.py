@@ -1,0 +1,9 @@
+"""What a step is: a graph of tasks, each on a lane, and what each of them waits for.
+
+May import ``core/schedules`` and ``core/kinds.py``. Read in this order:
+
+- ``task.py``: a task, the lanes that tasks run on;
+- ``task_graph.py``: the graph, what stages exchange (``Wiring``), the parts of a step (``Phase``), the critical path;
+- ``lower.py``: from a schedule to its graph: adds copies, recomputations and order edges, finds deadlocks;
+- ``export.py``: a graph as JSON, Graphviz or torch's CSV.
+"""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
 from io import StringIO
 from typing import Any
 
@@ -48,29 +47,26 @@ _DOT_STYLES = {Reason.DATA: "solid", Reason.COPY: "solid", Reason.RECOMPUTE: "bo
 
 
 def to_dot(graph: TaskGraph) -> str:
-    """The graph in Graphviz's language: one cluster a device, dashed order edges."""
+    """The graph in Graphviz's language: a cluster for each device, dashed order edges."""
     lines = ["digraph step {", "  rankdir=LR;", '  node [shape=box, style=filled, fontname="sans-serif"];']
     for number, device in enumerate(graph.devices):
-        tasks = [task for task in graph.tasks if task.lane.device == device]
-        lines += [f"  subgraph cluster_{number} {{", f'    label="{device}";', *_dot_nodes(tasks), "  }"]
+        tasks = (task for task in graph.tasks if task.lane.device == device)
+        nodes = (f'    "{task.id}" [fillcolor="{task.kind.colour}"];' for task in tasks)
+        lines += [f"  subgraph cluster_{number} {{", f'    label="{device}";', *nodes, "  }"]
     for edge in graph.edges():
         ends = f'"{graph.tasks[edge.dependency].id}" -> "{graph.tasks[edge.task].id}"'
         lines.append(f'  {ends} [style={_DOT_STYLES[edge.reason]}, tooltip="{edge.reason.value}"];')
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _dot_nodes(tasks: Sequence[Task]) -> list[str]:
-    return [f'    "{task.id}" [fillcolor="{task.kind.colour}"];' for task in tasks]
-
-
 def write_csv(schedule: Schedule, shape: Shape) -> str:
-    """The CSV text of ``schedule``: a row per device, a column per clock cycle, lines that end in a newline.
+    """The CSV text of ``schedule``: a row for each device, a column for each clock cycle; lines end in a newline.
 
-    The columns are the cycles of the lowered graph, in which every action takes one cycle, so an action stands to
-    the right of all that it waits for. An Overlap is one cell, in the cycle of its forward, with the cycles that
-    its backward takes or waits empty behind it. Raises ``ScheduleError`` where the schedule cannot be lowered for
-    ``shape`` or has what the notation cannot say: a rule instead of an order, an Overlap of other than a forward and
-    then a backward (B or I), or a device without a stage.
+    The columns are the cycles of the lowered graph, in which every action takes one cycle, so an action is to the
+    right of everything that it waits for. An Overlap is one cell, in the cycle of its forward; the cycles in which
+    its backward waits or runs are empty. Raises ``ScheduleError`` if the schedule cannot be lowered for ``shape``, or
+    has what the notation cannot express: a rule, an Overlap of anything but a forward and a backward (B or I), or a
+    device without a stage.
     """
     if not isinstance(schedule, OrderedSchedule):
         raise ScheduleError(f"schedule {schedule.name!r} decides by a rule; only an ordered schedule has a CSV form")

@@ -96,22 +96,25 @@ def lower(
 
 
 def _orders(schedule: Schedule, shape: Shape, placement: tuple[int, ...], phase: Phase) -> Iterator[Sequence[Action]]:
-    """The actions of each device in ``phase``.
+    """The actions of each device in ``phase``, every action after its prerequisite.
 
     The backwards alone run in the reverse order of the forwards. The forwards of a ruled schedule, where there is
     nothing to decide without backwards, run stage by stage.
     """
     for device in range(shape.devices):
         actions = checked_actions(schedule, shape, placement, device)
-        if phase is Phase.STEP:
-            if isinstance(schedule, RuledSchedule):
-                check_admission(schedule, actions, shape, device)
-            yield actions
-            continue
         forwards = [action for action in actions if action.kind is _F]
         if isinstance(schedule, RuledSchedule):
+            if phase is Phase.STEP:
+                check_admission(schedule, forwards, shape, device)
             forwards.sort(key=lambda action: (action.stage, action.microbatch))
-        yield forwards if phase is Phase.FORWARD else [Action(_B, i, j) for _, i, j in reversed(forwards)]
+            actions.sort(key=lambda action: SCHEDULED_KINDS.index(action.kind))
+        if phase is Phase.STEP:
+            yield actions
+        elif phase is Phase.FORWARD:
+            yield forwards
+        else:
+            yield [Action(_B, i, j) for _, i, j in reversed(forwards)]
 
 
 class _Builder:

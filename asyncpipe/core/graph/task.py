@@ -11,14 +11,14 @@ from asyncpipe.core.kinds import TaskKind
 __all__ = ["WHOLE_STEP", "Lane", "Queue", "Task"]
 
 WHOLE_STEP = -1
-"""Stands for the micro-batch of a task that a step has once: an update, a sum, the copy of a tied parameter."""
+"""The ``microbatch`` of tasks that a step has once: updates, sums and copies of tied parameters."""
 
 
 class Queue(StrEnum):
     """The queues of a device.
 
-    Activations and gradients arrive in queues of their own, so that an early activation never stands in
-    front of the gradient that a backward waits for.
+    Activations and gradients arrive in separate queues, so that the copy of a gradient, which a backward waits for,
+    never queues behind the copy of an activation that is not needed yet.
     """
 
     COMPUTE = "compute"
@@ -40,10 +40,10 @@ class Lane:
 class Task(NamedTuple):
     """A node of a task graph.
 
-    ``number`` is its position in the graph, which is also its priority: tasks are numbered by clock cycle,
-    copies before compute. ``source`` is the stage that a copy takes its tensors from (``stage`` is where
-    they go); it is ``None`` for every other kind. A named tuple, not a frozen dataclass, because a graph of
-    64 stages and 1024 micro-batches has 325,000 of them and a frozen dataclass takes five times as long.
+    ``number`` is its position in the graph and also its priority: tasks are numbered by clock cycle, and in a cycle
+    copies come before compute tasks. ``source`` is the stage that a copy takes its tensors from (``stage`` is where
+    they go); it is ``None`` for every other kind. This is a named tuple because a graph of 64 stages and 1024
+    micro-batches has 325,000 tasks, and creating frozen dataclasses takes five times as long.
     """
 
     number: int
@@ -56,16 +56,14 @@ class Task(NamedTuple):
 
     @property
     def id(self) -> str:
-        """``F(1,2)`` is the forward of micro-batch 1 at stage 2; ``C(1,2>3)`` copies it on to stage 3.
+        """``F(1,2)`` is the forward of micro-batch 1 at stage 2; ``C(1,2>3)`` copies its output on to stage 3.
 
         A task of the whole step has no micro-batch: ``U(2)`` updates stage 2, ``C(0>3)`` copies tied parameters.
         """
         place = str(self.stage) if self.source is None else f"{self.source}>{self.stage}"
-        return (
-            f"{self.label}({place})"
-            if self.microbatch == WHOLE_STEP
-            else f"{self.kind.value}({self.microbatch},{place})"
-        )
+        if self.microbatch != WHOLE_STEP:
+            place = f"{self.microbatch},{place}"
+        return f"{self.kind.value}({place})"
 
     @property
     def label(self) -> str:
@@ -74,7 +72,7 @@ class Task(NamedTuple):
 
     @property
     def is_gradient_copy(self) -> bool:
-        """Whether this copies a gradient back, rather than an activation onward."""
+        """Whether this copies a gradient to an earlier stage, and not an activation to a later one."""
         return self.source is not None and self.source > self.stage
 
     def __str__(self) -> str:

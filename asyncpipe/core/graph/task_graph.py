@@ -26,12 +26,12 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """What stages exchange beside what a schedule says: the rest of what a task graph is made from."""
+    """What stages exchange: with a schedule and a shape, all that a task graph is made from."""
 
     links: tuple[tuple[int, int], ...]
     """(source, user) for every pair of stages between which values travel; the source comes before the user."""
     ties: tuple[tuple[int, int], ...] = ()
-    """(owner, user) where a stage works with replicas of parameters that another one, on another device, owns."""
+    """(owner, user) where a stage uses replicas of parameters that a stage on another device owns."""
     updates: tuple[int, ...] = ()
     """Stages whose optimizer runs as a task of the step."""
 
@@ -51,7 +51,7 @@ class Reason(StrEnum):
     RECOMPUTE = "recompute"
     """It needs the activations that the other recomputes."""
     COPY = "copy"
-    """It reads what the other brought to its device."""
+    """It reads what the other copied to its device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +68,25 @@ class Rule:
     """How the scheduler picks among the ready tasks of a ruled schedule."""
 
     ranks: tuple[int, ...]
-    """Of each task, all different: the lowest ready one of a lane runs first."""
+    """The rank of each task, all different: the ready task of the lowest rank runs first on a lane."""
     by_rank: tuple[int, ...]
     """The task of each rank."""
     loads: tuple[tuple[int, ...], ...]
-    """For each device and micro-batch, how many compute tasks it has there: with the last one it leaves."""
+    """For each device and micro-batch, how many compute tasks there are; the device holds the micro-batch until the
+    last of them has completed."""
     admit: Callable[[Action, int], bool]
-    """Whether a forward may bring one more micro-batch to its device, which holds so many."""
+    """Whether a forward may bring one more micro-batch to its device, given how many the device holds."""
     ahead: int
-    """Compute tasks that a device holds."""
+    """How many compute tasks may be dispatched to a device and not yet completed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TaskGraph:
     """What ``lower`` makes of a schedule: immutable, and shared by every step of its shape.
 
-    Tasks are numbered by clock cycle with copies first, so a number is a priority and every dependency has
-    a lower number than its dependents. Dependents are split by where they run, because the two are released
-    at different moments: a *local* dependent (same device) as soon as this task is handed to the device, a
-    *remote* one when it is issued.
+    Tasks are numbered by clock cycle, copies first, so a number is a priority, and every dependency has a lower
+    number than its dependents. Dependents are split by where they run because they are released at different times:
+    a *local* dependent (on the same device) when the task is dispatched, a *remote* one when the task is issued.
     """
 
     schedule: str
@@ -105,7 +105,7 @@ class TaskGraph:
     gates: tuple[int, ...] = ()
     """For each micro-batch, the task that waits for a gradient from the caller; empty unless this is a backward."""
     rule: Rule | None = None
-    """Of a ruled schedule; else the order edges decide."""
+    """For a ruled schedule; with an ordered one, the order edges decide."""
 
     @property
     def training(self) -> bool:
@@ -114,11 +114,11 @@ class TaskGraph:
 
     @property
     def releasing(self) -> tuple[TaskKind, ...]:
-        """The kinds of tasks that end a micro-batch's life at a stage: what its forward kept is dropped."""
+        """The kinds of tasks after which what a micro-batch's forward kept at a stage is dropped."""
         return RELEASING_KINDS if self.training else (TaskKind.FORWARD,)
 
     def edges(self) -> Iterator[Edge]:
-        """Every dependency, by dependent."""
+        """Every edge, in the order of the tasks that wait."""
         for task, dependencies in zip(self.tasks, self.dependencies, strict=True):
             for dependency in dependencies:
                 yield Edge(dependency, task.number, _reason(self.tasks[dependency], task))
@@ -132,29 +132,25 @@ class TaskGraph:
 
 
 def _reason(dependency: Task, task: Task) -> Reason:
-    """Why ``task`` waits for ``dependency``: what the two are says it, so no edge has to store it."""
+    """Why ``task`` waits for ``dependency``; their kinds and places tell, so edges do not store it."""
     if dependency.kind is TaskKind.COPY:
         return Reason.COPY
     if dependency.kind is TaskKind.RECOMPUTE:
         return Reason.RECOMPUTE
     if task.kind not in COMPUTE_KINDS:
         return Reason.DATA
-    same_microbatch = dependency.microbatch == task.microbatch
-    if same_microbatch and dependency.kind is task.kind:
+    if dependency.microbatch != task.microbatch:
+        return Reason.ORDER
+    if dependency.stage == task.stage or dependency.kind is task.kind:
         return Reason.DATA
-    if same_microbatch and (dependency.stage == task.stage or (_is_gradient(dependency) and _is_gradient(task))):
-        return Reason.DATA
-    return Reason.ORDER
-
-
-def _is_gradient(task: Task) -> bool:
-    return task.kind in INPUT_GRADIENT_KINDS
+    gradients = dependency.kind in INPUT_GRADIENT_KINDS and task.kind in INPUT_GRADIENT_KINDS
+    return Reason.DATA if gradients else Reason.ORDER
 
 
 def critical_path(graph: TaskGraph, duration: Callable[[Task], float]) -> float:
     """The length of the longest chain of dependent tasks, in the unit of ``duration``.
 
-    Order edges count, so no run of this graph, however fast its scheduler, takes less time.
+    Order edges count. No run of this graph takes less time.
     """
     finish = [0.0] * len(graph.tasks)
     for task in graph.tasks:

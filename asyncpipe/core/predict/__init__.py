@@ -1,0 +1,12 @@
+"""Predictions: what a step would take, in time and in memory, and which pipeline of a model would be the fastest.
+
+May import the rest of the core. Read in this order:
+
+- ``costs.py``: cost models, from a task to its virtual seconds;
+- ``simulate.py``: one step, or several jobs, through the real scheduler on virtual time;
+- ``report.py``: bubble, utilisation and peaks of a simulated or real step; ``memory.py``: its bytes on each device;
+- ``balance.py``: layers split into stages of even cost;
+- ``layer_profile.py``: measured costs of layers, and from them the costs of every split into stages;
+- ``profile_from_journals.py``: those layer costs, computed from the journals of measured steps;
+- ``planner.py``: simulates schedules, balances, micro-batches and recomputation modes, and ranks them.
+"""

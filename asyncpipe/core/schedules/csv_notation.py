@@ -1,14 +1,14 @@
-"""Schedules as text: the CSV notation of torch.distributed.pipelining, so that schedules travel between the two.
+"""The CSV notation of torch.distributed.pipelining, read and written, so that schedules can be exchanged with torch.
 
 A row is a device (a rank), a column is a clock cycle, a cell is empty or one action::
 
     0F0,0F1,,0B0,,0B1           STAGE TYPE MICROBATCH; the types are F, B, I and W
     ,1F0,1B0,1F1,1B1,           (0F8;3B1)OVERLAP_F_B is an Overlap
 
-The rows say where stages are placed: a stage belongs to the device in whose row its actions stand. Only the order in
-a row counts; empty cells are there for the eye. Torch has a second, *lowered* form with communication (SEND_F,
-UNSHARD …); here that is ``lower``'s business, so it is refused. Recomputation has no cell: the checkpoint mode adds
-it. Torch's own loader overlooks what stands behind an action (``2F0junk``); here every cell is read to its end.
+A stage is placed on the device whose row has its actions. Only the order in a row counts; empty cells show timing to
+a reader and mean nothing. Torch also has a *lowered* form with communication (SEND_F, UNSHARD …); it is refused, since
+here ``lower`` adds communication. Recomputation has no cell: the checkpoint mode adds it. Torch's own loader ignores
+text after an action (``2F0junk``); here it is an error.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _OVERLAP = "OVERLAP_F_B"
 _LOWERED = re.compile("[0-9]*(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
 _ACTION = re.compile("([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _PARTS = re.compile("(-?[0-9]*)([A-Za-z_]*)(-?[0-9]*)(.*)", re.DOTALL)
-"""What a cell that is no action may have meant: stage, type, micro-batch and the rest."""
+"""The parts of a malformed cell, for its message: stage, type, micro-batch and the rest."""
 _ALLOWED = "a cell is empty, STAGE TYPE MICROBATCH such as 2F0 (types F, B, I, W), or such as (0F8;3B1)OVERLAP_F_B"
 _SHOWN = 60
-"""Characters of a wrong cell that a message shows."""
+"""How many characters of a malformed cell a message shows."""
 
 
 class Orders(NamedTuple):
-    """What a CSV text says: each device's entries in their order, and the shape that they are for."""
+    """The contents of a CSV text: the ordered entries of each device, and the shape that they are for."""
 
     orders: tuple[tuple[Action | Overlap, ...], ...]
     shape: Shape
 
 
 def format_cell(entry: Action | Overlap, where: str) -> str:
-    """The cell of ``entry``; raises ``ScheduleError`` that begins with ``where`` if the notation cannot say it."""
+    """The cell of ``entry``; raises ``ScheduleError`` that begins with ``where`` if the notation has none for it."""
     if isinstance(entry, Overlap):
         if not _can_overlap(entry):
             raise ScheduleError(f"{where}: the CSV form has no overlap of {entry}; give a forward, then a B or an I")
@@ -58,13 +58,13 @@ def _can_overlap(overlap: Overlap) -> bool:
 
 
 def read_csv(text: str, name: str) -> Orders:
-    """The orders that ``text`` holds, and their shape; messages call the schedule ``name``.
+    """The orders in ``text`` and their shape; messages call the schedule ``name``.
 
-    The number of rows is that of the devices; stages and micro-batches are counted by the highest index. White
-    space around cells, quotes, any line ends and blank rows at the end are taken. Raises ``ScheduleError`` with the
-    row and the column, both counted from 1, for a cell that is no action, an action that is there twice or before
-    what it needs on its device, and a stage in two rows; with the row for one without any action; and where a stage
-    or one of its actions is missing. A deadlock between devices is for ``lower`` to find.
+    There are as many devices as rows; the highest indices give the numbers of stages and micro-batches. White space
+    around cells, quotes, any line ends and blank rows at the end are accepted. Raises ``ScheduleError`` with the row
+    and the column, both counted from 1, for a malformed cell, an action that occurs twice or before what it needs on
+    its device, and a stage in two rows; with the row, for a row without actions; and if a stage or one of its actions
+    is missing. Deadlocks between devices are found by ``lower``.
     """
     rows = _rows(text, name)
     filled = max((row for row, cells in enumerate(rows, start=1) if any(cells)), default=0)
@@ -74,7 +74,7 @@ def read_csv(text: str, name: str) -> Orders:
     for row, cells in enumerate(rows[:filled], start=1):
         table.add_row(row, cells)
     if text.count('"') % 2:
-        # An open quote takes in all that follows, so it is in the last cell.
+        # A quoted cell extends to the next quote or the end of the text, so an unclosed quote is in the last cell.
         raise ScheduleError(f"{_where(name, len(rows), len(rows[-1]))}: a quote is opened and never closed")
     return table.orders()
 
@@ -119,7 +119,7 @@ def _parsed_action(text: str) -> Action:
 
 
 def _fault(text: str) -> str:
-    """What keeps ``text`` from being an action."""
+    """Why ``text`` is not an action."""
     if _LOWERED.fullmatch(text):
         return "belongs to torch's lowered form, with communication; give the compute-only form"
     parts = _PARTS.fullmatch(text)
@@ -142,18 +142,18 @@ def _shown(text: str) -> str:
 
 
 class _OrdersReader:
-    """Collects the rows, and holds every action against those before it."""
+    """Collects the rows, and checks every action against those before it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._orders: list[tuple[Action | Overlap, ...]] = []
         self._column_of: dict[Action, int] = {}
-        """The column of each action so far; its row is its stage's."""
+        """The column of each action so far."""
         self._row_of: dict[int, int] = {}
-        """The row of each stage."""
+        """The row of each stage so far."""
 
     def add_row(self, row: int, cells: Sequence[str]) -> None:
-        """Read one row; raises ``ScheduleError`` where a cell is wrong or cannot stand there."""
+        """Add one row; raises ``ScheduleError`` for a malformed cell and for an action in a wrong place."""
         entries: list[Action | Overlap] = []
         for column, cell in enumerate(cells, start=1):
             if not cell:
@@ -176,24 +176,22 @@ class _OrdersReader:
         self._orders.append(tuple(entries))
 
     def _misplaced(self, action: Action, row: int) -> str | None:
-        """Why ``action`` cannot stand in this place, if it cannot."""
+        """What is wrong with the place of ``action``, if anything."""
         kind, i, j = action
         if self._row_of.setdefault(j, row) != row:
             return f"cannot be: stage {j} is in row {self._row_of[j]} already; all actions of a stage are in one row"
         if action in self._column_of:
             return f"is there twice, first in column {self._column_of[action]}; each action must be there once"
-        if kind is _F:
-            return None
-        needed = Action(_I if kind is _W else _F, i, j)
-        if needed not in self._column_of:
+        needed = action.prerequisite
+        if needed is not None and needed not in self._column_of:
             return f"comes before {format_cell(needed, '')}, which must be to its left"
         other = Action(_I if kind is _B else _B, i, j)
-        if kind is not _W and other in self._column_of:
+        if kind in (_B, _I) and other in self._column_of:
             return f"cannot be beside {format_cell(other, '')}; a backward is B, or I and W"
         return None
 
     def orders(self) -> Orders:
-        """All of it; raises ``ScheduleError`` where a stage or an action is missing."""
+        """The orders of all rows; raises ``ScheduleError`` if a stage or an action is missing."""
         stages = 1 + max(self._row_of)
         if len(self._row_of) < stages:
             missing = next(j for j in range(stages) if j not in self._row_of)
@@ -211,7 +209,7 @@ class _OrdersReader:
         return Orders(tuple(self._orders), Shape(stages, microbatches, len(self._orders)))
 
     def _missing(self, stages: int, microbatches: int) -> Iterator[Action]:
-        """Lazily: where an index is a typing error such as 0F10000000, the first gap comes long before the last."""
+        """The missing actions, lazily: a mistyped index such as 0F100000000 leaves a huge number of gaps."""
         for stage in range(stages):
             for microbatch in range(microbatches):
                 halves = (_I, _W) if Action(_I, microbatch, stage) in self._column_of else (_B,)

@@ -1,4 +1,4 @@
-"""A schedule out of a CSV file, in the notation of torch.distributed.pipelining (see ``csv_notation.py``)."""
+"""A schedule read from a CSV file, in the notation of torch.distributed.pipelining (see ``csv_notation.py``)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["CsvSchedule", "read_schedule"]
 
 @dataclass(frozen=True)
 class CsvSchedule(OrderedSchedule):
-    """Orders written down for one shape, and no other; each stage is placed on the device that has its actions.
+    """Orders for one shape; each stage is placed on the device that has its actions.
 
-    Bubble and peak are those of whatever wrote the orders. ``virtual`` is the number of stages per device.
+    ``virtual`` is the number of stages on each device.
     """
 
     orders: tuple[tuple[Action | Overlap, ...], ...] = field(repr=False)
@@ -31,11 +31,11 @@ class CsvSchedule(OrderedSchedule):
         object.__setattr__(self, "virtual", max(1, self.shape.stages // self.shape.devices))
 
     def __hash__(self) -> int:
-        """Of the name and the shape alone: graphs and rankings are looked up by schedule, and orders are long."""
+        """The hash of name and shape only: caches of graphs are keyed by schedule, and orders are long."""
         return hash((self.name, self.shape))
 
     def check(self, shape: Shape) -> None:
-        """Raise ``ScheduleError`` for any shape but that of the file."""
+        """Raise ``ScheduleError`` unless ``shape`` is that of the file."""
         if shape != self.shape:
             raise ScheduleError(
                 f"schedule {self.name!r} is for {_counted(self.shape)}, got {_counted(shape)}; use it for its own "
@@ -58,8 +58,7 @@ def _counted(shape: Shape) -> str:
 def read_schedule(path: str) -> CsvSchedule:
     """The schedule in the CSV file at ``path`` (UTF-8), called ``csv:`` and the path.
 
-    Raises ``ScheduleError`` that names the file where it cannot be read, and the row and column where its text is
-    wrong.
+    Raises ``ScheduleError`` that names the file if it cannot be read, and the row and column of an error in its text.
     """
     name = f"csv:{path}"
     try:

@@ -1,12 +1,12 @@
-"""1F1B: as few forwards ahead as keep the pipe full, or, eagerly, as many as hide the copies."""
+"""1F1B and eager 1F1B: as few forwards ahead as keep the pipe full, or as many as hide the copies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from asyncpipe.core.checks import check_positive
 from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Shape
-from asyncpipe.errors import OptionError
 
 __all__ = ["EagerOneFOneB", "OneFOneB"]
 
@@ -28,15 +28,15 @@ class OneFOneB(OrderedSchedule):
 class EagerOneFOneB(OrderedSchedule):
     """1F1B with twice the forwards ahead, so that copies hide behind compute (JaxPP, arXiv 2412.14374).
 
-    Bubble (p-1)(t_F + t_B) with free copies, as 1F1B. There a micro-batch that has left device r comes back just in
-    time; here it may be late by the p - r - 1 extra micro-batches in flight, so copies and uneven micro-batches cost
-    little: with copies as long as a forward, t_B = 2 t_F, p = 4 and m = 16, a step takes 63 t_F instead of 85. The
-    price is memory: 2(p-r) - 1 micro-batches in flight on device r (at most m). Any m, also m < p; one stage a device.
+    Bubble (p-1)(t_F + t_B) with free copies, as 1F1B. In 1F1B the gradient of a micro-batch must return to device r
+    just in time. Here device r has p - r - 1 more micro-batches in flight to work on meanwhile, so slow copies and
+    uneven micro-batches cost little: with copies as long as a forward, t_B = 2 t_F, p = 4 and m = 16, a step takes
+    63 t_F and not 85. It needs more memory: 2(p-r) - 1 micro-batches in flight on device r (at most m). Any m, also
+    m < p; one stage a device.
 
-    ``cap`` is the most micro-batches in flight on any device; one that all m, or 2p - 1, stay within changes nothing.
-    Under a smaller one, each device's forwards ahead shrink in proportion: p gives 1F1B, the numbers from there to
-    2p - 1 trade memory for slack, and below p the cap still holds, but the step gets longer (with 1, one micro-batch
-    goes through at a time).
+    ``cap`` is the most micro-batches in flight on any device; a cap of at least min(m, 2p - 1) changes nothing. With a
+    smaller cap, the forwards ahead of each device shrink in proportion. A cap of p gives 1F1B; caps between p and
+    2p - 1 trade memory for slack; with a cap below p the step gets longer (with 1, micro-batches run one at a time).
     """
 
     cap: int | None = None
@@ -44,19 +44,19 @@ class EagerOneFOneB(OrderedSchedule):
     name = "eager-1f1b"
 
     def __post_init__(self) -> None:
-        if self.cap is not None and self.cap < 1:
-            raise OptionError(f"cap must be a positive integer, got {self.cap}")
+        if self.cap is not None:
+            check_positive("cap", self.cap)
 
     def order(self, device: int, shape: Shape) -> Iterator[Action]:
         ahead, most = 2 * (shape.devices - device) - 1, 2 * shape.devices - 1
         if self.cap is not None and self.cap < min(most, shape.microbatches):
-            # Rounded up. With min(ahead, cap), devices with the same number would have no slack between them.
+            # Rounded up. Not min(ahead, cap): neighbours with equal numbers have no slack between them.
             ahead = -(-ahead * self.cap // most)
         return _alternate(device, shape.microbatches, ahead)
 
 
 def _alternate(stage: int, microbatches: int, ahead: int) -> Iterator[Action]:
-    """``ahead`` forwards (at most all), then a backward and a forward in turn, then the backwards that are left."""
+    """``ahead`` forwards (at most all), then a backward and a forward in turn, then the remaining backwards."""
     warmup = min(ahead, microbatches)
     yield from (F(i, stage) for i in range(warmup))
     for i in range(microbatches):

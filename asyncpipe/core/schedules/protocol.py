@@ -1,7 +1,7 @@
-"""What a schedule is: which action runs when, as an order written down or as a rule that decides while a step runs.
+"""What a schedule is: the order of each device's actions, or a rule that picks among them while a step runs.
 
-An *ordered* schedule says in which order each device runs its actions. A *ruled* one ranks what is ready and says
-how many micro-batches a device may hold. The same schedule, both ways::
+An *ordered* schedule yields the actions of each device in the order in which they run. A *ruled* one gives each action
+a priority and says how many micro-batches a device may hold. The same schedule, both ways::
 
     class OneFOneB(OrderedSchedule):
         def order(self, device, shape):
@@ -18,8 +18,9 @@ how many micro-batches a device may hold. The same schedule, both ways::
         def admit(self, action, live, shape):
             return live < shape.devices - action.stage
 
-A *hinted* schedule is in between: an order that only ranks what is ready. ``lower`` turns each of them into a task
-graph; copies, recomputation and streams are not a schedule's business. ``registry.py`` finds them by name.
+A *hinted* schedule is a rule made from an order: positions in the order are the priorities. ``lower`` turns a schedule
+into a task graph and adds copies and recomputations, so a schedule does not name them. ``registry.py`` finds schedules
+by name.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from asyncpipe.core.checks import check_positive
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.errors import MicrobatchError, OptionError, ScheduleError
 
@@ -59,6 +61,14 @@ class Action(NamedTuple):
     microbatch: int
     stage: int
 
+    @property
+    def prerequisite(self) -> Action | None:
+        """The action that must come before this one on its device: F before B and I, I before W."""
+        kind, i, j = self
+        if kind is TaskKind.FORWARD:
+            return None
+        return Action(TaskKind.INPUT_GRADIENT if kind is TaskKind.WEIGHT_GRADIENT else TaskKind.FORWARD, i, j)
+
     def __str__(self) -> str:
         return f"{self.kind.value}({self.microbatch},{self.stage})"
 
@@ -79,15 +89,12 @@ def I(microbatch: int, stage: int) -> Action:  # noqa: E743 - the field's letter
 
 
 def W(microbatch: int, stage: int) -> Action:
-    """Weight gradients of ``microbatch`` at ``stage``: the other half, which nobody waits for."""
+    """Weight gradients of ``microbatch`` at ``stage``: the other half, which no other action waits for."""
     return Action(TaskKind.WEIGHT_GRADIENT, microbatch, stage)
 
 
 class Overlap(NamedTuple):
-    """Two actions of different micro-batches fused in one entry; they run one after the other.
-
-    ``OVERLAP_F_B`` in torch's notation.
-    """
+    """Two actions of different micro-batches as one entry (``OVERLAP_F_B`` in torch); they run one after the other."""
 
     first: Action
     second: Action
@@ -97,7 +104,7 @@ class Overlap(NamedTuple):
 
 
 def flat(order: Iterable[Action | Overlap]) -> Iterator[Action]:
-    """The actions of an order, one after the other."""
+    """The actions of an order; an ``Overlap`` yields its two."""
     for entry in order:
         if isinstance(entry, Overlap):
             yield from entry
@@ -122,18 +129,18 @@ class Shape:
 
 
 def loop_placement(shape: Shape) -> list[int]:
-    """Stages go round the devices: 0 1 2 0 1 2."""
+    """The device of each stage, in a loop over the devices: 0 1 2 0 1 2."""
     return [stage % shape.devices for stage in range(shape.stages)]
 
 
 def zigzag_placement(shape: Shape) -> list[int]:
-    """Stages go to and fro: 0 1 2 2 1 0; with two stages a device this is the V of the zero-bubble family."""
+    """The device of each stage, forth and back: 0 1 2 2 1 0. Two stages on each device make the V of zero-bubble."""
     p = shape.devices
     return [stage % p if stage // p % 2 == 0 else p - 1 - stage % p for stage in range(shape.stages)]
 
 
 def demand_even_stages(name: str, shape: Shape, unit: int = 1) -> None:
-    """Raise ``ScheduleError`` for schedule ``name`` unless each device has as many stages, a multiple of ``unit``."""
+    """Raise ``ScheduleError`` unless the stages divide evenly by devices, into multiples of ``unit`` for each."""
     if shape.stages % (unit * shape.devices):
         needs = "the same number of" if unit == 1 else f"a multiple of {unit}"
         raise ScheduleError(
@@ -143,27 +150,27 @@ def demand_even_stages(name: str, shape: Shape, unit: int = 1) -> None:
 
 
 class Schedule(ABC):  # noqa: B024 - what is abstract is in the two kinds of schedules
-    """What ordered and ruled schedules share: a name, where stages are placed, and which shapes they can serve.
+    """What ordered and ruled schedules share: a name, the placement of stages, and the shapes that they support.
 
-    A schedule is pure: the same arguments always give the same answer. It may keep options as attributes that
-    do not change; best is a frozen dataclass. Task graphs are lowered once per schedule and shape.
+    A schedule is pure: the same arguments always give the same answer. Options are attributes that do not change, so
+    a frozen dataclass suits. Each schedule is lowered once for each shape.
     """
 
     name: str = ""
-    """What messages call it; the name of the class unless set."""
+    """The name in messages; by default that of the class."""
     virtual: int = 1
-    """Stages per device when the caller does not say how many stages there are."""
+    """Stages on each device, if the caller does not say how many stages there are."""
 
     def __init_subclass__(cls) -> None:
         if "name" not in vars(cls):
             cls.name = cls.__name__
 
     def placement(self, shape: Shape) -> Sequence[int]:
-        """The device index of each stage; by default the stages go round the devices in a loop."""
+        """The device index of each stage; by default ``loop_placement``."""
         return loop_placement(shape)
 
     def check(self, shape: Shape) -> None:
-        """Raise ``ScheduleError`` where this schedule cannot serve ``shape``; by default one stage a device."""
+        """Raise ``ScheduleError`` unless this schedule supports ``shape``; by default it needs one stage a device."""
         if shape.stages != shape.devices:
             raise ScheduleError(
                 f"schedule {self.name!r} puts one stage on each device, got {shape.stages} stages for "
@@ -172,48 +179,52 @@ class Schedule(ABC):  # noqa: B024 - what is abstract is in the two kinds of sch
 
 
 class OrderedSchedule(Schedule):
-    """Each device's actions in the order in which they run, whatever else is ready. Write ``order``."""
+    """Each device runs its actions in a fixed order and waits for the next one, even if a later one is ready.
+
+    Implement ``order``.
+    """
 
     @abstractmethod
     def order(self, device: int, shape: Shape) -> Iterable[Action | Overlap]:
-        """Yield the actions of ``device`` (an index from 0), in the order they shall run.
+        """Yield the actions of ``device`` (an index from 0) in the order in which they run.
 
         Every stage of the device needs, for each micro-batch, an F and a B, or an F, an I and a W.
         """
 
 
 class RuledSchedule(Schedule):
-    """A rule that picks among what is ready, while the step runs. Write ``priority`` and, to bound memory, ``admit``.
+    """A rule that picks among the ready actions while the step runs.
 
-    A device that is free runs the ready task with the lowest priority. Both methods are asked about actions, on the
-    scheduler's thread; they must be quick and answer the same every time. No rule can make a deadlock: everything
-    of a micro-batch that a device holds may run, and micro-batches come to a device in their order, so the oldest
-    one always gets through.
+    Implement ``priority`` and, to bound memory, ``admit``. A free device runs the ready action with the lowest
+    priority. Both methods are called on the scheduler's thread; they must be quick and pure. No rule can deadlock:
+    ``admit`` never blocks a micro-batch that the device holds, and micro-batches come to a device in order, so the
+    oldest one can always proceed.
     """
 
     splits_backward: bool = False
-    """Whether backwards are I and W, or B."""
+    """Whether backwards are split into I and W."""
     ahead: int = 1
-    """Compute tasks that a device holds. With 1 every choice knows all that has ended; with 2 or more an
-    asynchronous device need not wait for the scheduler between two tasks, which decides that much earlier."""
+    """How many compute tasks may be dispatched to a device and not yet completed. With 1, each choice is made when the
+    previous task has completed. With 2 or more, a GPU has its next task queued and does not wait for the scheduler, but
+    that task was chosen earlier, with less known."""
 
     @abstractmethod
     def priority(self, action: Action, shape: Shape) -> Any:
-        """The rank of ``action``: anything that compares; lower runs first, and equals by clock cycle.
+        """The priority of ``action``, of any type that compares: lower runs first, equals run by clock cycle.
 
-        Asked once for each action of a shape. A recomputation has the rank of its backward.
+        Called once for each action of a shape. A recomputation has the priority of its backward.
         """
 
     def admit(self, action: Action, live: int, shape: Shape) -> bool:
-        """Whether a forward may bring one more micro-batch to its device, which holds ``live`` now; by default always.
+        """Whether the forward ``action`` may bring one more micro-batch to its device, which holds ``live``.
 
-        A device holds a micro-batch from its first forward there until its last backward there has ended. Asked
-        for no other action. A device without a micro-batch must admit one.
+        By default always. A device holds a micro-batch from its first forward there until its last backward there has
+        ended. Called for no other actions. The answer for ``live`` = 0 must be true.
         """
         return True
 
     def actions(self, device: int, shape: Shape) -> Iterable[Action]:
-        """What ``device`` has to do, in any order: by default F and B, or F, I and W, of each of its stages."""
+        """All actions of ``device``, in any order: by default F and B, or F, I and W, of each of its stages."""
         backward = (I, W) if self.splits_backward else (B,)
         for stage, at in enumerate(self.placement(shape)):
             if at == device:
@@ -223,18 +234,18 @@ class RuledSchedule(Schedule):
 
 @dataclass(frozen=True)
 class HintedSchedule(RuledSchedule):
-    """An ordered schedule whose order only ranks what is ready: a device never waits for what is late.
+    """A rule whose priorities are the positions in the order ``hint``: a device does not wait for a late action.
 
-    ``cap`` bounds the micro-batches that a device holds; by default as many as it holds in the strict order, so
-    that a hint takes no more memory. The idea is that of RRFP (arXiv 2605.18750).
+    ``cap`` bounds the micro-batches that a device holds; by default it is what the device holds in the strict order,
+    so that a hint takes no more memory. The idea is that of RRFP (arXiv 2605.18750).
     """
 
     hint: OrderedSchedule
     cap: int | None = None
 
     def __post_init__(self) -> None:
-        if self.cap is not None and self.cap < 1:
-            raise OptionError(f"cap must be a positive integer, got {self.cap}")
+        if self.cap is not None:
+            check_positive("cap", self.cap)
         object.__setattr__(self, "name", f"{self.hint.name} as hint")
         object.__setattr__(self, "virtual", self.hint.virtual)
 
@@ -256,10 +267,10 @@ class HintedSchedule(RuledSchedule):
 
 
 class _Ranking(NamedTuple):
-    """What an order says when it is only a hint."""
+    """What a hint needs of an order."""
 
     position: dict[Action, int]
-    """Of each action in its device's order."""
+    """The position of each action in its device's order."""
     held: list[int]
     """The most micro-batches that each device holds in the strict order."""
     placement: Sequence[int]

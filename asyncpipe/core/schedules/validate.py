@@ -1,6 +1,7 @@
-"""What a schedule must be before it becomes a task graph: each error names the schedule, the device and the action.
+"""Checks of what a schedule yields, before it becomes a task graph.
 
-A schedule may be anybody's code. What it raises is told as its fault, with the original as the cause.
+Each error names the schedule, the device and the action. A schedule may be a user's code: an exception that it raises
+becomes a ``ScheduleError``, with the original as its cause.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _F, _B, _I, _W = SCHEDULED_KINDS
 
 @contextmanager
 def blaming(where: str | Callable[[], str]) -> Iterator[None]:
-    """What is raised inside is a ``ScheduleError`` that begins with ``where``."""
+    """Turn exceptions in the block into a ``ScheduleError`` that begins with ``where``; our own errors pass."""
     try:
         yield
     except AsyncpipeError:
@@ -30,7 +31,7 @@ def blaming(where: str | Callable[[], str]) -> Iterator[None]:
 
 
 def checked_placement(schedule: Schedule, shape: Shape, names: tuple[str, ...]) -> tuple[int, ...]:
-    """The device index of each stage; ``names`` are those of the devices."""
+    """The device index of each stage, each in range; ``names`` are those of the devices."""
     with blaming(f"schedule {schedule.name!r}: placement"):
         placement = tuple(schedule.placement(shape))
     if not len(names) == len(set(names)) == shape.devices:
@@ -50,17 +51,18 @@ def checked_placement(schedule: Schedule, shape: Shape, names: tuple[str, ...]) 
 
 
 def checked_actions(schedule: Schedule, shape: Shape, placement: tuple[int, ...], device: int) -> list[Action]:
-    """The actions of ``device``, complete and each once; those of an ordered schedule in an order that can be."""
-    where = f"schedule {schedule.name!r}, device {device}"
+    """The actions of ``device``: complete, each once, and in an ordered schedule each after its prerequisite."""
     ordered = isinstance(schedule, OrderedSchedule)
+    where = f"schedule {schedule.name!r}, device {device}"
     found: dict[Action, None] = {}
     with blaming(lambda: f"{where}: after {next(reversed(found))}" if found else where):
         for action in _actions(schedule, shape, device):
             _check_action(action, shape, placement, device, where)
             if action in found:
                 raise ScheduleError(f"{where}: {action} is there twice; each action must be there once")
-            if ordered:
-                _check_turn(action, found, where)
+            needed = action.prerequisite if ordered else None
+            if needed is not None and needed not in found:
+                raise ScheduleError(f"{where}: {action} comes before {needed} and would wait for ever")
             found[action] = None
     _check_complete(found, shape, placement, device, where)
     return list(found)
@@ -89,16 +91,6 @@ def _check_action(action: Action, shape: Shape, placement: tuple[int, ...], devi
         raise ScheduleError(f"{where}: {action} belongs to device {placement[j]}, where stage {j} is placed")
 
 
-def _check_turn(action: Action, before: dict[Action, None], where: str) -> None:
-    """Whether what ``action`` needs of its own device comes before it."""
-    kind, i, j = action
-    if kind is _F:
-        return
-    needed = Action(_I if kind is _W else _F, i, j)
-    if needed not in before:
-        raise ScheduleError(f"{where}: {action} comes before {needed} and would wait for ever")
-
-
 def _check_complete(
     found: dict[Action, None], shape: Shape, placement: tuple[int, ...], device: int, where: str
 ) -> None:
@@ -113,13 +105,10 @@ def _check_complete(
                     raise ScheduleError(f"{where}: {Action(kind, i, j)} is missing")
 
 
-def check_admission(schedule: RuledSchedule, actions: Iterable[Action], shape: Shape, device: int) -> None:
-    """Raise unless ``device`` admits each forward of ``actions`` while it holds no micro-batch; else it could never
-    begin."""
+def check_admission(schedule: RuledSchedule, forwards: Iterable[Action], shape: Shape, device: int) -> None:
+    """Raise ``ScheduleError`` unless ``device`` admits each of its forwards while it holds no micro-batch."""
     where = f"schedule {schedule.name!r}, device {device}"
-    for action in actions:
-        if action.kind is not _F:
-            continue
+    for action in forwards:
         with blaming(f"{where}: admit({action}, 0)"):
             admitted = schedule.admit(action, 0, shape)
         if not admitted:

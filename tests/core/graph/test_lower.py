@@ -16,7 +16,7 @@ from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph, Wiring, critical_path
 from asyncpipe.core.kinds import TaskKind
-from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Shape
+from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, RuledSchedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 
@@ -294,3 +294,26 @@ def test_plain_data_and_dot_name_every_task_and_edge() -> None:
     assert all(f'"{task.id}" [' in dot for task in graph.tasks)
     assert dot.count(" -> ") == len(data["edges"])
     assert dot.count("style=dashed") == sum(edge.reason is Reason.ORDER for edge in graph.edges())
+
+
+class Fifo(RuledSchedule):
+    """Every action has the same priority; backwards are split."""
+
+    splits_backward = True
+
+    def priority(self, action: Action, shape: Shape) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("mode", CheckpointMode)
+def test_a_ruled_schedule_may_list_its_actions_in_any_order(mode: CheckpointMode) -> None:
+    class Backwards(Fifo):
+        def actions(self, device: int, shape: Shape) -> Iterable[Action]:
+            return reversed(list(super().actions(device, shape)))
+
+    def edges(schedule: RuledSchedule) -> set[tuple[str, str]]:
+        return {
+            (edge["from"], edge["to"]) for edge in to_dict(lower(schedule, Shape(2, 3, 2), checkpoint=mode))["edges"]
+        }
+
+    assert edges(Backwards()) == edges(Fifo())
