@@ -24,6 +24,7 @@ __all__ = [
     "OptionError",
     "PipelineClosedError",
     "PlanError",
+    "PolicyError",
     "ProfileError",
     "RecomputeError",
     "ScheduleError",
@@ -128,6 +129,10 @@ class PipelineClosedError(AsyncpipeError, RuntimeError):
 
 class JobFileError(AsyncpipeError, ValueError):
     """A job file is missing, is not TOML, or has a wrong key or value."""
+
+
+class PolicyError(AsyncpipeError, RuntimeError):
+    """A policy of a lane chose a task that is not ready there; every step of its device pool ends."""
 
 
 class TaskError(AsyncpipeError, RuntimeError):

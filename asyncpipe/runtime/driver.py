@@ -234,7 +234,7 @@ class Driver:
 
     def _settle(self, commands: list[Command], now: float) -> None:
         """Obey ``commands`` and what the scheduler says now that it knows all, and see when it wants to look again."""
-        self._obey(commands + self._state.settle(now))
+        self._obey(commands + self._state.choose(now))
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None

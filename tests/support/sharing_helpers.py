@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable
 
 from asyncpipe.core.engine.events import Command, Dispatch, Event, StepRecord, StepSubmitted, TaskCompleted
+from asyncpipe.core.engine.policies.fair_share import FairShare, Flow
 from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import lower
@@ -74,10 +75,10 @@ class ByHand:
 
     def send(self, event: Event, now: float) -> list[Command]:
         commands = self.state.handle(event, now)
-        return commands + self.settle(now)
+        return commands + self.choose(now)
 
-    def settle(self, now: float) -> list[Command]:
-        commands = self.state.settle(now)
+    def choose(self, now: float) -> list[Command]:
+        commands = self.state.choose(now)
         self.state.check()
         return commands
 
@@ -86,3 +87,9 @@ class ByHand:
         assert dispatched(self.send(StepSubmitted(step, graph, share), start)) == [(step, 0)]
         self.send(TaskCompleted(step, 0, start, start + seconds), start + seconds)
         self.state.take_record(step)
+
+
+def flows_of(state: SchedulerState) -> list[Flow]:
+    """What each job has on the compute lanes that are shared."""
+    shared = [policy for lane, policy in state.policies.items() if lane.queue is Queue.COMPUTE]
+    return [flow for policy in shared if isinstance(policy, FairShare) for flow in policy.flows]

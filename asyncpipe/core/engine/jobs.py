@@ -1,66 +1,97 @@
-"""Who uses which lanes: the jobs that the scheduler knows, and every lane that any of their steps has used.
+"""The jobs that the scheduler knows: the share of each, its steps under way, and how long its tasks take.
 
-What is known of a job (its charges, how long its tasks take) outlives its steps, since the next one builds on it. So
-somebody has to say when a job is gone: ``forget``.
+What was measured of a job outlives its steps, since the next one builds on it. So somebody has to say when a job is
+over: ``Jobs.forget``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 
-from asyncpipe.core.engine.lanes import Claim, LaneState
-from asyncpipe.core.engine.share import JobState, Share
-from asyncpipe.core.graph.task import Lane
+from asyncpipe.core.engine.share import Share
+from asyncpipe.core.graph.task import Task
+from asyncpipe.core.kinds import TaskKind
 
-__all__ = ["Jobs"]
+__all__ = ["Job", "Jobs"]
+
+_LAST = 8
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One job on the scheduler's lanes. Mutated by the scheduler alone."""
+
+    share: Share
+    """That of the step that it submitted last."""
+    steps: int = 0
+    """Under way."""
+    _means: dict[tuple[TaskKind, int, int | None], tuple[int, float]] = field(default_factory=dict)
+    """(tasks measured, mean seconds) by kind and stage, and for a copy by its source."""
+
+    @property
+    def name(self) -> str:
+        """What its steps call it; empty for a pipeline that has its devices for itself."""
+        return self.share.job
+
+    @property
+    def is_named(self) -> bool:
+        """Whether its tasks are measured: not for a pipeline that has its devices for itself."""
+        return self.share.job != ""
+
+    def measured(self, task: Task, seconds: float) -> None:
+        """Take in that ``task`` took ``seconds``."""
+        key = (task.kind, task.stage, task.source)
+        count, mean = self._means.get(key, (0, 0.0))
+        count = min(count + 1, _LAST)
+        self._means[key] = (count, mean + (seconds - mean) / count)
+
+    def expected(self, task: Task) -> float | None:
+        """The mean seconds of such tasks; ``None`` before the first.
+
+        The mean of all until there are eight; from then on each new one weighs an eighth.
+        """
+        found = self._means.get((task.kind, task.stage, task.source))
+        return None if found is None else found[1]
 
 
 class Jobs:
-    """Jobs and lanes. Mutated by the scheduler alone."""
+    """Every job by its name. Mutated by the scheduler alone."""
 
     def __init__(self) -> None:
-        self._known: dict[str, JobState] = {}
-        self._gone: set[str] = set()
-        """To be forgotten once their last step is over."""
-        self._lanes: dict[Lane, LaneState] = {}
+        self._jobs: dict[str, Job] = {}
+        self._forgotten: set[str] = set()
+        """To be dropped once their last step is over."""
 
     @property
-    def lanes(self) -> Iterable[LaneState]:
-        """Every lane that was ever used."""
-        return self._lanes.values()
+    def names(self) -> AbstractSet[str]:
+        """Of all of them."""
+        return self._jobs.keys()
 
-    def claims(self) -> Iterator[Claim]:
-        """All claims of all jobs."""
-        return (claim for lane in self._lanes.values() for claim in lane.claims)
-
-    def begin(self, share: Share, lanes: Sequence[Lane]) -> tuple[JobState, list[Claim]]:
-        """The job of a step that begins, with the share that it has from now on, and its claim on each of ``lanes``."""
-        job = self._known.setdefault(share.job, JobState(share))
-        self._gone.discard(share.job)
+    def begin(self, share: Share) -> Job:
+        """The job of a step that begins; ``share`` is what it has from now on."""
+        job = self._jobs.setdefault(share.job, Job(share))
+        self._forgotten.discard(share.job)
         job.steps += 1
-        if job.share != share:
-            moved, job.share = job.share.background != share.background, share
-            for lane in self._lanes.values() if moved else ():
-                lane.change_class(job)
-        return job, [self._lanes.setdefault(lane, LaneState(lane)).claim(job) for lane in lanes]
+        job.share = share
+        return job
 
-    def end(self, job: JobState) -> None:
-        """A step of ``job`` is over."""
+    def end(self, job: Job) -> bool:
+        """A step of ``job`` is over; whether the job is over with it, since it was to be forgotten."""
         job.steps -= 1
-        if job.share.job in self._gone:
-            self._drop(job)
+        return job.name in self._forgotten and self._drop(job)
 
-    def forget(self, name: str) -> None:
-        """Drop the job called ``name``, now or with the end of its last step."""
-        job = self._known.get(name)
-        if job is not None:
-            self._gone.add(name)
-            self._drop(job)
+    def forget(self, name: str) -> Job | None:
+        """Drop the job called ``name``, now or with the end of its last step; the job, if it is dropped now."""
+        job = self._jobs.get(name)
+        if job is None:
+            return None
+        self._forgotten.add(name)
+        return job if self._drop(job) else None
 
-    def _drop(self, job: JobState) -> None:
+    def _drop(self, job: Job) -> bool:
         if job.steps:
-            return
-        self._gone.discard(job.share.job)
-        del self._known[job.share.job]
-        for lane in self._lanes.values():
-            lane.drop(job)
+            return False
+        self._forgotten.discard(job.name)
+        del self._jobs[job.name]
+        return True

@@ -19,21 +19,23 @@ its own device was dispatched; among ready tasks of a lane, older steps come fir
 (clock cycles); at most ``in_flight`` tasks of a lane are dispatched and not completed, over all steps; an
 event that cannot follow what happened raises ``InvalidTransition`` and changes nothing.
 
-The steps of a ruled schedule choose as late as they can: a task is ready when its dependencies are *completed*, its
-device holds ``ahead`` tasks at most, and among the ready ones the lowest rank comes first that ``admission.py``
-lets in. They choose in ``settle``, once everything that has happened is known.
+Which ready task of a lane comes next is for the lane's policy (``policies/policy.py``). Three are built in, and a lane
+gets the simplest that will do:
 
-So do lanes that several jobs share: whose turn it is says ``lanes.py``, and whether a background task may begin
-``outlook.py``. Within a job the order is the one above. Where that job is the only one, nothing is different.
+- a pipeline by itself, an order in the graph: ``FirstComeFirstServed``. Nothing is decided, ``handle`` answers at once.
+- a pipeline by itself, a rule (``RuledSchedule``): ``Ruled`` on compute lanes. A task is ready when what it waits for
+  is *completed*, and the rule chooses as late as it can, in ``choose``, once everything that has happened is known.
+  Which micro-batches may come to a device is for the rule's ``admit`` (``admission.py``), whatever the policy.
+- jobs with names, or in the background: ``FairShare``, also in ``choose``. Within a job the order is the one above.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from math import inf
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 
 from asyncpipe.core.engine.admission import Admission
-from asyncpipe.core.engine.dispatch import Dispatcher
+from asyncpipe.core.engine.dispatcher import Dispatcher
 from asyncpipe.core.engine.events import (
     Abort,
     Command,
@@ -50,9 +52,14 @@ from asyncpipe.core.engine.events import (
     TaskFailed,
     TaskIssued,
 )
-from asyncpipe.core.engine.jobs import Jobs
-from asyncpipe.core.engine.lanes import Claim
-from asyncpipe.core.engine.state import StepState, TaskState, check_invariants
+from asyncpipe.core.engine.jobs import Job, Jobs
+from asyncpipe.core.engine.policies.fair_share import FairShare, SharedLanes
+from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
+from asyncpipe.core.engine.policies.policy import LaneView, Policy, TaskState
+from asyncpipe.core.engine.policies.ruled import Ruled
+from asyncpipe.core.engine.steps import LaneState, StepState, check_invariants
+from asyncpipe.core.graph.task import Lane, Queue
+from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import InvalidTransition, OptionError, ScheduleError
 
 __all__ = ["SchedulerState", "TaskState"]
@@ -63,24 +70,40 @@ _WAITING, _, _DISPATCHED, _ISSUED, _COMPLETED, _FAILED, _DROPPED = TaskState
 
 
 class SchedulerState:
-    """Decides for any number of steps at a time on shared lanes. Mutated only by ``handle``; not thread-safe."""
+    """Decides for any number of steps at a time. Mutated by ``handle`` and ``choose`` alone; not thread-safe."""
 
-    def __init__(self, *, in_flight: int = 16) -> None:
-        """``in_flight`` bounds the tasks of a lane that its device holds: how far the host runs ahead."""
+    def __init__(self, *, in_flight: int = 16, policy: Callable[[LaneView], Policy] | None = None) -> None:
+        """``in_flight`` bounds the tasks of a lane that its device holds: how far the host runs ahead.
+
+        ``policy`` makes the policy of a lane; without it each lane has one of the built-in ones.
+        """
         if in_flight < 1:
             raise OptionError(f"in_flight must be a positive integer, got {in_flight}")
         self._cap = in_flight
+        self._make_policy = policy
         self._steps: dict[int, StepState] = {}
         self._jobs = Jobs()
-        self._lanes = Dispatcher(in_flight)
+        self._lanes: dict[Lane, LaneState] = {}
+        self._shared = SharedLanes(in_flight)
+        self._dispatcher = Dispatcher(in_flight)
         # Bound once, for the hottest path.
-        self._make_ready, self._dispatch_ready = self._lanes.make_ready, self._lanes.dispatch_ready
+        self._make_ready, self._dispatch_ready = self._dispatcher.make_ready, self._dispatcher.dispatch_ready
         self._last_step = -1
 
     @property
     def idle(self) -> bool:
         """Whether no step is under way."""
         return not self._steps
+
+    @property
+    def policies(self) -> Mapping[Lane, Policy]:
+        """Who decides on each lane that was ever used."""
+        return {lane: state.policy for lane, state in self._lanes.items()}
+
+    @property
+    def jobs(self) -> AbstractSet[str]:
+        """The names of the jobs that something is known of."""
+        return self._jobs.names
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take ``event`` in and say what to do about it.
@@ -102,18 +125,18 @@ class SchedulerState:
             return self._gate_opened(event, now)
         return self._cancelled(event, now)
 
-    def settle(self, now: float) -> list[Command]:
-        """Let rules and jobs choose; call it when every event that is known has been handled, and at ``wake_at``."""
+    def choose(self, now: float) -> list[Command]:
+        """Let policies choose; call it when every event that is known has been handled, and at ``wake_at``."""
         commands: list[Command] = []
-        while self._lanes.settle(commands, now) and (broken := self._broken()):
+        while self._dispatcher.choose(commands, now) and (broken := self._broken()):
             for step, task, error in broken:
-                if step.outcome is Outcome.OK:
+                if step.running:
                     commands += self._fail(step, task, error, now)
         return commands
 
     def _broken(self) -> list[tuple[StepState, int, ScheduleError]]:
         """The ruled steps that cannot go on, with the task at which they stand and why."""
-        broken = self._lanes.take_broken()
+        broken = self._dispatcher.take_broken()
         for step in self._steps.values():
             # A task at which the rule has raised is neither ready nor refused: its step is in the list already.
             if step.is_stuck and all(owner is not step for owner, *_ in broken):
@@ -123,11 +146,11 @@ class SchedulerState:
         return broken
 
     def wake_at(self, now: float) -> float | None:
-        """When to call ``settle`` although nothing has happened; ``None`` if that is of no use. Ask after ``settle``.
+        """When to call ``choose`` although nothing has happened; ``None`` if that is of no use. Ask after ``choose``.
 
-        A background task is held back for foreground tasks that are expected; they may not come.
+        A task may be held back for others that are expected, and they may not come.
         """
-        return None if self._lanes.again == inf else max(now, self._lanes.again)
+        return self._dispatcher.wake_at(now)
 
     def expected(self, step: int, task: int) -> float | None:
         """The seconds that such a task took the last times in its job; ``None`` if that is not known.
@@ -140,10 +163,15 @@ class SchedulerState:
     def forget(self, job: str) -> None:
         """Drop what is known of ``job``, now or when its last step is over, unless it submits another one till then.
 
-        Its charges and measured times are kept from step to step, however long that takes: so call this when its
-        last pipeline is closed. Forgetting a job that is unknown, or that comes back later, does no harm.
+        What was measured is kept from step to step, however long that takes; so call this when the job's last pipeline
+        is closed. Forgetting a job that is unknown, or that comes back later, does no harm.
         """
-        self._jobs.forget(job)
+        if (dropped := self._jobs.forget(job)) is not None:
+            self._forget(dropped)
+
+    def _forget(self, job: Job) -> None:
+        for lane in self._lanes.values():
+            lane.policy.forget(job)
 
     def take_record(self, step: int) -> StepRecord:
         """The record of a completed step, which the scheduler then forgets."""
@@ -160,12 +188,14 @@ class SchedulerState:
             raise InvalidTransition(f"step {event.step} was submitted before, or after a later one")
         self._last_step = event.step
         graph = event.graph
-        job, claims = self._jobs.begin(event.share, graph.lanes)
+        job = self._jobs.begin(event.share)
+        lanes = [self._lane(lane, graph, job) for lane in graph.lanes]
         step = StepState(
             number=event.step,
             graph=graph,
             job=job,
-            claims=[claims[lane] for lane in graph.lane_of],
+            lanes=[lanes[position] for position in graph.lane_of],
+            used=[lanes[position] for position in set(graph.lane_of)],
             unmet=[len(before) for before in graph.dependencies],
             states=[_WAITING] * len(graph.tasks),
             to_issue=len(graph.tasks),
@@ -174,14 +204,35 @@ class SchedulerState:
         )
         self._steps[event.step] = step
         step.journal.append((now, event))
-        if job.is_named:
-            step.open_visits()
+        for lane in step.used:
+            if not lane.in_order:
+                lane.policy.begin(step, now)
         for gated in graph.gates:
             step.unmet[gated] += 1
         for task, unmet in enumerate(step.unmet):
             if not unmet:
                 self._make_ready(step, task, now)
-        return self._decide(step, claims, now)
+        return self._decide(step, step.used, now)
+
+    def _lane(self, lane: Lane, graph: TaskGraph, job: Job) -> LaneState:
+        """The lane with a policy for a step of ``graph`` that ``job`` submits."""
+        state = self._lanes.get(lane)
+        if state is None:
+            state = self._lanes[lane] = LaneState(lane)
+            if self._make_policy is not None:
+                state.use(self._make_policy(state))
+        policy = state.policy
+        if self._make_policy is not None or isinstance(policy, FairShare):
+            return state
+        assert isinstance(policy, FirstComeFirstServed)
+        if job.is_named or job.share.background:
+            shared = self._shared.share(state)
+            for step in (step for step in self._steps.values() if lane in step.graph.lanes):
+                shared.adopt(step, [step.states[task] for task in self._shared.tasks(step.graph, lane)])
+            state.use(policy.hand_over(shared))
+        elif graph.rule is not None and lane.queue is Queue.COMPUTE and not isinstance(policy, Ruled):
+            state.use(policy.hand_over(Ruled(state)))
+        return state
 
     def _gate_opened(self, event: GateOpened, now: float) -> list[Command]:
         step = self._steps.get(event.step)
@@ -191,7 +242,7 @@ class SchedulerState:
         step.journal.append((now, event))
         gated = step.graph.gates[event.microbatch]
         step.unmet[gated] -= 1
-        if step.unmet[gated] or step.outcome is not Outcome.OK:
+        if step.unmet[gated] or not step.running:
             return []
         return self._decide(step, [self._make_ready(step, gated, now)], now)
 
@@ -200,7 +251,7 @@ class SchedulerState:
         if step is None:
             raise InvalidTransition(f"step {event.step} is not under way")
         step.journal.append((now, event))
-        if step.finished or step.outcome is not Outcome.OK:
+        if step.finished or not step.running:
             return []
         return self._abort(step, Outcome.CANCELLED, now)
 
@@ -211,11 +262,10 @@ class SchedulerState:
 
     def _abort(self, step: StepState, outcome: Outcome, now: float) -> list[Command]:
         step.outcome = outcome
-        for claim in {id(claim): claim for claim in step.claims}.values():
-            claim.ready = [entry for entry in claim.ready if entry[2] is not step]
-            claim.ready.sort()
+        for lane in step.used:
+            lane.policy.drop(step)
         step.journal.append((now, Abort(step.number)))
-        return [Abort(step.number), *self._decide(step, self._jobs.claims(), now)]
+        return [Abort(step.number), *self._decide(step, self._lanes.values(), now)]
 
     # Tasks
 
@@ -242,15 +292,16 @@ class SchedulerState:
         task = event.task
         touched = self._release(step, task, now) if step.states[task] is _DISPATCHED else []
         step.states[task] = _COMPLETED
-        claim = self._give_back(step, task)
-        if claim.timed:
-            step.measure(event)
-        touched.append(claim)
-        if step.admission is not None and step.outcome is Outcome.OK:
+        seconds = event.ended - event.started
+        lane = self._give_back(step, task, seconds, event.ended)
+        if step.job.is_named:
+            step.job.measured(step.graph.tasks[task], seconds)
+        touched.append(lane)
+        if step.admission is not None and step.running:
             touched += self._completed_ruled(step, step.admission, task, now)
         return self._decide(step, touched, now)
 
-    def _completed_ruled(self, step: StepState, admission: Admission, task: int, now: float) -> list[Claim]:
+    def _completed_ruled(self, step: StepState, admission: Admission, task: int, now: float) -> list[LaneState]:
         """All dependents of a ruled step's task wait for its completion, and its micro-batch may leave the device."""
         graph = step.graph
         touched = []
@@ -261,37 +312,32 @@ class SchedulerState:
         if step.is_admitted(task):
             touched += [self._make_ready(step, other, now) for other in admission.leave(task)]
         if not touched and not step.held:
-            # The rule refused what is left while this task ran, so ``settle`` has to find out that the step stands.
-            self._lanes.note(step.claims[task].lane)
+            # The rule refused what is left while this task ran, so ``choose`` has to find out that the step stands.
+            self._dispatcher.note(step.lanes[task])
         return touched
 
     def _failed(self, event: TaskFailed, now: float) -> list[Command]:
         step = self._find(event, _DISPATCHED, _ISSUED)
         step.journal.append((now, event))
         step.states[event.task] = _FAILED
-        claim = self._give_back(step, event.task)
-        if claim.timed:
-            claim.end(event.step, event.task, None, now)
-        if step.outcome is Outcome.OK:
+        lane = self._give_back(step, event.task, None, now)
+        if step.running:
             return self._fail(step, event.task, event.error, now)
         if step.error is None:
             step.failed_task, step.error = event.task, event.error
-        return self._decide(step, [claim], now)
+        return self._decide(step, [lane], now)
 
     def _dropped(self, event: TaskDropped, now: float) -> list[Command]:
         step = self._find(event, _DISPATCHED)
-        if step.outcome is Outcome.OK:
+        if step.running:
             message = f"{event} came although step {event.step} is not aborted"
             raise InvalidTransition(message, step.story(event.task))
         step.journal.append((now, event))
         step.states[event.task] = _DROPPED
-        claim = self._give_back(step, event.task)
-        if claim.timed:
-            claim.end(event.step, event.task, 0.0, now)
-        return self._decide(step, [claim], now)
+        return self._decide(step, [self._give_back(step, event.task, None, now)], now)
 
-    def _release(self, step: StepState, task: int, now: float) -> list[Claim]:
-        """Issue ``task``: its dependents on other devices need not wait for it. Returns their claims."""
+    def _release(self, step: StepState, task: int, now: float) -> list[LaneState]:
+        """Issue ``task``: its dependents on other devices need not wait for it. Returns their lanes."""
         step.states[task] = _ISSUED
         step.to_issue -= 1
         if step.outcome is not Outcome.OK or step.admission is not None:
@@ -305,16 +351,19 @@ class SchedulerState:
         return touched
 
     @staticmethod
-    def _give_back(step: StepState, task: int) -> Claim:
-        claim = step.claims[task]
-        claim.in_flight -= 1
+    def _give_back(step: StepState, task: int, seconds: float | None, now: float) -> LaneState:
+        """The device does not hold ``task`` any more, on which it spent ``seconds`` until ``now``."""
+        lane = step.lanes[task]
+        lane.in_flight -= 1
         step.held -= 1
-        return claim
+        if not lane.in_order:
+            lane.policy.completed(step, task, seconds, now)
+        return lane
 
     # Decisions
 
-    def _decide(self, step: StepState, touched: Iterable[Claim], now: float) -> list[Command]:
-        """Dispatch what ``touched`` claims have ready, then see whether ``step`` is at its end."""
+    def _decide(self, step: StepState, touched: Iterable[LaneState], now: float) -> list[Command]:
+        """Hand over what ``touched`` lanes have ready, then see whether ``step`` is at its end."""
         commands: list[Command] = []
         self._dispatch_ready(touched, commands, now)
         if not step.to_issue or (step.outcome is not Outcome.OK and not step.held):
@@ -327,12 +376,15 @@ class SchedulerState:
             step.finished = True
             ends.append(StepFinished(step.number, step.outcome, step.failed_task, step.error))
         if not step.held:
-            step.close_visits(now)
-            self._jobs.end(step.job)
+            for lane in step.used:
+                if not lane.in_order:
+                    lane.policy.end(step, now)
+            if self._jobs.end(step.job):
+                self._forget(step.job)
             ends.append(StepCompleted(step.number, step.outcome, step.failed_task, step.error))
         step.journal.extend((now, end) for end in ends)
         commands.extend(ends)
 
     def check(self) -> None:
-        """Assert what must hold between two events, once ``settle`` was called; tests do after each and at teardown."""
-        check_invariants(self._steps.values(), self._jobs.lanes, self._cap, self._lanes.settled)
+        """Assert what must hold between two events, once ``choose`` was called; tests do after each and at teardown."""
+        check_invariants(self._steps.values(), self._lanes.values(), self._cap, self._dispatcher.chosen_at)

@@ -80,7 +80,7 @@ class _Simulation:
             if self._is_over():
                 return
             # Choices are made when all that happens at this moment has happened, copies that take no time included.
-            commands = [] if self._next() <= self.now else self.state.settle(self.now)
+            commands = [] if self._next() <= self.now else self.state.choose(self.now)
             if commands:
                 continue
             wake_at = self.state.wake_at(self.now)

@@ -84,17 +84,17 @@ def snapshot(state: SchedulerState) -> Any:
         if isinstance(value, list | tuple):
             return [plain(item) for item in value]
         name = type(value).__name__
-        if name == "Claim":
-            ready = [(step, task) for step, task, _ in value.ready]
-            return str(value.lane.lane), ready, value.in_flight, value.virtual, dict(value.lane.holding)
-        if name in ("StepState", "JobState"):
+        if name == "Flow":
+            return value.job.name, len(value.ready), value.ready.first, value.in_flight, value.virtual, value.expected
+        if name == "LaneState":
+            return str(value.lane), value.in_flight, type(value.policy), plain(getattr(value.policy, "flows", ()))
+        if name in ("StepState", "Job"):
             return {slot: plain(getattr(value, slot)) for slot in value.__slots__}
         if name in ("Jobs", "Dispatcher"):
-            return {slot: plain(item) for slot, item in vars(value).items() if slot != "_lanes"}
+            return {slot: plain(item) for slot, item in vars(value).items()}
         return value
 
-    remembered = {name: plain(value) for name, value in vars(state).items() if not callable(value)}
-    return {**remembered, "claims": plain(list(state._jobs.claims()))}
+    return {name: plain(value) for name, value in vars(state).items() if not callable(value)}
 
 
 @pytest.mark.parametrize(("before", "event", "message"), ILLEGAL.values(), ids=ILLEGAL.keys())

@@ -203,9 +203,9 @@ def test_a_refused_step_lets_a_later_one_through() -> None:
     state = SchedulerState()
     state.handle(StepSubmitted(0, ruled), 0.0)
     state.handle(StepSubmitted(1, ordered), 0.0)
-    assert state.settle(0.0) == [Dispatch(0, ruled.find(TaskKind.FORWARD, 0, 0).number)]
+    assert state.choose(0.0) == [Dispatch(0, ruled.find(TaskKind.FORWARD, 0, 0).number)]
     state.handle(TaskCompleted(0, ruled.find(TaskKind.FORWARD, 0, 0).number, 0.0, 1.0), 1.0)
-    assert Dispatch(1, ordered.find(TaskKind.FORWARD, 0, 0).number) in state.settle(1.0)
+    assert Dispatch(1, ordered.find(TaskKind.FORWARD, 0, 0).number) in state.choose(1.0)
 
 
 # Rules that are none

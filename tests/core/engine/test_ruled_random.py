@@ -179,7 +179,7 @@ def test_several_steps_share_lanes_in_any_order_of_events(draw: random.Random) -
 
     for number, graph in enumerate(graphs):
         take(state.handle(StepSubmitted(number, graph), 0.0))
-    take(state.settle(0.0))
+    take(state.choose(0.0))
     while running:
         step, task, issued = running.pop(draw.randrange(len(running)))
         if step in aborted and not issued and draw.random() < 0.5:
@@ -191,7 +191,7 @@ def test_several_steps_share_lanes_in_any_order_of_events(draw: random.Random) -
             take(state.handle(TaskCompleted(step, task, 0.0, 1.0), 1.0))
         if draw.random() < 0.01 and step not in done:
             take(state.handle(StepCancelled(step), 1.0))
-        take(state.settle(1.0))
+        take(state.choose(1.0))
         state.check()
     assert sorted(done) == list(range(len(graphs)))
     assert all((outcome is Outcome.OK) == (step not in aborted) for step, outcome in done.items())

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from sharing_helpers import ByHand, always, computed, dispatched, graph_of, one_lane, order, shaken, spans, step_seconds
+from sharing_helpers import (
+    ByHand,
+    always,
+    computed,
+    dispatched,
+    flows_of,
+    graph_of,
+    one_lane,
+    order,
+    shaken,
+    spans,
+    step_seconds,
+)
 
 from asyncpipe.core.engine.events import (
     Outcome,
@@ -14,9 +26,8 @@ from asyncpipe.core.engine.events import (
     TaskDropped,
     TaskFailed,
 )
-from asyncpipe.core.engine.lanes import MOST_AHEAD
+from asyncpipe.core.engine.policies.fair_share import MOST_AHEAD
 from asyncpipe.core.engine.share import Share
-from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate, simulate_jobs
 from asyncpipe.core.schedules.protocol import F
@@ -114,7 +125,7 @@ def test_who_was_away_for_long_catches_up_one_step_and_shares_from_then_on() -> 
             queue += dispatched(hand.send(TaskCompleted(step, task, now - 1.0, now), now))
         else:
             step = -1
-            queue += dispatched(hand.settle(now))
+            queue += dispatched(hand.choose(now))
         done.append(step)
         if now in steps:
             number, tasks = steps[now]
@@ -165,7 +176,7 @@ def test_of_two_tasks_that_are_handed_over_together_each_job_has_one() -> None:
         hand.run_step(step, one_lane(1), Share(name), float(step), 1.0)
     hand.state.handle(StepSubmitted(2, graph, Share("a")), 9.0)
     hand.state.handle(StepSubmitted(3, graph, Share("b")), 9.0)
-    assert {step for step, _ in dispatched(hand.settle(9.0))} == {2, 3}
+    assert {step for step, _ in dispatched(hand.choose(9.0))} == {2, 3}
 
 
 def test_a_job_that_is_back_soon_counts_as_there() -> None:
@@ -200,12 +211,9 @@ def test_the_end_of_one_jobs_step_leaves_the_others_alone(fails: bool) -> None:
     for task in range(4):
         commands = hand.send(TaskCompleted(1, task, task + 1.0, task + 2.0), task + 2.0)
     assert dispatched(commands) == [(2, 0)]
-    claims = {
-        claim.job.share.job: claim for claim in hand.state._jobs.claims() if claim.lane.lane.queue is Queue.COMPUTE
-    }
-    assert (claims["a"].in_flight, claims["a"].promised, claims["a"].visits) == (0, 0.0, [])
-    assert claims["b"].virtual == 4.0
-    assert len(claims["a"].lane.holding) == 1
+    flows = {flow.job.name: flow for flow in flows_of(hand.state)}
+    assert (flows["a"].in_flight, flows["a"].expected, flows["a"].steps) == (0, 0.0, [])
+    assert flows["b"].virtual == 4.0
 
 
 def test_expected_is_the_mean_of_the_last_times() -> None:
@@ -237,15 +245,15 @@ def test_a_job_is_forgotten_when_it_is_gone() -> None:
         hand.send(StepSubmitted(step, graph, share), step)
         hand.state.forget(share.job)
         assert hand.state.expected(step, 0) is None
-        hand.settle(step + 5.0)
+        hand.choose(step + 5.0)
         hand.send(TaskCompleted(step, 0, step, step + 1.0), step + 5.0)
         hand.state.take_record(step)
-    assert {claim.job.share.job for claim in hand.state._jobs.claims()} == {"keeps"}
-    assert len(hand.state._jobs._known) == 1
-    assert not hand.state._jobs._gone
+    assert {flow.job.name for flow in flows_of(hand.state)} == {"keeps"}
+    assert hand.state.jobs == {"keeps"}
     hand.state.forget("keeps")
     hand.state.forget("never heard of")
-    assert not list(hand.state._jobs.claims())
+    assert not flows_of(hand.state)
+    assert not hand.state.jobs
 
 
 def test_a_job_that_goes_on_is_not_forgotten() -> None:

@@ -81,7 +81,7 @@ def test_a_running_task_counts_with_what_is_left_of_it_and_so_do_copies(seconds:
     assert bool(dispatched(hand.send(StepSubmitted(3, small, BACKGROUND), 31.0))) == allowed
     if not allowed:
         assert hand.state.wake_at(31.0) == pytest.approx(33.0 + seconds), "F(0,0) may hang"
-        assert dispatched(hand.settle(33.0 + seconds)) == [(3, 0)]
+        assert dispatched(hand.choose(33.0 + seconds)) == [(3, 0)]
 
 
 def test_the_background_waits_for_a_step_that_is_due_and_as_long_again() -> None:
@@ -92,8 +92,8 @@ def test_the_background_waits_for_a_step_that_is_due_and_as_long_again() -> None
     # It left at 15 and is due at 16.
     assert dispatched(hand.send(StepSubmitted(4, graph, BACKGROUND), 15.2)) == []
     assert hand.state.wake_at(15.2) == 17.0
-    assert dispatched(hand.settle(16.9)) == []
-    assert dispatched(hand.settle(17.0)) == [(4, 0)]
+    assert dispatched(hand.choose(16.9)) == []
+    assert dispatched(hand.choose(17.0)) == [(4, 0)]
     assert hand.state.wake_at(17.0) is None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncpipe.core.engine import dispatch
+from asyncpipe.core.engine.policies import fair_share
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.predict.costs import Costs
@@ -18,11 +18,10 @@ DEVICES = ["d0", "d1"]
 @pytest.mark.parametrize("order", ["strict", "hint"])
 @pytest.mark.parametrize("background", [False, True])
 def test_a_lane_does_not_wait_for_ever(monkeypatch, background, order):
-    """The outlook says of every lane that foreground jobs are expected there, again and again."""
-    real = dispatch._has_time
-    monkeypatch.setattr(
-        dispatch, "_has_time", lambda claim, *others: claim.job.share.background and real(claim, *others)
-    )
+    """The lookahead says of every lane that foreground jobs are expected there, again and again."""
+    # A private name: no job can be made to be expected for ever.
+    real = fair_share._fits
+    monkeypatch.setattr(fair_share, "_fits", lambda flow, *others: flow.background and real(flow, *others))
     shape = Shape(2, 4, 2)
     graph = lower(find_schedule("1f1b", order=order), shape, devices=DEVICES, checkpoint=CheckpointMode.NEVER)
     jobs = [

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sharing_helpers import flows_of
 
 from asyncpipe.core.engine.events import (
     Command,
@@ -24,7 +25,7 @@ from asyncpipe.core.engine.events import (
     TaskFailed,
     TaskIssued,
 )
-from asyncpipe.core.engine.lanes import MOST_AHEAD
+from asyncpipe.core.engine.policies.fair_share import MOST_AHEAD
 from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import CheckpointMode, lower
@@ -113,7 +114,8 @@ class World:
         for name in NAMES:
             self.state.forget(name)
         self.state.check()
-        assert not list(self.state._jobs.claims())
+        assert not flows_of(self.state)
+        assert not self.state.jobs
 
     def wait(self) -> None:
         """Nothing will happen any more, so the scheduler must want to look again, and then do something soon."""
@@ -122,7 +124,7 @@ class World:
             assert wake_at is not None, "somebody is held back for ever"
             assert wake_at > self.now
             self.now = wake_at
-            if commands := self.state.settle(self.now):
+            if commands := self.state.choose(self.now):
                 self.state.check()
                 return self.obey(commands)
         raise AssertionError("it looks again and again")
@@ -152,7 +154,7 @@ class World:
             event = TaskCompleted(event.step, event.task, started, self.now)
         commands = self.state.handle(event, self.now)
         self.take(event)
-        commands += self.state.settle(self.now)
+        commands += self.state.choose(self.now)
         self.state.check()
         self.obey(commands)
 
@@ -257,7 +259,7 @@ def random_job(name: str, draw: random.Random) -> SimulatedJob:
 def test_jobs_get_through_in_virtual_time(draw: random.Random, count: int) -> None:
     """Also where every lane may wait for another one; each job in the order that it has when it is alone."""
     jobs = [random_job(name, draw) for name in NAMES[-count:]]
-    with patch.object(SchedulerState, "settle", checked(SchedulerState.settle)):
+    with patch.object(SchedulerState, "choose", checked(SchedulerState.choose)):
         runs = simulate_jobs(jobs, in_flight=draw.choice([1, 2, 16]))
     for job, run in zip(jobs, runs, strict=True):
         assert len(run.records) == job.steps

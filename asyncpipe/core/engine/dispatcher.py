@@ -1,0 +1,163 @@
+"""Hands ready tasks over to the devices, in the order that each lane's policy chooses.
+
+A lane with ``FirstComeFirstServed`` leaves nothing to decide: its ready task goes at once. Any other policy is asked
+later, in ``choose``, when everything that has happened is known; lanes that would idle then are offered background
+tasks, last, since what foreground lanes are handed says how long a lane would idle::
+
+    make_ready ─▶ policy.ready ─┬─ first come, first served ─▶ handed over at once
+                                └─ any other ─▶ choose ─▶ policy.choose ─▶ admission ─▶ handed over
+                                                              │
+                                                              └─▶ policy.backfill, on lanes that would idle
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from asyncpipe.core.engine.events import Command, Dispatch
+from asyncpipe.core.engine.policies.fair_share import FairShare
+from asyncpipe.core.engine.policies.policy import Chosen, TaskState
+from asyncpipe.core.engine.steps import LaneState, StepState
+from asyncpipe.errors import PolicyError, ScheduleError
+
+__all__ = ["Dispatcher"]
+
+# Module constants: an enum attribute costs a lookup in the hottest loop.
+_READY, _DISPATCHED = TaskState.READY, TaskState.DISPATCHED
+
+
+class Dispatcher:
+    """Hands tasks over. Mutated by the scheduler alone."""
+
+    def __init__(self, cap: int) -> None:
+        """``cap`` bounds the tasks that a lane holds."""
+        self._cap = cap
+        self._undecided: dict[LaneState, None] = {}
+        """Lanes where something has happened since their policy was asked."""
+        self._held_back: dict[LaneState, None] = {}
+        """Lanes where something is ready and was not chosen."""
+        self._alarms: dict[LaneState, float] = {}
+        """When policies want to be asked although nothing has happened."""
+        self._broken: list[tuple[StepState, int, ScheduleError]] = []
+        self.chosen_at = 0.0
+        """When policies were asked last."""
+
+    def make_ready(self, step: StepState, task: int, now: float) -> LaneState:
+        """Tell the lane's policy of a task whose dependencies are met; returns the lane."""
+        step.states[task] = _READY
+        lane = step.lanes[task]
+        lane.policy.ready(step, task, now)
+        return lane
+
+    def dispatch_ready(self, touched: Iterable[LaneState], commands: list[Command], now: float) -> None:
+        """Hand over what ``touched`` lanes have ready, where nothing is to be decided; note the other lanes."""
+        pending = list(touched)
+        while pending:
+            lane = pending.pop()
+            policy = lane.policy
+            while lane.in_flight < self._cap and (lane.in_order or policy.at_once):
+                if (chosen := policy.choose(now)) is None:
+                    break
+                pending += self._dispatch(*chosen, lane, commands, now)  # type: ignore[arg-type] # what it was given
+            if not lane.in_order and not policy.at_once:
+                self._undecided[lane] = None
+
+    def _dispatch(
+        self, step: StepState, task: int, lane: LaneState, commands: list[Command], now: float
+    ) -> list[LaneState]:
+        """Hand ``task`` over; its dependents on the same device queue up behind it. Returns their lanes, if others."""
+        command = Dispatch(step.number, task)
+        step.journal.append((now, command))
+        commands.append(command)
+        step.states[task] = _DISPATCHED
+        step.held += 1
+        lane.in_flight += 1
+        if not lane.in_order:
+            lane.policy.started(step, task, now)
+        others: list[LaneState] = []
+        if step.admission is not None:
+            return others
+        unmet = step.unmet
+        for dependent in step.graph.local_dependents[task]:
+            unmet[dependent] -= 1
+            if not unmet[dependent]:
+                other = self.make_ready(step, dependent, now)
+                if other is not lane:
+                    others.append(other)
+        return others
+
+    # Choices
+
+    def note(self, lane: LaneState) -> None:
+        """Have the policy of ``lane`` asked, whatever is ready there."""
+        self._undecided[lane] = None
+
+    def choose(self, commands: list[Command], now: float) -> bool:
+        """Ask policies until none of them has another task to hand over; false if none was to be asked."""
+        if not (self._undecided or self._held_back or self._alarms):
+            return False
+        self.chosen_at = now
+        self._undecided.update({lane: None for lane, at in self._alarms.items() if at <= now})
+        while True:
+            while self._undecided:
+                self._ask(self._undecided.popitem()[0], commands, now)
+            for lane in tuple(self._held_back):
+                self._backfill(lane, commands, now)
+            if not self._undecided:
+                return True
+
+    def wake_at(self, now: float) -> float | None:
+        """When ``choose`` could hand a task over although nothing has happened; ``None`` if never."""
+        return max(now, min(self._alarms.values())) if self._alarms else None
+
+    def take_broken(self) -> list[tuple[StepState, int, ScheduleError]]:
+        """The tasks at which a rule has raised since this was last asked, and what to tell about it."""
+        broken, self._broken = self._broken, []
+        return broken
+
+    def _ask(self, lane: LaneState, commands: list[Command], now: float) -> None:
+        policy = lane.policy
+        while lane.in_flight < self._cap and (chosen := policy.choose(now)) is not None:
+            self._admit(chosen, lane, commands, now)
+        if isinstance(policy, FairShare) and policy.holds_back:
+            self._held_back[lane] = None
+        self._note_alarm(lane, now)
+
+    def _backfill(self, lane: LaneState, commands: list[Command], now: float) -> None:
+        policy = lane.policy
+        assert isinstance(policy, FairShare)
+        while not lane.in_flight and (chosen := policy.backfill(now)) is not None:
+            self._admit(chosen, lane, commands, now)
+            if not chosen[0].job.share.background:
+                self._undecided[lane] = None
+                break
+        if not policy.holds_back:
+            del self._held_back[lane]
+        self._note_alarm(lane, now)
+
+    def _note_alarm(self, lane: LaneState, now: float) -> None:
+        at = lane.policy.wake_at(now)
+        if at is not None:
+            self._alarms[lane] = at
+        else:
+            self._alarms.pop(lane, None)
+
+    def _admit(self, chosen: Chosen, lane: LaneState, commands: list[Command], now: float) -> None:
+        """Hand over what a policy has chosen, unless a rule does not let it in yet."""
+        step, task = chosen
+        if not isinstance(step, StepState) or step.states[task] is not _READY or step.lanes[task] is not lane:
+            raise PolicyError(
+                f"{type(lane.policy).__name__} on {lane.lane} chose {chosen!r}, which is not ready there; choose must "
+                "answer a (step, task) that ready was called with, once, or None"
+            )
+        if step.admission is not None and step.is_admitted(task):
+            try:
+                freed = step.admission.enter(task)
+            except Exception as error:  # noqa: BLE001 - a rule is anybody's code: it ends the step, not the scheduler
+                self._broken.append((step, task, step.refused(task, f"but raises {error!r}", error)))
+                return
+            if freed is None:
+                return
+            for other in freed:
+                self.make_ready(step, other, now)
+        self.dispatch_ready(self._dispatch(step, task, lane, commands, now), commands, now)

@@ -1,0 +1,150 @@
+"""Backfill: may a task of a background job run in a gap, or would the foreground need the lane before it is done?
+
+A task cannot be taken back once it has begun. So a background task runs only on an empty lane, and only if no
+foreground task is expected there before it would end. What is expected follows from what was measured:
+
+- Within a step, from the task graph. A task that waits for the lane waits for tasks that are not done, those for
+  others, back to tasks that run. If one such chain takes as long as the background task, there is time for it::
+
+      lane 2   ▓B1▓ ·········?·········▓B2▓        B2 waits for C, C for B2 at stage 3, which runs until 14:
+      lane 3        ▓▓▓▓ B2 ▓▓▓▓ ─C─▶  │           a background task that ends before 15 fits
+                               14     15
+
+- Between steps, from the job's earlier gaps on this lane: the time from the last task of a step to the first of the
+  next one. While the next step is expected within the background task's duration, the lane stays free, and as long
+  again if the step is late.
+
+Limits. Times are means: where tasks differ much, a background task ends late, or one that had time is not begun. A
+chain is a lower bound: it does not know what other jobs take on the way, nor the order where a rule decides. So some
+idle time stays unused, more of it next to ruled schedules. The end of a gap is lost where no whole background task
+fits: small tasks fill better, and a background task that is longer than any gap waits for a pause. Lanes are looked at
+one by one: where one thread serves all lanes of a device, a background task may delay a copy. What is not known yet
+holds nothing back: the first step of a job, a pipeline without a job's name, a backward that waits for its caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import Protocol
+
+from asyncpipe.core.engine.policies.policy import Chosen, StepView, TaskState
+from asyncpipe.core.graph.task import Lane
+
+__all__ = ["BackfillLookahead"]
+
+_SLACK = 0.9
+"""The part of a background task that must fit. Times are means, so half of the tasks that just fit would end late
+anyway; with a tenth of slack more of them begin, and where one is late the foreground loses little."""
+_MOST_VISITED = 256
+"""Tasks looked at for one answer. A background task that is longer than so many others hardly fits anywhere."""
+
+
+class BusyLanes(Protocol):
+    """What is known of every lane that the tasks of named jobs run on."""
+
+    def busy(self, lane: Lane, now: float, last: Chosen | None = None) -> tuple[float, float]:
+        """(seconds until it is done with all that it holds, or with ``last``; when its first task should end)."""
+
+    def is_empty(self, lane: Lane) -> bool:
+        """Whether the device holds no task of it."""
+
+
+class BackfillLookahead:
+    """What can be said at one moment about when the foreground needs a lane. A query: it changes no state."""
+
+    def __init__(self, now: float, lanes: BusyLanes) -> None:
+        self._now = now
+        self._lanes = lanes
+        self._duration = 0.0
+        """Of the task that asks."""
+        self._visits_left = 0
+        self.wake_at: float | None = None
+        """When an answer could be another one although nothing has happened: what was expected did not come."""
+
+    def is_free(
+        self, seconds: float, expected: Iterable[tuple[float | None, Iterable[tuple[StepView, Sequence[int]]]]]
+    ) -> bool:
+        """Whether a task of so many seconds would end before the lane is needed.
+
+        ``expected`` has for each job when its next step is due, and its steps under way with the waiting tasks of
+        which one can be the next on the lane.
+        """
+        self._duration, self._visits_left = seconds, _MOST_VISITED
+        return not any(
+            self._comes_back(due) or any(self._needs_lane(step, waiting) for step, waiting in steps)
+            for due, steps in expected
+        )
+
+    def look_again(self, at: float) -> bool:
+        """Ask to be asked again at that time; false, since it is not that late yet."""
+        self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
+        return False
+
+    def _comes_back(self, due: float | None) -> bool:
+        """Whether a job's next step may come before the task ends, and is not too late to wait for."""
+        return due is not None and due < self._now + self._duration * _SLACK and not self._is_overdue(due)
+
+    def _is_overdue(self, due: float) -> bool:
+        """Whether something is late by more than the task would take: then it can come at any time."""
+        limit = due + self._duration
+        return self._now >= limit or self.look_again(limit)
+
+    def _needs_lane(self, step: StepView, waiting: Sequence[int]) -> bool:
+        """Whether one of the step's ``waiting`` tasks may become ready before the task ends."""
+        return step.running and any(not self._takes_long(step, task) for task in waiting)
+
+    def _takes_long(self, step: StepView, task: int) -> bool:
+        """Whether some chain of unfinished tasks before ``task`` takes as long as the task that asks.
+
+        Walks the graph backwards from ``task``, deepest first, which soon finds a long chain where there is one, and
+        visits a task again only if it has found a longer way to it.
+        """
+        wanted = self._duration * _SLACK
+        furthest = {task: 0.0}
+        stack = [task]
+        while stack:
+            self._visits_left -= 1
+            if self._visits_left < 0:
+                return False
+            current = stack.pop()
+            if _waits_for_caller(step, current):
+                return True
+            for before in step.graph.dependencies[current]:
+                state = step.states[before]
+                if state is TaskState.COMPLETED:
+                    continue
+                seconds = furthest[current] + self._seconds(step, before, state)
+                if seconds >= wanted:
+                    return True
+                if state is TaskState.WAITING and seconds > furthest.get(before, -1.0):
+                    furthest[before] = seconds
+                    stack.append(before)
+        return False
+
+    def _seconds(self, step: StepView, task: int, state: TaskState) -> float:
+        """How long ``task`` keeps others waiting at least, from the moment at which it is ready or from now."""
+        found = step.graph.tasks[task]
+        if state in (TaskState.DISPATCHED, TaskState.ISSUED):
+            return self._busy(found.lane, (step, task))
+        seconds = step.job.expected(found)
+        if seconds is None:
+            return inf
+        if state is TaskState.READY:
+            # A rule may have refused it until a micro-batch leaves the device; when that is, is not known.
+            refused = step.graph.rule is not None and self._lanes.is_empty(found.lane)
+            return inf if refused else seconds + self._busy(found.lane)
+        return seconds
+
+    def _busy(self, lane: Lane, last: Chosen | None = None) -> float:
+        """The seconds until the lane is done with all that it holds, or with ``last``; infinite if that is not
+        known."""
+        seconds, first_ends = self._lanes.busy(lane, self._now, last)
+        return inf if first_ends < inf and self._is_overdue(first_ends) else seconds
+
+
+def _waits_for_caller(step: StepView, task: int) -> bool:
+    if not step.closed_gates:
+        return False
+    microbatch = step.graph.tasks[task].microbatch
+    return microbatch in step.closed_gates and step.graph.gates[microbatch] == task

@@ -1,0 +1,441 @@
+"""Fair shares: the policy of a lane that several jobs use.
+
+Each job has a *flow* on each lane that it uses: the queue of its ready tasks there, and a virtual time, which is the
+device time that was measured for it, divided by its weight. Among foreground flows with a ready task the lowest virtual
+time goes first. This is start-time fair queueing (P. Goyal, H. M. Vin, H. Cheng, "Start-time Fair Queuing", SIGCOMM
+1996): while two jobs always have a ready task, their device times by weight differ by a task or two of each::
+
+    lane ──┬── flow of job a, weight 1:  ready ▢▢▢   virtual time 6.0 = 6.0 s / 1   ◀── next
+           ├── flow of job b, weight 3:  ready ▢     virtual time 6.3 = 18.9 s / 3
+           └── flow of job c, background: only where the lane would idle (``backfill.py``)
+
+A task is charged what was measured, when it is done. Until then its expected time counts, so that a lane with two tasks
+in flight does not take both from one job.
+
+**Catching up.** In plain fair queueing, a flow that had nothing ready starts again at the lane's virtual time. But a
+pipeline has nothing ready again and again, in its bubbles and between its steps, and would lose a part of its share
+each time. So within a step nothing is lost, and at the start of the next one a flow may catch up what it missed, up to
+the device time of one of its steps. That covers bubbles and the optimizer; after a long pause it does not take the lane
+from the others.
+
+**Waiting for a flow that lags.** Going first when both are ready is not enough. In 1F1B a backward is ready just when
+its gradient arrives, so a job rarely has two ready tasks on a lane: another job gets every gap, delays the next task,
+and so makes the next gap. A lane therefore waits for a flow that lags by more than a part of its step, if a task of it
+is expected before the other's task would be done. Disk schedulers know this as anticipatory scheduling (S. Iyer, P.
+Druschel, "Anticipatory scheduling: a disk scheduling framework to overcome deceptive idleness in synchronous I/O", SOSP
+2001). As there, the wait is bounded: a lane idles no longer than the task that it holds back would take. Without the
+bound, lanes could wait for one another in a circle.
+
+**Queue depth.** What a device holds cannot be taken back, so shares are as coarse as what is handed over ahead. While
+several foreground jobs use a lane, it holds two tasks: one runs and one is next, so that the device need not wait for
+the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from weakref import WeakKeyDictionary
+
+from asyncpipe.core.engine.jobs import Job
+from asyncpipe.core.engine.policies.backfill import BackfillLookahead
+from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
+from asyncpipe.core.engine.policies.policy import Chosen, LaneView, Policy, StepView, TaskState
+from asyncpipe.core.graph.task import Lane, Queue
+from asyncpipe.core.graph.task_graph import TaskGraph
+
+__all__ = ["MOST_AHEAD", "FairShare", "SharedLanes"]
+
+MOST_AHEAD = 2
+"""Tasks that a lane of several foreground jobs holds: with one the device would idle until the scheduler answers, and
+with more a job that comes back would wait for all of them."""
+
+PATIENCE = 0.25
+"""The part of its own step's device time by which a flow must lag before a lane idles for it."""
+
+_LAST_GAPS = 5
+
+
+class SharedLanes:
+    """The lanes of one scheduler that are shared: each one's policy looks at the others when it looks ahead."""
+
+    def __init__(self, cap: int) -> None:
+        """``cap`` bounds the tasks that a lane holds."""
+        self.cap = cap
+        self._policies: dict[Lane, FairShare] = {}
+        self._tasks: WeakKeyDictionary[TaskGraph, dict[Lane, list[int]]] = WeakKeyDictionary()
+
+    def share(self, lane: LaneView) -> FairShare:
+        """A policy for one more lane."""
+        policy = self._policies[lane.lane] = FairShare(lane, self)
+        return policy
+
+    def tasks(self, graph: TaskGraph, lane: Lane) -> Sequence[int]:
+        """The tasks of ``graph`` on ``lane``, in their order."""
+        if graph not in self._tasks:
+            tasks: dict[Lane, list[int]] = {lane: [] for lane in graph.lanes}
+            for task, position in enumerate(graph.lane_of):
+                tasks[graph.lanes[position]].append(task)
+            self._tasks[graph] = tasks
+        return self._tasks[graph][lane]
+
+    def busy(self, lane: Lane, now: float, last: Chosen | None = None) -> tuple[float, float]:
+        """As ``FairShare.busy`` of ``lane``."""
+        return self._policies[lane].busy(now, last)
+
+    def is_empty(self, lane: Lane) -> bool:
+        """Whether the device holds no task of ``lane``."""
+        return not self._policies[lane].lane.in_flight
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class StepOnLane:
+    """One step of a named job on one lane."""
+
+    step: StepView
+    left: int
+    """Tasks that are not done."""
+    waiting: list[int]
+    """Tasks that may still wait for others; of an ordered graph the next one is last."""
+    seconds: float = 0.0
+    """Device time of the tasks that are done."""
+
+    def next_waiting(self) -> Sequence[int]:
+        """The waiting tasks of which one can be the next on the lane.
+
+        In an ordered graph that is the first one, since the others come after it; a rule may choose any.
+        """
+        states = self.step.states
+        if self.step.graph.rule is not None:
+            self.waiting = [task for task in self.waiting if states[task] is TaskState.WAITING]
+            return self.waiting
+        while self.waiting and states[self.waiting[-1]] is not TaskState.WAITING:
+            self.waiting.pop()
+        return self.waiting[-1:]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Flow:
+    """What one job has on one lane."""
+
+    job: Job
+    background: bool
+    """Of which class it is here: foreground and background have virtual times of their own."""
+    virtual: float
+    """Device seconds by weight: how much of its share the job has had."""
+    ready: FirstComeFirstServed = field(default_factory=FirstComeFirstServed)
+    in_flight: int = 0
+    expected: float = 0.0
+    """The seconds that its tasks in flight are expected to take; they are not charged yet."""
+    was_idle: bool = False
+    """Whether it had nothing here, neither ready nor in flight, since it was last chosen."""
+    step_seconds: float = 0.0
+    """Device time of the last whole step."""
+    steps: list[StepOnLane] = field(default_factory=list)
+    """Those that are not done here, of a named job."""
+    left_at: float | None = None
+    """When the last step was done here, until a task of the next one is ready."""
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST_GAPS))
+    """How long the lane had nothing of the job between two steps, the last few times."""
+
+    @property
+    def tag(self) -> float:
+        """What is compared with other flows: the virtual time once all that is in flight is charged."""
+        return self.virtual + self.expected / self.job.share.weight
+
+    @property
+    def due(self) -> float | None:
+        """When the next step's first task is expected; ``None`` while a step is under way, or before the second one.
+
+        By the median of the last gaps, since one of them may have been an evaluation or a snapshot.
+        """
+        return None if self.left_at is None or self.steps or not self.gaps else self.left_at + median(self.gaps)
+
+    def is_active(self, now: float) -> bool:
+        """Whether a step of the job is under way here, or expected soon."""
+        if self.steps or (self.job.steps and not self.job.is_named):
+            return True
+        due = self.due
+        return due is not None and self.left_at is not None and now - due < due - self.left_at
+
+    def lags(self, other: Flow) -> bool:
+        """Whether it is so far behind ``other`` that the lane may wait for it."""
+        return self.tag + PATIENCE * self.step_seconds / self.job.share.weight < other.tag
+
+    def next_seconds(self) -> float | None:
+        """What its next task is expected to take; ``None`` if that is not known."""
+        first = self.ready.first
+        assert first is not None
+        step, task = first
+        return self.job.expected(step.graph.tasks[task])
+
+    def close(self, step: StepOnLane, now: float) -> None:
+        """Note that a step is over here."""
+        self.steps.remove(step)
+        self.was_idle = True
+        if not self.steps:
+            self.left_at = now
+
+
+class FairShare(Policy):
+    """Foreground jobs by weight, and background jobs where the lane would idle."""
+
+    def __init__(self, lane: LaneView, lanes: SharedLanes) -> None:
+        self.lane = lane
+        self._lanes = lanes
+        self._flows: dict[str, Flow] = {}
+        self._clock = [0.0, 0.0]
+        """The virtual time of foreground and of background flows: the latest at which a task began."""
+        self._holding: dict[tuple[int, int], tuple[float | None, float]] = {}
+        """(expected seconds, when handed over) by (step, task) of the tasks in flight, in the order of handing over."""
+        self._busy_since = 0.0
+        """When the first of them began."""
+        self._held_back_since: float | None = None
+        """Since when the lane idles for a flow that lags; ``None`` once a task is handed over."""
+        self.holds_back = False
+        """Whether a ready task was not chosen, so that ``backfill`` has something to look at."""
+        self._wake_at: float | None = None
+
+    # What happens
+
+    def begin(self, step: StepView, now: float) -> None:
+        job, background = step.job, step.job.share.background
+        flow = self._flows.get(job.name)
+        if flow is None:
+            flow = self._flows[job.name] = Flow(job, background, self._clock[background])
+        elif flow.background != background:
+            flow.background, flow.virtual = background, self._clock[background]
+        if job.is_named:
+            tasks = self._lanes.tasks(step.graph, self.lane.lane)
+            flow.steps.append(StepOnLane(step, len(tasks), list(reversed(tasks))))
+
+    def adopt(self, step: StepView, states: Iterable[TaskState]) -> None:
+        """Take over a step, whose tasks here are in ``states``, from a policy that measures nothing."""
+        self.begin(step, 0.0)
+        self._flows[step.job.name].in_flight += sum(TaskState.DISPATCHED <= s <= TaskState.ISSUED for s in states)
+
+    def ready(self, step: StepView, task: int, now: float) -> None:
+        flow = self._flows[step.job.name]
+        if flow.left_at is not None:
+            flow.gaps.append(now - flow.left_at)
+            flow.left_at = None
+        flow.ready.ready(step, task, now)
+
+    def started(self, step: StepView, task: int, now: float) -> None:
+        flow = self._flows[step.job.name]
+        flow.in_flight += 1
+        self._held_back_since = None
+        if not self._holding:
+            self._busy_since = now
+        seconds = flow.job.expected(step.graph.tasks[task])
+        self._holding[step.number, task] = (seconds, now)
+        flow.expected += seconds or 0.0
+
+    def completed(self, step: StepView, task: int, seconds: float | None, now: float) -> None:
+        flow = self._flows[step.job.name]
+        flow.in_flight -= 1
+        key = (step.number, task)
+        was_first = next(iter(self._holding), None) == key
+        expected = (self._holding.pop(key, None) or (None, now))[0] or 0.0
+        if was_first:
+            handed_over = next(iter(self._holding.values()), (None, now))[1]
+            self._busy_since = max(now, handed_over)
+        flow.expected = max(0.0, flow.expected - expected) if flow.in_flight else 0.0
+        # A task that failed is charged what was expected of it; one that was dropped did not run.
+        charged = seconds
+        if charged is None:
+            charged = 0.0 if step.states[task] is TaskState.DROPPED else expected
+        self._clock[flow.background] = max(self._clock[flow.background], flow.virtual)
+        flow.virtual += charged / flow.job.share.weight
+        if not flow.in_flight and not flow.ready and not flow.steps:
+            flow.was_idle = True
+        if seconds is not None:
+            self._account(flow, step, seconds, now)
+
+    @staticmethod
+    def _account(flow: Flow, step: StepView, seconds: float, now: float) -> None:
+        for here in flow.steps:
+            if here.step is step:
+                here.left -= 1
+                here.seconds += seconds
+                if not here.left:
+                    flow.step_seconds = here.seconds
+                    flow.close(here, now)
+                return
+
+    def drop(self, step: StepView) -> None:
+        self._flows[step.job.name].ready.drop(step)
+
+    def end(self, step: StepView, now: float) -> None:
+        flow = self._flows[step.job.name]
+        for here in flow.steps:
+            if here.step is step:
+                flow.close(here, now)
+                return
+
+    def forget(self, job: Job) -> None:
+        self._flows.pop(job.name, None)
+
+    # What is decided
+
+    @property
+    def at_once(self) -> bool:
+        """Whether one foreground job has the lane for itself, and no rule decides."""
+        if len(self._flows) != 1:
+            return False
+        (flow,) = self._flows.values()
+        if flow.background:
+            return False
+        first = flow.ready.first
+        return first is None or first[0].graph.rule is None or self.lane.lane.queue is not Queue.COMPUTE
+
+    def choose(self, now: float) -> Chosen | None:
+        flow = self._next(now)
+        if flow is None:
+            self._held_back_since = None
+            self.holds_back = any(flow.ready and flow.background for flow in self._flows.values())
+            return None
+        if self._awaited(flow, now):
+            self.holds_back = True
+            return None
+        return flow.ready.choose(now)
+
+    def backfill(self, now: float) -> Chosen | None:
+        """A task for a lane that idles although tasks are ready; asked when all lanes have chosen.
+
+        It is a task of a background job, or of a foreground job that is held back for one that lags, if it would be
+        done before the tasks that the lane is kept free for.
+        """
+        lookahead = BackfillLookahead(now, self._lanes)
+        chosen = self._fitting(lookahead, now)
+        self._wake_at = lookahead.wake_at
+        return chosen
+
+    def _fitting(self, lookahead: BackfillLookahead, now: float) -> Chosen | None:
+        if self.lane.in_flight:
+            return None
+        flow = self._next(now)
+        if flow is not None:
+            fits = _fits(flow, lookahead, self._awaited(flow, now)) or self._has_waited(flow, lookahead, now)
+            return flow.ready.choose(now) if fits else None
+        background = self._background()
+        self.holds_back = bool(background)
+        foreground = [flow for flow in self._flows.values() if not flow.background]
+        for flow in background:
+            if _fits(flow, lookahead, foreground):
+                return flow.ready.choose(now)
+        return None
+
+    def wake_at(self, now: float) -> float | None:
+        return self._wake_at if self.holds_back and not self.lane.in_flight else None
+
+    def _next(self, now: float) -> Flow | None:
+        """The foreground flow whose turn it is; ``None`` if none has a task that may go."""
+        ready = [flow for flow in self._flows.values() if flow.ready and not flow.background and self._has_room(flow)]
+        if not ready or self.lane.in_flight >= self._room(now):
+            return None
+        self._catch_up(ready)
+        return min(ready, key=_tag)
+
+    def _has_room(self, flow: Flow) -> bool:
+        """Whether the rule, if any, of its first ready task lets the device hold one more task of the job."""
+        first = flow.ready.first
+        assert first is not None
+        rule = first[0].graph.rule
+        return rule is None or self.lane.lane.queue is not Queue.COMPUTE or flow.in_flight < rule.ahead
+
+    def _room(self, now: float) -> int:
+        """How many tasks the lane may hold in all."""
+        active = sum(not flow.background and flow.is_active(now) for flow in self._flows.values())
+        return self._lanes.cap if active < 2 else min(self._lanes.cap, MOST_AHEAD)
+
+    def _catch_up(self, flows: Iterable[Flow]) -> None:
+        """Let flows that were idle have what they missed of the lane, up to the device time of one of their steps."""
+        for flow in flows:
+            if flow.was_idle:
+                flow.was_idle = False
+                credit = flow.step_seconds / flow.job.share.weight
+                flow.virtual = max(flow.virtual, self._clock[flow.background] - credit)
+
+    def _awaited(self, chosen: Flow, now: float) -> list[Flow]:
+        """The foreground flows that lag behind ``chosen`` and may come: there must be time for it before they do."""
+        return [
+            flow
+            for flow in self._flows.values()
+            if flow is not chosen and not flow.ready and not flow.background
+            if flow.job.is_named and flow.is_active(now) and flow.lags(chosen)
+        ]
+
+    def _background(self) -> list[Flow]:
+        """The background flows with something ready, in the order of their turns."""
+        ready = [flow for flow in self._flows.values() if flow.ready and flow.background]
+        self._catch_up(ready)
+        return sorted(ready, key=_tag)
+
+    def _has_waited(self, flow: Flow, lookahead: BackfillLookahead, now: float) -> bool:
+        """Whether the lane has idled for as long as the next task of ``flow`` would have taken."""
+        if self._held_back_since is None:
+            self._held_back_since = now
+        until = self._held_back_since + (flow.next_seconds() or 0.0)
+        return now >= until or lookahead.look_again(until)
+
+    def busy(self, now: float, last: Chosen | None = None) -> tuple[float, float]:
+        """(seconds until the lane is done with all that it holds, or with ``last``; when its first task should end).
+
+        The seconds are infinite if that is not known, and the end is if the lane holds nothing.
+        """
+        total, end = 0.0, float("inf")
+        key = None if last is None else (last[0].number, last[1])
+        for position, (held, (seconds, _)) in enumerate(self._holding.items()):
+            if seconds is None:
+                return float("inf"), end
+            total += seconds
+            if not position:
+                end = self._busy_since + seconds
+                total = max(0.0, end - now)
+            if held == key:
+                break
+        return total, end
+
+    # Tests
+
+    def check(self, now: float) -> None:
+        assert len(self._holding) <= self.lane.in_flight, f"{self.lane.lane} remembers what it does not hold"
+        assert sum(flow.in_flight for flow in self._flows.values()) == self.lane.in_flight, "in flight is miscounted"
+        held = [flow for flow in self._flows.values() if flow.background and flow.in_flight]
+        assert sum(flow.in_flight for flow in held) <= 1, f"{self.lane.lane} holds several background tasks"
+        # A shared lane may hold less than it has room for until its next event: who is active changes with time.
+        shared = len(self._flows) > 1 or any(flow.background for flow in self._flows.values())
+        room = 1 if shared else self._lanes.cap
+        for flow in self._flows.values():
+            _check_flow(flow)
+            if flow.ready and not flow.background and self._has_room(flow) and self.lane.in_flight < room:
+                assert self._awaited(flow, now), f"{self.lane.lane} has work and room, but stands still"
+
+    @property
+    def flows(self) -> Sequence[Flow]:
+        """What each job has here; for tests."""
+        return list(self._flows.values())
+
+
+def _check_flow(flow: Flow) -> None:
+    name = repr(flow.job.name)
+    assert flow.expected >= 0.0, f"less than nothing is expected of {name}"
+    assert flow.in_flight or not flow.expected, f"{name} has nothing in flight and is expected to take time"
+    assert all(step.left > 0 for step in flow.steps), f"{name} waits for a step that is over here"
+    assert not (flow.steps and flow.due is not None), f"{name} is under way and due"
+
+
+def _fits(flow: Flow, lookahead: BackfillLookahead, others: Iterable[Flow]) -> bool:
+    """Whether the next task of ``flow`` would be done before any of ``others`` need the lane."""
+    seconds = flow.next_seconds()
+    if seconds is None:
+        return True
+    expected = ((other.due, ((here.step, here.next_waiting()) for here in other.steps)) for other in others)
+    return lookahead.is_free(seconds, expected)
+
+
+def _tag(flow: Flow) -> float:
+    return flow.tag

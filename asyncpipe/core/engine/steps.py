@@ -1,0 +1,114 @@
+"""Where steps and lanes stand. Mutated by ``SchedulerState`` and its ``Dispatcher`` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from asyncpipe.core.engine.admission import Admission
+from asyncpipe.core.engine.events import Command, Event, Outcome
+from asyncpipe.core.engine.jobs import Job
+from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
+from asyncpipe.core.engine.policies.policy import Policy, TaskState
+from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue
+from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.errors import ScheduleError
+
+__all__ = ["LaneState", "StepState", "check_invariants"]
+
+
+class LaneState:
+    """A lane: what its device holds, and who decides what comes next."""
+
+    __slots__ = ("in_flight", "in_order", "lane", "policy")
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.in_flight = 0
+        self.use(FirstComeFirstServed())
+
+    def use(self, policy: Policy) -> None:
+        """Have ``policy`` decide from now on."""
+        self.policy = policy
+        self.in_order = type(policy) is FirstComeFirstServed
+        """Whether there is nothing to decide: what is ready goes at once, and the policy is told nothing else."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class StepState:
+    """One step under way."""
+
+    number: int
+    graph: TaskGraph
+    job: Job
+    lanes: list[LaneState]
+    """The lane of each task."""
+    used: list[LaneState]
+    """The same lanes, each once."""
+    unmet: list[int]
+    """How many dependencies of each task still hold it back."""
+    states: list[TaskState]
+    to_issue: int
+    closed_gates: set[int]
+    """Micro-batches whose gradient the caller has not given yet."""
+    admission: Admission | None
+    """Of a ruled schedule."""
+    journal: list[tuple[float, Event | Command]] = field(default_factory=list)
+    outcome: Outcome = Outcome.OK
+    failed_task: int | None = None
+    error: BaseException | None = None
+    held: int = 0
+    """Tasks dispatched and neither completed, failed nor dropped."""
+    finished: bool = False
+
+    def __repr__(self) -> str:
+        return f"<step {self.number} of {self.graph.schedule}>"
+
+    @property
+    def running(self) -> bool:
+        """Whether its tasks are still handed over: it neither failed nor was cancelled."""
+        return self.outcome is Outcome.OK
+
+    def story(self, task: int) -> list[tuple[float, Event | Command]]:
+        """What happened to a task, oldest first."""
+        return [(at, event) for at, event in self.journal if getattr(event, "task", None) == task]
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a rule refuses everything although nothing runs: it would wait for ever."""
+        if self.admission is None or self.held or not self.to_issue or not self.running:
+            return False
+        return self.states.count(TaskState.READY) == len(self.admission.refused())
+
+    def is_admitted(self, task: int) -> bool:
+        """Whether ``task`` counts for the micro-batches that its device holds: compute of a micro-batch."""
+        return self.lanes[task].lane.queue is Queue.COMPUTE and self.graph.tasks[task].microbatch != WHOLE_STEP
+
+    def refused(self, task: int, how: str, cause: Exception | None = None) -> ScheduleError:
+        """Why a rule cannot go on at ``task``."""
+        found = self.graph.tasks[task]
+        error = ScheduleError(
+            f"schedule {self.graph.schedule!r}, device {found.lane.device}: admit does not let {found.id} in, {how}; "
+            "it must answer the same every time"
+        )
+        error.__cause__ = cause
+        return error
+
+
+def check_invariants(steps: Iterable[StepState], lanes: Iterable[LaneState], cap: int, now: float) -> None:
+    """Assert what must hold between two events, once all policies were asked, at ``now``."""
+    held: dict[LaneState, int] = {}
+    for step in steps:
+        counts = [step.states.count(state) for state in TaskState]
+        assert step.held == counts[TaskState.DISPATCHED] + counts[TaskState.ISSUED], "held tasks are miscounted"
+        for task, (state, lane) in enumerate(zip(step.states, step.lanes, strict=True)):
+            if state in (TaskState.DISPATCHED, TaskState.ISSUED):
+                held[lane] = held.get(lane, 0) + 1
+            if state is TaskState.WAITING and step.running:
+                assert step.unmet[task] > 0, f"{step.graph.tasks[task]} waits for nothing"
+    for lane in lanes:
+        assert lane.in_flight == held.get(lane, 0), f"{lane.lane} is miscounted"
+        assert lane.in_flight <= cap, f"{lane.lane} holds too many tasks"
+        if isinstance(lane.policy, FirstComeFirstServed) and lane.in_order and lane.in_flight < cap:
+            assert not lane.policy.first, f"{lane.lane} has work and room, but stands still"
+        lane.policy.check(now)
