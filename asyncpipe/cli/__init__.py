@@ -1,4 +1,16 @@
-"""The ``asyncpipe`` command: each subcommand is a module of this package with an ``add_parser`` function."""
+"""The ``asyncpipe`` command line. ``main`` below is its entry point.
+
+Each command is a module with an ``add_parser`` function: train, serve, jobs (with its texts in jobs_text.py), schedule,
+simulate, profile, plan, bench. What they share:
+
+    arguments.py       the parser of a command, and types of arguments
+    step_options.py    options of commands that lower a schedule, and the graph that they ask for
+    tables.py          tables, by rich
+    progress.py        the progress display of train
+
+Commands may import everything; nothing imports them. A module here imports torch, aiohttp or rich only when its command
+runs, so that ``--help`` and the other commands start quickly.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +27,17 @@ from asyncpipe.train.import_path import import_path
 __all__ = ["main"]
 
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
-"""Statuses beside 0; the last two are those of a process that SIGINT or SIGPIPE ended."""
+"""Exit statuses other than 0; the last two are those of a process that SIGINT or SIGPIPE ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (by default the process's own) and return the exit status.
+    """Run the command line ``argv`` (default: ``sys.argv``) and return the exit status.
 
-    An error that asyncpipe raises for the caller becomes one line on stderr and status 2.
+    An ``AsyncpipeError`` becomes one line on stderr and status 2.
     """
     args = _parser().parse_args(argv)
     try:
-        # A schedule's module:Class may be in the working directory, as with ``python -m asyncpipe``.
+        # So that a schedule's module:Class is found in the working directory, as with `python -m asyncpipe`.
         with import_path(Path.cwd()):
             status: int = args.run(args)
         sys.stdout.flush()
@@ -35,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at exit and would complain about the same pipe.
+        # The interpreter flushes stdout again at exit, which would fail on the same pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     return status

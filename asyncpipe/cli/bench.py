@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from asyncpipe.bench import BENCHMARKS
+from asyncpipe.cli.arguments import add_command
 
 __all__ = ["add_parser"]
 
@@ -19,12 +20,12 @@ OPTIONS = ("device", "size")
 def add_parser(subparsers: Any) -> None:
     """Register ``asyncpipe bench``."""
     names = "\n".join(f"  {name:10} {benchmark.summary}" for name, benchmark in BENCHMARKS.items())
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "bench",
-        help="measure asyncpipe on this machine",
+        summary="measure asyncpipe on this machine",
         description="Run a benchmark on this machine and print its figures (medians).",
-        epilog=f"benchmarks:\n{names}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=f"benchmarks:\n{names}",
     )
     parser.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS), help=", ".join(sorted(BENCHMARKS)))
     parser.add_argument("--device", help="where to run, e.g. cuda:0 (unet; by default a CPU)")

@@ -1,17 +1,18 @@
-"""How ``asyncpipe jobs`` shows jobs to people: tables, one job, and what happens to it, line by line.
+"""The texts of ``asyncpipe jobs``: tables of jobs, one job, and its events line by line.
 
-Whatever a service says may hold anything, an exception's message for instance, so it is made printable first: a
-terminal takes some characters for commands.
+Texts from a service may contain anything, for example the message of an exception. ``plain`` escapes control characters
+in them, which a terminal would execute.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TextIO
+
+from asyncpipe.cli.tables import table
 
 if TYPE_CHECKING:
     from asyncpipe.service.client import ServerEvent
@@ -28,44 +29,44 @@ __all__ = [
 ]
 
 LINE_SECONDS = 5.0
-"""Between two lines about steps, where they are not drawn over one another."""
+"""Between two lines about steps, if the output is not a terminal."""
 LEVELS = {10: "debug", 20: "info", 30: "warning", 40: "error", 50: "critical"}
 LOSSES_HEAD = f"{'STEP':>9}  {'LOSS':>10}  {'RATE':>9}  {'SECONDS':>8}  {'TOKENS':>8}"
 
 
 def plain(text: object) -> str:
-    """``text`` in one line, with an escape in place of whatever is not printable."""
+    """``text`` in one line, with escapes in place of unprintable characters."""
     shown = str(text).replace("\n", " ")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
 
 
-def jobs_table(jobs: Iterable[Mapping[str, Any]], width: int | None = None) -> str:
-    """A line for each job under a heading, cut to ``width`` columns, by default the terminal's."""
+def jobs_table(jobs: Iterable[Mapping[str, Any]]) -> str:
+    """A line for each job under a heading."""
     rows = [
         (
-            job["id"],
-            job["name"][:24],
+            plain(job["id"]),
+            plain(job["name"])[:24],
             _state(job),
-            job["priority_class"][:4],
+            plain(job["priority_class"])[:4],
             f"{job['weight']:g}",
-            job.get("schedule") or "",
+            plain(job.get("schedule") or ""),
             _steps(job),
             _when(job["updated"]),
-            job["cause"],
+            plain(job["cause"]),
         )
         for job in jobs
     ]
-    return _table(("ID", "NAME", "STATE", "CLASS", "WEIGHT", "SCHEDULE", "STEP", "UPDATED", "CAUSE"), rows, width)
+    return table(("ID", "NAME", "STATE", "CLASS", "WEIGHT", "SCHEDULE", "STEP", "UPDATED", "CAUSE"), rows)
 
 
-def history_table(history: Iterable[Mapping[str, Any]], width: int | None = None) -> str:
+def history_table(history: Iterable[Mapping[str, Any]]) -> str:
     """A line for each change of a job's state under a heading."""
-    rows = [(_when(row["at"]), row.get("from") or "", row["to"], row["cause"]) for row in history]
-    return _table(("AT", "FROM", "TO", "CAUSE"), rows, width)
+    rows = [(_when(row["at"]), *(plain(row.get(key) or "") for key in ("from", "to", "cause"))) for row in history]
+    return table(("AT", "FROM", "TO", "CAUSE"), rows)
 
 
 def job_text(job: Mapping[str, Any]) -> str:
-    """All that is known of a job, a line each."""
+    """Everything about a job, a line for each key."""
     rows = [
         ("job", job["id"]),
         ("name", job["name"]),
@@ -79,20 +80,20 @@ def job_text(job: Mapping[str, Any]) -> str:
         ("submitted", _when(job["submitted"])),
         ("updated", f"{_when(job['updated'])}, begun {job['attempts']} times"),
     ]
-    for table, values in job.get("document", {}).items():
+    for section, values in job.get("document", {}).items():
         shown = values.items() if isinstance(values, Mapping) else [("", values)]
-        rows += [(f"{table}.{key}".rstrip("."), json.dumps(value)) for key, value in shown if value is not None]
+        rows += [(f"{section}.{key}".rstrip("."), json.dumps(value)) for key, value in shown if value is not None]
     longest = max(len(name) for name, _ in rows)
     return "\n".join(f"{plain(name):<{longest}}  {plain(value)}".rstrip() for name, value in rows)
 
 
 def change_text(job: Mapping[str, Any]) -> str:
-    """One line about what a job has become."""
+    """One line about a job's state."""
     return f"{plain(job['name'])} ({plain(job['id'])}) is {_state(job)} at step {_steps(job)}: {plain(job['cause'])}"
 
 
 def loss_line(row: Mapping[str, Any]) -> str:
-    """One line about a step, as ``LOSSES_HEAD`` says."""
+    """One line about a step, under ``LOSSES_HEAD``. Lines are printed one by one, since a job may have millions."""
     loss, rate, seconds = (
         f"{row[key]:{form}}" if row.get(key) is not None else "not finite"
         for key, form in (("loss", ".6f"), ("learning_rate", ".3e"), ("seconds", ".3f"))
@@ -101,8 +102,8 @@ def loss_line(row: Mapping[str, Any]) -> str:
 
 
 class EventPrinter:
-    """Prints what happens to a job. On a terminal, steps are drawn over one another; elsewhere there is a line now and
-    then, and one for the last step. ``steps`` is how many the job has in all."""
+    """Prints a job's events. On a terminal each step overwrites the previous one; elsewhere there is a line every few
+    seconds, and one for the last step. ``steps`` is the job's total number of steps."""
 
     def __init__(self, out: TextIO, *, as_json: bool = False, steps: int | None = None) -> None:
         self._out = out
@@ -124,7 +125,7 @@ class EventPrinter:
             self._print(f"{_when(event.at)}  {_event_text(event)}")
 
     def end(self) -> None:
-        """Print what is left to be printed, and leave the line."""
+        """Print a step that was held back, and end the line."""
         if self._unprinted is not None:
             self._print(self._unprinted)
         elif self._drawn:
@@ -144,7 +145,7 @@ class EventPrinter:
 
     def _print(self, line: str) -> None:
         if self._unprinted is not None and self._unprinted != line:
-            # What comes now is told to have come after the last step.
+            # So that this line comes after the step that precedes it.
             print(self._unprinted, file=self._out)
         self._unprinted = None
         print(f"\r{line:<{self._drawn}}" if self._drawn else line, file=self._out, flush=True)
@@ -188,11 +189,3 @@ def _steps(job: Mapping[str, Any]) -> str:
 def _when(at: float) -> str:
     """The local time of a Unix time."""
     return datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _table(heading: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> str:
-    columns = shutil.get_terminal_size((160, 24)).columns if width is None else width
-    lines = [tuple(heading), *(tuple(map(plain, row)) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = ("  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
-    return "\n".join(text if len(text) <= columns else f"{text[: columns - 1]}…" for text in texts)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from asyncpipe.cli.arguments import count, counts
 from asyncpipe.core.predict.layer_profile import Profile
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_parser", "count", "counts", "default_counts", "measured", "ticker"]
+__all__ = ["add_parser", "default_counts", "measured", "ticker"]
 
 DESCRIPTION = """\
 Measure what the layers of a job's model cost, in real training steps on the job's devices: seconds of a forward, of
@@ -64,18 +65,6 @@ def add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=count, default=STEPS, metavar="N", help=f"measured steps of each mode (default: {STEPS})"
     )
-
-
-def count(text: str) -> int:
-    """The positive integer in ``text``, for argparse."""
-    if text.isascii() and text.isdigit() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-
-
-def counts(text: str) -> list[int]:
-    """The positive integers in ``text``, for argparse."""
-    return [count(item.strip()) for item in text.split(",")]
 
 
 def default_counts(job: Job) -> list[int]:

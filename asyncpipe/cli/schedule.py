@@ -1,4 +1,4 @@
-"""``asyncpipe schedule``: list the schedules, show what a step of one would look like, and compare several."""
+"""``asyncpipe schedule``: list the schedules, show a simulated step of one, and compare several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncpipe.cli.shape import add_costs_argument, add_step_arguments, counted, headline, shape_of, spelled
+from asyncpipe.cli.arguments import add_command
+from asyncpipe.cli.step_options import (
+    SCHEDULE_HELP,
+    add_costs_argument,
+    add_stages_argument,
+    add_step_arguments,
+    counted,
+    headline,
+    shape_of,
+    spelled,
+)
+from asyncpipe.cli.tables import table
 from asyncpipe.core.graph.export import to_dict, to_dot
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
@@ -23,34 +34,34 @@ from asyncpipe.core.schedules.registry import find_schedule, known_schedules
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+    from asyncpipe.cli.arguments import Subparsers
 
 __all__ = ["add_parser"]
 
 SHOW_DESCRIPTION = """\
 Lower schedules to their task graphs, simulate one step of each at the given costs and show it.
 
-Nothing is trained and no device is touched: times are virtual, in the unit of --costs.
+Nothing is trained and no device is used: times are virtual, in the unit of --costs.
 """
 
 SHOW_EPILOG = """\
 formats:
   text   a timeline: a row a device, F0 the forward of micro-batch 0, B a backward, I and W its halves (input and
-         weight gradients), R a recompute, dots where the device stands idle; stage numbers follow (F0.4) where a
+         weight gradients), R a recompute, dots where the device is idle; stage numbers follow (F0.4) if a
          device has several. In colours on a terminal, unless NO_COLOR is set
   html   a page with a timeline and the figures of each schedule, on one time scale; open it in a browser
   svg    one timeline as a picture, with arrows between devices in small graphs
-  csv    the order in the notation of torch.distributed.pipelining; costs and recomputation have no place in it
+  csv    the order in the notation of torch.distributed.pipelining, which has no costs or recomputation
   json   the task graph: tasks, and edges with their reasons
   dot    the task graph for Graphviz
 
 text and html show several schedules, the other formats one.
 
 comparing:
-  Schedules put different numbers of stages on a device. With --stages P all of them cut the model into P stages and
-  need different numbers of devices for it. With --devices D all of them run on D devices, each with as many stages
-  as it is made for (or --virtual), and the costs are those of all stages of a device together: one of v stages costs
-  1/v of F, R, B, I and W, since the model is the same. A copy costs C in either case.
+  Schedules put different numbers of stages on a device. With --stages P all of them split the model into P stages, on
+  different numbers of devices. With --devices D all of them run on D devices, each schedule with its own number of
+  stages per device (or --virtual), and --costs are those of all stages of a device together: each of v stages costs
+  1/v of F, R, B, I and W, since the model is the same. A copy costs C in both cases.
 
 examples:
   asyncpipe schedule show gpipe --stages 3 --microbatches 4 --checkpoint except_last
@@ -63,61 +74,38 @@ examples:
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add ``schedule list`` and ``schedule show`` to the command's parser."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "schedule",
-        help="list schedules, or show the step of one or several",
-        description="List schedules, or show what a step of one or several would look like.",
-        epilog="example: asyncpipe schedule show 1f1b --stages 4 --microbatches 8",
+        summary="list schedules, or show a simulated step of one or several",
+        examples="example: asyncpipe schedule show 1f1b --stages 4 --microbatches 8",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    listing = commands.add_parser("list", help="list the known schedules", description="List the known schedules.")
-    listing.set_defaults(run=_list)
-    show = commands.add_parser(
-        "show",
-        help="simulate one step and show it",
-        description=SHOW_DESCRIPTION,
-        epilog=SHOW_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_shape_arguments(show)
-    _add_picture_arguments(show)
-    show.set_defaults(run=_show)
-
-
-def _add_shape_arguments(show: argparse.ArgumentParser) -> None:
-    show.add_argument(
-        "names",
-        metavar="NAME",
-        nargs="+",
-        help="a schedule: one that 'asyncpipe schedule list' shows, module:Class or csv:FILE",
-    )
+    add_command(commands, "list", summary="list the known schedules").set_defaults(run=_list)
+    summary = "simulate one step and show it"
+    show = add_command(commands, "show", summary=summary, description=SHOW_DESCRIPTION, examples=SHOW_EPILOG)
+    show.add_argument("names", metavar="NAME", nargs="+", help=SCHEDULE_HELP)
     size = show.add_mutually_exclusive_group(required=True)
-    size.add_argument("--stages", type=int, metavar="P", help="stages on all devices together")
-    size.add_argument("--devices", type=int, metavar="D", help="devices, each with the stages that a schedule wants")
+    add_stages_argument(size)
+    size.add_argument("--devices", type=int, metavar="D", help="devices, each with the schedule's number of stages")
     add_step_arguments(show)
     show.add_argument("--forward-only", action="store_true", help="show a step without backward")
-
-
-def _add_picture_arguments(show: argparse.ArgumentParser) -> None:
     add_costs_argument(show)
     show.add_argument("--format", choices=FORMATS, default="text", help="default: text")
     show.add_argument("--output", type=Path, metavar="FILE", help="write to FILE instead of the standard output")
     show.add_argument("--no-color", action="store_true", help="no colours on a terminal")
+    show.set_defaults(run=_show)
 
 
 def _list(args: argparse.Namespace) -> int:
-    names = known_schedules()
-    width = max(map(len, names))
-    for name in names:
-        schedule = find_schedule(name)
-        summary = (type(schedule).__doc__ or "").strip().partition("\n")[0]
-        print(f"{name.ljust(width)}  {summary}".rstrip())
+    summaries = ((type(find_schedule(name)).__doc__ or "").strip().partition("\n")[0] for name in known_schedules())
+    print(table(("", ""), zip(known_schedules(), summaries, strict=True)))
     return 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
-    """One of the schedules to show, ready to be drawn."""
+class _LoweredSchedule:
+    """A schedule to show: lowered, with its costs and title."""
 
     schedule: Schedule
     graph: TaskGraph
@@ -129,7 +117,7 @@ def _show(args: argparse.Namespace) -> int:
     if len(args.names) > 1 and args.format not in FOR_SEVERAL:
         raise OptionError(f"--format {args.format} shows one schedule, got {len(args.names)}; text and html show more")
     costs = parse_costs(args.costs)
-    # All of them before anything is written: half of a comparison is none.
+    # Lower and draw all schedules before anything is written, so that an error leaves no partial output.
     text = FORMATS[args.format]([_lowered(name, costs, args) for name in args.names], args)
     if args.output is None:
         sys.stdout.write(text)
@@ -141,7 +129,7 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _lowered(name: str, costs: Costs, args: argparse.Namespace) -> _Shown:
+def _lowered(name: str, costs: Costs, args: argparse.Namespace) -> _LoweredSchedule:
     schedule = find_schedule(name, order=args.order)
     checkpoint = CheckpointMode.parse(args.checkpoint)
     phase = Phase.FORWARD if args.forward_only else Phase.STEP
@@ -150,11 +138,11 @@ def _lowered(name: str, costs: Costs, args: argparse.Namespace) -> _Shown:
     else:
         shape, costs = _shape_on_devices(schedule, costs, args)
     graph = lower(schedule, shape, checkpoint=checkpoint, phase=phase)
-    return _Shown(schedule, graph, costs, f"{headline(graph, checkpoint.value)}, costs {spelled(costs)}")
+    return _LoweredSchedule(schedule, graph, costs, f"{headline(graph, checkpoint.value)}, costs {spelled(costs)}")
 
 
 def _shape_on_devices(schedule: Schedule, costs: Costs, args: argparse.Namespace) -> tuple[Shape, Costs]:
-    """The shape on ``--devices``, and the costs of one of the stages that share a device's costs."""
+    """The shape on ``--devices``, and the costs of one stage: a device's costs divided by its number of stages."""
     for option, value in (("--devices", args.devices), ("--virtual", args.virtual)):
         if value is not None and value < 1:
             raise OptionError(f"{option} must be a positive integer, got {value}")
@@ -170,10 +158,10 @@ def _shape_on_devices(schedule: Schedule, costs: Costs, args: argparse.Namespace
     return Shape(args.devices * virtual, args.microbatches, args.devices), each
 
 
-def _text(several: Sequence[_Shown], args: argparse.Namespace) -> str:
+def _text(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:
     from asyncpipe.observe.pictures.timeline import text_timeline
 
-    # A pipe or a file gets the exact timeline, however wide; only a terminal has an edge to fit into.
+    # In a pipe or file the timeline is exact and as wide as needed; on a terminal it is scaled to fit.
     to_terminal = args.output is None and sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if to_terminal else None
     wanted = not (args.no_color or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb")
@@ -190,7 +178,7 @@ def _text(several: Sequence[_Shown], args: argparse.Namespace) -> str:
     return "\n".join(f"{shown.title}\n\n{timeline}" for shown, timeline in zip(several, timelines, strict=True))
 
 
-def _html(several: Sequence[_Shown], args: argparse.Namespace) -> str:
+def _html(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:
     from asyncpipe.observe.pictures.html import ComparedStep, html_comparison
 
     entries = []
@@ -202,14 +190,14 @@ def _html(several: Sequence[_Shown], args: argparse.Namespace) -> str:
     return html_comparison(entries, title=f"{title}, {counted(args.microbatches, 'micro-batch')}")
 
 
-def _svg(several: Sequence[_Shown], args: argparse.Namespace) -> str:
+def _svg(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:
     from asyncpipe.observe.pictures.svg import svg_timeline
 
     [shown] = several
     return svg_timeline(simulate(shown.graph, shown.costs), title=shown.title, virtual=True)
 
 
-def _csv(several: Sequence[_Shown], args: argparse.Namespace) -> str:
+def _csv(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:
     from asyncpipe.core.graph.export import write_csv
 
     [shown] = several
@@ -218,11 +206,11 @@ def _csv(several: Sequence[_Shown], args: argparse.Namespace) -> str:
     return write_csv(shown.schedule, shown.graph.shape)
 
 
-def _json(several: Sequence[_Shown], args: argparse.Namespace) -> str:
+def _json(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:
     return json.dumps(to_dict(several[0].graph)) + "\n"
 
 
-def _dot(several: Sequence[_Shown], args: argparse.Namespace) -> str:
+def _dot(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:
     return to_dot(several[0].graph)
 
 

@@ -1,4 +1,4 @@
-"""``asyncpipe serve``: a service that trains the jobs that it is given over HTTP, until it is told to end."""
+"""``asyncpipe serve``: a service that trains jobs submitted over HTTP, until a signal ends it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from asyncpipe.cli.arguments import add_command
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
+    from asyncpipe.cli.arguments import Subparsers
     from asyncpipe.service.settings.service_settings import ServiceSettings
     from asyncpipe.service.training_service import TrainingService
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["add_parser"]
 
 DESCRIPTION = """\
-Train jobs that are submitted over HTTP (`asyncpipe jobs` does that), several at once on the same devices, for weeks.
-What was acknowledged is on disk: the process can be killed at any instant, and the next one goes on.
+Train jobs that are submitted over HTTP (see `asyncpipe jobs`), several at once on the same devices, for weeks. Whatever
+the service has acknowledged is on disk: the process may be killed at any time, and the next start continues.
 
-Jobs run only what the operator registers: --entry, or [entries] in the file. Flags win over the environment
-(ASYNCPIPE_PORT is --port, and so on for every key of the file), and that over the file. Without a token only this
-machine can be served.
+Jobs run only entries that the operator registers: --entry, or [entries] in the file. A flag overrides the environment
+(ASYNCPIPE_PORT is --port, and so on for every key of the file), which overrides the file. Without a token the service
+accepts only addresses of this machine.
 
-SIGTERM or SIGINT (Ctrl-C): no new jobs are taken, every running one ends its step and takes a snapshot, all within
---grace-seconds, and the service exits with 0. What stops the process for good should wait ten seconds longer than
-that. A second one ends the process at once; jobs then go on from their last snapshots at the next start, as after any
-kill.
+On SIGTERM or SIGINT (Ctrl-C) the service takes no new jobs, every running job ends its step and takes a snapshot within
+--grace-seconds, and the service exits with 0. A supervisor should wait ten seconds longer before it kills the process.
+A second signal ends the process at once; its jobs then continue from their last snapshots at the next start.
 """
 
 EPILOG = """\
@@ -58,42 +58,56 @@ a file of settings:
 """
 
 GRACE_OVER = 1
-"""Status where jobs or devices did not end in time."""
+"""Exit status if jobs or devices did not end in time."""
 SLACK_SECONDS = 5.0
-"""Beyond the grace period, in which jobs end: for the store and the devices' threads to close."""
+"""After the grace period, for the store and the devices' threads to close."""
 READER_SECONDS = 1.0
-"""For whoever reads what is said at the end."""
+"""How long a last message waits for its reader."""
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add ``serve`` to the command line."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "serve",
-        help="run a service that trains jobs",
+        summary="run a service that trains jobs",
         description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # --token would be --token-file, and a token that is given with it would be told.
+        examples=EPILOG,
+        allow_abbrev=False,  # Else `--token SECRET` would mean --token-file, whose error message prints the secret.
     )
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE.toml", help="a file of settings (default: ASYNCPIPE_CONFIG)")
-    add("--folder", type=Path, metavar="FOLDER", help="jobs and snapshots are here (default: runs/service)")
-    add("--devices", metavar="LIST", help="what jobs may train on, as cpu:0,cpu:1")
+    add("--folder", type=Path, metavar="FOLDER", help="where jobs and snapshots are kept (default: runs/service)")
+    add("--devices", metavar="LIST", help="devices for jobs, as cpu:0,cpu:1")
     add(
-        "--entry", action="append", dest="entries", metavar="MODULE:FACTORY", help="jobs may name this; may be repeated"
+        "--entry",
+        action="append",
+        dest="entries",
+        metavar="MODULE:FACTORY",
+        help="an entry for jobs; may be repeated",
     )
-    add("--entry-path", type=Path, metavar="FOLDER", help="look for the entries' modules here first")
-    add("--address", metavar="IP", help="serve on this address (default: 127.0.0.1); any other needs a token")
-    add("--port", metavar="PORT", help="and this port (default: 8080); 0 takes any free one")
-    add("--host", action="append", dest="hosts", metavar="NAME", help="requests may also ask for NAME; may be repeated")
-    add("--token-file", type=Path, metavar="FILE", help="clients must show the token in FILE, of mode 0600")
+    add("--entry-path", type=Path, metavar="FOLDER", help="search this folder first for the entries' modules")
+    add("--address", metavar="IP", help="listen on this address (default: 127.0.0.1); others need a token")
+    add("--port", metavar="PORT", help="listen on this port (default: 8080); 0 takes a free one")
+    add(
+        "--host",
+        action="append",
+        dest="hosts",
+        metavar="NAME",
+        help="another host name that requests may use; may be repeated",
+    )
+    add("--token-file", type=Path, metavar="FILE", help="clients must send the token in FILE, of mode 0600")
     add("--metrics-address", metavar="IP", help="serve metrics on this address (default: 127.0.0.1)")
-    add("--metrics-port", metavar="PORT", help='and this port (default: 9400); 0 as above, "none" for no metrics')
-    add("--max-running", metavar="N", help="jobs that run at once (default: 4)")
-    add("--max-queued", metavar="N", help="jobs that wait; more are refused (default: 1000)")
-    add("--memory-limit", metavar="LIST", help="bytes of a device that jobs may take together, as cuda:0=70GiB")
-    add("--grace-seconds", metavar="SECONDS", help="for jobs to end in, when the service is told to (default: 30)")
+    add(
+        "--metrics-port",
+        metavar="PORT",
+        help='and on this port (default: 9400); 0 takes a free one, "none" disables metrics',
+    )
+    add("--max-running", metavar="N", help="most jobs that run at once (default: 4)")
+    add("--max-queued", metavar="N", help="most jobs that wait; more are refused (default: 1000)")
+    add("--memory-limit", metavar="LIST", help="memory of a device for all jobs together, as cuda:0=70GiB")
+    add("--grace-seconds", metavar="SECONDS", help="time for jobs to end after a signal (default: 30)")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="of stderr (default: info)")
     parser.set_defaults(run=_serve)
 
@@ -102,11 +116,11 @@ SETTINGS = (
     "config folder devices entries entry_path address port hosts token_file metrics_address metrics_port max_running "
     "max_queued memory_limit grace_seconds"
 ).split()
-"""Flags that are keys of the settings."""
+"""The flags that are also keys of the settings."""
 
 
 def _serve(args: argparse.Namespace) -> int:
-    # Imported here and not above, so that neither the other commands, nor --help, nor wrong settings wait for torch.
+    # Late imports: other commands, --help and wrong settings do not wait for torch.
     settings = _settings({key: value for key in SETTINGS if (value := getattr(args, key)) is not None})
     logging.basicConfig(level=args.log_level.upper(), format=FORMAT, stream=sys.stderr)
 
@@ -128,9 +142,12 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _give_up() -> None:
-    """End the process, whatever hangs: a device's thread may never come back."""
+    """End the process although jobs or devices have not ended.
+
+    ``os._exit``, because a normal exit would join the devices' threads, one of which may hang for ever.
+    """
     try:
-        _say("the grace period is over; jobs go on from their last snapshots at the next start")
+        _print_last("the grace period is over; jobs go on from their last snapshots at the next start")
     finally:
         os._exit(GRACE_OVER)
 
@@ -140,36 +157,36 @@ def _settings(given: dict[str, Any]) -> ServiceSettings:
         from asyncpipe.service.settings.service_settings import ServiceSettings
     except ImportError as error:
         needs = "a service needs pydantic-settings and aiohttp"
-        raise OptionError(f"{needs}, and not all is installed: pip install 'asyncpipe[service]'") from error
+        raise OptionError(f"{needs}, which are not both installed: pip install 'asyncpipe[service]'") from error
     return ServiceSettings(**given)
 
 
 async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
-    """Serve until a signal, which starts ``deadline``, then drain."""
+    """Serve until a signal arrives; then start ``deadline`` and drain the jobs."""
     from asyncpipe.service.http import serve_api
     from asyncpipe.service.training_service import TrainingService
 
-    stop = _Stop()
-    with stop.heeded():
+    signals = _EndSignals()
+    with signals.handled():
         async with AsyncExitStack() as stack:
             service = await stack.enter_async_context(TrainingService(settings))
             url = await stack.enter_async_context(serve_api(service, settings))
             _print(f"service: {url}")
             stack.enter_context(_metrics(service, settings))
             _print(f"entries: {', '.join(service.entries.names)}; devices: {', '.join(settings.devices)}")
-            _print(_found(service))
-            number = await stop.asked()
+            _print(_ready_line(service))
+            number = await signals.first()
             deadline.start()
             cause = f"the service was told to end by {number.name}"
-            service.take_no_more(cause)  # Before it is said: who reads the line relies on it.
-            _say(_farewell(service, settings, number))
+            service.take_no_more(cause)  # Before the message, whose readers rely on it.
+            _print_last(_ending_line(service, settings, number))
             await service.drain(cause)
-        _say("ended; jobs go on at the next start")
+        _print_last("ended; jobs go on at the next start")
 
 
 @contextmanager
 def _metrics(service: TrainingService, settings: ServiceSettings) -> Iterator[None]:
-    """Metrics over HTTP during the block, if the settings have a port for them; their address is printed."""
+    """Serve metrics over HTTP during the block, unless the settings disable them; prints their address."""
     from prometheus_client import CollectorRegistry
 
     from asyncpipe.observe.metrics import serve_metrics
@@ -184,28 +201,28 @@ def _metrics(service: TrainingService, settings: ServiceSettings) -> Iterator[No
         yield
 
 
-class _Stop:
-    """The signals that end the service: the first one asks, the second one ends the process where it stands."""
+class _EndSignals:
+    """SIGINT and SIGTERM: the first one is awaited by the service, the second one ends the process at once."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._first: asyncio.Future[signal.Signals] = self._loop.create_future()
+        self._future: asyncio.Future[signal.Signals] = self._loop.create_future()
         self._seen = False
 
-    async def asked(self) -> signal.Signals:
-        """The first signal, when it comes."""
-        return await self._first
+    async def first(self) -> signal.Signals:
+        """Wait for the first signal."""
+        return await self._future
 
     @contextmanager
-    def heeded(self) -> Iterator[None]:
-        """Signals are for this during the block.
+    def handled(self) -> Iterator[None]:
+        """Handle the signals during the block.
 
-        They are taken between two instructions of the main thread and not by the loop: that may be busy with
-        something that hangs, and the second one must not wait for it.
+        The handlers are Python's (``signal.signal``), which run between two bytecodes of the main thread, and not the
+        event loop's: the loop may be stuck in a callback, and the second signal must not wait for it.
         """
         before: dict[signal.Signals, Any] = {}
         for number in (signal.SIGINT, signal.SIGTERM):
-            with suppress(ValueError):  # Only the main thread may.
+            with suppress(ValueError):  # Only the main thread may set handlers.
                 before[number] = signal.signal(number, self._on_signal)
         try:
             yield
@@ -215,17 +232,17 @@ class _Stop:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self._seen:
-            os._exit(128 + number)
+            os._exit(128 + number)  # Not sys.exit: the user wants no cleanup, which may be what hangs.
         self._seen = True
-        self._loop.call_soon_threadsafe(self._first.set_result, signal.Signals(number))
+        self._loop.call_soon_threadsafe(self._future.set_result, signal.Signals(number))
 
 
-def _found(service: TrainingService) -> str:
+def _ready_line(service: TrainingService) -> str:
     status = service.status()
     return f"ready: {status.running} jobs run, {status.queued} wait"
 
 
-def _farewell(service: TrainingService, settings: ServiceSettings, number: signal.Signals) -> str:
+def _ending_line(service: TrainingService, settings: ServiceSettings, number: signal.Signals) -> str:
     jobs = service.status().running
     running = "no job runs" if not jobs else f"{jobs} running {'job ends its' if jobs == 1 else 'jobs end their'} step"
     rest = (
@@ -238,10 +255,11 @@ def _print(line: str) -> None:
     print(line, flush=True)
 
 
-def _say(line: str) -> None:
-    """Print ``line`` at the end, which no reader holds up or fails, whether it has gone or has stopped.
+def _print_last(line: str) -> None:
+    """Print a last message; a reader that has gone or stopped reading neither fails nor delays the exit.
 
-    In ``serve | tee log``, Ctrl-C ends tee as well. What is printed after a line that was not taken goes nowhere.
+    In ``serve | tee log``, for example, Ctrl-C ends tee as well. If a line is not read in time, stdout becomes
+    ``/dev/null``.
     """
     out, taken = sys.stdout.fileno(), threading.Event()
 
@@ -250,8 +268,8 @@ def _say(line: str) -> None:
             os.write(out, f"{line}\n".encode())
             taken.set()
 
-    # Not with `print`: what it cannot write it keeps, and the interpreter would try, and wait, once more at exit.
-    writer = threading.Thread(target=write, name="asyncpipe farewell", daemon=True)
+    # Not `print`: it would keep a line that it cannot write in its buffer, and the interpreter's exit would block.
+    writer = threading.Thread(target=write, name="asyncpipe last message", daemon=True)
     writer.start()
     writer.join(READER_SECONDS)
     if not taken.is_set():

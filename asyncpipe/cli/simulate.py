@@ -1,4 +1,4 @@
-"""``asyncpipe simulate``: what a step of a schedule would take, on the scheduler that runs it, in virtual time."""
+"""``asyncpipe simulate``: the time and memory of a step, by running the real scheduler in virtual time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
-from asyncpipe.cli.shape import add_costs_argument, add_schedule_arguments, counted, headline, lowered, spelled
+from asyncpipe.cli.arguments import add_command
+from asyncpipe.cli.step_options import (
+    SCHEDULE_HELP,
+    add_costs_argument,
+    add_stages_argument,
+    add_step_arguments,
+    counted,
+    headline,
+    lowered,
+    spelled,
+)
+from asyncpipe.cli.tables import table
 from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task import Task
@@ -23,32 +34,32 @@ from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+    from asyncpipe.cli.arguments import Subparsers
 
 __all__ = ["add_parser"]
 
 TRACE_UNIT = 1e-3
-"""Seconds that a unit of --costs stands for in a trace: a picture of milliseconds is what real steps look like."""
+"""Seconds in a trace for each unit of --costs: with milliseconds, it resembles the trace of a real step."""
 
 DESCRIPTION = """\
-Simulate one step of a schedule and print how long it takes, how long each device stands idle and how many
-micro-batches it holds at its fullest moment.
+Simulate one step of a schedule and print how long it takes, how long each device is idle and how many micro-batches
+it holds at most.
 
-The scheduler is the one that runs real steps; time is virtual. Nothing is trained and no device is touched.
+The scheduler is the one that runs real steps; time is virtual. Nothing is trained and no device is used.
 """
 
 EPILOG = """\
 what it prints:
   makespan  virtual time from the start of the step to its end, in the unit of --costs (seconds with --profile)
-  bubble    the share of the makespan in which the device computes nothing
-  peak      the most micro-batches that the device holds at one moment; each of its v stages counts 1/v
-  memory    the most bytes that the device holds at one moment (with --profile; its parameters count
-            with their gradients, without an optimizer's state)
+  bubble    the part of the makespan in which the device computes nothing
+  peak      the most micro-batches that the device holds at a time; each of its v stages counts 1/v
+  memory    the most bytes that the device holds at a time (with --profile; includes parameters and
+            gradients, but no optimizer state)
 
 what --trace writes:
-  the step in Chrome's trace format, in the form that traces of real steps have; open it in
-  https://ui.perfetto.dev. A unit of --costs is shown as 1 ms; with --profile times are seconds, as they are, and
-  the memory that each device is predicted to hold is a counter. With --repeat it is the step of the first seed.
+  the step in Chrome's trace format, like the traces of real steps; open it in https://ui.perfetto.dev.
+  A unit of --costs is shown as 1 ms. With --profile times are the predicted seconds, and each device's
+  predicted memory is a counter. With --repeat it is the step of the first seed.
 
 examples:
   asyncpipe simulate 1f1b --stages 4 --microbatches 8 --costs F=1,I=1,W=1,C=0
@@ -62,14 +73,11 @@ examples:
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add ``simulate`` to the command line."""
-    parser = subparsers.add_parser(
-        "simulate",
-        help="predict the time and memory of a step",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_schedule_arguments(parser)
+    summary = "predict the time and memory of a step"
+    parser = add_command(subparsers, "simulate", summary=summary, description=DESCRIPTION, examples=EPILOG)
+    parser.add_argument("name", metavar="NAME", help=SCHEDULE_HELP)
+    add_stages_argument(parser, required=True)
+    add_step_arguments(parser)
     _add_cost_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument(
@@ -81,9 +89,11 @@ def add_parser(subparsers: Subparsers) -> None:
 def _add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     costs = parser.add_mutually_exclusive_group()
     add_costs_argument(costs)
-    costs.add_argument("--profile", type=Path, metavar="FILE", help="take costs and sizes that 'profile' has measured")
+    costs.add_argument(
+        "--profile", type=Path, metavar="FILE", help="use the costs and sizes in a file of 'asyncpipe profile'"
+    )
     parser.add_argument(
-        "--balance", metavar="3,5,2", help="layers of each stage (default: so that stages take equally long)"
+        "--balance", metavar="3,5,2", help="layers of each stage (default: stages that take equally long)"
     )
     parser.add_argument(
         "--jitter",
@@ -95,29 +105,31 @@ def _add_cost_arguments(parser: argparse.ArgumentParser) -> None:
         "--jitter-per",
         choices=["task", "microbatch"],
         default="task",
-        help="draw a factor for each task (default), or one for each micro-batch, as if their sizes varied",
+        help="draw a factor for each task (default), or for each micro-batch, as if their sizes varied",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which random factors (default: 0)")
-    parser.add_argument("--repeat", type=int, default=1, metavar="K", help="simulate K seeds, from N on; prints means")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random factors (default: 0)")
+    parser.add_argument(
+        "--repeat", type=int, default=1, metavar="K", help="simulate K seeds, starting at N, and print means"
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
-    """What a step costs, in time and, if that was measured, in bytes."""
+class _CostModel:
+    """The costs of a step's tasks in time and, if measured, in bytes."""
 
     costs: Callable[[Task], float]
     label: str
     wiring: Wiring | None = None
     memory: StageMemory | None = None
     overhead: float | None = None
-    """Seconds of a step before its first task and after its last one."""
+    """Seconds of a step outside its tasks: before the first and after the last one."""
     unit: float = 1.0
-    """Seconds that a unit of the costs stands for in a trace."""
+    """Seconds in a trace for each unit of the costs."""
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    model = _model(args)
-    models = _shaken(model.costs, args)
+    model = _cost_model(args)
+    models = _jittered(model.costs, args)
     graph = lowered(args, wiring=model.wiring)
     found = _summary([_run(graph, costs, model.memory) for costs in models])
     if model.overhead is not None:
@@ -138,14 +150,14 @@ def _simulate(args: argparse.Namespace) -> int:
         return 0
     jitter = "" if args.jitter is None else f", jitter {args.jitter:g} per {args.jitter_per}"
     print(f"{headline(graph, args.checkpoint)}, {model.label}{jitter}\n")
-    print(_table(graph, found))
+    print(_device_table(graph, found) + "\n")
     print(_last_line(found))
     if args.trace is not None:
         print(f"trace: {args.trace} (open it in https://ui.perfetto.dev)")
     return 0
 
 
-def _write_trace(record: StepRecord, model: _Model, path: Path) -> None:
+def _write_trace(record: StepRecord, model: _CostModel, path: Path) -> None:
     from asyncpipe.observe.pictures.trace import write_trace
 
     try:
@@ -154,12 +166,12 @@ def _write_trace(record: StepRecord, model: _Model, path: Path) -> None:
         raise OptionError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _model(args: argparse.Namespace) -> _Model:
+def _cost_model(args: argparse.Namespace) -> _CostModel:
     if args.profile is None:
         if args.balance is not None:
-            raise OptionError("--balance says how the layers of a profile are split; give --profile FILE with it")
+            raise OptionError("--balance splits the layers of a profile; give --profile FILE with it")
         costs = parse_costs(args.costs)
-        return _Model(costs, f"costs {spelled(costs)}", unit=TRACE_UNIT)
+        return _CostModel(costs, f"costs {spelled(costs)}", unit=TRACE_UNIT)
     from asyncpipe.core.predict.layer_profile import Profile
 
     profile = Profile.read(args.profile)
@@ -168,7 +180,7 @@ def _model(args: argparse.Namespace) -> _Model:
         balance = even_balance(profile.layer_seconds(args.microbatches, checkpoint), args.stages)
     else:
         balance = _balance(args.balance, args.stages)
-    return _Model(
+    return _CostModel(
         costs=profile.costs(balance, args.microbatches, checkpoint),
         label=f"costs of {args.profile}, balance {','.join(map(str, balance))}",
         wiring=profile.wiring(balance),
@@ -178,7 +190,7 @@ def _model(args: argparse.Namespace) -> _Model:
 
 
 def _balance(text: str, stages: int) -> list[int]:
-    """The layers of each stage in ``3,5,2``."""
+    """Parse ``3,5,2``: the layers of each stage."""
     try:
         balance = [int(count) for count in text.split(",")]
     except ValueError:
@@ -189,20 +201,22 @@ def _balance(text: str, stages: int) -> list[int]:
     return balance
 
 
-def _shaken(costs: Callable[[Task], float], args: argparse.Namespace) -> list[Callable[[Task], float]]:
-    """The cost model of each run."""
+def _jittered(costs: Callable[[Task], float], args: argparse.Namespace) -> list[Callable[[Task], float]]:
+    """The cost model of each simulated run."""
     if args.repeat < 1:
         raise OptionError(f"--repeat must be a positive integer, got {args.repeat}")
     if args.jitter is None:
         if args.repeat > 1:
-            raise OptionError("--repeat gives the same step again and again without chance; give --jitter with it")
+            raise OptionError("--repeat without random factors simulates the same step again; give --jitter with it")
         return [costs]
     per_microbatch = args.jitter_per == "microbatch"
     return [Jitter(costs, args.jitter, args.seed + k, per_microbatch) for k in range(args.repeat)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _Prediction:
+    """The figures of one simulated run."""
+
     makespan: float
     bubble: list[float]
     peak: tuple[float, ...]
@@ -211,10 +225,10 @@ class _Run:
     memory: list[int] | None
 
 
-def _run(graph: TaskGraph, costs: Callable[[Task], float], memory: StageMemory | None) -> _Run:
+def _run(graph: TaskGraph, costs: Callable[[Task], float], memory: StageMemory | None) -> _Prediction:
     record = simulate(graph, costs)
     found = report(record)
-    return _Run(
+    return _Prediction(
         makespan=found.seconds,
         bubble=[max(0.0, 1.0 - busy) if found.seconds else 0.0 for busy in found.device_utilization.values()],
         peak=peak_per_device(found, graph),
@@ -224,8 +238,8 @@ def _run(graph: TaskGraph, costs: Callable[[Task], float], memory: StageMemory |
     )
 
 
-def _summary(runs: Sequence[_Run]) -> dict[str, Any]:
-    """Means of times and shares over the runs, and the highest of their peaks, ready for ``json.dumps``."""
+def _summary(runs: Sequence[_Prediction]) -> dict[str, Any]:
+    """Means of times and shares over the runs, and the maximum of their peaks, ready for ``json.dumps``."""
     bubble = [fmean(shares) for shares in zip(*(run.bubble for run in runs), strict=True)]
     found: dict[str, Any] = {
         "makespan": fmean(run.makespan for run in runs),
@@ -243,20 +257,15 @@ def _summary(runs: Sequence[_Run]) -> dict[str, Any]:
     return found
 
 
-def _table(graph: TaskGraph, found: dict[str, Any]) -> str:
-    """A row a device: its stages and what was found of it."""
-    rows = [["device", "stages", "bubble", "peak", *(["memory"] if "memory" in found else [])]]
+def _device_table(graph: TaskGraph, found: dict[str, Any]) -> str:
+    """A row for each device: its stages and its figures."""
+    head = ["device", "stages", "bubble", "peak", *(["memory"] if "memory" in found else [])]
+    rows = []
     for device, name in enumerate(graph.devices):
         stages = " ".join(str(stage) for stage, at in enumerate(graph.placement) if at == device)
-        row = [name, stages, f"{found['bubble'][device]:.1%}", f"{found['peak'][device]:g}"]
-        rows.append([*row, *([format_bytes(found["memory"][device])] if "memory" in found else [])])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        left, right = zip(row[:2], widths[:2], strict=True), zip(row[2:], widths[2:], strict=True)
-        cells = [*(cell.ljust(width) for cell, width in left), *(cell.rjust(width) for cell, width in right)]
-        lines.append("  ".join(cells) + "\n")
-    return "".join(lines)
+        memory = [format_bytes(found["memory"][device])] if "memory" in found else []
+        rows.append([name, stages, f"{found['bubble'][device]:.1%}", f"{found['peak'][device]:g}", *memory])
+    return table(head, rows, numbers=head[2:])
 
 
 def _last_line(found: dict[str, Any]) -> str:

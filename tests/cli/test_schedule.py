@@ -247,7 +247,7 @@ def test_help_explains_options_and_gives_examples(capsys: Output) -> None:
     assert "examples:\n  asyncpipe schedule show gpipe --stages 3 --microbatches 4" in text
     for option in "virtual devices order checkpoint forward-only costs format output no-color".split():
         assert f"--{option}" in text
-    assert "one of v stages costs" in text
+    assert "each of v stages costs" in text
 
 
 def test_an_interrupt_ends_with_its_status(monkeypatch: pytest.MonkeyPatch) -> None:

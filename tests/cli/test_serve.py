@@ -286,8 +286,8 @@ READERS = [
 def test_it_ends_in_peace_though_nobody_reads(folder, how):
     # Jobs may have printed something that is still on its way.
     code = (
-        "serve.READER_SECONDS = 0.1; told = serve._farewell; sys.stdout.reconfigure(write_through=False); "
-        "serve._farewell = lambda *given: sys.stdout.write('of a job') and told(*given)"
+        "serve.READER_SECONDS = 0.1; told = serve._ending_line; sys.stdout.reconfigure(write_through=False); "
+        "serve._ending_line = lambda *given: sys.stdout.write('of a job') and told(*given)"
     )
     with serve(folder, code=code) as served:
         served.line("^ready")

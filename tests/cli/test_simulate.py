@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncpipe.cli import main
-from asyncpipe.cli.shape import shape_of
+from asyncpipe.cli.step_options import shape_of
 from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, Profile, ProfiledLayer
 from asyncpipe.core.schedules.gpipe import GPipeSchedule
 from asyncpipe.core.schedules.protocol import Shape
@@ -294,8 +294,8 @@ def test_a_profile_of_links_over_stages_is_wired_so(capsys: Output, tmp_path: Pa
         ("gpipe --stages 2 --microbatches 1 --costs B=-1", "--costs must not be negative or infinite, got 'B=-1'"),
         ("gpipe --stages 2 --microbatches 1 --jitter -1", "sigma must be finite and not negative, got -1"),
         ("gpipe --stages 2 --microbatches 1 --repeat 0", "--repeat must be a positive integer, got 0"),
-        ("gpipe --stages 2 --microbatches 1 --repeat 2", "--repeat gives the same step again and again without chance"),
-        ("gpipe --stages 2 --microbatches 1 --balance 1,1", "--balance says how the layers of a profile are split"),
+        ("gpipe --stages 2 --microbatches 1 --repeat 2", "--repeat without random factors simulates the same step"),
+        ("gpipe --stages 2 --microbatches 1 --balance 1,1", "--balance splits the layers of a profile"),
         ("gpipe --stages 2 --microbatches 1 --profile /nowhere/x", "/nowhere/x: cannot be read: No such file"),
     ],
 )

@@ -1,7 +1,6 @@
-"""The options of every command that lowers a schedule: its name, its shape, its order and its recomputation.
+"""Options of the commands that lower a schedule (``schedule show``, ``simulate``), and the graph that they ask for.
 
-``add_schedule_arguments`` puts them on a parser and ``lowered`` reads them; a command with options of its own takes
-the parts. Nothing here imports torch, so that such commands start at once.
+Nothing here imports torch, so that these commands start quickly.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 
 __all__ = [
+    "SCHEDULE_HELP",
     "add_costs_argument",
-    "add_schedule_arguments",
+    "add_stages_argument",
     "add_step_arguments",
     "counted",
     "headline",
@@ -26,32 +26,28 @@ __all__ = [
     "spelled",
 ]
 
+SCHEDULE_HELP = "a schedule: one that 'asyncpipe schedule list' shows, module:Class or csv:FILE"
 
-def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add NAME, --stages, --microbatches, --virtual, --order and --checkpoint; ``lowered`` reads them."""
-    parser.add_argument(
-        "name",
-        metavar="NAME",
-        help="a schedule: one that 'asyncpipe schedule list' shows, module:Class or csv:FILE",
-    )
-    parser.add_argument("--stages", type=int, required=True, metavar="P", help="stages on all devices together")
-    add_step_arguments(parser)
+
+def add_stages_argument(parser: argparse._ActionsContainer, *, required: bool = False) -> None:
+    """Add --stages."""
+    parser.add_argument("--stages", type=int, required=required, metavar="P", help="stages on all devices together")
 
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --microbatches, --virtual, --order and --checkpoint: what a step is like, whatever the schedules."""
+    """Add --microbatches, --virtual, --order and --checkpoint."""
     parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches of the step")
     parser.add_argument(
         "--virtual",
         type=int,
         metavar="V",
-        help="stages per device (default: what the schedule is made for, where that divides the stages, else 1)",
+        help="stages per device (default: the schedule's own number if that divides the stages, else 1)",
     )
     parser.add_argument(
         "--order",
         choices=["strict", "hint"],
         default="strict",
-        help="strict: devices keep the schedule's order (default); hint: it only ranks what is ready",
+        help="strict: devices keep the schedule's order (default); hint: it only ranks ready tasks",
     )
     parser.add_argument(
         "--checkpoint",
@@ -73,10 +69,10 @@ def add_costs_argument(parser: argparse._ActionsContainer) -> None:
 
 
 def lowered(args: argparse.Namespace, *, phase: Phase = Phase.STEP, wiring: Wiring | None = None) -> TaskGraph:
-    """The task graph that the arguments of ``add_schedule_arguments`` ask for.
+    """The task graph of the schedule ``args.name`` with the options of this module.
 
-    Without a ``wiring`` each stage feeds the next one. Raises ``OptionError`` or one of its kinds for a schedule,
-    shape or mode that cannot be.
+    Without a ``wiring`` each stage feeds the next one. Raises an ``OptionError`` for an impossible schedule, shape or
+    mode.
     """
     schedule = find_schedule(args.name, order=args.order)
     shape = shape_of(schedule, args.stages, args.microbatches, args.virtual)
@@ -85,10 +81,10 @@ def lowered(args: argparse.Namespace, *, phase: Phase = Phase.STEP, wiring: Wiri
 
 
 def shape_of(schedule: Schedule, stages: int, microbatches: int, virtual: int | None) -> Shape:
-    """The shape with ``stages`` in all, of which ``virtual`` share a device; the devices follow from the two.
+    """The shape with ``stages`` stages in total, ``virtual`` of them on each device.
 
-    Without ``virtual`` it is the schedule's own where that divides the stages, else 1. Raises ``OptionError`` for
-    one that does not divide them.
+    The default of ``virtual`` is the schedule's own number if that divides the stages, else 1. Raises ``OptionError``
+    if ``virtual`` does not divide them.
     """
     if virtual is None:
         virtual = schedule.virtual if schedule.virtual > 0 and stages % schedule.virtual == 0 else 1
@@ -98,7 +94,7 @@ def shape_of(schedule: Schedule, stages: int, microbatches: int, virtual: int | 
 
 
 def headline(graph: TaskGraph, checkpoint: str) -> str:
-    """What was lowered: ``1f1b: 2 stages on 2 devices, 3 micro-batches, checkpoint never``."""
+    """A line about the graph: ``1f1b: 2 stages on 2 devices, 3 micro-batches, checkpoint never``."""
     shape = graph.shape
     mode = f"checkpoint {checkpoint}" if graph.training else "forward only"
     return (
@@ -108,7 +104,7 @@ def headline(graph: TaskGraph, checkpoint: str) -> str:
 
 
 def spelled(costs: Costs) -> str:
-    """The costs as ``parse_costs`` takes them, with spaces: ``F=1 R=1 B=2 I=1 W=1 C=0``."""
+    """The costs as text: ``F=1 R=1 B=2 I=1 W=1 C=0``."""
     found = {
         "F": costs.forward,
         "R": costs.recompute,
@@ -121,6 +117,6 @@ def spelled(costs: Costs) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """The number with its noun: ``1 stage``, ``2 micro-batches``."""
+    """A number with its noun: ``1 stage``, ``2 micro-batches``."""
     plural = noun + ("es" if noun.endswith("ch") else "s")
     return f"{count} {noun if count == 1 else plural}"
