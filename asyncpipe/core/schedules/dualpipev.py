@@ -1,8 +1,8 @@
 """DualPipeV: half of DualPipe, a forward and a backward side by side (DeepSeek-V3, arXiv 2412.19437).
 
-DualPipe sends micro-batches through the pipe from both ends and keeps two copies of the model. Its upper half alone is
-a V: what would come from the other end is what comes back up. A device's two stages then give it, nearly all the
-time, a forward of one leg and a backward of the other to run at the same time::
+DualPipe feeds micro-batches into the pipe from both ends and keeps two copies of the model. DualPipeV keeps one half of
+the devices and one copy, with stages placed in a V: the second leg of the V replaces the feed from the other end. Most
+of the time a device has a forward of one leg and a backward of the other to run together::
 
     fill     F-down ... | F-down F-up ... | I-up W-up F-up ...
     steady   F-down+B-up  F-up+B-down ...
@@ -24,12 +24,12 @@ __all__ = ["DualPipeV"]
 class DualPipeV(VShaped):
     """Each device runs a forward of one leg of the V beside a backward of the other (DeepSeek-V3, arXiv 2412.19437).
 
-    Pairs of F and B are ``Overlap`` entries; B is whole where nothing waits for its first half, I and W are at the
-    ends. Needs m >= 2p, as many micro-batches as stages: with fewer, the pipe is never full enough to pair.
+    Pairs of F and B are ``Overlap`` entries. Backwards are split into I and W at the beginning and the end of the step
+    only. Needs m >= 2p micro-batches: with fewer, the pipe is never full enough to pair.
 
     At t_F = t_I = t_W the bubble is p-1 stage times, that of ``zbv``. DeepSeek's closed form, (p-1)(F&B + B - 3W) with
-    p devices, gives 2(p-1): a fused pair hands on both results at its end. Here a pair runs one after the other and
-    hands on that of F before B begins. Peak p + 1/2 micro-batches on every device, from F to W or B.
+    p devices, gives 2(p-1), because a fused pair releases both results at its end. Here F of a pair runs first and
+    releases its result before B begins. Peak p + 1/2 micro-batches on every device, from F to W or B.
     """
 
     name = "dualpipev"
@@ -44,20 +44,21 @@ class DualPipeV(VShaped):
 
     def order(self, device: int, shape: Shape) -> Iterator[Action | Overlap]:
         p, r, m = shape.devices, device, shape.microbatches
-        line = _NextActions(r, 2 * p - 1 - r)
-        yield from _fill(line, p, r)
+        actions = _NextActions(r, 2 * p - 1 - r)
+        yield from _fill(actions, p, r)
         for i in range(m - 2 * p + r + 1):
             if i == 0 and r == p - 1:
-                # The last device's first backward comes at once after its forward, and nothing waits for F here.
-                yield from (line.forward(line.down), line.backward(line.up))
+                # The last device runs its first backward directly after the forward that it depends on, so not as a
+                # pair.
+                yield from (actions.forward(actions.down), actions.backward(actions.up))
             else:
-                yield line.overlap(line.down, line.up)
-            yield line.overlap(line.up, line.down)
-        yield from _drain(line, p, r)
+                yield actions.overlap(actions.down, actions.up)
+            yield actions.overlap(actions.up, actions.down)
+        yield from _drain(actions, p, r)
 
 
 class _NextActions:
-    """Counts the micro-batches of a device's two stages; each method makes the next action."""
+    """Counts the micro-batches of a device's two stages; each method returns the next action of a kind."""
 
     def __init__(self, down: int, up: int) -> None:
         self.down, self.up = down, up
@@ -74,14 +75,14 @@ class _NextActions:
         return B(self._backwards[stage] - 1, stage)
 
     def input_gradient(self, stage: int) -> Action:
-        """I of the next micro-batch; its W joins those that wait."""
+        """I of the next micro-batch; its W is queued for ``weight_gradients``."""
         microbatch = self._backwards[stage]
         self._backwards[stage] += 1
         self._weights.append(W(microbatch, stage))
         return I(microbatch, stage)
 
     def weight_gradients(self, count: int) -> list[Action]:
-        """The oldest W that wait, at most ``count``."""
+        """The oldest queued W, at most ``count``."""
         taken, self._weights = self._weights[:count], self._weights[count:]
         return taken
 
@@ -89,26 +90,26 @@ class _NextActions:
         return Overlap(self.forward(forward), self.backward(backward))
 
 
-def _fill(line: _NextActions, p: int, r: int) -> Iterator[Action]:
-    """Forwards down, then both ways, then I-up W-up F-up until the pipe is full."""
-    yield from (line.forward(line.down) for _ in range(2 * (p - r - 1)))
+def _fill(actions: _NextActions, p: int, r: int) -> Iterator[Action]:
+    """Forwards on the down leg, then on both legs, then I-up W-up F-up until the pipe is full."""
+    yield from (actions.forward(actions.down) for _ in range(2 * (p - r - 1)))
     for _ in range(r + 1):
-        yield from (line.forward(line.down), line.forward(line.up))
+        yield from (actions.forward(actions.down), actions.forward(actions.up))
     for _ in range(p - r - 1):
-        yield line.input_gradient(line.up)
-        yield from line.weight_gradients(1)
-        yield line.forward(line.up)
+        yield actions.input_gradient(actions.up)
+        yield from actions.weight_gradients(1)
+        yield actions.forward(actions.up)
 
 
-def _drain(line: _NextActions, p: int, r: int) -> Iterator[Action | Overlap]:
-    """The last forwards up, then backwards; those of the second half split, with W where the device would idle."""
+def _drain(actions: _NextActions, p: int, r: int) -> Iterator[Action | Overlap]:
+    """The last forwards of the up leg, then backwards; the later ones are split, with W where the device would idle."""
     for _ in range(p - r - 1):
-        yield line.backward(line.up)
-        yield line.overlap(line.up, line.down)
+        yield actions.backward(actions.up)
+        yield actions.overlap(actions.up, actions.down)
     for i in range(2 * (r + 1)):
-        backward = line.backward if i <= r else line.input_gradient
-        yield backward(line.down if i % 2 else line.up)
+        backward = actions.backward if i <= r else actions.input_gradient
+        yield backward(actions.down if i % 2 else actions.up)
     for _ in range(p - r - 1):
-        yield from line.weight_gradients(1)
-        yield line.input_gradient(line.down)
-    yield from line.weight_gradients(r + 1)
+        yield from actions.weight_gradients(1)
+        yield actions.input_gradient(actions.down)
+    yield from actions.weight_gradients(r + 1)

@@ -1,8 +1,8 @@
-"""Several virtual stages a device, placed in a loop: device r holds the stages r, r + p, r + 2p …
+"""Several virtual stages on each device, placed in a loop: device r has the stages r, r + p, r + 2p …
 
-Each device's part of the model is cut in v, so filling the pipe takes 1/v of the time, for v times as many copies.
-The schedules differ in what a device does next: another micro-batch, or another virtual stage. The forwards of
-device 0 (micro-batch.stage), p = 2, v = 2, m = 4::
+Each device's part of the model is cut into v stages, so filling the pipe takes 1/v of the time and there are v times
+as many copies. The schedules differ in what a device runs next: another micro-batch or another virtual stage. The
+forwards of device 0 (micro-batch.stage), p = 2, v = 2, m = 4::
 
     interleaved   0.0 1.0 0.2 1.2 2.0 3.0 2.2 3.2   rounds of p micro-batches, backwards in between
     looped-bfs    0.0 1.0 2.0 3.0 0.2 1.2 2.2 3.2   all micro-batches before the next virtual stage
@@ -18,7 +18,7 @@ __all__ = ["Interleaved", "LoopSchedule", "LoopedBreadthFirst", "rounds"]
 
 
 class LoopSchedule(OrderedSchedule):
-    """What schedules with several virtual stages a device share: two by default, and as many on each device."""
+    """Base of schedules with several virtual stages on each device: two by default, the same number everywhere."""
 
     virtual = 2
 
@@ -29,11 +29,10 @@ class LoopSchedule(OrderedSchedule):
 class Interleaved(LoopSchedule):
     """1F1B over v virtual stages a device (Narayanan et al. 2021, arXiv 2104.04473).
 
-    Micro-batches go through in rounds of p: a device runs one round at its first virtual stage, the same
-    round at its second, and so on. Bubble (p-1)(t_F + t_B)/v where p divides m, with t_F and t_B the times
-    of all v virtual stages of a device; p + (p-1)/v micro-batches in flight on device 0. Where p does not
-    divide m, the order is that of the next multiple with the surplus micro-batches left out: leaving tasks
-    out cannot make a deadlock, and costs a little more bubble.
+    Micro-batches run in rounds of p: a device runs one round at its first virtual stage, the same round at its second,
+    and so on. Bubble (p-1)(t_F + t_B)/v where p divides m, with t_F and t_B the times of all v virtual stages of a
+    device; p + (p-1)/v micro-batches in flight on device 0. For other m the order is that of the next multiple of p
+    without the surplus micro-batches; that cannot deadlock and has a little more bubble.
     """
 
     name = "interleaved"
@@ -45,12 +44,12 @@ class Interleaved(LoopSchedule):
 class LoopedBreadthFirst(LoopSchedule):
     """All micro-batches at a device's first virtual stage, then all at its second … (Lamy-Poirier, arXiv 2211.05953).
 
-    The backwards are the mirror image: the last virtual stage and the last micro-batch first. Bubble
+    The backwards run in the reverse order: the last virtual stage and the last micro-batch first. Bubble
     (p-1)(t_F + t_B)/v where m is at least p, with t_F and t_B the times of all v virtual stages of a device. With
-    fewer micro-batches than devices a device waits for the first one to come round the loop, and each of the p - m
-    missing ones costs (v-1)/v of its t_F + t_B more. m micro-batches in flight on every device, as with GPipe; what
-    it gains over ``interleaved`` is one long run of each virtual stage, so that its weights are fetched, and its
-    gradients reduced, once a step. Any m, any v.
+    m < p, a device waits for the first micro-batch to return to it, and each of the p - m missing ones costs (v-1)/v
+    of t_F + t_B more. m micro-batches in flight on every device, as with GPipe. Its advantage over ``interleaved``: all
+    micro-batches of a virtual stage run without a break, so its weights are fetched and its gradients reduced once a
+    step. Any m, any v.
     """
 
     name = "looped-bfs"
@@ -76,7 +75,7 @@ def _padded_order(device: int, shape: Shape) -> Iterator[Action]:
 def rounds(device: int, shape: Shape, virtual_stages: range) -> Iterator[tuple[int, int]]:
     """(micro-batch, stage) pairs of ``device``: rounds of p micro-batches, each through all ``virtual_stages``.
 
-    The last round is full, so where p does not divide m some of the micro-batches are not there.
+    The last round is full: if p does not divide m, it has micro-batches that do not exist, for the caller to drop.
     """
     p = shape.devices
     for start in range(0, shape.microbatches, p):

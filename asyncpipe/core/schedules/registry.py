@@ -1,4 +1,4 @@
-"""How a schedule is found: by name, by entry point, as ``module:Class``, in a CSV file, or as an object.
+"""Find a schedule by name, by entry point, as ``module:Class``, in a CSV file, or as an object.
 
 A name may have options: ``eager-1f1b(cap=5)`` is ``EagerOneFOneB(cap=5)``.
 """
@@ -36,24 +36,24 @@ BUILT_IN = {
 
 
 def known_schedules() -> list[str]:
-    """Names that ``find_schedule`` understands: the built-in ones and those of installed plug-ins."""
+    """The names of the built-in schedules and of those of installed packages."""
     return sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def could_be_schedule(name: str) -> bool:
-    """Whether ``name`` is known, or names a module or a file: all that can be said without importing or reading it."""
+    """Whether ``name`` is known or has the form of ``module:Class`` or ``csv:FILE``; nothing is imported or read."""
     bare = re.sub(r"\(.*\)$", "", name)
     return bare in known_schedules() or re.fullmatch(r"csv:.+|[A-Za-z_][\w.]*:[A-Za-z_]\w*", bare) is not None
 
 
 def find_schedule(schedule: str | Schedule, *, order: str = "strict") -> Schedule:
-    """The schedule of this name, or the instance itself; with ``order="hint"`` its order only ranks what is ready.
+    """The schedule of this name, or the instance itself; with ``order="hint"``, as a ``HintedSchedule``.
 
-    A name is a built-in schedule's, that of an entry point of the group ``asyncpipe.schedules`` (built-in names
-    win), ``module:Class`` or ``csv:FILE``; all but the last may have options, integers, as in ``name(cap=5)``.
+    A name is that of a built-in schedule, an entry point of the group ``asyncpipe.schedules`` (built-in names win),
+    ``module:Class`` or ``csv:FILE``. All but the last may have integer options, as in ``name(cap=5)``.
 
-    Raises ``UnknownScheduleError`` with the known names, ``ScheduleError`` for a plug-in that cannot be loaded or is
-    no ``Schedule``, ``OptionError`` for another ``order``.
+    Raises ``UnknownScheduleError`` with the known names, ``ScheduleError`` if a plug-in cannot be loaded or is not a
+    ``Schedule``, and ``OptionError`` for any other ``order``.
     """
     if order not in ("strict", "hint"):
         raise OptionError(f"order must be 'strict' or 'hint', got {order!r}")
@@ -88,7 +88,7 @@ def _options(name: str, text: str) -> dict[str, int]:
 
 
 def _made(name: str, factory: object, options: dict[str, int]) -> Schedule:
-    """What ``factory``, a class, a function or a schedule, gives."""
+    """The schedule that ``factory`` is, or returns when it is called with ``options``."""
     if isinstance(factory, Schedule):
         return factory
     try:

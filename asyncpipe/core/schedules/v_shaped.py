@@ -1,18 +1,18 @@
-"""The V family: each device has a stage on the way down and one on the way up, and splits its backwards.
+"""The V family: each device has one stage on the way down and one on the way up, and backwards are split.
 
-The stages lie as a V over the devices, so the device that starts a micro-batch also ends it::
+The stages are placed as a V over the devices, so the device that starts a micro-batch also ends it::
 
-    device 0   stage 0   stage 7    A micro-batch is held long at stage 0 and shortly at stage 7, and as long at 3
-    device 1   stage 1   stage 6    as at 4: every device holds about the same, where 1F1B holds p on the first
-    device 2   stage 2   stage 5    device and 1 on the last. How fast micro-batches travel along the V decides how
-    device 3   stage 3   stage 4    long they are held, and with that how much memory a schedule takes.
+    device 0   stage 0   stage 7    A micro-batch is held for a long time at stage 0 and a short one at stage 7, and
+    device 1   stage 1   stage 6    for about the same time at 3 and 4. So every device holds about the same memory,
+    device 2   stage 2   stage 5    where 1F1B holds p micro-batches on the first device and 1 on the last. The faster
+    device 3   stage 3   stage 4    micro-batches travel along the V, the less memory a schedule takes.
 
-Zero bubble (Qi et al. 2023, arXiv 2401.10241) has ``zbv``; controllable memory (Qi et al. 2024, arXiv 2405.15362)
-has ``v-half`` and ``v-min``. All serve any number p of devices and any number m of micro-batches.
+``zbv`` is from the zero-bubble paper (Qi et al. 2023, arXiv 2401.10241), ``v-half`` and ``v-min`` are from the paper
+on controllable memory (Qi et al. 2024, arXiv 2405.15362). All support any number p of devices and m of micro-batches.
 
-Figures below are in the time of F, I or W of one stage, all three the same, so a device has 6m to do. The bubble is
-counted from the start of the step. A micro-batch is held at a stage from F to W, and counts 1/2 there; from F to I
-the peaks are the same, since W never waits while memory is short.
+Figures below are in the time of F, I or W of one stage, taken as equal, so each device has 6m to do. The bubble is
+counted from the start of the step. A micro-batch is held at a stage from F to W and counts 1/2 there; counted from F to
+I the peaks are the same, since W is never deferred while memory is short.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _F, _I, _W = (TaskKind.FORWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIEN
 
 
 class VShaped(OrderedSchedule):
-    """What schedules on a V share: where stages are placed, and two of them on each device."""
+    """Base of the schedules whose stages are placed in a V, two on each device."""
 
     virtual = 2
 
@@ -51,17 +51,17 @@ class VShaped(OrderedSchedule):
 class ZeroBubbleV(VShaped):
     """ZB-V of arXiv 2401.10241, section 6: no device idles between its first task and its last.
 
-    Bubble max(p-1, 4p-2-2m). So from m = (3p-1)/2 on it is p-1, the fill of the last device, which is (p-1)t_F/2
-    with the t_F of a device's two stages; 1F1B has 6(p-1). With fewer micro-batches the pipe does not fill, and each
-    missing one costs 2. Peak min(m, p) micro-batches on a device, as 1F1B on its first. Where t_F, t_I and t_W
-    differ, devices idle inside, too.
+    Bubble max(p-1, 4p-2-2m). From m = (3p-1)/2 on it is p-1, the time until the last device starts, which is
+    (p-1)t_F/2 with the t_F of a device's two stages; 1F1B has 6(p-1). With fewer micro-batches the pipe does not fill,
+    and each missing one costs 2. Peak min(m, p) micro-batches on a device, as 1F1B on its first. If t_F, t_I and t_W
+    differ, devices also idle in between.
     """
 
     name = "zbv"
 
     def order(self, device: int, shape: Shape) -> Iterator[Action]:
         full = _zero_bubble(device, shape.devices, max(shape.microbatches, 2 * shape.devices - 1))
-        # Leaving out whole micro-batches cannot make a deadlock: the others never wait for them.
+        # Leaving out whole micro-batches cannot deadlock, because no other micro-batch depends on them.
         return (action for action in full if action.microbatch < shape.microbatches)
 
 
@@ -94,24 +94,25 @@ def _zero_bubble(r: int, p: int, m: int) -> Iterator[Action]:
 
 
 class _Block(NamedTuple):
-    """How the first micro-batch travels along the V; the next ones follow every 6 units, a device's work for one."""
+    """The times of the first micro-batch along the V; each next one starts 6 units later, a device's work for one."""
 
     down: int
-    """From a stage to the next on the way down, forward and backward alike."""
+    """Units from a stage to the next on the way down, for forwards and backwards."""
     up: int
     """The same on the way up."""
     turn: int
-    """Idle between the last forward and the first backward."""
+    """Idle units between the last forward and the first backward."""
     bottom: int
-    """Idle at the bottom of the V, on the way back only."""
+    """Idle units at the bottom of the V, for backwards only."""
 
 
 class _Repeated(VShaped):
-    """A schedule made from a building block: repeat it, put W where a device idles, then pull forward what can be."""
+    """Base of schedules that repeat a building block, put W where a device idles, and then run actions earlier if
+    they are ready."""
 
     @abstractmethod
     def block(self, devices: int) -> _Block:
-        """The building block for this many devices."""
+        """The building block for ``devices`` devices."""
 
     def order(self, device: int, shape: Shape) -> Iterable[Action]:
         return _pulled(self.block(shape.devices), shape)[device]
@@ -120,11 +121,11 @@ class _Repeated(VShaped):
 class VHalf(_Repeated):
     """V-Half of arXiv 2405.15362: half the memory of 1F1B, and half its bubble.
 
-    Peak min(m, (p+2)//2) micro-batches on a device, the paper's number. The paper has a bubble of about 3p; here it is
-    less, from m = p on and for any m: 3p-4 for odd p from 3 on, 3p-7 for even p from 4 to 12 and 3p-5 above, and
-    p-1 for 1 and 2. 1F1B has 6(p-1). With fewer micro-batches at most 4p-5, what a single one costs. The way of a
-    micro-batch along the V is the paper's; what is pulled forward differs. Where times differ the bubble is longer,
-    but does not grow with m as long as t_W + 2t_I >= 2t_F and t_W + 2t_F >= 2t_I.
+    Peak min(m, (p+2)//2) micro-batches on a device, as in the paper. The paper's bubble is about 3p. Here it is less
+    for every m >= p: 3p-4 for odd p from 3 on, 3p-7 for even p from 4 to 12 and 3p-5 above, and p-1 for 1 and 2; 1F1B
+    has 6(p-1). For m < p it is at most 4p-5, that of a single micro-batch. The building block is the paper's; which
+    actions run earlier differs. If times differ, the bubble is longer, but does not grow with m as long as
+    t_W + 2t_I >= 2t_F and t_W + 2t_F >= 2t_I.
     """
 
     name = "v-half"
@@ -136,10 +137,10 @@ class VHalf(_Repeated):
 class VMin(_Repeated):
     """V-Min of arXiv 2405.15362: a third of the memory of 1F1B, and two thirds of its bubble.
 
-    Peak min(m, (p+4)//3) micro-batches on a device, the paper's number. The paper has a bubble of about 4p; here it is
-    less, from m = p on and for any m: 4p-7, or 4p-5 where p mod 3 is 1 and the cap leaves no slack, and 0 for one
-    device. 1F1B has 6(p-1). With fewer micro-batches at most 4p-5, what a single one costs. It has no
-    slack: where t_F or t_I is longer than the rest, its bubble grows with m and soon exceeds that of 1F1B.
+    Peak min(m, (p+4)//3) micro-batches on a device, as in the paper. The paper's bubble is about 4p. Here it is less
+    for every m >= p: 4p-7, or 4p-5 where p mod 3 is 1 and the cap leaves no slack, and 0 for one device; 1F1B has
+    6(p-1). For m < p it is at most 4p-5, that of a single micro-batch. There is no slack: if t_F or t_I is longer
+    than the others, the bubble grows with m and soon exceeds that of 1F1B.
     """
 
     name = "v-min"
@@ -181,22 +182,22 @@ def _pattern(block: _Block, shape: Shape, r: int) -> list[Action]:
 def _pulled(block: _Block, shape: Shape) -> tuple[tuple[Action, ...], ...]:
     """The order of each device, from list scheduling on units of time.
 
-    In each unit a device runs the first action of its pattern that is ready, a W only if there is no other. No F is
-    pulled forward where a stage would come to hold more than in the pattern, or a device more than any does in
-    it. That cannot make a deadlock: of what is left, the action that is first in the pattern's time is ready and
-    next on its device.
+    In each unit a device runs the first action of its pattern that is ready, a W only if there is no other. An F runs
+    earlier only if its stage then holds no more micro-batches than in the pattern, and its device no more than any
+    device does in the pattern. This cannot deadlock: of all remaining actions, the one that is earliest in the pattern
+    is ready and next on its device.
     """
-    lines = [_DeviceScheduler(_pattern(block, shape, device)) for device in range(shape.devices)]
-    cap = max(line.cap for line in lines)
+    devices = [_DeviceScheduler(_pattern(block, shape, device)) for device in range(shape.devices)]
+    cap = max(device.cap for device in devices)
     done: Counter[tuple[TaskKind, int]] = Counter()
-    while any(line.pending for line in lines):
-        picked = [line.take(done, cap, shape.stages - 1) for line in lines]
+    while any(device.pending for device in devices):
+        picked = [device.take(done, cap, shape.stages - 1) for device in devices]
         done.update((action.kind, action.stage) for action in picked if action is not None)
-    return tuple(tuple(line.order) for line in lines)
+    return tuple(tuple(device.order) for device in devices)
 
 
 class _DeviceScheduler:
-    """One device while its order is made."""
+    """List scheduling of one device: ``pending`` actions of its pattern move into ``order``."""
 
     def __init__(self, pattern: list[Action]) -> None:
         self.pending = pattern
@@ -205,7 +206,7 @@ class _DeviceScheduler:
         self._held: Counter[int] = Counter()
 
     def take(self, done: Counter[tuple[TaskKind, int]], cap: int, last: int) -> Action | None:
-        """The next action, moved from pending to the order; ``done`` counts what ended before now."""
+        """The action of this unit of time, if any is ready; ``done`` counts the actions that ended before."""
         position = self._position(done, cap, last)
         if position is None:
             return None
@@ -220,7 +221,7 @@ class _DeviceScheduler:
         seen: set[tuple[TaskKind, int]] = set()
         for position, action in enumerate(self.pending):
             kind, _, stage = action
-            # Micro-batches are in their order: what holds back one holds back the next.
+            # Micro-batches are in order, so if one is not ready, later ones of the same kind and stage are not.
             if (kind, stage) not in seen and _is_ready(action, done, last):
                 if kind is _I or (kind is _F and most < cap and self._held[stage] < self._caps[stage]):
                     return position
@@ -235,7 +236,7 @@ class _DeviceScheduler:
 
 
 def _is_ready(action: Action, done: Counter[tuple[TaskKind, int]], last: int) -> bool:
-    """Whether all that ``action`` needs is done."""
+    """Whether everything that ``action`` depends on is done."""
     kind, i, stage = action
     if kind is _F:
         return stage == 0 or done[_F, stage - 1] > i
@@ -245,7 +246,7 @@ def _is_ready(action: Action, done: Counter[tuple[TaskKind, int]], last: int) ->
 
 
 def _most_held(order: Iterable[Action]) -> tuple[int, Counter[int]]:
-    """The most micro-batches that a device holds, counted once a stage, and the most at each of its stages."""
+    """The most micro-batches that a device holds, summed over its stages, and the most at each stage."""
     most, held, by_stage = 0, Counter[int](), Counter[int]()
     for kind, _, stage in order:
         held[stage] += (kind is _F) - (kind is _W)
