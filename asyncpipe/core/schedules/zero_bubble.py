@@ -13,8 +13,8 @@ micro-batches, because W, not I, drops what the forward kept. The three schedule
 ahead and in how many micro-batches a device may hold.
 
 **The bubble** in the paper is (p-1)(t_F + t_I - k t_W), where k is 1, and 2 for ZB-H2. It is the idle time of a device
-between its own first and last action, and holds while t_W is at most t_F and t_I. A whole step ends with a barrier; with
-enough micro-batches its bubble is, for any times, (p-1) times the largest of
+between its own first and last action, and holds while t_W is at most t_F and t_I. A whole step ends with a barrier. Its
+bubble is, for any times and with enough micro-batches, (p-1) times the largest of
 
 - t_F + t_I - k t_W, as in the paper;
 - t_F: the last device waits that long for its first input, and its whole work comes after;
