@@ -181,13 +181,13 @@ def _text(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:
 def _html(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:
     from asyncpipe.observe.pictures.html import ComparedStep, html_comparison
 
-    entries = []
+    steps = []
     for shown in several:
         name = shown.graph.schedule
         detail = shown.title.removeprefix(f"{name}: ")
-        entries.append(ComparedStep(name, simulate(shown.graph, shown.costs), virtual=True, detail=detail))
-    title = entries[0].title if len(entries) == 1 else f"{len(entries)} schedules at the same costs"
-    return html_comparison(entries, title=f"{title}, {counted(args.microbatches, 'micro-batch')}")
+        steps.append(ComparedStep(name, simulate(shown.graph, shown.costs), virtual=True, detail=detail))
+    title = steps[0].title if len(steps) == 1 else f"{len(steps)} schedules at the same costs"
+    return html_comparison(steps, title=f"{title}, {counted(args.microbatches, 'micro-batch')}")
 
 
 def _svg(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:

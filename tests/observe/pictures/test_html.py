@@ -20,7 +20,6 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.pictures.html import ComparedStep, html_comparison
-from asyncpipe.observe.pictures.page import SCRIPT, STYLE
 
 VOID = {"meta", "input"}
 
@@ -95,7 +94,7 @@ def simulated(
     return simulate(lower(find_schedule(name), shape, phase=phase), costs)
 
 
-def entries() -> list[ComparedStep]:
+def compared() -> list[ComparedStep]:
     halved = Costs(0.5, input_gradient=0.5, weight_gradient=0.5)
     return [
         ComparedStep("gpipe", simulated(), virtual=True),
@@ -105,7 +104,7 @@ def entries() -> list[ComparedStep]:
 
 
 def test_a_page_is_valid_and_every_id_unique() -> None:
-    text = html_comparison(entries())
+    text = html_comparison(compared())
     page = Page(text)
     assert text.startswith("<!DOCTYPE html>\n<html lang=")
     assert max(Counter(page.ids).values()) == 1
@@ -116,7 +115,7 @@ def test_a_page_is_valid_and_every_id_unique() -> None:
 
 
 def test_a_page_asks_for_nothing_outside_it() -> None:
-    text = html_comparison(entries())
+    text = html_comparison(compared())
     assert [value for _, name, value in Page(text).attributes if name == "src"] == []
     assert set(re.findall(r"\w+://[^\"'\s]*", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"@import|fetch\(|import\(", text)
@@ -124,20 +123,22 @@ def test_a_page_asks_for_nothing_outside_it() -> None:
 
 
 def test_style_and_script_find_what_they_look_for() -> None:
-    page = Page(html_comparison(entries()))
-    for name in re.findall(r"getElementById\('(\w+)'\)", SCRIPT):
+    text = html_comparison(compared())
+    page = Page(text)
+    [style], [script] = (re.findall(rf"<{tag}>(.*)</{tag}>", text, re.DOTALL) for tag in ("style", "script"))
+    for name in re.findall(r"getElementById\('(\w+)'\)", script):
         assert name in page.ids
     scripted = {"ready"}
-    for name in re.findall(r"[\s,}]\.([a-z]+)[ :]", STYLE):
+    for name in re.findall(r"[\s,}]\.([a-z]+)[ :]", style):
         assert name in page.classes | scripted, name
-    for name in re.findall(r"'(?:\w+)?\.(\w+)", SCRIPT):
+    for name in re.findall(r"'(?:\w+)?\.(\w+)", script):
         assert name in page.classes, name
     data = {name for _, name, _ in page.attributes}
-    assert {f"data-{name}" for name in re.findall(r"dataset\.(\w+)", SCRIPT)} - {"data-story"} <= data
+    assert {f"data-{name}" for name in re.findall(r"dataset\.(\w+)", script)} - {"data-story"} <= data
 
 
 def test_the_table_has_the_figures_of_every_step() -> None:
-    page = Page(html_comparison(entries()))
+    page = Page(html_comparison(compared()))
     assert page.table == [
         ["step", "makespan", "of the shortest", "bubble", "peak in flight"],
         ["gpipe", "12", "104.3%", "25.0%|on each device", "3|on each device"],
@@ -169,7 +170,7 @@ def test_memory_has_a_column_where_it_is_known() -> None:
 
 
 def test_timelines_share_one_scale() -> None:
-    page = Page(html_comparison(entries()))
+    page = Page(html_comparison(compared()))
     lefts, widths = zip(*page.lanes, strict=True)
     assert len(set(lefts)) == 1
     shown = [float(width) for width in widths[::2]]
@@ -177,9 +178,9 @@ def test_timelines_share_one_scale() -> None:
 
 
 def test_every_task_tells_its_story_and_its_microbatch() -> None:
-    given = entries()
+    given = compared()
     page = Page(html_comparison(given))
-    ran = [time.task for entry in given for time in report(entry.record).tasks if time.seconds > 0]
+    ran = [time.task for step in given for time in report(step.record).tasks if time.seconds > 0]
     assert sorted(story.partition(":")[0] for story in page.stories) == sorted(task.id for task in ran)
     marked = Counter(value for _, name, value in page.attributes if name == "data-m")
     assert marked == Counter(str(task.microbatch) for task in ran)
@@ -187,10 +188,10 @@ def test_every_task_tells_its_story_and_its_microbatch() -> None:
 
 
 def test_the_legend_names_the_kinds_that_ran() -> None:
-    legend = re.findall(r'--kind:(#\w+)">(\w)', html_comparison(entries()))
+    legend = re.findall(r'--kind:(#\w+)">(\w)', html_comparison(compared()))
     assert legend == [(kind.colour, kind.value) for kind in TaskKind if kind.value in "FBC"]
-    assert "paler:" in html_comparison(entries())
-    assert "paler:" not in html_comparison(entries()[:2])
+    assert "paler:" in html_comparison(compared())
+    assert "paler:" not in html_comparison(compared()[:2])
 
 
 def test_arrows_are_in_all_pictures_or_in_none() -> None:
@@ -232,7 +233,7 @@ def test_a_step_without_time_has_a_page() -> None:
         ([ComparedStep("a", simulated(), True, memory=[1])], "one number for each of 2 devices, got 1 in 'a'"),
     ],
 )
-def test_entries_that_cannot_be_compared_are_refused(wrong: list[ComparedStep], message: str) -> None:
+def test_steps_that_cannot_be_compared_are_refused(wrong: list[ComparedStep], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         html_comparison(wrong)
 

@@ -1,58 +1,13 @@
-"""The style and the script of a page that compares steps; they ask for nothing from outside the page.
-
-Without the script the page is whole: browsers show a task's ``<title>`` when it is hovered over. The script shows it
-at once, fades all other micro-batches, sorts the table, and zooms. Zooming stretches time alone: of every shape the
-horizontal coordinates are scaled, and labels come and go as they fit.
-"""
-
-from __future__ import annotations
-
-__all__ = ["SCRIPT", "STYLE"]
-
-STYLE = """
-:root { color-scheme: light dark;
-  --page: #ffffff; --text: #1f2328; --faint: #6e7781; --line: #d0d7de; --card: #f6f8fa; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #0d1117; --text: #e6edf3; --faint: #9198a1; --line: #30363d; --card: #151b23; }
-}
-body { margin: 0 auto; padding: 1.5rem; max-width: 110rem; background: var(--page); color: var(--text);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.4rem; margin: 0 0 1rem; }
-h2 { font-size: 1.05rem; margin: 0; }
-.detail { color: var(--faint); margin: 0 0 .4rem; font-size: .87rem; }
-.table { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .87rem; }
-th, td { padding: .3rem .8rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; }
-th { vertical-align: bottom; }
-th button { all: unset; cursor: pointer; }
-th button:focus-visible { outline: 2px solid var(--faint); }
-th[aria-sort=ascending] button::after { content: " \\2191"; }
-th[aria-sort=descending] button::after { content: " \\2193"; }
-td a { color: inherit; }
-td small { display: block; color: var(--faint); font-size: .78rem; }
-.bar { position: sticky; top: 0; z-index: 1; display: flex; flex-wrap: wrap; gap: .4rem 1.2rem; align-items: center;
-  margin: 1.2rem -1.5rem; padding: .5rem 1.5rem; background: var(--card); border-block: 1px solid var(--line);
-  font-size: .87rem; }
-.kind::before { content: ""; display: inline-block; width: .8em; height: .8em; margin-right: .4em;
-  border-radius: 2px; background: var(--kind); }
-.zoom { margin-left: auto; display: none; align-items: center; gap: .5rem; }
-.ready .zoom { display: flex; }
-section { margin: 0 0 1.4rem; scroll-margin-top: 4rem; }
-.scroll { overflow-x: auto; }
-.scroll svg { display: block; }
-#tip { position: fixed; z-index: 2; pointer-events: none; white-space: pre-line; padding: .3rem .6rem;
-  border-radius: 4px; background: var(--text); color: var(--page); font-size: .8rem; max-width: 26rem; }
-"""
-
-SCRIPT = r"""
 'use strict';
+// The script of a page that compares steps. Without it the page is complete: browsers show a task's <title> when the
+// pointer rests on it. The script shows it at once, fades all other micro-batches, sorts the table, and zooms. Zooming
+// stretches only the time axis: it scales the horizontal coordinates, and shows the labels that fit.
 const $ = (selector, within) => [...(within || document).querySelectorAll(selector)];
 const pictures = $('.scroll svg'), tip = document.getElementById('tip'), zoom = document.getElementById('zoom');
 const focus = document.head.appendChild(document.createElement('style'));
 document.body.classList.add('ready');
 
-// Zoom: keep every horizontal coordinate as drawn, and set it anew for each factor.
+// Zoom: remember every horizontal coordinate as drawn, and scale it by each new factor.
 const LABEL = /^(\w)\((?:(\d+),)?(\d+)\)/, WIDTH = 7;
 const parts = pictures.map(svg => ({
   svg, left: +svg.dataset.left, width: +svg.dataset.width, height: svg.viewBox.baseVal.height,
@@ -66,7 +21,7 @@ const parts = pictures.map(svg => ({
   }),
 }));
 
-// Taken out of the title, which the browser would show as well, a second later.
+// The text of the task's title, which is removed: the browser would show it a second time.
 function story(g) {
   const title = g.querySelector('title');
   if (title) { g.dataset.story = title.textContent; title.remove(); }
@@ -90,7 +45,7 @@ function stretch(part, factor) {
   for (const [e, width] of part.lanes) e.setAttribute('width', width * factor);
   for (const [e, x] of part.axis) e.setAttribute('x', at(x));
   for (const [e, d] of part.paths) {
-    // M, C and H are absolute: x, y, x, y ...; in the v of a tick no x comes any more.
+    // The numbers after M, C and H are x, y, x, y …, in absolute coordinates; those after a tick's v are only y.
     let vertical = false;
     e.setAttribute('d', d.map((piece, k) => {
       if (k % 2 === 0) { vertical ||= piece.includes('v'); return piece; }
@@ -130,7 +85,7 @@ for (const { svg } of parts) svg.parentElement.addEventListener('scroll', event 
   for (const other of parts) other.svg.parentElement.scrollLeft = event.target.scrollLeft;
 });
 
-// Hovering: what a task's title says, and its micro-batch in every picture.
+// Hovering over a task: show its title, and fade all other micro-batches in every picture.
 function enter(event) {
   const task = event.target.closest ? event.target.closest('g[data-m]') : null;
   tip.hidden = !task;
@@ -146,7 +101,7 @@ document.addEventListener('pointermove', event => {
   tip.style.top = Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 8) + 'px';
 });
 
-// The table: a click on a heading sorts by it, another one turns the order round.
+// The table: a click on a heading sorts by it, a second click reverses the order.
 for (const [column, heading] of $('thead th').entries()) heading.addEventListener('click', () => {
   const order = heading.getAttribute('aria-sort') === 'ascending' ? 'descending' : 'ascending';
   for (const other of $('thead th')) other.removeAttribute('aria-sort');
@@ -156,4 +111,3 @@ for (const [column, heading] of $('thead th').entries()) heading.addEventListene
   const compare = (a, b) => (isNaN(value(a)) ? value(a).localeCompare(value(b)) : value(a) - value(b));
   body.append(...$('tr', body).sort((a, b) => sign * compare(a, b)));
 });
-"""
