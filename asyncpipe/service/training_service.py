@@ -152,7 +152,7 @@ class TrainingService:
             store = await stack.enter_async_context(JobStore(settings.folder / "jobs.sqlite3"))
             manager = Manager(settings, self._entries, store, metrics=self._metrics, **self._options)
             self._metrics.commits = lambda: store.commits
-            self._metrics.hung_tasks = lambda: manager.hung_tasks
+            self._metrics.hung_tasks = lambda: manager.watchdog.hung
             self._manager = await stack.enter_async_context(manager)
             self._control = JobControl(manager.jobs, settings.max_queued)
             self._heart()

@@ -198,7 +198,7 @@ async def test_a_task_that_hangs_costs_a_snapshot_and_no_more(tmp_path, monkeypa
             await ended(opened, record.id)
             causes = [each.cause for each in await opened.history(record.id)]
             assert (await opened.get(record.id)).state is FINISHED, causes
-            assert opened._manager.hung_tasks >= (blocks > 0)
+            assert opened._manager.watchdog.hung >= (blocks > 0)
             assert any("did not end within" in cause for cause in causes) or not blocks
             return await curve(opened, record.id)
 
@@ -349,7 +349,7 @@ async def test_a_scheduler_of_jobs_that_broke_is_told(tmp_path, monkeypatch):
         monkeypatch.setattr(opened._manager, "_decide", broken)
         await opened.submit(job())
         await until(lambda: not opened.status().live)
-        assert opened.status().reason == "the scheduler of jobs broke"
+        assert opened.status().reason == "the job scheduler has failed"
 
 
 async def test_memory_is_measured_where_there_is_a_limit(tmp_path):

@@ -1,14 +1,14 @@
-"""Who begins next: a pure function of who waits, who runs, and what fits.
+"""Admission: which queued jobs may start, a pure function of the queue, the running jobs and the memory limits.
 
 ::
 
-    queued     foreground by age, then background by age ─▶ the first ─▶ is there a place? does it fit into the memory?
-                                                              │  yes: begins, and the next one is the first
-                                                              └─ no: waits, and with it all behind it
+    queued     foreground by age, then background by age ─▶ the first ─▶ a free place? enough memory?
+                                                              │  yes: starts, and the next job is the first
+                                                              └─ no: waits, and all jobs behind it wait
 
-Nobody overtakes: a large job that waits for memory would otherwise wait for ever while small ones come and go. For
-the same reason a background job does not begin while a foreground job waits. Only a job that could never run, or that
-must be measured first and is not at the head, steps aside: it is told so.
+No job overtakes another: small jobs that come and go could otherwise keep a large job waiting for ever. For the same
+reason no background job starts while a foreground job waits. A job whose memory is unknown is measured when it is the
+first. Only a job that can never run does not hold up the queue: it is refused.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ __all__ = ["Admission", "Candidate", "Decision", "decide", "place_of", "too_larg
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A job that waits. ``peaks`` are its bytes at the fullest moment, by device; ``None`` until that is measured."""
+    """A queued job. ``peaks`` is its peak memory in bytes by device, ``None`` until it is measured."""
 
     job: str
     submitted: float
-    """Unix time; of two at the same time, the smaller id is the older."""
+    """Unix time; jobs of the same time are ordered by their ids."""
     background: bool = False
     peaks: Mapping[str, int] | None = None
 
 
 class Admission(Enum):
-    """What becomes of a job that waits."""
+    """What happens to a queued job."""
 
     BEGIN = "begin"
     WAIT = "wait"
     MEASURE = "measure"
-    """It would be next; its memory has to be known first."""
+    """It is the first, and its memory has to be measured."""
     REFUSE = "refuse"
-    """It can never run here."""
+    """It can never run within the limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of one job, with a reason that operators read."""
+    """What happens to one job, with a reason for operators."""
 
     job: str
     admission: Admission
@@ -55,17 +55,17 @@ class Decision:
 
 
 def place_of(candidate: Candidate) -> tuple[bool, float, str]:
-    """What the queue is sorted by: the foreground first, the oldest first."""
+    """The sort key of the queue: foreground first, then the oldest."""
     return candidate.background, candidate.submitted, candidate.job
 
 
 def decide(
     queued: Iterable[Candidate], running: Sequence[Mapping[str, int]], max_running: int, limits: Mapping[str, int]
 ) -> list[Decision]:
-    """A decision for each of ``queued``, in the order in which they are served.
+    """A decision for each of ``queued``, in the order of the queue.
 
-    ``running`` has the peaks of each job that runs; those that begin by these decisions count as well. ``limits`` are
-    bytes by device; a device without one takes whatever comes.
+    ``running`` holds the peaks of each running job; jobs that start by these decisions count too. ``limits`` are bytes
+    by device; a device without a limit is not checked.
     """
     held: Counter[str] = Counter()
     for peaks in running:
@@ -87,7 +87,7 @@ def decide(
 
 
 def too_large(peaks: Mapping[str, int], limits: Mapping[str, int]) -> str | None:
-    """Why a job of these peaks can never run within these limits; ``None`` if it can."""
+    """Why a job with these peaks can never run within these limits; ``None`` if it can."""
     wrong = [
         f"{format_bytes(peak)} on {device}, whose limit is {format_bytes(limits[device])}"
         for device, peak in peaks.items()
@@ -99,12 +99,12 @@ def too_large(peaks: Mapping[str, int], limits: Mapping[str, int]) -> str | None
 def _decide_one(
     candidate: Candidate, places: int, max_running: int, held: Mapping[str, int], limits: Mapping[str, int]
 ) -> Decision:
-    """What becomes of ``candidate`` if it is the next."""
+    """What happens to ``candidate`` if it is the first in the queue."""
     peaks = candidate.peaks
     if peaks is not None and (problem := too_large(peaks, limits)) is not None:
         return Decision(candidate.job, Admission.REFUSE, problem)
     if places <= 0:
-        return Decision(candidate.job, Admission.WAIT, f"waits for a place: {max_running} jobs run, and no more may")
+        return Decision(candidate.job, Admission.WAIT, f"waits for a place: {max_running} jobs are running, the limit")
     if peaks is None:
         return Decision(candidate.job, Admission.MEASURE, "its memory is being measured")
     for device, peak in peaks.items():

@@ -1,15 +1,16 @@
-"""What clients may ask of a job: submit, pause, resume, cancel, change its schedule.
+"""The requests of clients: submit, pause, resume and cancel a job, and change its schedule.
 
-What one of these returns is on disk. A job that does not run becomes at once what it shall; a running one needs a
-moment, so what was asked is kept, the run is told, and the manager makes the transition when it has ended::
+When one of these methods returns, its effect is on disk. A job that is not running changes its state at once. For a
+running job the store keeps the request, the run is told, and the manager makes the transition when the run has ended::
 
     pause    queued ──▶ paused        running ──▶ asked: paused     ──▶ ends after its step, with a snapshot
     cancel   queued ──▶ cancelled     running ──▶ asked: cancelled  ──▶ ends between two tasks
-    resume   paused ──▶ queued        running, asked to pause ──▶ asked nothing: goes on when it has ended
+    resume   paused ──▶ queued        running, asked: paused ──▶ asked: nothing, runs again when it has ended
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 from asyncpipe.errors import AsyncpipeError
@@ -23,10 +24,10 @@ __all__ = ["JobControl"]
 
 
 class JobControl:
-    """What clients ask, done for one job at a time in the order in which it was asked. Of the service's loop.
+    """Carries out the requests of clients, for each job one after the other. Belongs to the service's loop.
 
-    Raises ``UnknownJobError``; ``JobStateError`` for what a job cannot do in its state; ``StoreError``, and nothing
-    was changed then.
+    Raises ``UnknownJobError``; ``JobStateError`` for a request that the job's state does not allow; ``StoreError``,
+    and the request changed nothing then.
     """
 
     def __init__(self, jobs: JobTable, most_queued: int) -> None:
@@ -41,27 +42,25 @@ class JobControl:
         return record, new
 
     async def pause(self, job: str, cause: str) -> JobRecord:
-        """The job, which is paused, or will be after its step."""
-        async with self._jobs.turn(job):
-            if (run := self._jobs.running.get(job)) is not None:
-                record = await self._ask(run, JobState.PAUSED, cause)
-                run.stop()
-                return record
-            return await self._jobs.become(await self._jobs.store.get(job), JobState.PAUSED, cause)
+        """The job, paused, or running and asked to pause after its step."""
+        return await self._end(job, JobState.PAUSED, cause, JobRun.stop)
 
     async def cancel(self, job: str, cause: str) -> JobRecord:
-        """The job, which is cancelled, or will be after the task under way."""
+        """The job, cancelled, or running and asked to end after the current tasks."""
+        return await self._end(job, JobState.CANCELLED, cause, JobRun.cancel)
+
+    async def _end(self, job: str, to: JobState, cause: str, end: Callable[[JobRun], None]) -> JobRecord:
         async with self._jobs.turn(job):
             if (run := self._jobs.running.get(job)) is not None:
-                record = await self._ask(run, JobState.CANCELLED, cause)
-                run.cancel()
+                record = await self._ask(run, to, cause)
+                end(run)
                 return record
-            return await self._jobs.become(await self._jobs.store.get(job), JobState.CANCELLED, cause)
+            return await self._jobs.become(await self._jobs.store.get(job), to, cause)
 
     async def resume(self, job: str, cause: str) -> JobRecord:
-        """The job, which waits in the queue again, or will when it has stopped. Raises ``QueueFullError``.
+        """The job, queued, or still running and no longer asked to pause. Raises ``QueueFullError``.
 
-        A running one keeps its place, as one that is tried again does.
+        A job that still runs is queued again when its run has ended, also if the queue is full.
         """
         async with self._jobs.turn(job):
             if (run := self._jobs.running.get(job)) is not None:
@@ -72,8 +71,8 @@ class JobControl:
     async def change_schedule(self, job: str, schedule: str) -> JobRecord:
         """The job, which follows ``schedule`` from its next step on, also after a restart.
 
-        Raises ``SubmissionError`` for a name that is not registered, or cannot serve the job; ``ScheduleError`` where
-        its pipeline cannot follow it.
+        Raises ``SubmissionError`` for a schedule that is not registered or cannot serve the job, ``ScheduleError`` if
+        the job's pipeline cannot follow it.
         """
         record = await self._jobs.store.get(job)
         if record.state in FINAL_STATES:
@@ -84,34 +83,34 @@ class JobControl:
             if run is None:
                 async with self._jobs.turn(job):
                     if job not in self._jobs.running:
-                        return await self._keep_schedule(job, schedule)
+                        return await self._store_schedule(job, schedule)
             elif (changed := await self._change_running(run, schedule)) is not None:
                 return changed
 
     async def _change_running(self, run: JobRun, schedule: str) -> JobRecord | None:
-        """The job after its run changed the schedule; ``None`` if the run ended before that was kept.
+        """The job after its run changed the schedule; ``None`` if the run ended before that was in the store.
 
-        The job's turn is not held while its step goes on: it can be cancelled meanwhile.
+        The job's turn is not held while the run finishes its step, so the job can be cancelled meanwhile.
         """
         job = run.record.id
         async with run.schedule_turn:
             before = run.record.schedule or run.job.pipeline.schedule
             if not await run.change_schedule(schedule):
-                # Its last transition is under way.
+                # The run ends; the manager makes its transition.
                 async with self._jobs.turn(job):
-                    return await self._keep_schedule(job, schedule) if self._jobs.running.get(job) is run else None
+                    return await self._store_schedule(job, schedule) if self._jobs.running.get(job) is run else None
             async with self._jobs.turn(job):
                 if self._jobs.running.get(job) is not run:
                     return None
                 try:
-                    return await self._keep_schedule(job, schedule)
+                    return await self._store_schedule(job, schedule)
                 except StoreError:
-                    # What is not kept shall not be done.
+                    # The request failed, so it must have no effect.
                     with suppress(AsyncpipeError):
                         await run.change_schedule(before)
                     raise
 
-    async def _keep_schedule(self, job: str, schedule: str) -> JobRecord:
+    async def _store_schedule(self, job: str, schedule: str) -> JobRecord:
         record = await self._jobs.store.change_schedule(job, schedule)
         self._jobs.update(record)
         return record

@@ -1,23 +1,23 @@
-"""What happened to a job, for those who watch it: past events from a file, then new ones as they come.
+"""The log of a job, for those who follow it: past events from a file, then new ones as they happen.
 
-``jobs/<id>/events.jsonl`` has the job's transitions, the notes of its runs and its snapshots, one a line, each with a
-number that goes up; ``losses.jsonl`` beside it has the steps (``loss_file.py``). The store stays the truth about
-transitions: those that a killed process could not write down are added when the log is opened next::
+``jobs/<id>/events.jsonl`` has one line for each transition, note and snapshot, with a number that goes up;
+``losses.jsonl`` beside it has the steps (``loss_file.py``). The store is the authority on transitions: those that a
+killed process could not log are added when the log is opened next::
 
     JobRun ──▶ note, snapshot, step ─┐
     Manager ──▶ state ───────────────┴─▶ JobLog ──▶ files
                                            ▲ ▲
-                            Follower ──────┘ └────── Follower      each takes what is new when it is ready for it
+                            Follower ──────┘ └────── Follower      each takes what is new when it is ready
 
-There are no queues: a follower is a place in the log, and only the last steps are kept in memory, so whoever is slow
-misses steps, never a state, and holds up nobody. The file is bounded: when it is full, the older half goes, but for the
-states. A disk that fails is told to ``trouble`` and ends nothing; what could not be written is tried again.
+Followers have no queues: a follower is a position in the log, of which only the last steps are kept in memory. A slow
+follower misses steps, never a state, and delays nobody. The file is bounded: when it is full, the older half is removed
+except for its states. A disk that fails is reported to ``trouble`` and stops nothing; what could not be written is
+tried again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
 import time
@@ -33,6 +33,7 @@ from typing import Any, Literal, cast, get_args
 
 from asyncpipe.service.job_states import FINAL_STATES, JSON, JobRecord, JobState, Transition
 from asyncpipe.service.jobs.loss_file import MOST_PENDING, LossFile, LossRow, read_losses
+from asyncpipe.service.whole_writes import write_whole
 from asyncpipe.train.blocking_calls import in_thread
 
 __all__ = ["EventKind", "Follower", "JobEvent", "JobLog", "JobLogs", "LossRow", "read_losses"]
@@ -41,13 +42,13 @@ EventKind = Literal["state", "note", "snapshot", "step"]
 
 NAME = "events.jsonl"
 MOST_EVENTS = 2000
-"""In the file and in memory; half of them stay when there are more."""
+"""In the file and in memory; if there are more, half of them are removed."""
 MOST_STATES = 500
-"""Older states that stay then; the store has all."""
+"""Older states that are kept then; the store has all states."""
 MOST_STEPS = 256
-"""Steps that a slow follower can be behind."""
+"""Steps in memory; a follower that is further behind misses some."""
 BATCH = 200
-"""Events that a follower is given at once."""
+"""Events that a follower gets at once."""
 MAX_TEXT = 2000
 
 
@@ -56,48 +57,49 @@ class JobEvent:
     """One thing that happened to a job."""
 
     id: int
-    """Goes up from event to event; where to go on from. A step, kept elsewhere, has that of the event before."""
+    """Increases from event to event; a follower continues after it. A step has the number of the event before it."""
     at: float
     """Unix time."""
     kind: EventKind
     data: Mapping[str, JSON]
-    """``state``: number, from, to, cause. ``note``: level, text. ``snapshot``: step, name. ``step``: step, loss,
-    learning_rate, seconds, tokens; these may be infinite or NaN."""
+    """``state``: number, from, to, cause. ``note``: level, text. ``snapshot``: step, name. ``step``: the fields of
+    ``LossRow``, whose numbers may be infinite or NaN."""
 
 
 class JobLog:
-    """The log of one job. ``open`` and ``close`` block; everything else belongs to one loop and raises nothing."""
+    """The log of one job. ``open`` and ``close`` block; all else belongs to one loop and raises no ``OSError``."""
 
     def __init__(
         self, folder: Path, trouble: Callable[[str], object] = lambda text: None, clock: Callable[[], float] = time.time
     ) -> None:
-        """``folder`` is the job's, made if it is not there; ``trouble`` is told in a sentence what the disk refused."""
+        """``folder`` is the job's, created if needed; ``trouble`` is called with a sentence if the disk fails."""
         self._folder = folder
         self._trouble = trouble
         self._clock = clock
         self._events: list[tuple[int, JobEvent]] = []
-        """With their ticks, which count events and steps alike."""
+        """With their ticks, which count events and steps together."""
         self._steps: deque[tuple[int, JobEvent]] = deque(maxlen=MOST_STEPS)
-        self._tick = 0
+        self.tick = 0
+        """The number of events and steps so far."""
         self._states = 0
-        """How many transitions were written down, those that are gone from the file included."""
+        """How many transitions were logged, including those that were removed from the file."""
         self._state: JobState | None = None
         self._since = 0.0
-        """When it became that; what the store has just told when the log was opened is not told twice."""
+        """When the state began; a transition that ``reconcile`` has added already is not added again."""
         self._file: Any = None
         self._losses: LossFile | None = None
         self._rows: deque[LossRow] = deque(maxlen=MOST_PENDING)
-        """Steps that wait for the file to be there."""
+        """Steps that wait for ``losses.jsonl`` to be opened."""
         self._is_behind = False
-        """Whether the file lacks something, so that all of it has to be written again."""
-        self._told: set[str] = set()
+        """Whether the file lacks events, so that it has to be rewritten."""
+        self._complained: set[str] = set()
         self._closed = False
         self._changed = asyncio.Event()
 
-    # Life
+    # Opening and closing
 
     def open(self) -> None:
-        """Read what is there and repair what a killed process left torn. Blocks; called once, before all else."""
+        """Read the existing events, and repair a file that a killed process left incomplete. Blocks; called first."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             text = (self._folder / NAME).read_bytes() if (self._folder / NAME).exists() else b""
@@ -111,7 +113,7 @@ class JobLog:
             self._complain("opened", error)
 
     def close(self) -> None:
-        """Close the files; followers end. Blocks hardly ever."""
+        """Close the files and end the followers. May block for a moment."""
         self._closed = True
         self._wake()
         for file in (self._file, self._losses):
@@ -123,31 +125,31 @@ class JobLog:
         self._file = self._losses = None
 
     def reconcile(self, history: Sequence[Transition]) -> None:
-        """Add the transitions of ``history``, the store's, that are not here."""
+        """Add the transitions of ``history``, which the store has, that are missing here."""
         for number, transition in enumerate(history[self._states :], self._states + 1):
             self._add_state(number, transition.from_state, transition.to_state, transition.cause, transition.at)
 
-    # What happens
+    # Events
 
     def state(self, record: JobRecord) -> None:
-        """The job has just become what ``record`` says."""
+        """Log the transition to the state in ``record``."""
         if (record.state, record.updated) != (self._state, self._since):
             self._add_state(self._states + 1, self._state, record.state, record.cause, record.updated)
 
     def note(self, level: int, text: str) -> None:
-        """A line of the run, with a level of ``logging``."""
+        """Log a text, with a level of ``logging``."""
         tidy = text.encode("utf-8", "backslashreplace").decode()
         self._add("note", {"level": level, "text": tidy[:MAX_TEXT]}, self._clock())
 
     def snapshot(self, step: int, name: str) -> None:
-        """A snapshot is on disk, and the store knows."""
+        """Log a snapshot that is on disk and in the store."""
         self._add("snapshot", {"step": step, "name": name}, self._clock())
 
     def step(self, row: LossRow) -> None:
-        """A step was done."""
-        self._tick += 1
+        """Log a step."""
+        self.tick += 1
         last = self._events[-1][1].id if self._events else 0
-        self._steps.append((self._tick, JobEvent(last, self._clock(), "step", row._asdict())))
+        self._steps.append((self.tick, JobEvent(last, self._clock(), "step", row._asdict())))
         self._wake()
         self._rows.append(row)
         try:
@@ -155,35 +157,35 @@ class JobLog:
                 self._losses = LossFile(self._folder)
             while self._rows:
                 self._losses.append(self._rows.popleft())
-            self._told.discard("losses")
+            self._complained.discard("losses")
         except OSError as error:
             self._complain("losses", error)
 
-    # Those who watch
+    # Followers
 
     def follow(self, after: int = 0) -> Follower:
-        """What happened behind event ``after``, and what will; of the steps, those from now on."""
-        return Follower(self, after, self._tick)
+        """A follower of all events after ``after``, and of the steps from now on."""
+        return Follower(self, after, self.tick)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether no more events can come."""
         return self._closed or self._state in FINAL_STATES
 
     def since(self, tick: int, after: int, steps_since: int) -> list[tuple[int, JobEvent]]:
-        """At most ``BATCH`` events behind ``tick`` and event ``after``, and steps behind ``steps_since``, in order."""
-        # Both are in the order of their ticks; a follower of a quick job asks at every step.
+        """At most ``BATCH`` events after ``tick`` and ``after``, and steps after ``steps_since``, in order."""
+        # Both are sorted by tick, and a follower of a fast job asks after every step: search, do not scan.
         first = bisect_right(self._events, tick, key=_tick_of)
         events = [(at, event) for at, event in self._events[first:] if event.id > after]
         steps = reversed(list(takewhile(lambda pair: pair[0] > max(tick, steps_since), reversed(self._steps))))
         return list(islice(merge(events, steps, key=_tick_of), BATCH))
 
     async def news(self, tick: int) -> None:
-        """Wait until there is something behind ``tick``, or nothing more will come."""
-        while self._tick <= tick and not self.is_over:
+        """Wait until there is something later than ``tick``, or no more events can come."""
+        while self.tick <= tick and not self.is_over:
             await self._changed.wait()
 
-    # Inside
+    # Memory and file
 
     def _add_state(self, number: int, from_: JobState | None, to: JobState, cause: str, at: float) -> None:
         self._add("state", {"number": number, "from": from_, "to": to, "cause": cause}, at)
@@ -195,15 +197,15 @@ class JobLog:
             self._trim()
         try:
             self._write(event)
-            self._told.discard("written")
+            self._complained.discard("written")
         except OSError as error:
             self._is_behind = True
             self._complain("written", error)
         self._wake()
 
     def _keep(self, event: JobEvent) -> None:
-        self._tick += 1
-        self._events.append((self._tick, event))
+        self.tick += 1
+        self._events.append((self.tick, event))
         if event.kind == "state":
             self._states = max(self._states, cast(int, event.data["number"]))
             self._state, self._since = JobState(cast(str, event.data["to"])), event.at
@@ -216,9 +218,8 @@ class JobLog:
 
     def _write(self, event: JobEvent) -> None:
         if not self._is_behind and self._file is not None:
-            line = _line(event)
-            if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            descriptor = self._file.fileno()
+            write_whole(descriptor, _line(event), os.fstat(descriptor).st_size)
             return
         beside = self._folder / f"{NAME}.incomplete"
         beside.write_bytes(b"".join(_line(each) for _, each in self._events))
@@ -230,9 +231,9 @@ class JobLog:
         self._is_behind = False
 
     def _complain(self, what: str, error: OSError) -> None:
-        # Once, until it works again: a full disk refuses every step.
-        if what not in self._told:
-            self._told.add(what)
+        # Reported once until it works again: on a full disk every step fails.
+        if what not in self._complained:
+            self._complained.add(what)
             files = "losses" if what == "losses" else "events"
             self._trouble(f"the job's {files} cannot be written: {error.strerror or error}")
 
@@ -242,7 +243,7 @@ class JobLog:
 
 
 class Follower:
-    """A place in a log. ``next`` is of the log's loop, for one caller at a time."""
+    """A position in a log. ``next`` is for one caller at a time, on the log's loop."""
 
     def __init__(self, log: JobLog, after: int, now: int) -> None:
         self._log = log
@@ -251,7 +252,7 @@ class Follower:
         self._tick = 0
 
     async def next(self) -> list[JobEvent]:
-        """What is new, one event at least, waiting for it; nothing where nothing more will come."""
+        """The events since the last call, at least one; waits for it. Empty if no more events can come."""
         while True:
             found = self._log.since(self._tick, self._after, self._steps_since)
             if found:
@@ -259,15 +260,15 @@ class Follower:
                 return [event for _, event in found]
             if self._log.is_over:
                 return []
-            self._tick = self._log._tick
+            self._tick = self._log.tick
             await self._log.news(self._tick)
 
 
 class JobLogs:
-    """The logs that are in use: those of running jobs, and of jobs that somebody follows. Belongs to one loop."""
+    """The logs that are open: those of running jobs and of jobs that are followed. Belongs to one loop."""
 
     def __init__(self, folder: Path, trouble: Callable[[str, str], object] = lambda job, text: None) -> None:
-        """``folder`` has a folder for each job; ``trouble`` is told the job and a sentence."""
+        """``folder`` has a folder for each job; ``trouble`` is called with a job and a sentence if the disk fails."""
         self.folder = folder
         self._trouble = trouble
         self._open: dict[str, JobLog] = {}
@@ -276,14 +277,14 @@ class JobLogs:
         self._closed = False
 
     def of(self, job: str) -> JobLog | None:
-        """The log of ``job``, if it is in use."""
+        """The log of ``job``, if it is open."""
         return self._open.get(job)
 
     @asynccontextmanager
     async def use(self, job: str, history: Callable[[], Awaitable[Sequence[Transition]]]) -> AsyncIterator[JobLog]:
-        """The log of ``job``, opened for the first who uses it and closed behind the last; one for all.
+        """The log of ``job``, which all its users share; the first one opens it and the last one closes it.
 
-        ``history`` asks the store for the job's transitions; what it raises is raised here.
+        ``history`` reads the job's transitions from the store; its errors are raised here.
         """
         self._users[job] = self._users.get(job, 0) + 1
         turn = self._turns.setdefault(job, asyncio.Lock())
@@ -305,7 +306,7 @@ class JobLogs:
         log = JobLog(self.folder / job, lambda text: self._trouble(job, text))
         await in_thread(log.open)
         try:
-            # Nothing is awaited between the answer and its use: a transition that is told meanwhile would come twice.
+            # No await between the read and its use: a transition that is logged meanwhile would be logged twice.
             log.reconcile(await history())
         except BaseException:
             log.close()
@@ -313,7 +314,7 @@ class JobLogs:
         return log
 
     def close(self) -> None:
-        """Every follower ends, also those whose log is just being opened: they get what happened so far."""
+        """End all followers; those whose log is being opened still get the past events."""
         self._closed = True
         for log in self._open.values():
             log.close()
@@ -324,7 +325,7 @@ def _tick_of(pair: tuple[int, JobEvent]) -> int:
 
 
 def _open_file(path: Path) -> Any:
-    # Unbuffered: what is written is the system's when the call returns.
+    # Unbuffered, so that a line has reached the operating system when ``write`` returns.
     return path.open("ab", buffering=0)
 
 
@@ -333,7 +334,7 @@ def _line(event: JobEvent) -> bytes:
 
 
 def _parsed(line: bytes) -> JobEvent | None:
-    """The event in ``line``; ``None`` for a damaged one."""
+    """The event in ``line``; ``None`` if the line is damaged."""
     try:
         table = json.loads(line)
         event = JobEvent(int(table["id"]), float(table["at"]), table["kind"], dict(table["data"]))

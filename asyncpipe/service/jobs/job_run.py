@@ -1,14 +1,14 @@
-"""One running job: a ``TrainingRun``, told on to the job's log, the store, the live page and the metrics.
+"""One run of a job: a ``TrainingRun`` whose progress goes to the job's log, the store, the live page and the metrics.
 
 ::
 
     TrainingRun ── stepped ───▶ log (at once)      store: the step, at most once a second
-                ── snapshot ──▶ store ──▶ log      acknowledged when both know, never before it is on disk
+                ── snapshot ──▶ store ──▶ log      after the snapshot is on disk
                 ── noted ─────▶ log
-                ── ends ──────▶ RunOutcome ──▶ next_state ──▶ the manager writes the transition
+                ── ends ──────▶ RunOutcome ──▶ next_state ──▶ the manager makes the transition
 
-What a run came to is plain data: an error is turned into words here, since it holds the frames, and with them the
-tensors, of the step that failed.
+A ``RunOutcome`` holds the text of an error, not the error: an exception keeps the frames, and with them the tensors, of
+the step that failed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["JobRun", "RunOutcome", "RunEnding", "Trainer", "is_permanent", "next
 _logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 1.0
-"""Steps are told to the store at most so often."""
+"""The least time between two reports of steps to the store."""
 
 
 class RunEnding(Enum):
@@ -50,18 +50,18 @@ class RunEnding(Enum):
 
     FINISHED = "finished"
     STOPPED = "stopped"
-    """After a step, with a snapshot, because it was asked to."""
+    """After a step, with a snapshot, on request."""
     CANCELLED = "cancelled"
-    """Between two tasks."""
+    """Between two tasks, on request."""
     FAILED = "failed"
-    """A snapshot may help: a task failed, hung, or had no memory; data could not be read."""
+    """May succeed from a snapshot: a task failed, hung, or ran out of memory; data could not be read."""
     HOPELESS = "hopeless"
-    """It would fail again: the job does not fit its entry or this machine, or its loss is no number any more."""
+    """Would fail again: the job does not fit its entry or this machine, or its loss is NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """What a run came to, and in words why."""
+    """How a run ended, and why."""
 
     ending: RunEnding
     cause: str
@@ -70,11 +70,11 @@ class RunOutcome:
 def next_state(
     outcome: RunOutcome, asked: JobState | None, asked_cause: str, failures: int, retries: int, shutdown: str | None
 ) -> tuple[JobState, str]:
-    """What a job becomes whose run came to ``outcome``, and the transition's cause.
+    """The next state of a job whose run ended with ``outcome``, and the transition's cause.
 
-    ``asked`` is what it was asked to become meanwhile, if anything. ``failures`` counts this run, if it failed, and
-    those that failed before it since the last snapshot; ``retries`` of them are forgiven. ``shutdown`` is why the
-    service ends, if it does.
+    ``asked`` is the state that was requested during the run, if any. ``failures`` counts the failed runs since the last
+    snapshot, this one included; up to ``retries`` of them are tried again. ``shutdown`` is why the service ends, if it
+    does.
     """
     if outcome.ending is RunEnding.FINISHED:
         return JobState.FINISHED, outcome.cause
@@ -89,14 +89,14 @@ def next_state(
         return JobState.PAUSED, asked_cause
     if outcome.ending is RunEnding.FAILED:
         return JobState.QUEUED, f"tried again from its last snapshot ({failures} of {retries}): {outcome.cause}"
-    return JobState.QUEUED, shutdown or "goes on, as it was asked before it had stopped"
+    return JobState.QUEUED, shutdown or "resumed before its run had stopped"
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Whether a run that ended with ``error`` would end so again, whatever snapshot it goes on from.
+    """Whether a run that failed with ``error`` would fail again from any snapshot.
 
-    That is what the package itself says of a job, its values and types, and of a loss that is no number; a loader that
-    fails, a task that raises or hangs, and memory that was not there may be better next time.
+    True for the package's own errors about a job's values and types, and for a loss that is NaN or infinite. False for
+    a loader that fails, a task that raises or hangs, and a lack of memory: these may succeed next time.
     """
     cause = error.__cause__ if isinstance(error, TaskError) else error
     if isinstance(cause, DataError):
@@ -107,13 +107,13 @@ def is_permanent(error: BaseException) -> bool:
 
 
 class Trainer(Protocol):
-    """What is run: ``TrainingRun``, or in tests what stands for it."""
+    """``TrainingRun``, or a replacement in tests."""
 
     async def run(self) -> TrainingSummary:
         """Train to the end."""
 
     def stop(self) -> None:
-        """End after the step under way."""
+        """End after the current step."""
 
     async def change_schedule(self, name: str) -> None:
         """Follow another schedule from the next step on."""
@@ -128,7 +128,7 @@ def share_of(record: JobRecord) -> Share:
 
 
 class JobRun:
-    """One run of a job, from its begin to its end; belongs to the service's loop. ``run`` is awaited once."""
+    """One run of a job; belongs to the service's loop. ``run`` is awaited once."""
 
     def __init__(
         self,
@@ -139,43 +139,45 @@ class JobRun:
         peaks: Mapping[str, int],
         retried: Callable[[], object] = lambda: None,
     ) -> None:
-        """``record`` is the job's as it began to run; the manager replaces it when the job is asked something.
+        """``record`` is the job's at the start of the run; ``JobTable.update`` replaces it when the job changes.
 
-        ``retried`` is called for each step that was tried again.
+        ``retried`` is called for each step that is tried again.
         """
         self.record = record
         self.job = job
         self.peaks = peaks
-        """Bytes by device that it counts for."""
+        """The memory in bytes that admission counts for this run, by device."""
         self.collector = collector
         self.view = LiveView(job.name, steps=job.training.steps)
-        """What the live page shows."""
+        """The state of the job's live page."""
         self.schedule_turn = asyncio.Lock()
-        """One change of the schedule at a time."""
+        """Held while the schedule is changed."""
         self.has_snapshot = False
-        """Whether this run has taken one."""
+        """Whether this run has taken a snapshot."""
         self._store = store
         self._retried = retried
         self._failed_steps = 0
-        """In a row; behind the last one the run ends, or it was tried again."""
+        """Failed attempts at the current step."""
         self._log: JobLog | None = None
         self._training: Trainer | None = None
         self._task: asyncio.Task[TrainingSummary] | None = None
-        self._begun = self._stopping = self._cancelling = False
+        self._started = self._stopping = self._cancelling = False
         self._step: int | None = None
+        """The last step, until the store has it."""
         self._snapshots: list[tuple[int, str]] = []
+        """Steps and names of snapshots that the store does not have yet."""
         self._news = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._is_told = False
+        self._is_store_failing = False
 
-    # What the manager does with it
+    # Called by the manager
 
     async def run(
         self, make: MakeTrainer, make_workload: Callable[[], Workload], log: JobLog, **options: Any
     ) -> RunOutcome:
-        """Train until it ends however it ends; raises nothing of the job's. ``options`` are ``make``'s."""
+        """Train to the end, whatever that is; raises no error of the job. ``options`` are passed to ``make``."""
         self._log = log
-        self._begun = True
+        self._started = True
         reports = asyncio.create_task(self._report(), name=f"asyncpipe reports of {self.record.id}")
         try:
             return await self._train(make, make_workload, options)
@@ -186,24 +188,24 @@ class JobRun:
             self._log = None
 
     def stop(self) -> None:
-        """Let it end after its step, with a snapshot."""
+        """End the run after its step, with a snapshot."""
         self._stopping = True
         if self._training is not None:
             self._training.stop()
 
     def cancel(self) -> None:
-        """Let it end between two tasks."""
+        """End the run between two tasks."""
         self._cancelling = True
         if self._task is not None:
             self._task.cancel()
 
     async def change_schedule(self, name: str) -> bool:
-        """Follow ``name`` from the next step on; false if the run ends before that. Raises ``ScheduleError``."""
+        """Use the schedule ``name`` from the next step on; false if the run ends before. Raises ``ScheduleError``."""
         training, task = self._training, self._task
         if training is None or task is None:
-            if not self._begun:
+            if not self._started:
                 self.job = self.job.override("pipeline", schedule=name)
-            return not self._begun
+            return not self._started
         change = asyncio.create_task(training.change_schedule(name))
         try:
             await asyncio.wait([change, task], return_when=asyncio.FIRST_COMPLETED)
@@ -235,7 +237,7 @@ class JobRun:
                 **options,
             )
             self._task = asyncio.create_task(self._training.run(), name=f"asyncpipe job {self.record.id}")
-        except Exception as error:  # noqa: BLE001 - told
+        except Exception as error:  # noqa: BLE001 - becomes the outcome
             return _failed(error)
         if self._stopping:
             self._training.stop()
@@ -246,14 +248,14 @@ class JobRun:
     async def _outcome(self, task: asyncio.Task[TrainingSummary]) -> RunOutcome:
         try:
             await asyncio.wait([task])
-        except asyncio.CancelledError:  # The service's loop ends: nothing may be left behind.
+        except asyncio.CancelledError:  # The service's loop ends; the training must end before it.
             task.cancel()
             await asyncio.wait([task])
             raise
         if task.cancelled():
             if self._cancelling:
                 return RunOutcome(RunEnding.CANCELLED, "cancelled")
-            return RunOutcome(RunEnding.FAILED, "its code raised a cancellation, which nobody had asked for")
+            return RunOutcome(RunEnding.FAILED, "its code raised CancelledError without being cancelled")
         error = task.exception()
         if error is not None:
             return _failed(error)
@@ -265,7 +267,7 @@ class JobRun:
         if summary.stopped and self._stopping:
             return RunOutcome(RunEnding.STOPPED, f"stopped after step {summary.steps}")
         if not self._has_saved(summary):
-            # It would be lost: after another try from the last snapshot there may be room.
+            # The steps since the last snapshot would be lost; a retry may find room on the disk.
             return RunOutcome(RunEnding.FAILED, f"the snapshot of its last step, {summary.steps}, could not be written")
         if summary.steps < self.job.training.steps:
             return RunOutcome(RunEnding.FINISHED, f"its data ended after {summary.steps} steps")
@@ -275,14 +277,14 @@ class JobRun:
         wanted = self.job.snapshots is not None and summary.steps > 0
         return not wanted or (summary.snapshot is not None and summary.snapshot.name == f"step-{summary.steps}")
 
-    # What the run tells, on its loop
+    # Called by the training
 
     def started(self, run: RunStarted) -> None:
         """The model is on its devices."""
-        self.noted(logging.INFO, f"began on {', '.join(run.devices)}, {run.parameters:,} parameters")
+        self.noted(logging.INFO, f"started on {', '.join(run.devices)}, {run.parameters:,} parameters")
 
     def stepped(self, progress: StepProgress) -> None:
-        """A step is done: in the log when this returns, in the store soon."""
+        """A step has ended; it is in the log when this returns, and in the store soon."""
         if self._log is not None:
             rate, seconds = progress.learning_rate, progress.seconds
             self._log.step(LossRow(progress.step, progress.loss, rate, seconds, progress.tokens))
@@ -291,7 +293,7 @@ class JobRun:
             self._timer = asyncio.get_running_loop().call_later(REPORT_SECONDS, self._news.set)
 
     def step_completed(self, record: StepRecord) -> None:
-        """A step ended, in whatever way; as an observer."""
+        """Count failed steps and retries, as an observer."""
         if record.outcome is Outcome.FAILED:
             self._failed_steps += 1
             if self._failed_steps > 1:
@@ -301,7 +303,7 @@ class JobRun:
             self._retried()
 
     def entered(self, phase: str) -> None:
-        """Something else than training begins."""
+        """A phase other than training begins."""
         self.noted(logging.INFO, phase)
 
     def noted(self, level: int, text: str) -> None:
@@ -315,16 +317,16 @@ class JobRun:
         self._snapshots.append((step, path.name))
         self._news.set()
 
-    # To the store
+    # Reports to the store
 
     async def _report(self) -> None:
         while True:
             await self._news.wait()
             self._news.clear()
-            await self._tell()
+            await self._report_now()
 
-    async def _tell(self) -> None:
-        """Tell the store what it does not know; what it does not take is told next time."""
+    async def _report_now(self) -> None:
+        """Report steps and snapshots to the store; what it cannot take is reported next time."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -338,23 +340,23 @@ class JobRun:
             if (done := self._step) is not None:
                 await self._store.progress(self.record.id, done)
                 self._step = None if self._step == done else self._step
-            self._is_told = False
+            self._is_store_failing = False
         except AsyncpipeError as error:
-            if not self._is_told:
-                self._is_told = True
-                self.noted(logging.WARNING, f"its progress is not in the store: {error}")
+            if not self._is_store_failing:
+                self._is_store_failing = True
+                self.noted(logging.WARNING, f"the store cannot record its progress: {error}")
 
     async def _finish(self, reports: asyncio.Task[None]) -> None:
         reports.cancel()
         with suppress(asyncio.CancelledError):
             await asyncio.wait([reports])
-        await self._tell()
+        await self._report_now()
         if self._timer is not None:
             self._timer.cancel()
 
 
 def _failed(error: BaseException) -> RunOutcome:
     if not isinstance(error, AsyncpipeError):
-        _logger.error("a job failed with an error that is not asyncpipe's", exc_info=error)
-    words = str(error) if isinstance(error, AsyncpipeError) else f"{type(error).__name__}: {error}"
-    return RunOutcome(RunEnding.HOPELESS if is_permanent(error) else RunEnding.FAILED, words or type(error).__name__)
+        _logger.error("a job failed with an error of its own code", exc_info=error)
+    cause = str(error) if isinstance(error, AsyncpipeError) else f"{type(error).__name__}: {error}"
+    return RunOutcome(RunEnding.HOPELESS if is_permanent(error) else RunEnding.FAILED, cause or type(error).__name__)

@@ -1,14 +1,13 @@
-"""The living jobs of a service, and the only way in which a job changes its state.
+"""The jobs of a service that have not ended, and the only way in which a job changes its state.
 
 ::
 
-    requests ──┐                    ┌──▶ store     on disk, or nothing was changed
-    Manager ───┴──▶ turn ─▶ become ─┼──▶ log       if somebody uses it
-                                    ├──▶ metrics
-                                    └──▶ queued    who waits; the manager looks again
+    JobControl ──┐                    ┌──▶ store      on disk first; if that fails, nothing changes
+    Manager ─────┴──▶ turn ─▶ become ─┼──▶ log        if it is in use
+                                      ├──▶ metrics
+                                      └──▶ queued     and the manager looks at the queue again
 
-Whoever changes a job holds its turn, so what was read of it is still true when it is changed. Memory follows the store,
-never the other way round.
+Whoever changes a job holds its turn (a lock), so what was read of the job is still true when it is changed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ PAGE = 1000
 
 
 class JobTable:
-    """Who waits and who runs. Belongs to the service's loop."""
+    """The queued and the running jobs. Belongs to the service's loop."""
 
     def __init__(
         self,
@@ -38,29 +37,26 @@ class JobTable:
         metrics: ServiceMetrics,
         ended: Callable[[str], object] = lambda job: None,
     ) -> None:
-        """``ended`` is called with a job that has reached its end, whoever led it there."""
+        """``ended`` is called with each job that reaches a final state."""
         self._ended = ended
         self.store = store
         self.logs = logs
         self.metrics = metrics
         self.queued: dict[str, JobRecord] = {}
         self.running: dict[str, JobRun] = {}
-        """From the transition to ``running`` to the one away from it."""
+        """From the transition to ``running`` to the next one."""
         self.changed = asyncio.Event()
-        """Set when it may be somebody's turn to begin."""
+        """Set when a queued job might be able to start."""
         self.version = 0
-        """Another one whenever a job has changed its state."""
+        """Goes up whenever a job changes its state."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def turn(self, job: str) -> asyncio.Lock:
-        """To be held by whoever changes ``job``."""
-        turn = self._turns.get(job)
-        if turn is None:
-            turn = self._turns[job] = asyncio.Lock()
-        return turn
+        """The lock that is held while ``job`` is changed."""
+        return self._turns.setdefault(job, asyncio.Lock())
 
     async def load(self) -> tuple[JobRecord, ...]:
-        """Take over what the last process left; returns the jobs that were running then. Raises ``StoreError``."""
+        """Load the jobs that the last process left; returns those that were running. Raises ``StoreError``."""
         recovered = await self.store.recover()
         page = await self.store.list([JobState.QUEUED], limit=PAGE)
         while page:
@@ -70,7 +66,7 @@ class JobTable:
         return recovered
 
     async def become(self, record: JobRecord, to: JobState, cause: str, most_queued: int | None = None) -> JobRecord:
-        """``record``'s job after it became ``to``; the caller holds its turn. Raises as ``JobStore.transition``."""
+        """The job of ``record`` after its transition to ``to``. Raises as ``JobStore.transition``."""
         after = await self.store.transition(record.id, to, cause, expect=record.state, most_queued=most_queued)
         self.metrics.changed(record.state, to)
         if to is JobState.RUNNING:
@@ -79,12 +75,12 @@ class JobTable:
         return after
 
     def added(self, record: JobRecord) -> None:
-        """A job was submitted that is new."""
+        """Add a new job, which the store has."""
         self.metrics.changed(None, record.state)
         self._keep(record)
 
     def update(self, record: JobRecord) -> None:
-        """Something else of a job changed than its state."""
+        """Replace the record of a job whose state has not changed."""
         if record.id in self.queued:
             self.queued[record.id] = record
         elif (run := self.running.get(record.id)) is not None:

@@ -1,14 +1,13 @@
-"""The loss curve of a job: ``losses.jsonl``, one line a step, however often the job was killed and went on.
+"""The loss curve of a job: ``losses.jsonl`` has one line for each step, however often the job was killed and resumed.
 
 ::
 
     {"step": 41, "loss": 1.2345678901234567, "learning_rate": 0.003, "seconds": 0.12, "tokens": 4096}
 
-Steps only go up from line to line. A run that goes back to an earlier step (its last snapshot) cuts off what it will do
-again, so each step is there once and the curve is that of a run that never ended. Numbers are written so that they are
-read back to the last bit. A line is handed to the operating system before the step's snapshot is begun: whatever
-snapshot there is after a kill, its steps are in the curve. Lines are in order, so a place in a file of weeks is found
-by halving.
+Steps increase from line to line. A run that resumes from an earlier step cuts off the lines of the steps that it
+repeats, so each step is there once, as in a run without interruption. Numbers are written so that reading returns the
+same bits. A line is passed to the operating system before the snapshot of its step begins, so after a kill the file has
+all steps of the newest snapshot. A step is found by binary search, since its line number is not known.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ __all__ = ["LossFile", "LossRow", "read_losses"]
 
 NAME = "losses.jsonl"
 LONGEST = 1024
-"""Bytes of a line; none that is written has a quarter of it."""
+"""Bytes that are read at once; at least four times the longest line."""
 MOST_PENDING = 100_000
-"""Lines that wait for room on the disk."""
+"""Rows kept in memory while the disk is full."""
 
 
 class LossRow(NamedTuple):
@@ -42,7 +41,7 @@ class LossRow(NamedTuple):
     tokens: int
 
     def line(self) -> bytes:
-        """As the file has it. Numbers that are not finite are texts there, since JSON has none."""
+        """The row as a line of the file. Infinite numbers and NaN become texts, since JSON has none."""
         table = {
             key: value if isinstance(value, int) or isfinite(value) else repr(value)
             for key, value in self._asdict().items()
@@ -51,7 +50,7 @@ class LossRow(NamedTuple):
 
     @classmethod
     def parse(cls, line: bytes) -> LossRow | None:
-        """The row in ``line``; ``None`` for a damaged one."""
+        """The row in ``line``; ``None`` if the line is damaged."""
         try:
             table = json.loads(line)
             loss, rate, seconds = (float(table[key]) for key in ("loss", "learning_rate", "seconds"))
@@ -61,10 +60,10 @@ class LossRow(NamedTuple):
 
 
 class LossFile:
-    """The file in ``folder``, open for more lines; used by one thread at a time. Every method may raise ``OSError``."""
+    """The file in ``folder``, open for appending, for one thread at a time. Every method may raise ``OSError``."""
 
     def __init__(self, folder: Path) -> None:
-        """Cuts off a last line that a killed process left unfinished."""
+        """Removes an incomplete last line, which a killed process may have left."""
         self._descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
         self._pending: deque[LossRow] = deque(maxlen=MOST_PENDING)
         try:
@@ -74,9 +73,9 @@ class LossFile:
             raise
 
     def append(self, row: LossRow) -> None:
-        """Write ``row``, behind the steps before its own; those from it on are dropped.
+        """Write ``row`` and drop the rows of its step and later ones.
 
-        What a full disk does not take is tried again with the next row, before that.
+        Rows that a full disk refuses are kept and written before the next row.
         """
         if row.step <= self._last:
             self._size = _offset(self._descriptor, self._size, row.step)
@@ -88,7 +87,7 @@ class LossFile:
         self._write_pending()
 
     def close(self) -> None:
-        """Write what there was no room for, if there is now, and close the file."""
+        """Try once more to write the rows that the disk refused, and close the file."""
         try:
             self._write_pending()
         finally:
@@ -103,9 +102,9 @@ class LossFile:
 
 
 def read_losses(folder: Path, after: int, limit: int) -> list[LossRow]:
-    """At most ``limit`` rows of the job in ``folder``, from the first step behind ``after`` on. Blocks.
+    """At most ``limit`` rows of the job in ``folder`` with steps after ``after``; none if there is no file yet. Blocks.
 
-    Also while the job writes them. Raises ``OSError``; where there is no file yet, there are no rows.
+    The job may be writing meanwhile. Raises ``OSError``.
     """
     try:
         descriptor = os.open(folder / NAME, os.O_RDONLY | getattr(os, "O_BINARY", 0))
@@ -114,7 +113,7 @@ def read_losses(folder: Path, after: int, limit: int) -> list[LossRow]:
     with os.fdopen(descriptor, "rb") as file:
         file.seek(_offset(descriptor, os.fstat(descriptor).st_size, after + 1))
         rows: list[LossRow] = []
-        # A last line without its end is still being written.
+        # A last line without a newline is still being written.
         while len(rows) < limit and (line := file.readline()).endswith(b"\n"):
             row = LossRow.parse(line)
             if row is not None and row.step > after:
@@ -123,7 +122,7 @@ def read_losses(folder: Path, after: int, limit: int) -> list[LossRow]:
 
 
 def _repair(descriptor: int) -> tuple[int, int]:
-    """(bytes, last step) of the file, after what is damaged at its end was cut off."""
+    """(bytes, last step) of the file, after damaged lines at its end were cut off."""
     size = os.fstat(descriptor).st_size
     while size:
         start, end = _line_around(descriptor, size, size - 1)
@@ -136,12 +135,12 @@ def _repair(descriptor: int) -> tuple[int, int]:
 
 
 def _offset(descriptor: int, size: int, step: int) -> int:
-    """Where the first line of a step from ``step`` on begins; ``size`` where there is none."""
+    """The offset of the first line with at least ``step``; ``size`` if there is none."""
     low, high = 0, size
     while low < high:
         start, end = _line_around(descriptor, high, (low + high) // 2)
         row = LossRow.parse(_read(descriptor, start, end - start))
-        # A damaged line counts as behind all others: it mostly is, and whoever reads from too early a place skips.
+        # A damaged line counts as later than all steps: it is mostly the last one, and readers skip early lines.
         if row is not None and row.step < step:
             low = end
         else:
@@ -150,7 +149,7 @@ def _offset(descriptor: int, size: int, step: int) -> int:
 
 
 def _line_around(descriptor: int, size: int, place: int) -> tuple[int, int]:
-    """Where the line begins and ends, its newline included, that has the byte at ``place`` of the first ``size``."""
+    """(start, end), newline included, of the line that contains the byte at ``place``, in the first ``size`` bytes."""
     start = place
     while start:
         block = min(start, LONGEST)

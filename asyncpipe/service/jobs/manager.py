@@ -1,15 +1,15 @@
-"""The manager of a service's jobs: lets them begin, watches them end, and leaves nothing behind when the service ends.
+"""The manager starts queued jobs, records how each run ends, and stops all runs when the service ends.
 
 ::
 
-    JobTable.changed ─▶ queue.decide ─▶ queued → running ─▶ JobRun ─▶ RunOutcome ─▶ next_state ─▶ the transition
-                          ▲     │                                                                    │
-                          │     └─▶ to be measured first ─▶ footprint, in a thread                   │
-                          └──────────────────────────────────────────────────────────────────────────┘
+    JobTable.changed ─▶ admission.decide ─▶ queued → running ─▶ JobRun ─▶ RunOutcome ─▶ next_state ─▶ transition
+                          ▲     │                                                                       │
+                          │     └─▶ memory not known yet ─▶ footprint, in a thread                      │
+                          └─────────────────────────────────────────────────────────────────────────────┘
 
-All jobs train on one ``DevicePool``, on the loop that the manager was opened on. A transition that the store does not
-take (its disk is full) is tried again until it does or the service ends; in the store the job then still runs, and the
-next start lets it go on from its last snapshot, as after a kill.
+All jobs train on one ``DevicePool``, on the event loop that opened the manager. If the store cannot record a transition
+(its disk is full), the manager tries again until it can or the service ends. The store then still says that the job
+runs, and the next start resumes it from its last snapshot, as after a kill.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ __all__ = ["Manager"]
 _logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5.0
-"""After which a store that failed is asked again; and the longest rest of a job that failed again and again."""
+"""How long to wait before a failed store is tried again, and at most before a job is tried again."""
 
 Measure = Callable[..., Mapping[str, int]]
 
 
 class Manager:
-    """Runs the jobs of ``store``, as an async context manager whose end drains it. Of the loop that opens it."""
+    """Runs the jobs of ``store``; an async context manager, of the loop that opens it, that drains at its end."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Manager:
         measure: Measure = footprint,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        """``store`` is open, and is closed by its owner. ``make_trainer`` and ``measure`` are for tests."""
+        """``store`` is open, and its owner closes it. ``make_trainer`` and ``measure`` are for tests."""
         self.settings = settings
         self.metrics = metrics or ServiceMetrics()
         self.logs = JobLogs(settings.folder / "jobs", self._log_failed)
@@ -78,23 +78,23 @@ class Manager:
         self._stack = AsyncExitStack()
         self._runs: set[asyncio.Task[None]] = set()
         self._peaks: dict[str, Mapping[str, int]] = {}
-        """Of jobs that were measured and are not at their end."""
+        """The measured memory by device, of jobs that have not ended."""
         self._failures: dict[str, int] = {}
-        """How often a job failed since its last snapshot."""
+        """How often each job failed since its last snapshot."""
         self._reasons: dict[str, str] = {}
-        """Why jobs wait, as it was ``_told`` last."""
-        self._told: tuple[int, int] | None = None
+        """Why jobs wait; computed for ``_reasons_version``."""
+        self._reasons_version: tuple[int, int] | None = None
         self._measuring: asyncio.Task[None] | None = None
         self._scheduler: asyncio.Task[None] | None = None
         self._drained: asyncio.Task[None] | None = None
-        self._shutdown: str | None = None
-        """Why no job begins any more."""
+        self.shutdown: str | None = None
+        """Why no more jobs start; ``None`` while they do. Set by ``take_no_more``, from any thread."""
         self._ending = asyncio.Event()
-        """Set when no job begins any more."""
+        """Set when ``drain`` begins."""
         self._giving_up = asyncio.Event()
         """Set when the grace period is over."""
 
-    # Life
+    # Opening and closing
 
     async def __aenter__(self) -> Manager:
         async with AsyncExitStack() as stack:
@@ -114,9 +114,9 @@ class Manager:
             await self._stack.aclose()
 
     async def drain(self, cause: str) -> None:
-        """Let no job begin, and every running one end after its step with a snapshot; those are queued then.
+        """Start no more jobs, and stop each running one after its step, with a snapshot; those are queued again.
 
-        What has not ended after ``settings.grace_seconds`` is cancelled. May be called again, and waits the same.
+        Runs that have not ended after ``settings.grace_seconds`` are cancelled. A second call waits for the first.
         """
         self.take_no_more(cause)
         if self._drained is None:
@@ -130,7 +130,7 @@ class Manager:
         loop = asyncio.get_running_loop()
         over = loop.call_later(self.settings.grace_seconds, self._give_up)
         try:
-            with suppress(Exception):  # It was logged when it broke.
+            with suppress(Exception):  # Logged where it was raised.
                 await self._scheduler
             for run in list(self.jobs.running.values()):
                 run.stop()
@@ -144,70 +144,58 @@ class Manager:
     def _give_up(self) -> None:
         self._giving_up.set()
         for run in list(self.jobs.running.values()):
-            _logger.warning("job %s did not end in time and is cancelled", run.record.id)
+            _logger.warning("job %s did not stop within the grace period and is cancelled", run.record.id)
             run.cancel()
 
     # From any thread
 
     def take_no_more(self, cause: str) -> None:
-        """Let no more jobs in, and none begin. The first ``cause`` is kept."""
-        self._shutdown = self._shutdown or cause
-
-    @property
-    def shutdown(self) -> str | None:
-        """Why no job begins any more; ``None`` while jobs do."""
-        return self._shutdown
+        """Accept and start no more jobs. The first ``cause`` is kept."""
+        self.shutdown = self.shutdown or cause
 
     def broken(self) -> str | None:
-        """What only a restart helps against, if something like that happened."""
-        if self._scheduler is not None and self._scheduler.done() and self._shutdown is None:
-            return "the scheduler of jobs broke"
+        """The failure that only a restart of the process can repair, if there is one."""
+        if self._scheduler is not None and self._scheduler.done() and self.shutdown is None:
+            return "the job scheduler has failed"
         if self.pool.is_broken:
-            return "the scheduler of tasks broke"
-        return None if self._store.is_alive else "the job store's thread ended"
-
-    @property
-    def hung_tasks(self) -> int:
-        """How many tasks the watchdog has given up."""
-        return self.watchdog.hung
+            return "the task scheduler has failed"
+        return None if self._store.is_alive else "the job store's thread has ended"
 
     def waits_for(self, job: str) -> str | None:
-        """Why a queued job does not begin yet; ``None`` for any other one. On the loop."""
-        if self._shutdown is not None and job in self.jobs.queued:
-            return self._shutdown
+        """Why a queued job has not started; ``None`` for any other job. On the loop."""
         if job not in self.jobs.queued:
             return None
-        now = self.jobs.version, len(self._peaks)
-        if now != self._told:  # A list of jobs asks for each of them.
-            self._told = now
+        if self.shutdown is not None:
+            return self.shutdown
+        version = self.jobs.version, len(self._peaks)
+        if version != self._reasons_version:  # Computed once for a list of jobs, which asks about each of them.
+            self._reasons_version = version
             self._reasons = {each.job: each.reason for each in self._decide(self.jobs.queued.values())}
         return self._reasons.get(job)
 
-    # Who begins
+    # Starting jobs
 
     async def _schedule(self) -> None:
         try:
-            while self._shutdown is None:
+            while self.shutdown is None:
                 self.jobs.changed.clear()
                 try:
                     while await self._act():
                         pass
                 except StoreError as error:
-                    _logger.error("no job can begin, which is tried again soon: %s", error)
+                    _logger.error("no job can start, will try again: %s", error)
                     await _set_within(self.jobs.changed, self._retry_seconds)
                 else:
                     await self.jobs.changed.wait()
         except Exception:
-            _logger.exception("the scheduler of jobs broke; no job begins any more")
+            _logger.exception("the job scheduler failed; no more jobs start")
             raise
 
     async def _act(self) -> bool:
-        """Do the first thing that there is to do; false if there is none."""
-        if self._shutdown is not None:
+        """Start, fail or measure the first queued job; false if there is nothing to do now."""
+        if self.shutdown is not None or not self.jobs.queued or len(self.jobs.running) >= self.settings.max_running:
             return False
-        if len(self.jobs.running) >= self.settings.max_running or not self.jobs.queued:
-            return False
-        # Nobody overtakes, so the others need not be looked at: there may be a thousand of them.
+        # The queue is strictly in order, so only its first job matters; there may be a thousand.
         record = min(self.jobs.queued.values(), key=lambda each: place_of(_candidate(each, {})))
         (decision,) = self._decide([record])
         if decision.admission is Admission.BEGIN:
@@ -215,8 +203,8 @@ class Manager:
         elif decision.admission is Admission.REFUSE:
             await self._refuse(record, decision.reason)
         elif decision.admission is Admission.MEASURE and self._measuring is None:
-            task = asyncio.create_task(self._measured(record), name=f"asyncpipe footprint of {record.id}")
-            self._measuring = task
+            name = f"asyncpipe footprint of {record.id}"
+            self._measuring = asyncio.create_task(self._measure_memory(record), name=name)
         return decision.admission in (Admission.BEGIN, Admission.REFUSE)
 
     def _decide(self, queued: Iterable[JobRecord]) -> list[Decision]:
@@ -231,7 +219,7 @@ class Manager:
     async def _begin(self, record: JobRecord, decision: Decision) -> None:
         async with self.jobs.turn(record.id):
             current = self.jobs.queued.get(record.id)
-            if current is None or self._shutdown is not None:
+            if current is None or self.shutdown is not None:
                 return
             try:
                 job, make_workload = self._built(current)
@@ -257,10 +245,10 @@ class Manager:
             if (current := self.jobs.queued.get(record.id)) is not None:
                 await self.jobs.become(current, JobState.FAILED, cause)
 
-    # How much it needs
+    # Measuring memory
 
-    async def _measured(self, record: JobRecord) -> None:
-        """Find the job's peaks, or fail it."""
+    async def _measure_memory(self, record: JobRecord) -> None:
+        """Find the job's peak memory, or let the job fail."""
         try:
             job, make_workload = self._built(record)
             async with DedicatedThread("asyncpipe-footprint") as thread:
@@ -269,35 +257,36 @@ class Manager:
                 self._peaks[record.id] = peaks
         except _Obsolete:
             pass
-        except Exception as error:  # noqa: BLE001 - told
+        except Exception as error:  # noqa: BLE001 - logged, and the cause of the transition
             failures = self._failures.get(record.id, 0) + 1
             if record.id in self.jobs.queued:
                 self._failures[record.id] = failures
-            words = f"its memory could not be measured: {error}"
-            _logger.warning("job %s: %s", record.id, words)
+            cause = f"its memory could not be measured: {error}"
+            _logger.warning("job %s: %s", record.id, cause)
             if is_permanent(error) or failures > _retries(record):
-                with suppress(StoreError):  # It is measured again, then.
-                    await self._refuse(record, words)
+                with suppress(StoreError):  # The job stays queued and is measured again.
+                    await self._refuse(record, cause)
             else:
-                await self._rest(failures)
+                await self._back_off(failures)
         finally:
             self._measuring = None
             self.jobs.changed.set()
 
     def _footprint(self, job: Job, make_workload: Callable[[], Workload], record: str) -> Mapping[str, int]:
-        # In a thread.
-        def heed(_: str = "") -> None:
-            if self._shutdown is not None or record not in self.jobs.queued:
+        """The job's peak memory. Blocks, in a thread."""
+
+        def check_wanted(_: str = "") -> None:
+            if self.shutdown is not None or record not in self.jobs.queued:
                 raise _Obsolete
 
         workload = RunRandom(shared=True).build(job.training.seed, make_workload)
-        heed()
-        return self._measure(job, workload, progress=heed)
+        check_wanted()
+        return self._measure(job, workload, progress=check_wanted)
 
-    # Running
+    # Running jobs
 
     async def _live(self, run: JobRun, make_workload: Callable[[], Workload]) -> None:
-        """One run from its begin to the transition that ends it."""
+        """One run, from its start to the transition that ends it."""
         job = run.record.id
 
         async def history() -> Sequence[Transition]:
@@ -306,41 +295,41 @@ class Manager:
         try:
             async with self.logs.use(job, history) as log:
                 await self._end(run, await self._run(run, make_workload, log))
-        except StoreError as error:  # Of the history: it has not begun.
+        except StoreError as error:  # Raised by history: the run has not started.
             await self._end(run, RunOutcome(RunEnding.FAILED, str(error)))
         except Exception:
-            _logger.exception("job %s cannot be told what became of it, which is a mistake in asyncpipe", job)
+            _logger.exception("the end of a run of job %s could not be recorded; this is a bug in asyncpipe", job)
         finally:
             self.metrics.ended(job)
-            if self.jobs.running.get(job) is run:  # The store was not told of its end; the next start will do that.
+            if self.jobs.running.get(job) is run:  # The store does not know it; the next start recovers the job.
                 del self.jobs.running[job]
             self.jobs.changed.set()
 
     async def _run(self, run: JobRun, make_workload: Callable[[], Workload], log: JobLog) -> RunOutcome:
-        if self._shutdown is not None:
+        if self.shutdown is not None:
             run.stop()
         try:
             return await run.run(self._make_trainer, make_workload, log, pool=self.pool)
         except Exception as error:
-            _logger.exception("the run of job %s broke, which is a mistake in asyncpipe", run.record.id)
+            _logger.exception("the run of job %s failed in asyncpipe's own code; this is a bug", run.record.id)
             return RunOutcome(RunEnding.HOPELESS, f"{type(error).__name__}: {error}")
 
     async def _end(self, run: JobRun, outcome: RunOutcome) -> None:
-        """Write what the job becomes, as often as it takes."""
+        """Record the job's next state in the store, trying until it succeeds or the grace period is over."""
         job = run.record.id
         failed = outcome.ending is RunEnding.FAILED
         failures = (0 if run.has_snapshot else self._failures.get(job, 0)) + failed
         if failed and failures <= _retries(run.record):
-            await self._rest(failures)
+            await self._back_off(failures)
         while True:
             try:
                 async with self.jobs.turn(job):
-                    asked, why = run.record.asked, run.record.asked_cause or "asked for"
-                    to, cause = next_state(outcome, asked, why, failures, _retries(run.record), self._shutdown)
+                    asked, why = run.record.asked, run.record.asked_cause or "requested"
+                    to, cause = next_state(outcome, asked, why, failures, _retries(run.record), self.shutdown)
                     after = await self.jobs.become(run.record, to, cause)
                 break
             except StoreError as error:
-                _logger.error("job %s has ended, and its store cannot be told: %s", job, error)
+                _logger.error("a run of job %s has ended, and the store cannot record it: %s", job, error)
                 if self._giving_up.is_set() or await _set_within(self._giving_up, self._retry_seconds):
                     return
         if after.state not in FINAL_STATES:
@@ -348,8 +337,8 @@ class Manager:
         if failed and after.state is JobState.QUEUED:
             self.metrics.retried("snapshot")
 
-    async def _rest(self, failures: int) -> None:
-        """Wait longer and longer before something is tried again that failed more than once."""
+    async def _back_off(self, failures: int) -> None:
+        """Wait before the next try, twice as long after each failure; not after the first."""
         if failures > 1:
             await _set_within(self._ending, min(2.0 ** (failures - 2), self._retry_seconds))
 
@@ -363,7 +352,7 @@ class Manager:
 
 
 class _Obsolete(Exception):
-    """Ends a measurement that nobody waits for any more."""
+    """Ends a measurement whose job is no longer queued."""
 
 
 def _candidate(record: JobRecord, peaks: Mapping[str, int] | None) -> Candidate:
@@ -379,14 +368,14 @@ def _is_limited(record: JobRecord, limits: Mapping[str, int]) -> bool:
 
 
 def _retries(record: JobRecord) -> int:
-    """How many failures without a new snapshot between them are forgiven."""
+    """How many failures in a row, without a new snapshot, the job may have."""
     faults = record.spec.document.get("faults")
     retries = faults.get("snapshot_retries") if isinstance(faults, dict) else None
     return retries if isinstance(retries, int) else 0
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Whether ``event`` was set within so long."""
+    """Whether ``event`` was set within ``seconds``."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -1,13 +1,13 @@
-"""How many bytes of each device a job needs at its fullest moment, measured before it is let in.
+"""How many bytes of each device a job needs at its peak, measured before the job starts.
 
-A few real steps of copies of its model say what every layer keeps for a micro-batch; the job's own schedule, on the
-simulator, says how many micro-batches are kept at once; and AdamW's averages come on top of parameters and gradients::
+A few real steps of copies of its model show what every layer keeps for a micro-batch; a simulation of the job's own
+schedule shows how many micro-batches are kept at once; AdamW's averages come on top of parameters and gradients::
 
     measure_job ──▶ Profile ──▶ StageMemory ─┐
     schedule ─────▶ simulate ─▶ record ──────┴─▶ peak_memory ─▶ bytes by device
 
-``core/predict/memory.py`` says what is not counted. The measurement itself needs its memory too, and the devices for
-some steps, so it is made only where the operator has set a limit.
+``core/predict/memory.py`` says what is not counted. The measurement itself needs memory and occupies the devices for a
+few steps, so it is made only for devices with a memory limit.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ __all__ = ["footprint", "peaks_of"]
 
 
 def footprint(job: Job, workload: Workload, *, progress: Callable[[str], None] | None = None) -> dict[str, int]:
-    """The most bytes that the job is predicted to hold at once, by device as the job names them.
+    """The predicted peak memory of the job in bytes, by device as the job names them.
 
-    Blocks for a few steps, on threads of its own. ``progress`` is told how it goes; what it raises ends it. Raises
-    ``JobFileError`` where the job does not fit the workload or this machine, ``TaskError`` where the model fails.
+    Blocks for a few steps, on threads of its own. ``progress`` is called with messages and may raise to end the
+    measurement. Raises ``JobFileError`` where the job does not fit the workload or this machine, ``TaskError`` where
+    the model fails.
     """
     table = job.pipeline
     if table.schedule == AUTO:
@@ -62,14 +63,14 @@ def peaks_of(
     checkpoint: CheckpointMode,
     wiring: Wiring | None = None,
 ) -> list[int]:
-    """The most bytes that each device holds at once, when ``schedule`` runs stages that keep ``memory``."""
+    """The peak memory of each device in bytes, when ``schedule`` runs stages that keep ``memory``."""
     shape = Shape(len(memory.saved), microbatches, devices)
     graph = lower(schedule, shape, checkpoint=checkpoint, wiring=wiring)
     return peak_memory(simulate(graph), memory)
 
 
 def _balance(table: PipelineTable, workload: Workload, schedule: Schedule) -> list[int]:
-    """The layers of each stage, as the pipeline will cut them."""
+    """The number of layers of each stage, as the pipeline will split them."""
     if isinstance(workload.model, StagedModel):
         return [1] * len(workload.model.stages)
     if table.stages is not None:
@@ -80,12 +81,12 @@ def _balance(table: PipelineTable, workload: Workload, schedule: Schedule) -> li
 
 
 def _cut(samples: int, microbatches: int) -> int:
-    """Into how many micro-batches so many samples are cut; fewer than were asked for where the parts come out even."""
+    """The number of micro-batches of a batch; rounding up their size can make them fewer than requested."""
     return ceil(samples / ceil(samples / microbatches))
 
 
 def _by_name(names: Sequence[str], peaks: Sequence[int]) -> dict[str, int]:
-    """Sums over the logical devices of one name."""
+    """The sums over logical devices with the same name."""
     found: Counter[str] = Counter()
     for name, peak in zip(names, peaks, strict=True):
         found[name] += peak

@@ -1,12 +1,12 @@
-"""What a service tells Prometheus beside the steps of its jobs: how many there are, how they fare, how long they wait.
+"""The Prometheus metrics of a service: numbers of jobs, their transitions, retries and waiting times.
 
 ::
 
     Manager ── changed, waited, retried … ──▶ ServiceMetrics ◀── collect ── the thread that scrapes
-    JobRun ──▶ PipelineCollector, one a job ─────▲
+    JobRun ──▶ PipelineCollector, one per job ───▲
 
-A job's own metrics stay for a while after its run, so that a scrape finds its last steps, and go on counting if it runs
-again. Nothing is registered globally.
+The metrics of a job stay for a while after its run, so that a scrape finds its last steps; if the job runs again, they
+continue. Nothing is registered globally.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from asyncpipe.service.job_states import JobRecord, JobState
 __all__ = ["ServiceMetrics"]
 
 WAITING = range(-4, 21)
-"""Exponents of two that bound the waiting times: from 1/16 s to 12 days."""
+"""Exponents of two of the buckets of waiting times: from 1/16 s to 12 days."""
 MOST_ENDED = 16
-"""Jobs whose metrics stay when they do not run any more."""
+"""How many jobs keep their metrics after their runs have ended."""
 ID_END = 6
-"""Characters of a job's id that tell it from others of its name."""
+"""Characters of a job's id that are appended to its name, where another job has the same name."""
 
 
 class ServiceMetrics(Collector):
-    """Counts what happens to a service's jobs, and is a collector for a registry. Any thread may call any method."""
+    """A collector for a registry that counts the events of a service's jobs. Any thread may call any method."""
 
     def __init__(self) -> None:
         self.is_ready: Callable[[], bool] = lambda: False
-        """Asked at each scrape, as the next two are."""
+        """Called at each scrape, like the next two."""
         self.commits: Callable[[], int] = lambda: 0
         self.hung_tasks: Callable[[], int] = lambda: 0
         self._merged = MergedCollector()
         self._collectors: dict[str, PipelineCollector] = {}
-        """By job; the one that ended last comes last."""
+        """By job, in the order in which their runs ended."""
         self._running: set[str] = set()
         self._jobs: Counter[str] = Counter(dict.fromkeys(JobState, 0))
         self._transitions: Counter[str] = Counter(dict.fromkeys(JobState, 0))
@@ -54,15 +54,15 @@ class ServiceMetrics(Collector):
         self._waited_seconds = 0.0
         self._lock = Lock()
 
-    # What happens
+    # Events
 
     def there_are(self, jobs: Mapping[JobState, int]) -> None:
-        """The store holds so many jobs in each state."""
+        """Set the number of jobs in each state."""
         with self._lock:
             self._jobs = Counter({state: jobs.get(state, 0) for state in JobState})
 
     def changed(self, before: JobState | None, after: JobState) -> None:
-        """A job became ``after``; ``None`` before its submission."""
+        """Count a transition; ``before`` is ``None`` for a submission."""
         with self._lock:
             if before is not None:
                 self._jobs[before] -= 1
@@ -70,27 +70,27 @@ class ServiceMetrics(Collector):
             self._transitions[after] += 1
 
     def waited(self, seconds: float) -> None:
-        """A job began that had been in the queue so long."""
+        """Count a job that started after so many seconds in the queue."""
         with self._lock:
             self._waited[int(bucket_of(np.array([max(seconds, 0.0)]), WAITING)[0])] += 1
             self._waited_seconds += max(seconds, 0.0)
 
     def retried(self, how: str) -> None:
-        """A ``"step"`` was tried again, or a job went back to its last ``"snapshot"``."""
+        """Count a retry of a ``"step"``, or of a job from its last ``"snapshot"``."""
         with self._lock:
             self._retries[how] += 1
 
     def log_failed(self) -> None:
-        """A job's log could not be written."""
+        """Count a failure to write a job's log."""
         with self._lock:
             self._log_failures += 1
 
-    # Jobs' own metrics
+    # The metrics of each job
 
     def collector_of(self, record: JobRecord) -> PipelineCollector:
-        """The collector of a job that begins to run: that of its last run, if it is still there.
+        """The collector for a job that starts: the one of its last run, if it is still kept.
 
-        Its label is the job's name, with the end of its id where another job has that name.
+        Its label is the job's name, with the end of the job's id appended if another job has the same name.
         """
         with self._lock:
             collector = self._collectors.pop(record.id, None)
@@ -104,7 +104,7 @@ class ServiceMetrics(Collector):
             return collector
 
     def ended(self, job: str) -> None:
-        """A run of ``job`` is over; its metrics stay until some other runs have ended."""
+        """A run of ``job`` has ended; its metrics stay until ``MOST_ENDED`` other runs have ended."""
         with self._lock:
             self._running.discard(job)
             collector = self._collectors.pop(job, None)
@@ -118,7 +118,7 @@ class ServiceMetrics(Collector):
     # Prometheus
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric family of the service and of its jobs. Called by the thread that scrapes."""
+        """All metric families of the service and of its jobs. Called by the thread that scrapes."""
         yield from self._families()
         yield from self._merged.collect()
 
@@ -133,45 +133,34 @@ class ServiceMetrics(Collector):
             jobs, transitions, retries = dict(self._jobs), dict(self._transitions), dict(self._retries)
             waited, seconds, log_failures = list(self._waited), self._waited_seconds, self._log_failures
             running = {each.job: job in self._running for job, each in self._collectors.items()}
-        yield _labelled(GaugeMetricFamily, "asyncpipe_jobs", "Jobs by their state.", "state", jobs)
-        text = "Whether a job runs whose metrics are here: 1, or 0 after its run."
-        yield _labelled(GaugeMetricFamily, "asyncpipe_job_running", text, "job", running)
-        yield _labelled(
-            CounterMetricFamily,
-            "asyncpipe_job_transitions",
-            "Transitions of jobs since the service started, by the state that they led to.",
-            "to",
-            transitions,
-        )
-        yield _labelled(
-            CounterMetricFamily,
-            "asyncpipe_job_retries",
-            "Failures that were tried again: a step on the same batch, or a job from its last snapshot.",
-            "how",
-            retries,
-        )
-        text = "Seconds that jobs waited in the queue before they began, each time."
+        yield _family(GaugeMetricFamily, "jobs", "Jobs by state.", jobs, "state")
+        yield _family(GaugeMetricFamily, "job_running", "1 while the job runs, 0 after its run.", running, "job")
+        text = "Transitions of jobs since the service started, by the state that they led to."
+        yield _family(CounterMetricFamily, "job_transitions", text, transitions, "to")
+        text = "Retries after failures: of a step on the same batch, or of a job from its last snapshot."
+        yield _family(CounterMetricFamily, "job_retries", text, retries, "how")
+        text = "Seconds in the queue before a job started, for each start."
         yield HistogramMetricFamily("asyncpipe_job_queue_seconds", text, buckets=_buckets(waited), sum_value=seconds)
-        text = "Whether the service takes new jobs: 1 or 0."
-        yield GaugeMetricFamily("asyncpipe_service_ready", text, value=float(ready))
+        yield _family(GaugeMetricFamily, "service_ready", "1 if the service takes new jobs, else 0.", {"": ready})
         text = "Transactions of the job store since the service started."
-        yield CounterMetricFamily("asyncpipe_store_commits", text, value=commits)
-        text = "Tasks that ran so much longer than before that their steps were failed."
-        yield CounterMetricFamily("asyncpipe_hung_tasks", text, value=hung)
-        text = "Times that the files of a job's log could not be written."
-        yield CounterMetricFamily("asyncpipe_job_log_failures", text, value=log_failures)
+        yield _family(CounterMetricFamily, "store_commits", text, {"": commits})
+        text = "Tasks that ran much longer than before, so that their steps were failed."
+        yield _family(CounterMetricFamily, "hung_tasks", text, {"": hung})
+        text = "Failures to write the files of a job's log."
+        yield _family(CounterMetricFamily, "job_log_failures", text, {"": log_failures})
 
 
-def _labelled(
+def _family(
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
     name: str,
     text: str,
-    label: str,
     values: Mapping[str, float],
+    label: str | None = None,
 ) -> Metric:
-    family = kind(name, text, labels=(label,))
+    """The family ``asyncpipe_NAME`` with a sample for each of ``values``, by the value of ``label`` if it has one."""
+    family = kind(f"asyncpipe_{name}", text, labels=() if label is None else (label,))
     for key, value in values.items():
-        family.add_metric((str(key),), value)
+        family.add_metric(() if label is None else (str(key),), float(value))
     return family
 
 
@@ -185,6 +174,6 @@ def _buckets(counts: list[int]) -> list[tuple[str, float]]:
 
 
 def _distinct(name: str, job: str, taken: set[str]) -> str:
-    """``name`` with as much of the id's end as makes it another one than those that are ``taken``."""
+    """``name`` with as much of the end of the job's id as makes it differ from the names that are ``taken``."""
     ends = (f"{name}-{job[-length:]}" for length in range(ID_END, len(job)))
     return next((end for end in ends if end not in taken), f"{name}-{job}")

@@ -70,7 +70,7 @@ def test_a_background_job_never_stands_before_a_foreground_one():
     old, new = Candidate("old", 1, background=True, peaks={}), Candidate("new", 2, peaks={})
     found = answers([old, new], max_running=1)
     assert found["new"] == (Admission.BEGIN, "it is its turn")
-    assert found["old"] == (Admission.WAIT, "waits for a place: 1 jobs run, and no more may")
+    assert found["old"] == (Admission.WAIT, "waits for a place: 1 jobs are running, the limit")
     large = Candidate("large", 3, peaks={"cpu:0": 2})
     found = answers([old, large], [{"cpu:0": 1}], limit={"cpu:0": 2})
     assert found["old"] == (Admission.WAIT, "waits behind another job")

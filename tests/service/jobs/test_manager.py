@@ -40,7 +40,7 @@ async def test_jobs_begin_in_order_and_no_more_than_may(tmp_path):
             record = await service.submit(name, priority_class=priority)
             assert record.priority_class is PriorityClass(priority)
         ids = {record.spec.name: record.id for record in await service.store.list()}
-        assert service.manager.waits_for(ids["new"]) == "waits for a place: 1 jobs run, and no more may"
+        assert service.manager.waits_for(ids["new"]) == "waits for a place: 1 jobs are running, the limit"
         assert service.manager.waits_for(ids["old"]) == "waits behind 2 other jobs"
         assert service.manager.waits_for(ids["first"]) is None
         for name in ("first", "new", "newer", "old"):
@@ -81,7 +81,7 @@ async def test_who_asks_to_go_on_before_it_has_stopped_does_not_wait_for_ever(tm
         await until(lambda: len(service.fakes.made["job"]) == 2)
         service.fakes["job"].go()
         await service.comes(job.id, FINISHED)
-        assert (await service.store.history(job.id))[2].cause == "goes on, as it was asked before it had stopped"
+        assert (await service.store.history(job.id))[2].cause == "resumed before its run had stopped"
 
 
 async def test_cancelling_ends_a_job_wherever_it_is(tmp_path):

@@ -141,7 +141,7 @@ async def test_a_run_whose_code_cancels_itself_has_failed(tmp_path):
         job = await service.submit(faults={"snapshot_retries": 1})
         failed = await service.comes(job.id, FAILED, FINISHED)
         assert await service.path(job.id) == ["queued", "running", "queued", "running", "failed"]
-        assert failed.cause.startswith("its code raised a cancellation, which nobody had asked for (2 times")
+        assert failed.cause.startswith("its code raised CancelledError without being cancelled (2 times")
 
 
 # A store that cannot be written
@@ -248,7 +248,7 @@ async def test_progress_that_the_store_does_not_take_is_told_and_kept_later(tmp_
         await service.comes(job.id, FINISHED)
         events = [event for _, event in log.since(0, 0, 0)]
         notes = [event.data["text"] for event in events if event.kind == "note"]
-        assert [note for note in notes if "not in the store" in note] != []
+        assert [note for note in notes if "the store cannot record its progress" in note] != []
         # Acknowledged in order, each once, and only when the store knew.
         assert [event.data["step"] for event in events if event.kind == "snapshot"][:3] == [1, 2, 3]
         assert (await service.store.get(job.id)).snapshot == "step-5"
