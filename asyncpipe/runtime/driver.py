@@ -76,11 +76,6 @@ class Driver:
         self._executors[name] = executor
         executor.start(self._post)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether ``close`` was called. From any thread."""
-        return self._closed
-
     def __contains__(self, device: str) -> bool:
         """Whether there is an executor for this device."""
         return device in self._executors

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch import Generator, Tensor, nn
 
 from asyncpipe.service.job_states import JobState, JobStateError, check_history
-from asyncpipe.service.store.job_store import IdempotencyConflictError, UnknownJobError
+from asyncpipe.service.store.job_store import IdempotencyConflictError, JobStore, UnknownJobError
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import SubmissionError
 from asyncpipe.service.training_service import ServiceDrainingError, TrainingService
@@ -332,7 +332,7 @@ async def test_a_service_that_does_not_answer_is_not_live(tmp_path, monkeypatch)
         assert "has not answered for 6" in stuck.reason
         opened._beat += 60
         assert opened.status().live
-        monkeypatch.setattr(opened._manager._store._writer._thread, "is_alive", lambda: False)
+        monkeypatch.setattr(JobStore, "is_alive", property(lambda store: False))
         assert "store's thread" in opened.status().reason
         monkeypatch.undo()
     assert opened.status().live
