@@ -9,6 +9,7 @@ answers, and every module can be imported and tested alone. Folders, in the orde
 - ``engine/``: the state machine that runs a task graph: events in, commands out;
 - ``predict/``: costs, simulation, reports, memory, and the planner that searches for the fastest pipeline.
 
-``checks.py`` has checks of options that several folders make. To follow one step, read ``schedules/protocol.py``,
-``graph/lower.py``, ``graph/task_graph.py`` and ``engine/``; ``predict/simulate.py`` runs that engine on virtual time.
+``checks.py`` has checks of options, ``splitmix.py`` a generator of random numbers. To follow one step, read
+``schedules/protocol.py``, ``graph/lower.py``, ``graph/task_graph.py`` and ``engine/``. ``predict/simulate.py`` runs the
+engine on virtual time.
 """

@@ -1,13 +1,13 @@
 """Split a sequence of layers into stages of even cost.
 
-A pipeline is as fast as its dearest stage, so that one is made as cheap as can be. Many splits do that, and some of
-them starve another stage for nothing. This picks one where no two stages are further apart than one layer can put
-them, which is always possible: the theorem of Bárány and Grinberg. Its proof is a local search. While a stage is
-too cheap, it takes the next layer on the side of the dearest one::
+A pipeline is as fast as its most expensive stage, so that stage is made as cheap as possible. Of the many splits that
+do so, this chooses one where no two stages differ by more than the most expensive layer. By the theorem of Bárány and
+Grinberg such a split always exists. Its proof is a local search: while a stage is too cheap, it takes the next layer on
+the side of the most expensive stage::
 
-    layers     2  5  │  1  │  5  2        stages cost 7, 1, 7: 6 apart, more than the dearest layer, 5
-                     ◀                    the second takes a layer from the first
-    layers     2  │  5  1  │  5  2        stages cost 2, 6, 7: 5 apart, and no split has a dearest below 7
+    layers     2  5  │  1  │  5  2        stages cost 7, 1, 7: a difference of 6, the largest layer costs 5
+                     ◀                    the second stage takes a layer from the first
+    layers     2  │  5  1  │  5  2        stages cost 2, 6, 7: a difference of 5; every split has a stage of 7 or more
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ __all__ = ["check_balance", "even_balance"]
 def even_balance(costs: Sequence[float], stages: int) -> list[int]:
     """How many consecutive layers each of ``stages`` stages gets, at least one each.
 
-    ``costs`` are those of the layers, in any unit, zero or more. Three things hold, exactly, for floats too:
+    ``costs`` are those of the layers, in any unit, zero or more. The result has three properties, exactly, also for
+    floats:
 
-    - the dearest stage is as cheap as in any split into that many stages;
-    - no two stages differ in cost by more than the dearest layer costs;
-    - no border can be put elsewhere so that the dearer one of the two stages at it gets cheaper.
+    1. the most expensive stage is as cheap as in any split into that many stages;
+    2. no two stages differ by more than the cost of the most expensive layer;
+    3. moving one border cannot make the more expensive of its two stages cheaper.
 
-    The same costs always give the same split. The first comes from a search for the least cost that holds every
-    stage, the second from the local search in the proof of I. Bárány and V. S. Grinberg, Block partitions of
-    sequences, Israel Journal of Mathematics 206 (2015), the third from moving borders while it does not hold.
-    O(layers · stages) to begin with, then at most layers · stages² moves of the local search in O(stages) each,
-    of which mostly there are none or a few, and as many sweeps over the borders as the last part takes. Raises
-    ``BalanceError`` for fewer layers than stages, and for a cost that is negative, infinite or not a number.
+    The same costs always give the same split. The first property comes from a search for the least limit that all
+    stages can keep, the second from the local search in the proof of I. Bárány and V. S. Grinberg, Block partitions of
+    sequences, Israel Journal of Mathematics 206 (2015), the third from moving borders until it holds. The first part
+    takes O(layers · stages); the local search at most layers · stages² moves of O(stages), in practice few or none; the
+    last part as many sweeps over the borders as it needs. Raises ``BalanceError`` for fewer layers than stages, and for
+    a cost that is negative, infinite or NaN.
     """
     layers = len(costs)
     if isinstance(stages, bool) or not isinstance(stages, int) or not 1 <= stages <= layers:
@@ -51,7 +52,7 @@ def even_balance(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _exact(costs: Sequence[float]) -> list[int]:
-    """The costs in a unit of which all of them are multiples: sums of floats would round, sums of these do not."""
+    """The costs as integers, in a unit that divides all of them, so that sums are exact."""
     for layer, cost in enumerate(costs):
         if not 0 <= cost < inf:
             raise BalanceError(f"layer {layer} costs {cost}; a cost must be a finite number, zero or more")
@@ -61,9 +62,9 @@ def _exact(costs: Sequence[float]) -> list[int]:
 
 
 def _least_limit(prefix: Sequence[int], stages: int) -> int:
-    """The cost of the dearest stage in the best split, found by halving the range that it must be in.
+    """The cost of the most expensive stage in the best split, by binary search.
 
-    It is no less than the mean and than the dearest layer; by the theorem it is no more than the two together.
+    It is at least the mean and at least the most expensive layer; by the theorem it is at most their sum.
     """
 
     def fits(limit: int) -> bool:
@@ -72,9 +73,9 @@ def _least_limit(prefix: Sequence[int], stages: int) -> int:
             border = _furthest_end(prefix, border, limit)
         return border == len(prefix) - 1
 
-    dearest = _dearest_layer(prefix)
+    largest = _largest_layer(prefix)
     mean = -(-prefix[-1] // stages)
-    low, high = max(mean, dearest), mean + dearest
+    low, high = max(mean, largest), mean + largest
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
@@ -82,13 +83,13 @@ def _least_limit(prefix: Sequence[int], stages: int) -> int:
 
 
 def _near_even(prefix: Sequence[int], stages: int, limit: int) -> list[int]:
-    """Borders of stages that have a layer each and cost ``limit`` at most, as near to even as that allows.
+    """Borders of stages that have at least one layer and cost at most ``limit``, each as near to even as possible.
 
-    ``limit`` must be one that a split can keep. Where costs do not tell two borders apart (a layer may cost
-    nothing), numbers of layers do, and where those do not, the earlier stage gets more.
+    ``limit`` must be feasible. Between borders of equal costs (a layer may cost nothing) the numbers of layers decide;
+    if they are equal too, the earlier stage gets more.
     """
     layers = len(prefix) - 1
-    # Where the stages that are left must begin at the earliest to hold all that is left: the last one first.
+    # The earliest border after which the last stage, the last two stages … can hold all remaining layers.
     earliest = [layers]
     for _ in range(stages - 1):
         earliest.append(bisect_left(prefix, prefix[earliest[-1]] - limit))
@@ -105,20 +106,21 @@ def _near_even(prefix: Sequence[int], stages: int, limit: int) -> list[int]:
 
 
 def _even_out(prefix: Sequence[int], borders: list[int]) -> None:
-    """Move ``borders`` until no two stages differ by more than the dearest layer; none gets dearer than the dearest.
+    """Move ``borders`` until no two stages differ by more than the most expensive layer. The maximum does not grow.
 
-    The cheapest stage takes the next layer on the side of the dearest. A stage that had no other layer takes one
-    itself in the same way; the dearest has more than one, or it could not be that much dearer. Why this ends:
-    whoever takes stays cheaper than the dearest was, and each border moves towards the dearest, until the dearest
-    gives a layer away. So stages of the highest cost get fewer, but one is left: no split does without.
+    The cheapest stage takes the next layer on the side of the most expensive stage. A stage left without layers takes
+    one in the same way; the most expensive stage has more than one, or it would not cost that much more. This
+    terminates: a stage that takes a layer stays cheaper than the maximum, and borders only move towards the most
+    expensive stage, until that one gives a layer away. So the number of stages of maximal cost decreases, and one
+    remains, since no split has a lower maximum.
     """
-    dearest_layer = _dearest_layer(prefix)
+    largest_layer = _largest_layer(prefix)
     while True:
         costs = [prefix[end] - prefix[start] for start, end in pairwise(borders)]
-        dearest, cheapest = costs.index(max(costs)), costs.index(min(costs))
-        if costs[dearest] - costs[cheapest] <= dearest_layer:
+        largest, smallest = costs.index(max(costs)), costs.index(min(costs))
+        if costs[largest] - costs[smallest] <= largest_layer:
             return
-        step, border = (-1, cheapest) if dearest < cheapest else (1, cheapest + 1)
+        step, border = (-1, smallest) if largest < smallest else (1, smallest + 1)
         borders[border] += step
         while borders[border] == borders[border + step]:
             border += step
@@ -126,10 +128,10 @@ def _even_out(prefix: Sequence[int], borders: list[int]) -> None:
 
 
 def _centre(prefix: Sequence[int], borders: list[int]) -> None:
-    """Move each of ``borders`` to the middle between its neighbours, until none can make its two stages more even.
+    """Move each of ``borders`` to the middle between its neighbours, until no move makes its two stages more even.
 
-    Two stages share a fixed cost, so the dearer gets cheaper by what the cheaper gets dearer: the dearest of all
-    gets no dearer, the cheapest no cheaper. It ends, since each move lowers the sum of the squares of the costs.
+    A move keeps the sum of the two stages, so the maximum of all stages does not grow and the minimum does not shrink.
+    This terminates, because each move lowers the sum of the squares of the costs.
     """
     moved = True
     while moved:
@@ -137,27 +139,27 @@ def _centre(prefix: Sequence[int], borders: list[int]) -> None:
         for k in range(1, len(borders) - 1):
             before, after = borders[k - 1], borders[k + 1]
 
-            def dearer(border: int, start: int = prefix[before], end: int = prefix[after]) -> int:
+            def larger(border: int, start: int = prefix[before], end: int = prefix[after]) -> int:
                 return max(prefix[border] - start, end - prefix[border])
 
             middle = bisect_left(prefix, (prefix[before] + prefix[after] + 1) // 2, before + 1, after - 1)
-            best = min(middle, max(middle - 1, before + 1), key=dearer)
-            if dearer(best) < dearer(borders[k]):
+            best = min(middle, max(middle - 1, before + 1), key=larger)
+            if larger(best) < larger(borders[k]):
                 borders[k] = best
                 moved = True
 
 
 def _furthest_end(prefix: Sequence[int], start: int, limit: int) -> int:
-    """The last border at which a stage may end that starts at border ``start`` and costs ``limit`` at most."""
+    """The last border at which a stage of cost ``limit`` at most may end if it starts at border ``start``."""
     return bisect_right(prefix, prefix[start] + limit) - 1
 
 
-def _dearest_layer(prefix: Sequence[int]) -> int:
+def _largest_layer(prefix: Sequence[int]) -> int:
     return max(end - start for start, end in pairwise(prefix))
 
 
 def check_balance(balance: Sequence[int], layers: int) -> list[int]:
-    """``balance`` if it splits ``layers`` layers; raises ``BalanceError`` that says what is off."""
+    """``balance`` as a list; raises ``BalanceError`` unless it splits ``layers`` layers."""
     sizes = list(balance)
     if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
         raise BalanceError(f"balance must be a list of positive integers, one a stage, got {sizes}")

@@ -1,11 +1,10 @@
 """Cost models: the virtual seconds of each task.
 
-A cost model is any function of a task, so models stack: one says what a kind, or a kind at a stage, costs, and
-another one shakes what the first says::
+A cost model is any function from a task to seconds, so one model can wrap another::
 
     simulate(graph, Costs(copy=0.5))                                the same for every stage
-    simulate(graph, StageCosts(seconds, sent, bandwidth=1e9))       measured: stages differ, copies by their bytes
-    simulate(graph, Jitter(Costs(), sigma=0.3, seed=7))             each task a little dearer or cheaper
+    simulate(graph, StageCosts(seconds, sent, bandwidth=1e9))       by stage, and for copies by bytes
+    simulate(graph, Jitter(Costs(), sigma=0.3, seed=7))             each task randomly longer or shorter
 """
 
 from __future__ import annotations
@@ -46,44 +45,27 @@ class Costs:
 
     def __call__(self, task: Task) -> float:
         """The virtual seconds of ``task``."""
-        match task.kind:
-            case TaskKind.FORWARD:
-                return self.forward
-            case TaskKind.BACKWARD:
-                return self.full_backward
-            case TaskKind.INPUT_GRADIENT:
-                return self.input_gradient
-            case TaskKind.WEIGHT_GRADIENT:
-                return self.weight_gradient
-            case TaskKind.RECOMPUTE:
-                return self.recompute
-            case TaskKind.COPY:
-                return self.copy
-            case _:
-                return 0.0
+        if task.kind is _B:
+            return self.full_backward
+        field = _FIELDS.get(task.kind)
+        return 0.0 if field is None else float(getattr(self, field))
 
 
-_FIELDS = {
-    "F": "forward",
-    "R": "recompute",
-    "B": "backward",
-    "I": "input_gradient",
-    "W": "weight_gradient",
-    "C": "copy",
-}
+_FIELDS = {kind: kind.name.lower() for kind in (*COMPUTE_KINDS, _C)}
+"""The field of ``Costs`` for each kind that has one."""
 
 
 def parse_costs(text: str) -> Costs:
-    """The costs in ``F=1,I=1,W=1,B=2,R=1,C=0``, as a command line gives them; those left out keep their defaults.
+    """The costs in the text ``F=1,I=1,W=1,B=2,R=1,C=0`` of a command line; those left out keep their defaults.
 
-    B is I + W unless it is given. Raises ``OptionError`` that quotes the item for an unknown kind, a kind that is
-    there twice, and a cost that is no number, negative or infinite.
+    B is I + W unless it is given. Raises ``OptionError``, which quotes the item, for an unknown kind, a kind given
+    twice, and a cost that is not a number, negative or infinite.
     """
     given: dict[str, float] = {}
     for item in filter(None, (item.strip() for item in text.split(","))):
         kind, _, value = item.partition("=")
         try:
-            field, cost = _FIELDS[kind.strip()], float(value)
+            field, cost = _FIELDS[TaskKind(kind.strip())], float(value)
         except (KeyError, ValueError):
             raise OptionError(f"--costs takes KIND=NUMBER with the kinds F, R, B, I, W and C, got {item!r}") from None
         if not 0 <= cost < inf:
@@ -98,24 +80,23 @@ def parse_costs(text: str) -> Costs:
 class StageCosts:
     """A cost model of a real model: seconds for each kind at each stage, and copies by their bytes.
 
-    Values travel over a link in the time ``latency + bytes / bandwidth``. Copies of tied parameters, of which a step
-    has one for each user, take ``latency`` alone, since ``sent`` does not tell their size; sums (S) cost nothing.
-    Everything given is kept as tuples and plain dicts. Raises ``OptionError`` for rows of different lengths, for
-    unknown kinds, and for numbers that are negative, infinite or not numbers.
+    A copy takes ``latency + bytes / bandwidth``. Copies of tied parameters, one in a step for each user, take
+    ``latency``, since ``sent`` does not contain their size. Sums (S) take no time. Sequences are kept as tuples. Raises
+    ``OptionError`` for rows of different lengths, unknown kinds, and numbers that are negative, infinite or NaN.
     """
 
     seconds: Mapping[TaskKind, Sequence[float]]
-    """For each kind (F, R, B, I, W) its seconds at each stage. F must be there; R is F and B is I + W where they are
-    left out. A kind that is neither given nor implied raises ``OptionError`` when a task of it asks for its cost."""
+    """For each kind (F, R, B, I, W), its seconds at each stage. F is required; by default R is F and B is I + W.
+    Calling the model for a task of a kind without a row raises ``OptionError``."""
     sent: Sequence[int]
-    """Bytes of one micro-batch that stage j sends to stage j + 1, and that come back as gradients; nothing for the
-    last stage."""
+    """For each stage but the last, the bytes of one micro-batch that it sends to the next stage, and that come back as
+    gradients."""
     latency: float = 0.0
-    """Seconds that each copy takes, however small."""
+    """Seconds that a copy of nothing would take."""
     bandwidth: float = inf
     """Bytes per second."""
     update: Sequence[float] | None = None
-    """Seconds of the optimizer's update of each stage; nothing if left out."""
+    """Seconds of the optimizer's update at each stage; by default zero."""
 
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.seconds if kind not in COMPUTE_KINDS]
@@ -167,20 +148,20 @@ def _check_row(name: str, row: Sequence[float], length: int) -> None:
             raise OptionError(f"{name} must be finite and not negative, got {number}")
 
 
-_LETTERS = {kind: number for number, kind in enumerate(TaskKind)}
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(TaskKind)}
 
 
 @dataclass(frozen=True, slots=True)
 class Jitter:
-    """A cost model that multiplies what ``costs`` says by a random factor of mean 1 and standard deviation ``sigma``.
+    """A cost model that multiplies those of ``costs`` by random factors of mean 1 and standard deviation ``sigma``.
 
-    Factors are log-normal: always positive, and few are very large, as with real tasks. They depend on ``seed`` and
-    on what a task is (kind, micro-batch, stage, source), not on its number in the graph, so an action is as slow
-    under one schedule as under another and two schedules can be compared seed by seed. The mean makespans of
-    1F1B for p = 4, m = 16 agree with those from normal factors to one percent at sigma = 0.3.
+    Factors are log-normal: always positive, and a few are large, as with real tasks. A factor depends on ``seed`` and
+    on the task's kind, micro-batch, stage and source, not on its number in the graph. An action is therefore equally
+    slow under every schedule, and schedules can be compared seed by seed. The mean makespans of 1F1B for p = 4, m = 16
+    agree with those from normal factors to one percent at sigma = 0.3.
 
-    With ``per_microbatch`` all tasks of a micro-batch share one factor, as they do where its length varies; tasks
-    that a step has once keep their cost. Raises ``OptionError`` for a ``sigma`` that is negative or infinite.
+    With ``per_microbatch`` all tasks of a micro-batch share one factor, as with micro-batches of different lengths;
+    tasks of the whole step keep their cost. Raises ``OptionError`` for a ``sigma`` that is negative or infinite.
     """
 
     costs: Callable[[Task], float]
@@ -198,16 +179,16 @@ class Jitter:
         return cost * self.factor(task) if cost else 0.0
 
     def factor(self, task: Task) -> float:
-        """What the cost of ``task`` is multiplied by."""
+        """The factor by which the cost of ``task`` is multiplied."""
         if not self.per_microbatch:
             source = WHOLE_STEP if task.source is None else task.source
-            return self._log_normal(_LETTERS[task.kind], task.microbatch, task.stage, source)
+            return self._log_normal(_KIND_NUMBERS[task.kind], task.microbatch, task.stage, source)
         return 1.0 if task.microbatch == WHOLE_STEP else self._log_normal(task.microbatch)
 
     def _log_normal(self, *identity: int) -> float:
         """exp(N(-v/2, v)) with v = log(1 + sigma²), which has mean 1 and standard deviation sigma.
 
-        The normal number is that of Box and Muller (1958), from two uniform ones in (0, 1].
+        The normal variate is made from two uniform ones in (0, 1] by the method of Box and Muller (1958).
         """
         variance = log1p(self.sigma * self.sigma)
         state = splitmix64(self.seed)

@@ -1,18 +1,17 @@
-"""Predicted memory: how many bytes each device holds, over time and at most, from a record and measured sizes.
+"""Predicted memory: how many bytes each device holds over time and at the peak, from a record and measured sizes.
 
-What a micro-batch holds at a stage, over the time of the step::
+The bytes that a micro-batch holds at a stage during the step::
 
                   F starts        F ends     R starts      R ends      B (or W) ends
     kept             │ saved ─────────────────────────────────────────────│
     recomputed       │ inputs ────────────────│ saved ────────────────────│
 
-It is the same fold as the peaks of ``core/predict/report.py``, weighted with bytes, and so works for simulated steps as
-well as for those that ran.
+This is the fold of the peaks in ``core/predict/report.py``, weighted with bytes; it works for simulated and real steps.
 
-Not counted, so the prediction is a little low: what tasks need only while they run (workspace, intermediate
-gradients), values and gradients that were brought to a device and wait there for their task, the batch, its outputs
-and losses, replicas of tied parameters, and what an allocator loses to fragmentation. Counted too long, so it is a
-little high: between I and W everything that the forward kept counts, although I needs part of it for the last time.
+The prediction is a little low, because it does not count: memory that tasks need only while they run (workspace,
+intermediate gradients), copied values and gradients that wait for their task, the batch, its outputs and losses,
+replicas of tied parameters, and fragmentation. It is a little high, because everything that a forward kept counts
+until W, although I already frees a part of it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncpipe.core.engine.events import StepRecord, StepSubmitted, TaskCompleted
-from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import RELEASING_KINDS, TaskKind
 from asyncpipe.errors import OptionError
 
@@ -32,17 +30,17 @@ _F, _R = TaskKind.FORWARD, TaskKind.RECOMPUTE
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """How many bytes each stage needs, as measured; one number a stage in every field, kept as tuples.
+    """The measured bytes of each stage; every field has one number for each stage and is kept as a tuple.
 
     Raises ``OptionError`` for fields of different lengths and for negative numbers.
     """
 
     saved: Sequence[int]
-    """What the forward of one micro-batch keeps for its backward, its input included where that is kept."""
+    """What the forward of one micro-batch keeps for its backward, including its input if that is kept."""
     inputs: Sequence[int]
-    """The input of one micro-batch, which is all that is kept until R where the micro-batch is recomputed."""
+    """The input of one micro-batch; if the micro-batch is recomputed, only this is kept until R."""
     fixed: Sequence[int]
-    """Parameters, their gradients and the optimizer's state, through the whole step."""
+    """Parameters, their gradients and the optimizer's state, held during the whole step."""
 
     def __post_init__(self) -> None:
         for name in ("saved", "inputs", "fixed"):
@@ -55,10 +53,7 @@ class StageMemory:
 
 
 def peak_memory(record: StepRecord, memory: StageMemory) -> list[int]:
-    """The most bytes that each device held at one moment of the step: what is fixed, and what micro-batches keep.
-
-    It is the highest of ``memory_over_time``, which says what counts and what is raised.
-    """
+    """The most bytes that each device held at once: the maxima of ``memory_over_time``."""
     peaks = [0] * record.graph.shape.devices
     for _, device, held in memory_over_time(record, memory):
         peaks[device] = max(peaks[device], held)
@@ -66,11 +61,11 @@ def peak_memory(record: StepRecord, memory: StageMemory) -> list[int]:
 
 
 def memory_over_time(record: StepRecord, memory: StageMemory) -> list[tuple[float, int, int]]:
-    """(time, device, bytes that it holds from then on) by time: at the step's submission, and whenever it changes.
+    """(time, device, bytes that it holds from then on), ordered by time: at the step's submission and at each change.
 
-    Times are those of the journal, devices are positions in the graph's. Which micro-batches are recomputed is read
-    from the graph's R tasks. A phase alone, forwards or backwards, counts what is fixed and no more. Ends count before
-    starts at the same time. Raises ``OptionError`` where ``memory`` is that of another number of stages.
+    Times are those of the journal; devices are indices into the graph's. For a graph of forwards or backwards alone,
+    only ``fixed`` counts. At equal times, ends count before starts. Raises ``OptionError`` if ``memory`` has another
+    number of stages than the graph.
     """
     graph = record.graph
     if len(memory.saved) != graph.shape.stages:
@@ -87,12 +82,9 @@ def memory_over_time(record: StepRecord, memory: StageMemory) -> list[tuple[floa
 
 
 def _changes(record: StepRecord, memory: StageMemory) -> list[tuple[float, int, int]]:
-    """(time, device, bytes more or less) of everything that a completed task changes.
-
-    Sorted, what becomes less comes first at the same time.
-    """
+    """(time, device, change in bytes) for each completed task that changes the memory; frees sort first."""
     graph = record.graph
-    recomputed = _recomputed(graph)
+    recomputed = {(task.microbatch, task.stage) for task in graph.tasks if task.kind is _R}
     changes: list[tuple[float, int, int]] = []
     for _, event in record.journal:
         if not isinstance(event, TaskCompleted):
@@ -109,13 +101,8 @@ def _changes(record: StepRecord, memory: StageMemory) -> list[tuple[float, int, 
     return changes
 
 
-def _recomputed(graph: TaskGraph) -> set[tuple[int, int]]:
-    """(micro-batch, stage) of every recomputation."""
-    return {(task.microbatch, task.stage) for task in graph.tasks if task.kind is _R}
-
-
 def format_bytes(count: float) -> str:
-    """Bytes for people: ``1.5 GiB``."""
+    """``count`` bytes in a readable unit: ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

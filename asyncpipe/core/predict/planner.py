@@ -1,12 +1,12 @@
-"""Which pipeline of a model is the fastest that fits: choices are simulated with measured costs, and ranked.
+"""The planner: simulates many pipelines of a model with measured costs, and ranks those that fit into memory.
 
-A *choice* is a schedule, a number of stages and of micro-batches, and a recomputation mode; a choice with a balance
-is a *plan*. Every choice is tried with the balances that are even by time and by memory. The best choices then move
-one border after the other while that helps::
+A *candidate* is a schedule, a number of stages, a number of micro-batches and a recomputation mode; a candidate with a
+balance is a *plan*. Every candidate is simulated with the balances that are even by time and by memory. Then the best
+candidates move one layer at a time over a border between stages, for as long as that helps::
 
-    choices ──▶ even by time, even by memory ──▶ the best few ──▶ neighbours ──▶ ranked plans
-                      (those that cannot be among the best are left out:
-                       no step is shorter than what its busiest device has to do)
+    candidates ──▶ even by time, even by memory ──▶ the best few ──▶ neighbours ──▶ ranked plans
+                   (a candidate is skipped if its busiest device alone
+                    needs more time than the best few plans so far)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
+from math import inf
 from typing import Any, NamedTuple
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
@@ -29,34 +30,31 @@ from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
 from asyncpipe.errors import PlanError, ScheduleError
 
-__all__ = ["Plan", "best_of_each", "plan"]
+__all__ = ["Plan", "best_of_each", "busiest_device", "plan"]
 
 MOST_VIRTUAL = 4
-"""Stages a device that are tried."""
+"""The most stages on each device that are tried."""
 REFINED = 10
-"""Choices whose borders are moved."""
+"""How many candidates have their borders moved."""
 MOST_MOVES = 8
-"""Borders that are moved of one choice."""
-
-Balances = Callable[[Profile, int, int, CheckpointMode], Sequence[Sequence[int]]]
-"""From a profile, a number of stages, one of micro-batches and a mode: the balances to begin with."""
+"""How many times a border of one candidate is moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One way to run a model, and what it is predicted to take."""
+    """One way to run a model, with its predicted time and memory."""
 
     schedule: str
     balance: tuple[int, ...]
-    """Layers of each stage."""
+    """The number of layers of each stage."""
     microbatches: int
     checkpoint: CheckpointMode
     seconds: float
-    """Of one step."""
+    """The time of one step."""
     memory: tuple[int, ...]
-    """Bytes at the fullest moment, by device."""
+    """The peak bytes of each device."""
     bubble: float
-    """Idle share of the devices."""
+    """The idle share of the devices."""
 
     def __str__(self) -> str:
         layers = "-".join(map(str, self.balance))
@@ -88,20 +86,21 @@ def plan(
     schedules: Sequence[str] | Mapping[str, Schedule] | None = None,
     microbatches: Sequence[int] | None = None,
     checkpoints: Sequence[CheckpointMode | str] = tuple(CheckpointMode),
-    balances: Balances | None = None,
+    balances: Callable[[int], Sequence[Sequence[int]]] | None = None,
     memory_limit: int | None = None,
     parameter_scale: float = PARAMETER_SCALE,
     progress: Callable[[str], None] | None = None,
 ) -> list[Plan]:
-    """Every plan that was tried and fits, the fastest first.
+    """Every plan that was tried and fits into memory, the fastest first.
 
-    ``devices`` is how many there are. ``schedules`` are names, or schedules by name, by default all that are known;
-    those that cannot serve a shape are left out of it. ``microbatches`` must have been measured; by default all that
-    were. ``balances`` gives balances to try in place of the even ones and their neighbours. ``memory_limit`` is in
-    bytes, for each device; ``parameter_scale`` is that of ``Profile.memory``. ``progress`` is told what is tried.
+    ``devices`` is their number. ``schedules`` are names, or schedules by name, by default all known ones; each is tried
+    with the shapes that it supports. ``microbatches`` must have been measured; by default all measured numbers are
+    tried. ``balances`` gives the balances to try for a number of stages, in place of the even ones and their
+    neighbours. ``memory_limit`` is in bytes for each device; ``parameter_scale`` is that of ``Profile.memory``.
+    ``progress`` is called with a line about what is tried.
 
-    Raises ``PlanError`` if no schedule serves, or if nothing fits; ``ProfileError`` for numbers of micro-batches that
-    were not measured, ``UnknownScheduleError`` for names.
+    Raises ``PlanError`` if no schedule supports a shape or nothing fits, ``ProfileError`` for a number of micro-batches
+    that was not measured, and ``UnknownScheduleError``.
     """
     names = known_schedules() if schedules is None else schedules
     by_name = dict(names) if isinstance(names, Mapping) else {name: find_schedule(name) for name in names}
@@ -109,34 +108,45 @@ def plan(
     numbers = profile.measured if microbatches is None else list(microbatches)
     for number in numbers:
         profile.measurement(number)
+    tell = progress or (lambda _: None)
     search = _Search(profile, devices, by_name, parameter_scale, memory_limit)
-    choices = list(search.choices(numbers, modes))
-    if not choices:
+    candidates = list(search.candidates(numbers, modes))
+    if not candidates:
         raise PlanError(search.refusal())
-    tell = progress if progress is not None else _silent
-    for number, choice in enumerate(choices, 1):
-        tell(f"simulating {choice.schedule}, {choice.microbatches} micro-batches ({number} of {len(choices)})")
-        search.begin(choice, balances)
-    for choice in search.promising() if balances is None else ():
-        tell(f"moving the borders of {choice.schedule}, {choice.microbatches} micro-batches")
-        search.refine(choice)
+    for number, each in enumerate(candidates, 1):
+        tell(f"simulating {each.schedule}, {each.microbatches} micro-batches ({number} of {len(candidates)})")
+        search.begin(each, _even_balances(profile, each) if balances is None else balances(each.stages))
+    for each in search.promising() if balances is None else ():
+        tell(f"moving the borders of {each.schedule}, {each.microbatches} micro-batches")
+        search.refine(each)
     return search.ranked()
 
 
-def _silent(_: str) -> None:
-    pass
-
-
 def best_of_each(plans: Sequence[Plan]) -> list[Plan]:
-    """The first plan of each (schedule, number of stages and of micro-batches, mode), in the order given."""
+    """The first plan of each schedule, number of stages, number of micro-batches and mode, in the order given."""
     first: dict[_Candidate, Plan] = {}
     for each in plans:
         first.setdefault(_Candidate(each.schedule, len(each.balance), each.microbatches, each.checkpoint), each)
     return list(first.values())
 
 
+def busiest_device(costs: StageCosts, placement: Sequence[int], microbatches: int, recomputed: int) -> float:
+    """The seconds that the busiest device computes: no step is shorter.
+
+    Backwards are whole or split, whichever takes less; ``recomputed`` of the ``microbatches`` are recomputed.
+    """
+    seconds = costs.seconds
+    load = [0.0] * (max(placement) + 1)
+    for stage, device in enumerate(placement):
+        halves = seconds[TaskKind.INPUT_GRADIENT][stage] + seconds[TaskKind.WEIGHT_GRADIENT][stage]
+        whole = seconds[TaskKind.BACKWARD][stage]
+        load[device] += microbatches * (seconds[TaskKind.FORWARD][stage] + min(whole, halves))
+        load[device] += recomputed * seconds[TaskKind.RECOMPUTE][stage]
+    return max(load)
+
+
 class _Search:
-    """Plans that were tried, and task graphs, which all balances of a choice share unless skips cross otherwise."""
+    """The plans tried so far, and the task graphs, which plans of a candidate share if their skips cross alike."""
 
     def __init__(
         self,
@@ -150,15 +160,13 @@ class _Search:
         self._devices = devices
         self._schedules = schedules
         self._scale = parameter_scale
-        self._limit = limit
+        self._limit = inf if limit is None else limit
         self._graphs: dict[tuple[_Candidate, Wiring], TaskGraph] = {}
         self._plans: dict[tuple[_Candidate, tuple[int, ...]], Plan] = {}
         self._refusals: dict[str, str] = {}
 
-    # What there is to try
-
-    def choices(self, numbers: Sequence[int], modes: Sequence[CheckpointMode]) -> Iterator[_Candidate]:
-        """Every choice that its schedule can serve."""
+    def candidates(self, numbers: Sequence[int], modes: Sequence[CheckpointMode]) -> Iterator[_Candidate]:
+        """Every candidate whose shape its schedule supports."""
         for name, schedule in self._schedules.items():
             for virtual in sorted({schedule.virtual, *range(1, MOST_VIRTUAL + 1)}):
                 stages = self._devices * virtual
@@ -166,113 +174,86 @@ class _Search:
                     self._refusals.setdefault(name, f"{stages} stages need as many layers")
                     continue
                 for number in numbers:
-                    if self._serves(name, schedule, Shape(stages, number, self._devices)):
+                    try:
+                        schedule.check(Shape(stages, number, self._devices))
+                    except ScheduleError as error:
+                        self._refusals.setdefault(name, str(error))
+                    else:
                         yield from (_Candidate(name, stages, number, mode) for mode in modes)
 
-    def _serves(self, name: str, schedule: Schedule, shape: Shape) -> bool:
-        try:
-            schedule.check(shape)
-        except ScheduleError as error:
-            self._refusals.setdefault(name, str(error))
-            return False
-        return True
-
     def refusal(self) -> str:
-        """Why there is no choice."""
+        """Why there is no candidate."""
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self._refusals.items())
         return f"no schedule serves {self._devices} devices and {len(self._profile.layers)} layers: {reasons}"
 
-    # Trying
+    def begin(self, candidate: _Candidate, balances: Sequence[Sequence[int]]) -> None:
+        """Try the candidate with these balances, except where it cannot be among the best."""
+        fitting = [seconds for excess, seconds in self._best().values() if not excess]
+        slowest_of_best = max(nsmallest(REFINED, fitting)) if len(fitting) >= REFINED else inf
+        for balance in balances:
+            if len(balance) == candidate.stages and self._bound(candidate, balance) < slowest_of_best:
+                self._try(candidate, tuple(check_balance(balance, len(self._profile.layers))))
 
-    def begin(self, choice: _Candidate, balances: Balances | None) -> None:
-        """Try the choice with its first balances, unless it cannot be among the best."""
-        worst_of_best = self._worst_of_best()
-        for balance in (balances or _even_balances)(
-            self._profile, choice.stages, choice.microbatches, choice.checkpoint
-        ):
-            if len(balance) == choice.stages and self._bound(choice, balance) < worst_of_best:
-                self._try(choice, tuple(check_balance(balance, len(self._profile.layers))))
+    def _bound(self, candidate: _Candidate, balance: Sequence[int]) -> float:
+        """Seconds that no step of this plan is shorter than."""
+        m = candidate.microbatches
+        placement = self._schedules[candidate.schedule].placement(Shape(candidate.stages, m, self._devices))
+        recomputed = sum(candidate.checkpoint.recomputes(i, m) for i in range(m))
+        costs = self._profile.costs(balance, m, candidate.checkpoint)
+        return busiest_device(costs, placement, m, recomputed) + self._profile.measurement(m).step
 
-    def _worst_of_best(self) -> float:
-        """What a plan must beat to be among the best."""
-        best: dict[_Candidate, float] = {}
-        for (choice, _), each in self._plans.items():
-            if self._excess(each) == 0:
-                best[choice] = min(each.seconds, best.get(choice, each.seconds))
-        return max(nsmallest(REFINED, best.values())) if len(best) >= REFINED else float("inf")
-
-    def _bound(self, choice: _Candidate, balance: Sequence[int]) -> float:
-        """What the busiest device has to do: no step is shorter."""
-        costs = self._costs(choice, balance)
-        m = choice.microbatches
-        recomputed = sum(choice.checkpoint.recomputes(i, m) for i in range(m))
-        seconds = costs.seconds
-        load = [0.0] * self._devices
-        shape = Shape(choice.stages, m, self._devices)
-        for stage, device in enumerate(self._schedules[choice.schedule].placement(shape)):
-            halves = seconds[TaskKind.INPUT_GRADIENT][stage] + seconds[TaskKind.WEIGHT_GRADIENT][stage]
-            load[device] += m * (seconds[TaskKind.FORWARD][stage] + min(seconds[TaskKind.BACKWARD][stage], halves))
-            load[device] += recomputed * seconds[TaskKind.RECOMPUTE][stage]
-        return max(load) + self._profile.measurement(m).step
-
-    def _costs(self, choice: _Candidate, balance: Sequence[int]) -> StageCosts:
-        return self._profile.costs(balance, choice.microbatches, choice.checkpoint)
-
-    def _try(self, choice: _Candidate, balance: tuple[int, ...]) -> Plan:
-        key = choice, balance
+    def _try(self, candidate: _Candidate, balance: tuple[int, ...]) -> Plan:
+        key = candidate, balance
         if key not in self._plans:
-            record = simulate(self._graph(choice, self._profile.wiring(balance)), self._costs(choice, balance))
-            done = report(record)
-            memory = self._profile.memory(balance, choice.microbatches, self._scale)
+            schedule, _, m, mode = candidate
+            record = simulate(self._graph(candidate, balance), self._profile.costs(balance, m, mode))
+            found = report(record)
             self._plans[key] = Plan(
-                choice.schedule,
-                balance,
-                choice.microbatches,
-                choice.checkpoint,
-                seconds=done.seconds + self._profile.measurement(choice.microbatches).step,
-                memory=tuple(peak_memory(record, memory)),
-                bubble=done.bubble_ratio,
+                *(schedule, balance, m, mode),
+                seconds=found.seconds + self._profile.measurement(m).step,
+                memory=tuple(peak_memory(record, self._profile.memory(balance, m, self._scale))),
+                bubble=found.bubble_ratio,
             )
         return self._plans[key]
 
-    def _graph(self, choice: _Candidate, wiring: Wiring) -> TaskGraph:
-        if (choice, wiring) not in self._graphs:
-            self._graphs[choice, wiring] = lower(
-                self._schedules[choice.schedule],
-                Shape(choice.stages, choice.microbatches, self._devices),
-                checkpoint=choice.checkpoint,
-                wiring=wiring,
+    def _graph(self, candidate: _Candidate, balance: tuple[int, ...]) -> TaskGraph:
+        schedule, stages, m, mode = candidate
+        wiring = self._profile.wiring(balance)
+        if (candidate, wiring) not in self._graphs:
+            self._graphs[candidate, wiring] = lower(
+                self._schedules[schedule], Shape(stages, m, self._devices), checkpoint=mode, wiring=wiring
             )
-        return self._graphs[choice, wiring]
+        return self._graphs[candidate, wiring]
 
-    # Moving borders
+    def _best(self) -> dict[_Candidate, tuple[float, float]]:
+        """The rank of each candidate's best plan."""
+        best: dict[_Candidate, tuple[float, float]] = {}
+        for (candidate, _), each in self._plans.items():
+            best[candidate] = min(self._rank(each), best.get(candidate, (inf, inf)))
+        return best
 
     def promising(self) -> list[_Candidate]:
-        """The choices with the best plans so far."""
-        best: dict[_Candidate, tuple[float, float]] = {}
-        for (choice, _), each in self._plans.items():
-            best[choice] = min(self._rank(each), best.get(choice, self._rank(each)))
+        """The candidates with the best plans so far."""
+        best = self._best()
         return nsmallest(REFINED, best, key=best.__getitem__)
 
-    def refine(self, choice: _Candidate) -> None:
-        """Move one border by one layer after the other, as long as that makes the choice's best plan better."""
-        best = min((each for (of, _), each in self._plans.items() if of == choice), key=self._rank)
+    def refine(self, candidate: _Candidate) -> None:
+        """Move one layer over a border of the candidate's best plan, again and again while the plan gets better."""
+        best = min((each for (of, _), each in self._plans.items() if of == candidate), key=self._rank)
         for _ in range(MOST_MOVES):
-            moved = min((self._try(choice, near) for near in _neighbours(best.balance)), key=self._rank, default=best)
+            near = [self._try(candidate, balance) for balance in _neighbours(best.balance)]
+            moved = min(near, key=self._rank, default=best)
             if self._rank(moved) >= self._rank(best):
                 return
             best = moved
 
     def _rank(self, each: Plan) -> tuple[float, float]:
-        """What fits comes first, then what is quicker."""
-        return self._excess(each), each.seconds
-
-    def _excess(self, each: Plan) -> float:
-        return 0 if self._limit is None else max(0, max(each.memory) - self._limit)
+        """The bytes above the limit, then the seconds: a plan that fits ranks before one that does not."""
+        return max(0, max(each.memory) - self._limit), each.seconds
 
     def ranked(self) -> list[Plan]:
         """All plans that fit, the fastest first; equals by memory."""
-        fitting = [each for each in self._plans.values() if self._excess(each) == 0]
+        fitting = [each for each in self._plans.values() if max(each.memory) <= self._limit]
         if fitting:
             return sorted(fitting, key=lambda each: (each.seconds, max(each.memory)))
         if not self._plans:
@@ -284,19 +265,19 @@ class _Search:
         )
 
 
-def _even_balances(profile: Profile, stages: int, microbatches: int, checkpoint: CheckpointMode) -> list[list[int]]:
-    """Even by time, and even by memory."""
-    by_time = even_balance(profile.layer_seconds(microbatches, checkpoint), stages)
+def _even_balances(profile: Profile, candidate: _Candidate) -> list[list[int]]:
+    """The balances that are even by time and even by memory; one if they are the same."""
+    _, stages, microbatches, mode = candidate
+    by_time = even_balance(profile.layer_seconds(microbatches, mode), stages)
     by_memory = even_balance(profile.layer_bytes(microbatches), stages)
     return [by_time] if by_time == by_memory else [by_time, by_memory]
 
 
 def _neighbours(balance: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The balances with one layer on the other side of one border."""
-    for border in range(len(balance) - 1):
-        for source, user in ((border, border + 1), (border + 1, border)):
-            if balance[source] > 1:
-                moved = list(balance)
-                moved[source] -= 1
-                moved[user] += 1
-                yield tuple(moved)
+    """The balances that move one layer over one border."""
+    for border in range(1, len(balance)):
+        before, first, second, after = balance[: border - 1], *balance[border - 1 : border + 1], balance[border + 1 :]
+        if first > 1:
+            yield (*before, first - 1, second + 1, *after)
+        if second > 1:
+            yield (*before, first + 1, second - 1, *after)

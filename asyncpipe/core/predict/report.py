@@ -1,4 +1,4 @@
-"""What a step did with its time: a fold over its journal, real or simulated."""
+"""The report of a step: how its time was used, folded from the journal of a real or simulated step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Report", "TaskTime", "peak_per_device", "report"]
 
 @dataclass(frozen=True, slots=True)
 class TaskTime:
-    """When a task ran, in seconds since the step was submitted."""
+    """When a task ran, in seconds from the step's submission."""
 
     task: Task
     start: float
@@ -23,50 +23,50 @@ class TaskTime:
 
     @property
     def seconds(self) -> float:
-        """How long it ran."""
+        """The duration of the task."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where the time of one step went. Times are seconds; ratios are between 0 and 1."""
+    """How the time of one step was used. Times are in seconds; ratios are between 0 and 1."""
 
     step: int
     seconds: float
     """From submission to the end of the last task."""
     tasks: tuple[TaskTime, ...]
-    """Every completed task, by start."""
+    """Every completed task, ordered by its start."""
     device_busy: dict[str, float]
-    """Seconds of compute per device."""
+    """Seconds of compute on each device."""
     stage_busy: tuple[float, ...]
-    """Seconds of compute per stage."""
+    """Seconds of compute of each stage."""
     peak_in_flight: tuple[int, ...]
-    """Per stage, the most micro-batches between the start of their forward and the end of their backward (in a
-    step without backwards, of their forward)."""
+    """For each stage, the most micro-batches between the start of their forward and the end of their backward (without
+    backwards, the end of their forward)."""
     critical_path: float
-    """The longest chain of dependent tasks, at the times that they took."""
+    """The length of the longest chain of dependent tasks."""
     gates_opened: dict[int, float]
-    """When the caller's gradient was there for each task that waited for one; empty in a whole step."""
+    """For each task that waits for the caller's gradient, when the gradient arrived; empty in a whole step."""
 
     @property
     def device_utilization(self) -> dict[str, float]:
-        """Busy share of the step per device."""
+        """The share of the step in which each device computes."""
         return {device: self._share(busy) for device, busy in self.device_busy.items()}
 
     @property
     def stage_utilization(self) -> tuple[float, ...]:
-        """Busy share of the step per stage."""
+        """The share of the step in which each stage computes."""
         return tuple(self._share(busy) for busy in self.stage_busy)
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle share of the compute lanes, over all devices."""
+        """The idle share of the compute lanes, as a mean over all devices."""
         shares = self.device_utilization.values()
         return 1.0 - sum(shares) / len(shares) if self.seconds else 0.0
 
     @property
     def bound(self) -> float:
-        """No run of the same tasks is shorter: the larger of the busiest device and the critical path."""
+        """A lower bound of the step's time: the busiest device or the critical path, whichever is longer."""
         return max([self.critical_path, *self.device_busy.values()])
 
     def _share(self, busy: float) -> float:
@@ -104,10 +104,10 @@ def report(record: StepRecord) -> Report:
 
 
 def peak_per_device(found: Report, graph: TaskGraph) -> tuple[float, ...]:
-    """Per device, the most micro-batches that it held at one moment of the step that ``found`` reports.
+    """For each device, the most micro-batches that it held at once in the step that ``found`` reports.
 
-    Each of a device's v stages counts 1/v, so that a device with a micro-batch at every stage holds one: a measure
-    of memory that tells schedules with different numbers of virtual stages apart.
+    A micro-batch at one of a device's v stages counts 1/v. This measures memory comparably for schedules with different
+    numbers of virtual stages.
     """
     peaks = _peaks(found.tasks, graph.placement, graph.releasing)
     return tuple(
@@ -117,9 +117,10 @@ def peak_per_device(found: Report, graph: TaskGraph) -> tuple[float, ...]:
 
 
 def _peaks(times: Sequence[TaskTime], places: Sequence[int], last: tuple[TaskKind, ...]) -> tuple[int, ...]:
-    """Fold +1 at a forward's start and -1 at the end of the micro-batch's last task there; ends count first.
+    """The most micro-batches held at once at each place; ``places`` has the place of each stage.
 
-    ``places`` says for each stage where it counts.
+    A micro-batch is held from the start of its forward to the end of its task of a kind in ``last``. At equal times,
+    ends count before starts.
     """
     changes = [(time.start, 1, places[time.task.stage]) for time in times if time.task.kind is TaskKind.FORWARD]
     changes += [(time.end, -1, places[time.task.stage]) for time in times if time.task.kind in last]

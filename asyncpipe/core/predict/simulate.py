@@ -1,10 +1,10 @@
-"""The same scheduler on virtual time: what a step, or several jobs on the same lanes, would do at given costs."""
+"""Simulation: the real scheduler on virtual time, for one step or for several jobs on the same lanes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 
 from asyncpipe.core.engine.events import (
@@ -29,31 +29,31 @@ __all__ = ["SimulatedRun", "SimulatedJob", "simulate", "simulate_jobs"]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedJob:
-    """A job for ``simulate_jobs``: steps of one graph, one after the other."""
+    """A job for ``simulate_jobs``: it runs steps of one graph, one after the other."""
 
     graph: TaskGraph
     cost: Callable[[Task], float] = field(default_factory=Costs)
     share: Share = field(default_factory=Share)
     steps: int | None = 1
-    """How many; ``None`` for as many as there is time for while jobs with a number run."""
+    """The number of steps; with ``None`` the job runs until all jobs that have a number are done."""
     pause: float = 0.0
-    """Seconds from the end of a step to the next one: the optimizer's time, and the batch's."""
+    """Seconds between the end of a step and the next one, for example for the optimizer and the next batch."""
     start: float = 0.0
-    """When the first step is submitted."""
+    """The time at which the first step is submitted."""
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedRun:
-    """What one job did in virtual time."""
+    """The result of one simulated job."""
 
     records: list[StepRecord] = field(default_factory=list)
-    """Of its completed steps."""
+    """The records of its completed steps."""
     seconds: dict[Lane, float] = field(default_factory=dict)
-    """Device time on each lane until the end of the simulation, unfinished steps included."""
+    """The time that it used on each lane until the end of the simulation, including an unfinished step."""
 
 
 class _Simulation:
-    """Lanes that run one task at a time in the order of dispatch; each begins when its dependencies have ended."""
+    """Virtual lanes; each runs its tasks in the order of dispatch, as soon as their dependencies have ended."""
 
     def __init__(self, jobs: Sequence[SimulatedJob], in_flight: int) -> None:
         self.state = SchedulerState(in_flight=in_flight)
@@ -61,25 +61,25 @@ class _Simulation:
         self.now = 0.0
         self._jobs = jobs
         self._owner: list[int] = []
-        """The position of the job that each step belongs to."""
+        """The index of the job of each step."""
         self._free: dict[Lane, float] = {}
         self._ends: list[dict[int, float]] = []
-        """When each task of each step ended, or will."""
+        """For each step, the time at which each dispatched task ends."""
         self._running: list[tuple[float, int, int, float]] = []
-        """(end, step, task, start), next first."""
+        """A heap of (end, step, task, start)."""
         self._begins: list[tuple[float, int]] = [(job.start, number) for number, job in enumerate(jobs)]
-        """(when, job) for steps that are not submitted yet, next first."""
-        self._begins.sort()
+        """A heap of (time, job) for steps to submit."""
+        heapify(self._begins)
         self._left = [inf if job.steps is None else job.steps for job in jobs]
 
     def run(self, until: float) -> None:
-        """Go on until all numbered steps are completed, or until that time."""
+        """Simulate until all numbered steps are completed, or until the time ``until``."""
         commands: list[Command] = []
         while True:
-            self._obey(commands)
-            if self._is_over():
+            self._execute(commands)
+            if self._is_done():
                 return
-            # Choices are made when all that happens at this moment has happened, copies that take no time included.
+            # Policies choose after all events of this moment, including copies that take no time.
             commands = [] if self._next() <= self.now else self.state.choose(self.now)
             if commands:
                 continue
@@ -88,19 +88,19 @@ class _Simulation:
             if upcoming > until:
                 self.now = until
                 return
-            assert upcoming < inf, "nothing is under way, and steps are not over"
+            assert upcoming < inf, "steps are unfinished, but no task is running"
             self.now = max(self.now, upcoming)
-            commands = self._happen()
+            commands = self._advance()
 
     def _next(self) -> float:
         return min(self._running[0][0] if self._running else inf, self._begins[0][0] if self._begins else inf)
 
-    def _is_over(self) -> bool:
+    def _is_done(self) -> bool:
         numbered = [left for left in self._left if left != inf]
         return bool(numbered) and not any(numbered)
 
-    def _happen(self) -> list[Command]:
-        """The next event, if it is time for one: ends of tasks in the order of their numbers, then new steps."""
+    def _advance(self) -> list[Command]:
+        """Handle the next event of this moment, if any: ends of tasks in the order of their numbers, then new steps."""
         if self._running and self._running[0][0] <= self.now:
             end, step, task, start = heappop(self._running)
             return self._handle(TaskCompleted(step, task, start, end))
@@ -120,7 +120,7 @@ class _Simulation:
             commands += self._handle(GateOpened(step, microbatch))
         return commands
 
-    def _obey(self, commands: Sequence[Command]) -> None:
+    def _execute(self, commands: Sequence[Command]) -> None:
         for command in commands:
             if isinstance(command, Dispatch):
                 self._dispatch(command)
@@ -149,34 +149,34 @@ class _Simulation:
             heappush(self._begins, (self.now + self._jobs[number].pause, number))
 
     def cut(self) -> None:
-        """Take what would only have run after the end out of the device times."""
+        """Subtract from the lanes' seconds what running tasks have left at the end of the simulation."""
         for end, step, task, start in self._running:
             job = self._jobs[self._owner[step]]
             self.runs[self._owner[step]].seconds[job.graph.tasks[task].lane] -= end - max(start, min(end, self.now))
 
 
 def simulate(graph: TaskGraph, cost: Callable[[Task], float] | None = None, *, in_flight: int = 16) -> StepRecord:
-    """The record of one step of ``graph`` at the given costs (``Costs()`` by default), from time 0.
+    """The record of one step of ``graph`` with the given costs (``Costs()`` by default), from time 0.
 
-    It is deterministic: tasks that end at the same virtual time are reported in the order of their numbers. Raises
-    what a ruled schedule raises while it decides, as ``ScheduleError``.
+    Deterministic: tasks that end at the same virtual time are reported in the order of their numbers. What a ruled
+    schedule raises while it decides becomes a ``ScheduleError``.
     """
-    world = _Simulation([SimulatedJob(graph, cost or Costs())], in_flight)
-    world.run(inf)
-    return world.runs[0].records[0]
+    simulation = _Simulation([SimulatedJob(graph, cost or Costs())], in_flight)
+    simulation.run(inf)
+    return simulation.runs[0].records[0]
 
 
 def simulate_jobs(
     jobs: Sequence[SimulatedJob], *, until: float | None = None, in_flight: int = 16
 ) -> list[SimulatedRun]:
-    """What each of ``jobs`` does next to the others at the given costs, from time 0; one ``SimulatedRun`` for each.
+    """The results of ``jobs`` that run together with the given costs, from time 0; one for each job.
 
-    Ends at virtual time ``until``, or when every job with a number of steps has done them. Deterministic, and raises,
-    as ``simulate``; ``OptionError`` if it would never end.
+    Ends at virtual time ``until``, or when every job with a number of steps has completed them. Deterministic, and
+    raises, as ``simulate``; also ``OptionError`` if the simulation would never end.
     """
     if until is None and all(job.steps is None for job in jobs):
         raise OptionError("jobs without a number of steps need an end: give until")
-    world = _Simulation(jobs, in_flight)
-    world.run(inf if until is None else until)
-    world.cut()
-    return world.runs
+    simulation = _Simulation(jobs, in_flight)
+    simulation.run(inf if until is None else until)
+    simulation.cut()
+    return simulation.runs

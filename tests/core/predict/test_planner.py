@@ -13,7 +13,7 @@ from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.predict import planner
 from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, Profile, ProfiledLayer
 from asyncpipe.core.predict.memory import peak_memory
-from asyncpipe.core.predict.planner import Plan, best_of_each, plan
+from asyncpipe.core.predict.planner import Plan, best_of_each, busiest_device, plan
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.gpipe import GPipeSchedule
@@ -106,7 +106,7 @@ def test_even_layers_take_what_the_closed_form_says():
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_no_balance_is_better_than_the_chosen_one(times, schedule):
     profile = profile_of(times)
-    every = never(profile, 3, schedules=[schedule], balances=lambda _, stages, *__: all_balances(len(times), stages))
+    every = never(profile, 3, schedules=[schedule], balances=lambda stages: all_balances(len(times), stages))
     best = min(each.seconds for each in every)
     assert never(profile, 3, schedules=[schedule])[0].seconds == pytest.approx(best)
 
@@ -115,7 +115,7 @@ def test_borders_move_where_even_stages_are_not_the_best():
     """The even balance is 1-2-1-2, but the device of stages 0 and 2 has more to do then than it need have."""
     profile = profile_of([6.0, 4.0, 3.0, 6.0, 2.0, 5.0])
     best = never(profile, 2, schedules=["interleaved"])[0]
-    every = never(profile, 2, schedules=["interleaved"], balances=lambda _, stages, *__: all_balances(6, stages))
+    every = never(profile, 2, schedules=["interleaved"], balances=lambda stages: all_balances(6, stages))
     assert best.balance == (1, 2, 2, 1)
     assert best.seconds == min(each.seconds for each in every)
 
@@ -145,7 +145,7 @@ def test_recomputation_costs_time_and_saves_memory():
     assert len(plans) == 3
 
 
-def test_best_of_each_keeps_one_balance_of_each_choice():
+def test_best_of_each_keeps_one_balance_of_each_candidate():
     plans = never(profile_of([2.0, 1.0, 1.0, 1.0]), 2, schedules=["gpipe", "1f1b"])
     kept = best_of_each(plans)
     assert len(kept) == 2 < len(plans)
@@ -248,7 +248,7 @@ def test_figures_are_those_of_a_direct_simulation(profile, devices):
 
 
 def test_what_is_left_out_early_is_not_the_best(monkeypatch):
-    """The same best plan, whether one choice is looked into or all are."""
+    """The same best plan, whether the borders of one candidate are moved or of all."""
     profile = profile_of([3.0, 1.0, 2.0, 5.0, 1.0, 4.0, 1.0, 2.0], measured=(2, 4, 8))
     thorough, quick = [], []
     for refined, plans in ((10**6, thorough), (1, quick)):
@@ -260,10 +260,17 @@ def test_what_is_left_out_early_is_not_the_best(monkeypatch):
 
 @settings(max_examples=25, deadline=None)
 @given(PROFILES, st.integers(1, 3))
-def test_no_plan_is_quicker_than_its_bound(profile, devices):
-    names = {name: find_schedule(name) for name in ("gpipe", "1f1b", "interleaved", "zb-h1")}
-    search = planner._Search(profile, devices, names, 2.0, None)
-    for choice in search.choices(profile.measured, list(CheckpointMode)):
-        search.begin(choice, None)
-    for (choice, balance), found in search._plans.items():
-        assert search._bound(choice, balance) <= found.seconds * (1 + 1e-9)
+def test_no_step_is_shorter_than_the_work_of_its_busiest_device(profile, devices):
+    for found in plan(profile, devices, schedules=["gpipe", "1f1b", "interleaved", "zb-h1"]):
+        stages, m = len(found.balance), found.microbatches
+        placement = find_schedule(found.schedule).placement(Shape(stages, m, devices))
+        recomputed = sum(found.checkpoint.recomputes(i, m) for i in range(m))
+        seconds = busiest_device(profile.costs(found.balance, m, found.checkpoint), placement, m, recomputed)
+        assert seconds + profile.measurement(m).step <= found.seconds * (1 + 1e-9)
+
+
+def test_the_busiest_device_has_the_work_of_all_its_stages():
+    """A forward of the stages takes 1, 4 and 1, a backward twice that, and each task 1/8 more."""
+    costs = profile_of([1.0, 4.0, 1.0]).costs([1, 1, 1], 4)
+    assert busiest_device(costs, [0, 1, 0], 3, 0) == 3 * (4 + 8 + 0.25)
+    assert busiest_device(costs, [0, 1, 1], 3, 2) == 3 * (5 + 10 + 0.5) + 2 * (5 + 0.25)
