@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncpipe.core.engine.events import Observer as Observer
     from asyncpipe.core.engine.events import StepRecord as StepRecord
+    from asyncpipe.core.engine.policies.policy import LaneView as LaneView
+    from asyncpipe.core.engine.policies.policy import Policy as Policy
+    from asyncpipe.core.engine.policies.policy import StepView as StepView
     from asyncpipe.core.engine.share import Share as Share
     from asyncpipe.core.graph.lower import CheckpointMode as CheckpointMode
     from asyncpipe.core.graph.lower import lower as lower
@@ -76,6 +79,7 @@ _HOMES = {
     ),
     "core.kinds": ("TaskKind",),
     "core.predict.costs": ("Costs", "Jitter", "StageCosts"),
+    "core.engine.policies.policy": ("LaneView", "Policy", "StepView"),
     "core.engine.share": ("Share",),
     "core.predict.simulate": ("SimulatedJob", "simulate", "simulate_jobs"),
     "errors": ("AsyncpipeError", "TaskError"),

@@ -45,7 +45,7 @@ class DevicePool:
     def __init__(self, options: PoolOptions) -> None:
         self._options = options
         self._intra_op = IntraOpThreads(options.intra_op_threads)
-        self.driver = Driver({}, in_flight=options.in_flight)
+        self.driver = Driver({}, in_flight=options.in_flight, policy=options.policy)
         self.lifespan = Lifespan(self.driver, "device pool")
 
     async def __aenter__(self) -> DevicePool:

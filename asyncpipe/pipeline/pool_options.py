@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
 from asyncpipe.core.checks import check_choice, check_positive
 
 if TYPE_CHECKING:
+    from asyncpipe.core.engine.policies.policy import MakePolicy
     from asyncpipe.runtime.executor import Executor
 
 __all__ = ["PoolOptions", "takes"]
@@ -33,6 +34,9 @@ class PoolOptions:
     """How many tasks per lane may be issued to the device and not completed yet. The scheduler checks it."""
     intra_op_threads: int = 1
     """torch's intra-op threads on the thread of each CPU device."""
+    policy: MakePolicy | None = None
+    """Makes the policy of a lane, which decides the ready task that runs there next; see ``asyncpipe.Policy``. By
+    default one pipeline runs its schedule's order or rule, and several get fair shares."""
     executors: Callable[[str], Executor] | None = None
     """Makes the executor of a device from the device's name; by default a thread (see also ``asyncpipe.testing``)."""
 

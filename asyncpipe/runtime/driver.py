@@ -26,6 +26,7 @@ from asyncpipe.core.engine.events import (
     StepSubmitted,
     TaskFailed,
 )
+from asyncpipe.core.engine.policies.policy import MakePolicy
 from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import InvalidTransition, PipelineClosedError
@@ -46,11 +47,12 @@ class Driver:
         executors: Mapping[str, Executor],
         *,
         in_flight: int = 16,
+        policy: MakePolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``executors`` by device name; ``in_flight`` as in ``SchedulerState``; ``clock`` in seconds."""
+        """``executors`` by device name; ``in_flight`` and ``policy`` as in ``SchedulerState``; ``clock`` in seconds."""
         self._executors = dict(executors)
-        self._state = SchedulerState(in_flight=in_flight)
+        self._state = SchedulerState(in_flight=in_flight, policy=policy)
         self._clock = clock
         self._inbox: deque[Event] = deque()
         self._awake = False
@@ -214,27 +216,27 @@ class Driver:
         try:
             while self._inbox:
                 commands += self._state.handle(self._inbox.popleft(), now)
-            self._settle(commands, now)
         except BaseException as error:
             self._give_up(error)
             raise
+        self._proceed(commands, now)
         self._wakeups.append((late, self._clock() - now))
 
     def _handle(self, event: Event) -> None:
         now = self._clock()
-        self._settle(self._state.handle(event, now), now)
+        self._proceed(self._state.handle(event, now), now)
 
     def _look_again(self) -> None:
         self._alarm = None
+        self._proceed([], self._clock())
+
+    def _proceed(self, commands: list[Command], now: float) -> None:
+        """Obey ``commands``, then what policies choose now that all is known; see when they want to be asked again."""
         try:
-            self._settle([], self._clock())
+            self._obey(commands + self._state.choose(now))
         except BaseException as error:
             self._give_up(error)
             raise
-
-    def _settle(self, commands: list[Command], now: float) -> None:
-        """Obey ``commands`` and what the scheduler says now that it knows all, and see when it wants to look again."""
-        self._obey(commands + self._state.choose(now))
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
@@ -275,7 +277,7 @@ class Driver:
         observers.show(record)
 
     def _give_up(self, error: BaseException) -> None:
-        """The scheduler broke (a bug): nobody may wait for ever."""
+        """The scheduler or a policy raised: every step ends with ``error``, so that nobody waits for ever."""
         self.close()
         for execution in self._executions.values():
             execution.abandon(error)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from asyncpipe import DevicePool, Pipeline, Share, TaskError
-from asyncpipe.errors import OptionError, PipelineClosedError
+from asyncpipe import DevicePool, Pipeline, Policy, Share, TaskError
+from asyncpipe.errors import OptionError, PipelineClosedError, PolicyError
 
 DEVICES = ["cpu:0", "cpu:1"]
 STEPS = 5
@@ -220,3 +220,35 @@ async def test_a_copy_is_by_itself(workload, no_leaks):
         copied = copy.deepcopy(pipe)
     with copied.sync() as alone:
         assert torch.allclose(alone.step(workload.x, workload.target).loss, workload.loss, atol=1e-10)
+
+
+class Broken(Policy):
+    """Chooses what is not ready, once it was asked three times."""
+
+    def __init__(self, lane):
+        self.ready_tasks, self.asked = [], 0
+
+    def ready(self, step, task, now):
+        self.ready_tasks.append((step, task))
+
+    def choose(self, now):
+        self.asked += 1
+        if self.asked > 3:
+            return "nonsense", 0
+        return self.ready_tasks.pop(0) if self.ready_tasks else None
+
+    def drop(self, step):
+        self.ready_tasks = []
+
+
+async def test_a_policy_that_chooses_wrongly_ends_every_step_and_nobody_waits(workload, no_leaks):
+    async with DevicePool(policy=Broken) as pool:
+        pipes = [pipeline(workload.model(), pool, share=Share(name)) for name in ("a", "b")]
+        for pipe in pipes:
+            await pipe.__aenter__()
+        steps = [pipe.step(workload.x, workload.target) for pipe in pipes]
+        for error in await asyncio.gather(*steps, return_exceptions=True):
+            assert isinstance(error, PolicyError | PipelineClosedError)
+        assert pool.is_broken
+        for pipe in pipes:
+            await pipe.aclose()

@@ -54,12 +54,14 @@ class Dispatcher:
         pending = list(touched)
         while pending:
             lane = pending.pop()
-            policy = lane.policy
-            while lane.in_flight < self._cap and (lane.in_order or policy.at_once):
-                if (chosen := policy.choose(now)) is None:
-                    break
-                pending += self._dispatch(*chosen, lane, commands, now)  # type: ignore[arg-type] # what it was given
-            if not lane.in_order and not policy.at_once:
+            choose = lane.policy.choose
+            if lane.in_order:
+                while lane.in_flight < self._cap and (chosen := choose(now)) is not None:
+                    pending += self._dispatch(*chosen, lane, commands, now)  # type: ignore[arg-type] # what it was given
+                continue
+            while lane.policy.at_once and lane.in_flight < self._cap and (chosen := choose(now)) is not None:
+                self._admit(chosen, lane, commands, now)
+            if not lane.policy.at_once:
                 self._undecided[lane] = None
 
     def _dispatch(
@@ -145,7 +147,7 @@ class Dispatcher:
     def _admit(self, chosen: Chosen, lane: LaneState, commands: list[Command], now: float) -> None:
         """Hand over what a policy has chosen, unless a rule does not let it in yet."""
         step, task = chosen
-        if not isinstance(step, StepState) or step.states[task] is not _READY or step.lanes[task] is not lane:
+        if not (isinstance(step, StepState) and step.is_ready(task, lane)):
             raise PolicyError(
                 f"{type(lane.policy).__name__} on {lane.lane} chose {chosen!r}, which is not ready there; choose must "
                 "answer a (step, task) that ready was called with, once, or None"

@@ -31,7 +31,7 @@ gets the simplest that will do:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
 from asyncpipe.core.engine.admission import Admission
@@ -55,7 +55,7 @@ from asyncpipe.core.engine.events import (
 from asyncpipe.core.engine.jobs import Job, Jobs
 from asyncpipe.core.engine.policies.fair_share import FairShare, SharedLanes
 from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
-from asyncpipe.core.engine.policies.policy import LaneView, Policy, TaskState
+from asyncpipe.core.engine.policies.policy import MakePolicy, Policy, TaskState
 from asyncpipe.core.engine.policies.ruled import Ruled
 from asyncpipe.core.engine.steps import LaneState, StepState, check_invariants
 from asyncpipe.core.graph.task import Lane, Queue
@@ -72,7 +72,7 @@ _WAITING, _, _DISPATCHED, _ISSUED, _COMPLETED, _FAILED, _DROPPED = TaskState
 class SchedulerState:
     """Decides for any number of steps at a time. Mutated by ``handle`` and ``choose`` alone; not thread-safe."""
 
-    def __init__(self, *, in_flight: int = 16, policy: Callable[[LaneView], Policy] | None = None) -> None:
+    def __init__(self, *, in_flight: int = 16, policy: MakePolicy | None = None) -> None:
         """``in_flight`` bounds the tasks of a lane that its device holds: how far the host runs ahead.
 
         ``policy`` makes the policy of a lane; without it each lane has one of the built-in ones.

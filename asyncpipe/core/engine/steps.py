@@ -69,6 +69,11 @@ class StepState:
         """Whether its tasks are still handed over: it neither failed nor was cancelled."""
         return self.outcome is Outcome.OK
 
+    def is_ready(self, task: int, lane: LaneState) -> bool:
+        """Whether ``task`` is one of the step's, and may be handed over on ``lane``."""
+        known = self.running and task in range(len(self.states))
+        return known and self.states[task] is TaskState.READY and self.lanes[task] is lane
+
     def story(self, task: int) -> list[tuple[float, Event | Command]]:
         """What happened to a task, oldest first."""
         return [(at, event) for at, event in self.journal if getattr(event, "task", None) == task]

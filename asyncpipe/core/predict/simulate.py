@@ -17,6 +17,7 @@ from asyncpipe.core.engine.events import (
     StepSubmitted,
     TaskCompleted,
 )
+from asyncpipe.core.engine.policies.policy import MakePolicy
 from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.task import Lane, Task
@@ -55,8 +56,8 @@ class SimulatedRun:
 class _Simulation:
     """Virtual lanes; each runs its tasks in the order of dispatch, as soon as their dependencies have ended."""
 
-    def __init__(self, jobs: Sequence[SimulatedJob], in_flight: int) -> None:
-        self.state = SchedulerState(in_flight=in_flight)
+    def __init__(self, jobs: Sequence[SimulatedJob], in_flight: int, policy: MakePolicy | None = None) -> None:
+        self.state = SchedulerState(in_flight=in_flight, policy=policy)
         self.runs = [SimulatedRun() for _ in jobs]
         self.now = 0.0
         self._jobs = jobs
@@ -167,16 +168,21 @@ def simulate(graph: TaskGraph, cost: Callable[[Task], float] | None = None, *, i
 
 
 def simulate_jobs(
-    jobs: Sequence[SimulatedJob], *, until: float | None = None, in_flight: int = 16
+    jobs: Sequence[SimulatedJob],
+    *,
+    until: float | None = None,
+    in_flight: int = 16,
+    policy: MakePolicy | None = None,
 ) -> list[SimulatedRun]:
     """The results of ``jobs`` that run together with the given costs, from time 0; one for each job.
 
     Ends at virtual time ``until``, or when every job with a number of steps has completed them. Deterministic, and
-    raises, as ``simulate``; also ``OptionError`` if the simulation would never end.
+    raises, as ``simulate``; also ``OptionError`` if the simulation would never end. ``policy`` is that of a
+    ``DevicePool``.
     """
     if until is None and all(job.steps is None for job in jobs):
         raise OptionError("jobs without a number of steps need an end: give until")
-    simulation = _Simulation(jobs, in_flight)
+    simulation = _Simulation(jobs, in_flight, policy)
     simulation.run(inf if until is None else until)
     simulation.cut()
     return simulation.runs

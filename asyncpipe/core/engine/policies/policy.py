@@ -31,7 +31,7 @@ A policy of your own needs three methods::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from enum import IntEnum
 from typing import Protocol, TypeAlias
@@ -40,7 +40,7 @@ from asyncpipe.core.engine.jobs import Job
 from asyncpipe.core.graph.task import Lane
 from asyncpipe.core.graph.task_graph import TaskGraph
 
-__all__ = ["Chosen", "LaneView", "Policy", "StepView", "TaskState"]
+__all__ = ["Chosen", "LaneView", "MakePolicy", "Policy", "StepView", "TaskState"]
 
 
 class TaskState(IntEnum):
@@ -154,3 +154,7 @@ class Policy(Protocol):
     def check(self, now: float) -> None:
         """Assert what must hold between two events; for tests."""
         return
+
+
+MakePolicy: TypeAlias = Callable[[LaneView], Policy]
+"""Makes the policy of one lane."""
