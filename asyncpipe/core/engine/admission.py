@@ -1,15 +1,16 @@
-"""Which micro-batches each device holds in one step of a ruled schedule, and which wait to get in.
+"""Which micro-batches each device holds in one step of a ruled schedule, and which wait to be admitted.
 
-Micro-batches come to a device in their order, each when the rule admits it; from then on everything of it may run
-there, and it leaves with its last task::
+Micro-batches come to a device in the order of their indices, each when the rule admits it. From then on all its tasks
+may run there; with its last task it leaves::
 
     F(i) is ready ──▶ waiting ──▶ held ──▶ gone
                        i is next and      its last task on
                        admit(F(i), live)  this device is done
 
-That order makes rules safe. Think of the oldest micro-batch that is not done: whoever a device holds besides it
-came later, so it is held wherever it is wanted, or next in a device that only holds what is younger. There is none
-younger where it is not yet, so that device holds nothing, and admits it.
+This order makes rules free of deadlock. Take the unfinished micro-batch with the lowest index, and a device that it
+still has to enter. Every micro-batch with a lower index is done, and those with a higher one must wait until it has
+entered. So the device holds nothing, and an empty device admits a micro-batch (``lower`` checks that). On the devices
+that it has entered, its tasks may run. So it always gets on.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Admission:
         return self._graph.lane_of[task] // len(Queue)
 
     def enter(self, task: int) -> list[int] | None:
-        """Let a compute task run; ``None`` if it has to wait, else the tasks that need not wait any longer for it."""
+        """Let a compute task run; the tasks that waited for it and may try again, or ``None`` if it has to wait
+        itself."""
         _, kind, microbatch, stage, *_ = self._graph.tasks[task]
         device = self.device(task)
         following = self._next[device]
@@ -55,7 +57,7 @@ class Admission:
         return waiting.pop(microbatch, []) + waiting.pop(microbatch + 1, [])
 
     def leave(self, task: int) -> list[int]:
-        """A compute task is done; the tasks that may try again because its micro-batch has left the device."""
+        """A compute task is done; the waiting tasks that may try again, because its micro-batch has left the device."""
         device, microbatch = self.device(task), self._graph.tasks[task].microbatch
         self._left[device][microbatch] -= 1
         if self._left[device][microbatch]:

@@ -13,6 +13,7 @@ tasks, last, since what foreground lanes are handed says how long a lane would i
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import heappop, heappush
 
 from asyncpipe.core.engine.events import Command, Dispatch
 from asyncpipe.core.engine.policies.fair_share import FairShare
@@ -29,9 +30,10 @@ _READY, _DISPATCHED = TaskState.READY, TaskState.DISPATCHED
 class Dispatcher:
     """Hands tasks over. Mutated by the scheduler alone."""
 
-    def __init__(self, cap: int) -> None:
-        """``cap`` bounds the tasks that a lane holds."""
+    def __init__(self, cap: int, *, validate: bool) -> None:
+        """``cap`` bounds the tasks that a lane holds; ``validate`` what policies choose, as they are anybody's code."""
         self._cap = cap
+        self._validate = validate
         self._undecided: dict[LaneState, None] = {}
         """Lanes where something has happened since their policy was asked."""
         self._held_back: dict[LaneState, None] = {}
@@ -46,7 +48,11 @@ class Dispatcher:
         """Tell the lane's policy of a task whose dependencies are met; returns the lane."""
         step.states[task] = _READY
         lane = step.lanes[task]
-        lane.policy.ready(step, task, now)
+        if lane.in_order:
+            rule = step.graph.rule
+            heappush(lane.heap, (step.number, task if rule is None else rule.ranks[task], task, step))
+        else:
+            lane.policy.ready(step, task, now)
         return lane
 
     def dispatch_ready(self, touched: Iterable[LaneState], commands: list[Command], now: float) -> None:
@@ -54,14 +60,17 @@ class Dispatcher:
         pending = list(touched)
         while pending:
             lane = pending.pop()
-            choose = lane.policy.choose
             if lane.in_order:
-                while lane.in_flight < self._cap and (chosen := choose(now)) is not None:
-                    pending += self._dispatch(*chosen, lane, commands, now)  # type: ignore[arg-type] # what it was given
+                while lane.heap and lane.in_flight < self._cap:
+                    _, _, task, step = heappop(lane.heap)
+                    pending += self._dispatch(step, task, lane, commands, now)  # type: ignore[arg-type]
                 continue
-            while lane.policy.at_once and lane.in_flight < self._cap and (chosen := choose(now)) is not None:
-                self._admit(chosen, lane, commands, now)
-            if not lane.policy.at_once:
+            policy = lane.policy
+            while policy.at_once:
+                if lane.in_flight >= self._cap or (chosen := policy.choose(now)) is None:
+                    break
+                pending += self._admit(chosen, lane, commands, now)
+            else:
                 self._undecided[lane] = None
 
     def _dispatch(
@@ -120,7 +129,7 @@ class Dispatcher:
     def _ask(self, lane: LaneState, commands: list[Command], now: float) -> None:
         policy = lane.policy
         while lane.in_flight < self._cap and (chosen := policy.choose(now)) is not None:
-            self._admit(chosen, lane, commands, now)
+            self.dispatch_ready(self._admit(chosen, lane, commands, now), commands, now)
         if isinstance(policy, FairShare) and policy.holds_back:
             self._held_back[lane] = None
         self._note_alarm(lane, now)
@@ -129,7 +138,7 @@ class Dispatcher:
         policy = lane.policy
         assert isinstance(policy, FairShare)
         while not lane.in_flight and (chosen := policy.backfill(now)) is not None:
-            self._admit(chosen, lane, commands, now)
+            self.dispatch_ready(self._admit(chosen, lane, commands, now), commands, now)
             if not chosen[0].job.share.background:
                 self._undecided[lane] = None
                 break
@@ -144,22 +153,23 @@ class Dispatcher:
         else:
             self._alarms.pop(lane, None)
 
-    def _admit(self, chosen: Chosen, lane: LaneState, commands: list[Command], now: float) -> None:
-        """Hand over what a policy has chosen, unless a rule does not let it in yet."""
+    def _admit(self, chosen: Chosen, lane: LaneState, commands: list[Command], now: float) -> list[LaneState]:
+        """Hand over what a policy has chosen, unless a rule does not let it in yet; returns as ``_dispatch``."""
         step, task = chosen
-        if not (isinstance(step, StepState) and step.is_ready(task, lane)):
+        if self._validate and not (isinstance(step, StepState) and step.is_ready(task, lane)):
             raise PolicyError(
                 f"{type(lane.policy).__name__} on {lane.lane} chose {chosen!r}, which is not ready there; choose must "
                 "answer a (step, task) that ready was called with, once, or None"
             )
+        assert isinstance(step, StepState)
         if step.admission is not None and step.is_admitted(task):
             try:
                 freed = step.admission.enter(task)
             except Exception as error:  # noqa: BLE001 - a rule is anybody's code: it ends the step, not the scheduler
                 self._broken.append((step, task, step.refused(task, f"but raises {error!r}", error)))
-                return
+                return []
             if freed is None:
-                return
+                return []
             for other in freed:
                 self.make_ready(step, other, now)
-        self.dispatch_ready(self._dispatch(step, task, lane, commands, now), commands, now)
+        return self._dispatch(step, task, lane, commands, now)

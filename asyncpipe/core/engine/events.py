@@ -1,7 +1,7 @@
-"""What goes into the scheduler, what comes out of it, and the record that it all leaves behind.
+"""Events (what happened), commands (what to do), and the record of a step that both leave.
 
-Events go in, commands come out, and both are written into the step's journal in that order. Times are
-seconds of whichever clock the shell uses (``time.perf_counter`` when running, virtual time when simulating).
+The scheduler takes events in, answers with commands, and writes both into the step's journal in that order. Times are
+seconds of the caller's clock: ``time.perf_counter`` when a pipeline runs, virtual time in a simulation.
 """
 
 from __future__ import annotations
@@ -189,15 +189,15 @@ class StepRecord:
 
 
 class Observer(Protocol):
-    """Is shown every step once it is completed. One that raises is logged and removed; the step goes on."""
+    """Gets the record of every completed step. One that raises is logged and removed; training goes on."""
 
     def step_completed(self, record: StepRecord) -> None:
-        """Called on the scheduler's loop: keep the record and fold it elsewhere."""
+        """Called on the scheduler's loop, so it should only keep the record, and fold it on another thread."""
 
 
 @runtime_checkable
 class FailureCounter(Protocol):
-    """An observer that is also told what goes wrong beside the training, to count it."""
+    """An observer that also counts the failures of observers."""
 
     def observer_failed(self, reason: str) -> None:
         """An observer ``raised``, was ``slow``, or had a record ``dropped``; other sources have reasons of their own.

@@ -22,22 +22,16 @@ _LAST = 8
 class Job:
     """One job on the scheduler's lanes. Mutated by the scheduler alone."""
 
+    name: str
+    """What its steps call it; empty for a pipeline that has its devices for itself."""
+    is_named: bool
+    """Whether it has a name: then its tasks are measured."""
     share: Share
     """That of the step that it submitted last."""
     steps: int = 0
     """Under way."""
     _means: dict[tuple[TaskKind, int, int | None], tuple[int, float]] = field(default_factory=dict)
     """(tasks measured, mean seconds) by kind and stage, and for a copy by its source."""
-
-    @property
-    def name(self) -> str:
-        """What its steps call it; empty for a pipeline that has its devices for itself."""
-        return self.share.job
-
-    @property
-    def is_named(self) -> bool:
-        """Whether its tasks are measured: not for a pipeline that has its devices for itself."""
-        return self.share.job != ""
 
     def measured(self, task: Task, seconds: float) -> None:
         """Take in that ``task`` took ``seconds``."""
@@ -70,7 +64,7 @@ class Jobs:
 
     def begin(self, share: Share) -> Job:
         """The job of a step that begins; ``share`` is what it has from now on."""
-        job = self._jobs.setdefault(share.job, Job(share))
+        job = self._jobs.setdefault(share.job, Job(share.job, share.job != "", share))
         self._forgotten.discard(share.job)
         job.steps += 1
         job.share = share

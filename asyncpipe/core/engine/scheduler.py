@@ -1,32 +1,32 @@
-"""The scheduler: which task goes to which device, and when. Pure: events in, commands out.
+"""The scheduler: a state machine that takes events in and answers with commands. It has no clock, thread or device.
 
-States of a task; dependents on other devices are released at *issued*, those on the same device, which runs
-what it is handed in order, already at *dispatched*::
+States of a task. Dependents on other devices are released when the task is *issued*. Dependents on the same device,
+which runs tasks in the order in which it gets them, are released when it is *dispatched*::
 
     waiting ──▶ ready ──▶ dispatched ──▶ issued ──▶ completed
                               │  └──────────┼──────▶ completed     (a CPU does both at once)
                               ├─────────────┴──────▶ failed
                               └────────────────────▶ dropped       (only while the step drains)
 
-States of a step; it drains when a task fails or the step is cancelled: nothing is dispatched any more and
-what devices still hold comes back completed, failed or dropped::
+States of a step. It drains when a task fails or the step is cancelled: no more of its tasks are dispatched, and those
+that devices still hold come back completed, failed or dropped::
 
     running ──▶ finished ──▶ completed
        └──────▶ draining ──▶ completed
 
-Guarantees: a task is dispatched after every dependency on another device was issued and every dependency on
-its own device was dispatched; among ready tasks of a lane, older steps come first, then lower task numbers
-(clock cycles); at most ``in_flight`` tasks of a lane are dispatched and not completed, over all steps; an
-event that cannot follow what happened raises ``InvalidTransition`` and changes nothing.
+Guarantees, whatever the policies: a task is dispatched after every dependency on another device was issued and every
+dependency on its own device was dispatched (or all were completed, in a ruled step); at most ``in_flight`` tasks of a
+lane are dispatched and not completed, over all steps; a rule's ``admit`` is respected (``admission.py``); an event that
+cannot follow what happened raises ``InvalidTransition`` and changes nothing.
 
-Which ready task of a lane comes next is for the lane's policy (``policies/policy.py``). Three are built in, and a lane
-gets the simplest that will do:
+Which ready task of a lane comes next is decided by the lane's policy (``policies/policy.py``). Three are built in, and
+a lane gets the simplest that is enough:
 
-- a pipeline by itself, an order in the graph: ``FirstComeFirstServed``. Nothing is decided, ``handle`` answers at once.
-- a pipeline by itself, a rule (``RuledSchedule``): ``Ruled`` on compute lanes. A task is ready when what it waits for
-  is *completed*, and the rule chooses as late as it can, in ``choose``, once everything that has happened is known.
-  Which micro-batches may come to a device is for the rule's ``admit`` (``admission.py``), whatever the policy.
-- jobs with names, or in the background: ``FairShare``, also in ``choose``. Within a job the order is the one above.
+- One pipeline, whose graph has an order: ``FirstComeFirstServed``. There is nothing to decide; ``handle`` answers at
+  once.
+- One pipeline, whose schedule decides by a rule: ``Ruled``, on compute lanes. The rule chooses as late as possible: in
+  ``choose``, which is called when all events that are known have been handled.
+- Jobs with names, or in the background: ``FairShare``, which also decides in ``choose``.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ __all__ = ["SchedulerState", "TaskState"]
 
 # Module constants: an enum attribute costs a lookup in the hottest loop.
 _WAITING, _, _DISPATCHED, _ISSUED, _COMPLETED, _FAILED, _DROPPED = TaskState
+_OK = Outcome.OK
 
 
 class SchedulerState:
@@ -85,7 +86,7 @@ class SchedulerState:
         self._jobs = Jobs()
         self._lanes: dict[Lane, LaneState] = {}
         self._shared = SharedLanes(in_flight)
-        self._dispatcher = Dispatcher(in_flight)
+        self._dispatcher = Dispatcher(in_flight, validate=policy is not None)
         # Bound once, for the hottest path.
         self._make_ready, self._dispatch_ready = self._dispatcher.make_ready, self._dispatcher.dispatch_ready
         self._last_step = -1
@@ -126,7 +127,7 @@ class SchedulerState:
         return self._cancelled(event, now)
 
     def choose(self, now: float) -> list[Command]:
-        """Let policies choose; call it when every event that is known has been handled, and at ``wake_at``."""
+        """Let policies decide. Call it when all events that are known have been handled, and at ``wake_at``."""
         commands: list[Command] = []
         while self._dispatcher.choose(commands, now) and (broken := self._broken()):
             for step, task, error in broken:
@@ -293,11 +294,10 @@ class SchedulerState:
         touched = self._release(step, task, now) if step.states[task] is _DISPATCHED else []
         step.states[task] = _COMPLETED
         seconds = event.ended - event.started
-        lane = self._give_back(step, task, seconds, event.ended)
+        touched.append(self._give_back(step, task, seconds, event.ended))
         if step.job.is_named:
             step.job.measured(step.graph.tasks[task], seconds)
-        touched.append(lane)
-        if step.admission is not None and step.running:
+        if step.admission is not None and step.outcome is _OK:
             touched += self._completed_ruled(step, step.admission, task, now)
         return self._decide(step, touched, now)
 
@@ -340,7 +340,7 @@ class SchedulerState:
         """Issue ``task``: its dependents on other devices need not wait for it. Returns their lanes."""
         step.states[task] = _ISSUED
         step.to_issue -= 1
-        if step.outcome is not Outcome.OK or step.admission is not None:
+        if step.outcome is not _OK or step.admission is not None:
             return []
         unmet = step.unmet
         touched = []
@@ -366,7 +366,7 @@ class SchedulerState:
         """Hand over what ``touched`` lanes have ready, then see whether ``step`` is at its end."""
         commands: list[Command] = []
         self._dispatch_ready(touched, commands, now)
-        if not step.to_issue or (step.outcome is not Outcome.OK and not step.held):
+        if not step.to_issue or (step.outcome is not _OK and not step.held):
             self._end(step, commands, now)
         return commands
 

@@ -1,8 +1,8 @@
 """What a job gets of the lanes that it shares with others.
 
-A pipeline by itself has the lanes for itself and names no job. Where several pipelines work on the same devices, each
-says in every step which job it belongs to, how much that job weighs against others, and whether it is a *background*
-job, which runs only where the others leave a lane idle. ``policies/fair_share.py`` says how the shares come about.
+A pipeline that has its devices for itself names no job. Where several pipelines use the same devices, each step says to
+which job it belongs, the job's weight, and whether it is a *background* job, which runs only where the others leave a
+lane idle. ``policies/fair_share.py`` divides the lanes accordingly.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["Share"]
 class Share:
     """What the steps of one job get of the lanes that other jobs use as well.
 
-    Steps with the same ``job`` are one job; the empty name is that of a pipeline which is by itself, and nothing is
-    measured for it. Two foreground jobs of weights 1 and 3 get device time as 1 : 3 on every lane that both keep
-    busy. A ``background`` job runs only where no foreground job needs the lane; weights count among such jobs, too.
-    The share of a job is that of the step that it submitted last.
+    Steps with the same ``job`` belong to one job. The empty name stands for a pipeline that has its devices for itself;
+    its tasks are not measured. Two foreground jobs of weights 1 and 3 get device time in the ratio 1 : 3 on every lane
+    that both keep busy. A ``background`` job runs only where no foreground job needs the lane; between background jobs
+    weights count as well. A job's share is that of the step that it submitted last.
 
     Raises ``OptionError`` for a weight that is not finite and positive.
     """

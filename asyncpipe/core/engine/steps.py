@@ -16,11 +16,14 @@ from asyncpipe.errors import ScheduleError
 
 __all__ = ["LaneState", "StepState", "check_invariants"]
 
+# Module constants: an enum attribute costs a lookup in the hottest loop.
+_READY, _OK = TaskState.READY, Outcome.OK
+
 
 class LaneState:
     """A lane: what its device holds, and who decides what comes next."""
 
-    __slots__ = ("in_flight", "in_order", "lane", "policy")
+    __slots__ = ("heap", "in_flight", "in_order", "lane", "policy")
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -31,7 +34,9 @@ class LaneState:
         """Have ``policy`` decide from now on."""
         self.policy = policy
         self.in_order = type(policy) is FirstComeFirstServed
-        """Whether there is nothing to decide: what is ready goes at once, and the policy is told nothing else."""
+        """Whether there is nothing to decide: what is ready goes at once, and the policy is told nothing."""
+        self.heap = policy.heap if isinstance(policy, FirstComeFirstServed) else []
+        """The ready tasks of a lane that is in order."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -71,8 +76,9 @@ class StepState:
 
     def is_ready(self, task: int, lane: LaneState) -> bool:
         """Whether ``task`` is one of the step's, and may be handed over on ``lane``."""
-        known = self.running and task in range(len(self.states))
-        return known and self.states[task] is TaskState.READY and self.lanes[task] is lane
+        if not 0 <= task < len(self.states):
+            return False
+        return self.states[task] is _READY and self.lanes[task] is lane and self.outcome is _OK
 
     def story(self, task: int) -> list[tuple[float, Event | Command]]:
         """What happened to a task, oldest first."""
@@ -114,6 +120,6 @@ def check_invariants(steps: Iterable[StepState], lanes: Iterable[LaneState], cap
     for lane in lanes:
         assert lane.in_flight == held.get(lane, 0), f"{lane.lane} is miscounted"
         assert lane.in_flight <= cap, f"{lane.lane} holds too many tasks"
-        if isinstance(lane.policy, FirstComeFirstServed) and lane.in_order and lane.in_flight < cap:
-            assert not lane.policy.first, f"{lane.lane} has work and room, but stands still"
+        if lane.in_order and lane.in_flight < cap:
+            assert not lane.heap, f"{lane.lane} has work and room, but stands still"
         lane.policy.check(now)

@@ -85,7 +85,13 @@ def snapshot(state: SchedulerState) -> Any:
             return [plain(item) for item in value]
         name = type(value).__name__
         if name == "Flow":
-            return value.job.name, len(value.ready), value.ready.first, value.in_flight, value.virtual, value.expected
+            return (
+                value.job.name,
+                [entry[:3] for entry in value.ready.heap],
+                value.in_flight,
+                value.virtual,
+                value.expected,
+            )
         if name == "LaneState":
             return str(value.lane), value.in_flight, type(value.policy), plain(getattr(value.policy, "flows", ()))
         if name in ("StepState", "Job"):

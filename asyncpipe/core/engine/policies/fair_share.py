@@ -56,6 +56,7 @@ PATIENCE = 0.25
 """The part of its own step's device time by which a flow must lag before a lane idles for it."""
 
 _LAST_GAPS = 5
+_COMPUTE = Queue.COMPUTE
 
 
 class SharedLanes:
@@ -166,9 +167,7 @@ class Flow:
 
     def next_seconds(self) -> float | None:
         """What its next task is expected to take; ``None`` if that is not known."""
-        first = self.ready.first
-        assert first is not None
-        step, task = first
+        _, _, task, step = self.ready.heap[0]
         return self.job.expected(step.graph.tasks[task])
 
     def close(self, step: StepOnLane, now: float) -> None:
@@ -185,7 +184,9 @@ class FairShare(Policy):
     def __init__(self, lane: LaneView, lanes: SharedLanes) -> None:
         self.lane = lane
         self._lanes = lanes
-        self._flows: dict[str, Flow] = {}
+        self._flows: dict[Job, Flow] = {}
+        self._only: Flow | None = None
+        """The flow of a foreground job that has the lane for itself."""
         self._clock = [0.0, 0.0]
         """The virtual time of foreground and of background flows: the latest at which a task began."""
         self._holding: dict[tuple[int, int], tuple[float | None, float]] = {}
@@ -202,29 +203,34 @@ class FairShare(Policy):
 
     def begin(self, step: StepView, now: float) -> None:
         job, background = step.job, step.job.share.background
-        flow = self._flows.get(job.name)
+        flow = self._flows.get(job)
         if flow is None:
-            flow = self._flows[job.name] = Flow(job, background, self._clock[background])
+            flow = self._flows[job] = Flow(job, background, self._clock[background])
         elif flow.background != background:
             flow.background, flow.virtual = background, self._clock[background]
+        self._note_flows()
         if job.is_named:
             tasks = self._lanes.tasks(step.graph, self.lane.lane)
             flow.steps.append(StepOnLane(step, len(tasks), list(reversed(tasks))))
 
+    def _note_flows(self) -> None:
+        flows = list(self._flows.values())
+        self._only = flows[0] if len(flows) == 1 and not flows[0].background else None
+
     def adopt(self, step: StepView, states: Iterable[TaskState]) -> None:
         """Take over a step, whose tasks here are in ``states``, from a policy that measures nothing."""
         self.begin(step, 0.0)
-        self._flows[step.job.name].in_flight += sum(TaskState.DISPATCHED <= s <= TaskState.ISSUED for s in states)
+        self._flows[step.job].in_flight += sum(TaskState.DISPATCHED <= s <= TaskState.ISSUED for s in states)
 
     def ready(self, step: StepView, task: int, now: float) -> None:
-        flow = self._flows[step.job.name]
+        flow = self._only or self._flows[step.job]
         if flow.left_at is not None:
             flow.gaps.append(now - flow.left_at)
             flow.left_at = None
         flow.ready.ready(step, task, now)
 
     def started(self, step: StepView, task: int, now: float) -> None:
-        flow = self._flows[step.job.name]
+        flow = self._only or self._flows[step.job]
         flow.in_flight += 1
         self._held_back_since = None
         if not self._holding:
@@ -234,7 +240,7 @@ class FairShare(Policy):
         flow.expected += seconds or 0.0
 
     def completed(self, step: StepView, task: int, seconds: float | None, now: float) -> None:
-        flow = self._flows[step.job.name]
+        flow = self._only or self._flows[step.job]
         flow.in_flight -= 1
         key = (step.number, task)
         was_first = next(iter(self._holding), None) == key
@@ -249,7 +255,7 @@ class FairShare(Policy):
             charged = 0.0 if step.states[task] is TaskState.DROPPED else expected
         self._clock[flow.background] = max(self._clock[flow.background], flow.virtual)
         flow.virtual += charged / flow.job.share.weight
-        if not flow.in_flight and not flow.ready and not flow.steps:
+        if not flow.in_flight and not flow.ready.heap and not flow.steps:
             flow.was_idle = True
         if seconds is not None:
             self._account(flow, step, seconds, now)
@@ -266,36 +272,36 @@ class FairShare(Policy):
                 return
 
     def drop(self, step: StepView) -> None:
-        self._flows[step.job.name].ready.drop(step)
+        self._flows[step.job].ready.drop(step)
 
     def end(self, step: StepView, now: float) -> None:
-        flow = self._flows[step.job.name]
+        flow = self._only or self._flows[step.job]
         for here in flow.steps:
             if here.step is step:
                 flow.close(here, now)
                 return
 
     def forget(self, job: Job) -> None:
-        self._flows.pop(job.name, None)
+        self._flows.pop(job, None)
+        self._note_flows()
 
     # What is decided
 
     @property
     def at_once(self) -> bool:
         """Whether one foreground job has the lane for itself, and no rule decides."""
-        if len(self._flows) != 1:
+        if self._only is None:
             return False
-        (flow,) = self._flows.values()
-        if flow.background:
-            return False
-        first = flow.ready.first
-        return first is None or first[0].graph.rule is None or self.lane.lane.queue is not Queue.COMPUTE
+        heap = self._only.ready.heap
+        return not heap or heap[0][3].graph.rule is None or self.lane.lane.queue is not _COMPUTE
 
     def choose(self, now: float) -> Chosen | None:
+        if (only := self._only) is not None:
+            return only.ready.choose(now) if only.ready.heap and self._has_room(only) else None
         flow = self._next(now)
         if flow is None:
             self._held_back_since = None
-            self.holds_back = any(flow.ready and flow.background for flow in self._flows.values())
+            self.holds_back = any(flow.ready.heap and flow.background for flow in self._flows.values())
             return None
         if self._awaited(flow, now):
             self.holds_back = True
@@ -333,7 +339,9 @@ class FairShare(Policy):
 
     def _next(self, now: float) -> Flow | None:
         """The foreground flow whose turn it is; ``None`` if none has a task that may go."""
-        ready = [flow for flow in self._flows.values() if flow.ready and not flow.background and self._has_room(flow)]
+        ready = [
+            flow for flow in self._flows.values() if flow.ready.heap and not flow.background and self._has_room(flow)
+        ]
         if not ready or self.lane.in_flight >= self._room(now):
             return None
         self._catch_up(ready)
@@ -341,10 +349,8 @@ class FairShare(Policy):
 
     def _has_room(self, flow: Flow) -> bool:
         """Whether the rule, if any, of its first ready task lets the device hold one more task of the job."""
-        first = flow.ready.first
-        assert first is not None
-        rule = first[0].graph.rule
-        return rule is None or self.lane.lane.queue is not Queue.COMPUTE or flow.in_flight < rule.ahead
+        rule = flow.ready.heap[0][3].graph.rule
+        return rule is None or self.lane.lane.queue is not _COMPUTE or flow.in_flight < rule.ahead
 
     def _room(self, now: float) -> int:
         """How many tasks the lane may hold in all."""
@@ -364,13 +370,13 @@ class FairShare(Policy):
         return [
             flow
             for flow in self._flows.values()
-            if flow is not chosen and not flow.ready and not flow.background
+            if flow is not chosen and not flow.ready.heap and not flow.background
             if flow.job.is_named and flow.is_active(now) and flow.lags(chosen)
         ]
 
     def _background(self) -> list[Flow]:
         """The background flows with something ready, in the order of their turns."""
-        ready = [flow for flow in self._flows.values() if flow.ready and flow.background]
+        ready = [flow for flow in self._flows.values() if flow.ready.heap and flow.background]
         self._catch_up(ready)
         return sorted(ready, key=_tag)
 
@@ -411,7 +417,7 @@ class FairShare(Policy):
         room = 1 if shared else self._lanes.cap
         for flow in self._flows.values():
             _check_flow(flow)
-            if flow.ready and not flow.background and self._has_room(flow) and self.lane.in_flight < room:
+            if flow.ready.heap and not flow.background and self._has_room(flow) and self.lane.in_flight < room:
                 assert self._awaited(flow, now), f"{self.lane.lane} has work and room, but stands still"
 
     @property

@@ -15,12 +15,12 @@ P = TypeVar("P", bound=Policy)
 class FirstComeFirstServed(Policy):
     """Older steps first, then lower ranks: a task's rank is its number (its clock cycle), or what a rule says.
 
-    It waits for nothing, so the scheduler asks it at once, and tells it nothing but what is ready.
+    It decides nothing, so the dispatcher works on its ``heap`` itself: a pipeline that is alone pays for no call.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, int, StepView]] = []
-        """(step number, rank, task, step); no two have the same number and rank."""
+        self.heap: list[tuple[int, int, int, StepView]] = []
+        """(step number, rank, task, step) of ready tasks; no two have the same number and rank. Always this list."""
 
     @property
     def at_once(self) -> bool:
@@ -28,33 +28,20 @@ class FirstComeFirstServed(Policy):
 
     def ready(self, step: StepView, task: int, now: float) -> None:
         rule = step.graph.rule
-        heappush(self._heap, (step.number, task if rule is None else rule.ranks[task], task, step))
+        heappush(self.heap, (step.number, task if rule is None else rule.ranks[task], task, step))
 
     def choose(self, now: float) -> Chosen | None:
-        if not self._heap:
+        if not self.heap:
             return None
-        _, _, task, step = heappop(self._heap)
+        _, _, task, step = heappop(self.heap)
         return step, task
 
     def drop(self, step: StepView) -> None:
-        self._heap = [entry for entry in self._heap if entry[3] is not step]
-        heapify(self._heap)
-
-    @property
-    def first(self) -> Chosen | None:
-        """What ``choose`` would answer."""
-        if not self._heap:
-            return None
-        _, _, task, step = self._heap[0]
-        return step, task
-
-    def __len__(self) -> int:
-        """How many tasks are ready."""
-        return len(self._heap)
+        self.heap[:] = [entry for entry in self.heap if entry[3] is not step]
+        heapify(self.heap)
 
     def hand_over(self, policy: P) -> P:
         """Give every ready task to ``policy``, which takes the lane over; returns it."""
-        entries, self._heap = sorted(self._heap), []
-        for _, _, task, step in entries:
-            policy.ready(step, task, 0.0)
+        while (chosen := FirstComeFirstServed.choose(self, 0.0)) is not None:
+            policy.ready(*chosen, 0.0)
         return policy

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from heapq import heappop
+
 from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
 from asyncpipe.core.engine.policies.policy import Chosen, LaneView
 
@@ -21,15 +23,16 @@ class Ruled(FirstComeFirstServed):
 
     @property
     def at_once(self) -> bool:
-        first = self.first
-        return first is None or first[0].graph.rule is None
+        return not self.heap or self.heap[0][3].graph.rule is None
 
     def choose(self, now: float) -> Chosen | None:
-        first = self.first
-        if first is None:
+        if not self.heap:
             return None
-        rule = first[0].graph.rule
-        return None if rule is not None and self._lane.in_flight >= rule.ahead else super().choose(now)
+        rule = self.heap[0][3].graph.rule
+        if rule is not None and self._lane.in_flight >= rule.ahead:
+            return None
+        _, _, task, step = heappop(self.heap)
+        return step, task
 
     def check(self, now: float) -> None:
-        assert not self.first or self._lane.in_flight, f"{self._lane.lane} has work and room, but stands still"
+        assert not self.heap or self._lane.in_flight, f"{self._lane.lane} has work and room, but stands still"
