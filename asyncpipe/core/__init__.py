@@ -1,7 +1,7 @@
 """The pure core: what a step is, which task runs when, and what a step would take.
 
-No torch, asyncio, threads, clocks, randomness, files of the user's or environment: the same calls always give the same
-answers, and every module can be imported and tested alone. Folders, in the order in which they may import each other:
+No torch, asyncio, threads, clocks, randomness or environment, and no files except those of schedules and profiles whose
+paths are given: the same calls give the same answers. Each folder may import those before it:
 
 - ``kinds.py``: the table of task kinds;
 - ``schedules/``: which action runs when; ``protocol.py`` says what a schedule is;

@@ -1,15 +1,15 @@
-"""What a model costs, layer by layer, as it was measured: from it, what any of its pipelines would cost.
+"""Measured costs of a model's layers, and from them the costs of every split of the model into stages.
 
-Layers were measured as stages of their own. A stage of several layers takes the sum of their times and, once, what a
-task costs beside them; it keeps what they save for the backward, where a border's tensor counts once::
+Each layer was measured as a stage of its own. A stage of several layers takes the sum of their times plus the overhead
+of one task. It keeps what its layers save for the backward; a tensor between two layers counts once::
 
-    layer           seconds, without the task around them        bytes
+    layer           seconds, without the overhead of a task      bytes
     0 Linear        F B I W R                                    input │ saved │ output, and what of them is saved
     1 ReLU          F B I W R                                    input │ saved │ output
-    ─ stage ─       overhead(kind) + sum                         input + Σ saved, borders once + output
+    ─ stage ─       overhead(kind) + sum                         input + Σ saved, shared tensors once + output
 
-All figures are those of one number of micro-batches: smaller micro-batches are not proportionally cheaper, so every
-number is measured, and none is interpolated.
+All figures belong to one number of micro-batches. Smaller micro-batches are not proportionally cheaper, so every number
+of micro-batches is measured, and none is interpolated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task_graph import Wiring
-from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.kinds import COMPUTE_KINDS, TaskKind
 from asyncpipe.core.predict.balance import check_balance
 from asyncpipe.core.predict.costs import StageCosts
 from asyncpipe.core.predict.memory import StageMemory
@@ -37,63 +37,65 @@ FORMAT, VERSION = "asyncpipe-profile", 1
 PARAMETER_SCALE = 2.0
 """Bytes of training per byte of a parameter: the parameter and its gradient."""
 ADAMW_SCALE = 4.0
-"""The same with AdamW's two averages."""
+"""The same, with AdamW's two moving averages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfiledLayer:
-    """What a layer is, however many micro-batches there are."""
+    """The properties of a layer that do not depend on the number of micro-batches."""
 
     name: str
     parameters: int
     """Bytes of its parameters."""
     trained: int
-    """Bytes of those that get a gradient."""
+    """Bytes of its parameters that get a gradient."""
     inner: bool = True
-    """Whether its input gets a gradient. A stage that begins with a layer whose input gets none has nothing to do
-    for I: its weight gradients take the whole backward."""
+    """Whether its input gets a gradient. If the first layer of a stage has no such input, I does nothing there, and W
+    takes the time of the whole backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """What one layer costs for one micro-batch: seconds without the task around it, and bytes."""
+    """The costs of one layer for one micro-batch: seconds, without the overhead of a task, and bytes."""
 
     forward: float
     light_forward: float
-    """A forward that keeps nothing, because it is recomputed."""
+    """A forward that saves nothing, because it is recomputed."""
     recompute: float
     backward: float
     input_gradient: float
     weight_gradient: float
     input: int
-    """What it receives."""
+    """Bytes of its input."""
     saved: int
-    """What its forward saves for its backward, beside its input; the output too, if that is saved."""
+    """Bytes that its forward saves for its backward, without its input; with its output, if that is saved."""
     saved_input: int
-    """What of its input is saved."""
+    """Bytes of its input that are saved."""
     saved_output: int
-    """What of ``saved`` is output."""
+    """Bytes of ``saved`` that belong to the output."""
     output: int
-    """What it sends on."""
+    """Bytes of its output."""
 
-    def forward_of(self, checkpoint: CheckpointMode) -> float:
-        """Seconds of a forward; with ``except_last``, the last one's difference from the others is neglected."""
-        return self.forward if checkpoint is CheckpointMode.NEVER else self.light_forward
+    def seconds(self, kind: TaskKind, checkpoint: CheckpointMode) -> float:
+        """Its share of a task of ``kind``. With ``except_last``, the last micro-batch counts like the others."""
+        if kind is TaskKind.FORWARD and checkpoint is not CheckpointMode.NEVER:
+            return self.light_forward
+        return float(getattr(self, kind.name.lower()))
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What was measured with one number of micro-batches, for one micro-batch of that size."""
+    """The costs measured with one number of micro-batches, for one micro-batch of that size."""
 
     layers: tuple[LayerCosts, ...]
     overhead: Mapping[str, float]
-    """Seconds that each task takes beside its layers, by the letter of its kind (F, R, B, I, W)."""
+    """Seconds that a task takes in addition to its layers, by the letter of its kind (F, R, B, I, W)."""
     step: float
     """Seconds of a step before its first task and after its last one."""
     latency: float
-    """Seconds from the end of a task to the start of one on another device that waits for it."""
+    """Seconds from the end of a task to the start of a dependent on another device."""
     bandwidth: float
-    """Bytes per second between two devices; infinite where tensors are handed over as they are."""
+    """Bytes per second between two devices; infinite where tensors are passed without a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class Profile:
     measurements: Mapping[int, Measurement]
     """By number of micro-batches."""
     devices: tuple[str, ...] = ()
-    """On which devices it was measured."""
+    """The devices on which it was measured."""
 
     @property
     def measured(self) -> list[int]:
@@ -114,7 +116,7 @@ class Profile:
         return sorted(self.measurements)
 
     def measurement(self, microbatches: int) -> Measurement:
-        """What was measured with this number; raises ``ProfileError`` that lists the measured ones."""
+        """The costs measured with ``microbatches``; raises ``ProfileError`` that lists the measured numbers."""
         if microbatches not in self.measurements:
             known = ", ".join(map(str, self.measured)) or "none"
             raise ProfileError(
@@ -129,20 +131,17 @@ class Profile:
         microbatches: int,
         checkpoint: CheckpointMode = CheckpointMode.NEVER,
     ) -> StageCosts:
-        """The seconds of each kind of task at each stage, and of copies.
+        """The cost model of a split: seconds of each kind of task at each stage, and of copies.
 
-        ``balance`` has the layers of each stage. Raises ``BalanceError``, and ``ProfileError`` if that number of
-        micro-batches was not measured.
+        ``balance`` is the number of layers of each stage. Raises ``BalanceError``, and ``ProfileError`` if that number
+        of micro-batches was not measured.
         """
         measured = self.measurement(microbatches)
         borders = self._borders(balance)
         stages = [measured.layers[start:end] for start, end in borders]
         rows = {
-            TaskKind.FORWARD: [sum(la.forward_of(checkpoint) for la in layers) for layers in stages],
-            TaskKind.RECOMPUTE: [sum(la.recompute for la in layers) for layers in stages],
-            TaskKind.BACKWARD: [sum(la.backward for la in layers) for layers in stages],
-            TaskKind.INPUT_GRADIENT: [sum(la.input_gradient for la in layers) for layers in stages],
-            TaskKind.WEIGHT_GRADIENT: [sum(la.weight_gradient for la in layers) for layers in stages],
+            kind: [sum(layer.seconds(kind, checkpoint) for layer in layers) for layers in stages]
+            for kind in COMPUTE_KINDS
         }
         inputs, weights = rows[TaskKind.INPUT_GRADIENT], rows[TaskKind.WEIGHT_GRADIENT]
         for stage, (start, _) in enumerate(borders):
@@ -160,10 +159,10 @@ class Profile:
     def memory(
         self, balance: Sequence[int], microbatches: int, parameter_scale: float = PARAMETER_SCALE
     ) -> StageMemory:
-        """The bytes that each stage keeps for a micro-batch, and for its parameters.
+        """The bytes that each stage keeps for a micro-batch and for its parameters.
 
-        ``parameter_scale`` is the memory of a trained parameter, with its gradient and the optimizer's state, over
-        its own: 2 without a state, 4 with AdamW; a frozen one counts once. Raises as ``costs``.
+        ``parameter_scale`` is the memory of a trained parameter, its gradient and its optimizer state, as a multiple of
+        the parameter's own: 2 without optimizer state, 4 with AdamW. Frozen parameters count once. Raises as ``costs``.
         """
         measured = self.measurement(microbatches)
         borders = self._borders(balance)
@@ -175,33 +174,33 @@ class Profile:
         )
 
     def wiring(self, balance: Sequence[int]) -> Wiring:
-        """The links between the stages, skips included; parameters tied over devices are left out."""
+        """The links between the stages, with skips; tied parameters are left out."""
         stage_of = [stage for stage, size in enumerate(check_balance(balance, len(self.layers))) for _ in range(size)]
         links = {(stage_of[source], stage_of[user]) for source, user in self.links}
         return Wiring(tuple(sorted(link for link in links if link[0] != link[1])))
 
     def layer_seconds(self, microbatches: int, checkpoint: CheckpointMode = CheckpointMode.NEVER) -> list[float]:
-        """What each layer takes for one micro-batch in both directions, to balance by."""
-        again = checkpoint is not CheckpointMode.NEVER
+        """The time of each layer for one micro-batch: forward, backward and, if it is recomputed, recomputation."""
+        kinds = [TaskKind.FORWARD, TaskKind.BACKWARD]
+        if checkpoint is not CheckpointMode.NEVER:
+            kinds.append(TaskKind.RECOMPUTE)
         layers = self.measurement(microbatches).layers
-        return [la.forward_of(checkpoint) + la.backward + (la.recompute if again else 0.0) for la in layers]
+        return [sum(layer.seconds(kind, checkpoint) for kind in kinds) for layer in layers]
 
     def layer_bytes(self, microbatches: int, parameter_scale: float = PARAMETER_SCALE) -> list[int]:
-        """What each layer needs for one micro-batch and its parameters, to balance by."""
+        """The bytes of each layer for one micro-batch and its parameters."""
         costs = self.measurement(microbatches).layers
         return [_saved([la]) + round(_fixed(of, parameter_scale)) for la, of in zip(costs, self.layers, strict=True)]
 
     def _borders(self, balance: Sequence[int]) -> list[tuple[int, int]]:
         return list(pairwise([0, *accumulate(check_balance(balance, len(self.layers)))]))
 
-    # Files
-
     def document(self) -> dict[str, Any]:
-        """It as plain data, ready for JSON."""
+        """The profile as plain data for ``json.dumps``."""
         measurements = []
         for microbatches in self.measured:
             row = asdict(self.measurements[microbatches])
-            # JSON knows no infinity.
+            # JSON has no infinity.
             row["bandwidth"] = row["bandwidth"] if isfinite(row["bandwidth"]) else None
             measurements.append({"microbatches": microbatches, **row})
         return {
@@ -214,7 +213,7 @@ class Profile:
         }
 
     def write(self, path: str | Path) -> None:
-        """Write it as JSON; raises ``ProfileError`` if that cannot be."""
+        """Write the profile as JSON; raises ``ProfileError`` if the file cannot be written."""
         try:
             Path(path).write_text(json.dumps(self.document(), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
@@ -222,7 +221,7 @@ class Profile:
 
     @classmethod
     def read(cls, path: str | Path) -> Profile:
-        """The profile in a file that ``write`` made; raises ``ProfileError`` if it is none."""
+        """The profile in a file that ``write`` wrote; raises ``ProfileError`` for any other file."""
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -243,7 +242,7 @@ class Profile:
 
 
 def _saved(layers: Sequence[LayerCosts]) -> int:
-    """What a stage keeps of a micro-batch: its input and output in any case, and what its layers save."""
+    """The bytes that a stage keeps of a micro-batch: its input, its output, and what its layers save."""
     inner = sum(max(0, after.saved_input - before.saved_output) for before, after in pairwise(layers))
     first, last = layers[0], layers[-1]
     return first.input + sum(la.saved for la in layers) + inner + max(0, last.output - last.saved_output)
@@ -274,7 +273,7 @@ def _parsed(document: Mapping[str, Any]) -> Profile:
 
 
 def _made(kind: Any, row: Mapping[str, Any]) -> Any:
-    """The dataclass ``kind`` with the values of ``row``, which must be those of its fields."""
+    """An instance of the dataclass ``kind`` from ``row``, whose keys must be its fields."""
     names = [field.name for field in fields(kind)]
     if sorted(row) != sorted(names):
         raise ValueError(f"{kind.__name__} needs {', '.join(names)}, got {', '.join(row)}")
@@ -282,7 +281,7 @@ def _made(kind: Any, row: Mapping[str, Any]) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """``value`` if it is a number that a cost can be."""
+    """``value``; raises ``ValueError`` unless it is a finite number, zero or more."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < inf:
         raise ValueError(f"a cost must be a finite number, zero or more, got {value!r}")
     return value

@@ -1,19 +1,20 @@
-"""From the journals of measured steps to what a layer, a task and the way between two devices take.
+"""The costs of layers, tasks and transfers between devices, computed from the journals of measured steps.
 
-Two kinds of steps were measured: *fine* ones, where every layer is a stage, and *coarse* ones with few stages::
+Two kinds of steps are measured: *fine* ones, where every layer is a stage, and *coarse* ones with few stages::
 
     fine     │ o + layer 0 │ o + layer 1 │ o + layer 2 │ …          L tasks, each with its overhead o
     coarse   │ o + layers 0, 1, 2 … │ …                             S tasks
     ────────────────────────────────────────────────────
     so       o = (fine - coarse) / (L - S), and no more than the shortest fine task
 
-Between two tasks of a device that was not kept waiting lies a *gap*, which is added to the overhead. Between the end
-of a task and the start of one on another, idle device lies a gap and the *latency*. Times of a step are means over
-its micro-batches, and medians over steps: so they add up to the step that is typical, not to the best one.
+Between two tasks on a device that did not wait for anything else there is a *gap*, which is added to the overhead.
+Between the end of a task and the start of its dependent on another, idle device there are a gap and the *latency*.
+Times are means over the micro-batches of a step, and medians over steps, so that they add up to a typical step, not to
+the best one.
 
-Tasks of a kind do not all take the same time, and whoever waits for several waits for the slowest. So a real step
-takes longer than one whose tasks all take the mean. By how much is seen on the coarse steps, which are simulated at
-their own mean times: all times are multiplied by this *stretch*. On a quiet machine it is about 1.
+Tasks of a kind do not all take the same time, and a task that waits for several waits for the slowest. So a real step
+takes longer than a simulated one whose tasks all take the mean. The ratio of the two, the *stretch*, is measured on the
+coarse steps, and all times are multiplied by it. On a quiet machine it is about 1.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ _I, _W = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
 
 
 class StepVariant(StrEnum):
-    """The variants of steps that are measured."""
+    """How the backwards of a measured step run."""
 
     KEPT = "kept"
     """Nothing is recomputed, backwards are whole."""
     RECOMPUTED = "recomputed"
     """Every micro-batch is recomputed."""
     SPLIT = "split"
-    """Nothing is recomputed, backwards are in halves."""
+    """Nothing is recomputed, backwards are split."""
 
 
 class MeasuredStep(NamedTuple):
-    """One measured step: its seconds as the caller sees them, and its journal."""
+    """One measured step: the seconds that the caller waited for it, and its record."""
 
     seconds: float
     record: StepRecord
@@ -61,7 +62,7 @@ StepsByVariant = Mapping[StepVariant, Sequence[MeasuredStep]]
 
 
 def layer_seconds(step: MeasuredStep) -> list[float]:
-    """What each stage of one step took for a micro-batch, all kinds of tasks together."""
+    """For each stage of a step, the seconds of a micro-batch there, summed over all kinds of tasks."""
     means = _means([step])
     stages = step.record.graph.shape.stages
     return [sum(seconds for (_, at), seconds in means.items() if at == stage) for stage in range(stages)]
@@ -70,11 +71,11 @@ def layer_seconds(step: MeasuredStep) -> list[float]:
 def combine(
     fine: StepsByVariant, coarse: StepsByVariant, sizes: Sequence[Mapping[str, int]], *, instant: bool
 ) -> Measurement:
-    """What was measured, from steps whose stages are layers and steps with few stages.
+    """The costs that follow from fine and coarse steps.
 
-    ``sizes`` are the bytes of each layer, by the names of ``LayerCosts``. ``instant`` says that tensors are handed
-    over as they are. Steps of the variant ``kept`` must be there. Without those of ``recomputed``, recomputing counts
-    as a forward; without those of ``split``, the halves of a backward count half of it each.
+    ``sizes`` are the bytes of each layer, by the names of ``LayerCosts``. ``instant`` says that tensors are passed
+    between devices without a copy. Steps of the variant ``kept`` are required. Without steps of ``recomputed``, a
+    recomputation costs a forward; without steps of ``split``, I and W cost half a backward each.
     """
     forward, o_forward = _share((_F,), fine[StepVariant.KEPT], coarse[StepVariant.KEPT])
     backward, o_backward = _share((_B,), fine[StepVariant.KEPT], coarse[StepVariant.KEPT])
@@ -83,7 +84,7 @@ def combine(
         light, _ = _share((_F,), fine[StepVariant.RECOMPUTED], coarse[StepVariant.RECOMPUTED])
         again, o_again = _share((_R,), fine[StepVariant.RECOMPUTED], coarse[StepVariant.RECOMPUTED])
     if fine.get(StepVariant.SPLIT):
-        # Together: which half has what of a backward depends on where stages begin.
+        # I and W share one overhead: how a backward divides between them depends on where stages begin.
         halves, o_half = _share((_I, _W), fine[StepVariant.SPLIT], coarse[StepVariant.SPLIT])
         inputs, weights = halves[: len(forward)], halves[len(forward) :]
     else:
@@ -106,7 +107,7 @@ def combine(
 def _share(
     kinds: tuple[TaskKind, ...], fine: Sequence[MeasuredStep], coarse: Sequence[MeasuredStep]
 ) -> tuple[list[float], float]:
-    """The seconds of each layer without the task around it, kind by kind, and those of a task."""
+    """The seconds of each layer without overhead, kind by kind, and the overhead of a task."""
     each = [seconds for kind in kinds for seconds in _by_stage(kind, fine)]
     stages = [seconds for kind in kinds for seconds in _by_stage(kind, coarse)]
     surplus = len(each) - len(stages)
@@ -119,7 +120,7 @@ def _share(
 
 
 def _stretch(variants: StepsByVariant, gap: float, latency: float) -> float:
-    """How much longer steps take than simulated ones whose tasks all take the mean."""
+    """The ratio of measured steps to simulated ones whose tasks all take the mean."""
     measured = simulated = 0.0
     for steps in variants.values():
         means = _means(steps)
@@ -138,7 +139,7 @@ def _by_stage(kind: TaskKind, steps: Sequence[MeasuredStep]) -> list[float]:
 
 
 def _means(steps: Iterable[MeasuredStep]) -> dict[tuple[TaskKind, int], float]:
-    """What a task of each kind and stage takes: the mean over micro-batches, the median over steps."""
+    """The seconds of a task of each kind and stage: the mean over micro-batches, the median over steps."""
     columns: dict[tuple[TaskKind, int], list[float]] = defaultdict(list)
     for step in steps:
         times: dict[tuple[TaskKind, int], list[float]] = defaultdict(list)
@@ -151,7 +152,7 @@ def _means(steps: Iterable[MeasuredStep]) -> dict[tuple[TaskKind, int], float]:
 
 
 def _waits(steps: Iterable[MeasuredStep]) -> tuple[float, float]:
-    """The gap between two tasks of a busy device, and from a task's end to the start of what waits elsewhere."""
+    """The gap between two tasks of a busy device, and the time from a task's end to the start of a remote dependent."""
     gaps: list[float] = []
     handoffs: list[float] = []
     for step in steps:
@@ -164,7 +165,11 @@ def _waits(steps: Iterable[MeasuredStep]) -> tuple[float, float]:
 
 
 def _pauses(record: StepRecord) -> Iterator[tuple[bool, float]]:
-    """For each task that did not wait for its device (false), or for nothing else (true): how late it began."""
+    """(busy, seconds) for each task whose delay has one cause.
+
+    If the task waited for its device only, busy is true, and the seconds count from the end of the task before. If the
+    device was idle, busy is false, and the seconds count from the end of the last dependency.
+    """
     times = {time.task.number: time for time in report(record).tasks}
     lanes: dict[Lane, list[TaskTime]] = defaultdict(list)
     for time in times.values():
@@ -172,11 +177,11 @@ def _pauses(record: StepRecord) -> Iterator[tuple[bool, float]]:
             lanes[time.task.lane].append(time)
     for lane in lanes.values():
         for before, after in pairwise(sorted(lane, key=lambda time: time.start)):
-            # The schedule's order is no reason: what came before is over anyway.
+            # An order edge to the task before is not a cause: that task has ended anyway.
             makers = [k for k in _made_by(record, after.task.number) if k != before.task.number]
             ready = max((times[k].end for k in makers), default=0.0)
             if ready <= before.start and not any(
-                # A copy that was under way, and not queued behind this very task, is what was waited for.
+                # A copy that ran while the task before ended is what the task waited for.
                 times[k].start < before.end < times[k].end
                 for k in record.graph.dependencies[after.task.number]
             ):
@@ -186,7 +191,7 @@ def _pauses(record: StepRecord) -> Iterator[tuple[bool, float]]:
 
 
 def _made_by(record: StepRecord, task: int) -> Iterator[int]:
-    """The compute tasks that ``task`` waits for, through copies."""
+    """The compute tasks that ``task`` waits for, directly or through copies."""
     for dependency in record.graph.dependencies[task]:
         if record.graph.tasks[dependency].kind is TaskKind.COPY:
             yield from record.graph.dependencies[dependency]
@@ -195,7 +200,7 @@ def _made_by(record: StepRecord, task: int) -> Iterator[int]:
 
 
 def _transfers(steps: Iterable[MeasuredStep], sizes: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Seconds of a copy, and bytes per second, of copies between neighbouring layers."""
+    """The mean seconds of a copy between neighbouring layers, and the bytes per second."""
     seconds: list[float] = []
     moved = 0
     for step in steps:
