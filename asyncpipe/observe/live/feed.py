@@ -1,14 +1,14 @@
-"""What is sent to the pages of a live view: its newest state, as one message for all.
+"""What is sent to the pages of a live view: its newest snapshot, as one message for all pages.
 
-However many pages are open, the view is folded once, in a thread, at most four times a second and only when there
-is something new. Each page is sent the newest message whenever it has taken the last::
+However many pages are open, one thread takes a snapshot of the view at most four times a second, and only if there is
+something new. Each page gets the newest message as soon as it has taken the one before::
 
     LiveView ──snapshot, in a thread──▶ LiveFeed: the newest message ──▶ follow() ──▶ a page
-                                                                 ├─▶ follow() ──▶ a page on a slow line: skips some
-                                                                 └─▶ newest() ──▶ /state
+                                                                     ├─▶ follow() ──▶ a slow page: skips messages
+                                                                     └─▶ newest() ──▶ /state
 
-There is no queue, so a page that takes nothing costs nothing. When the feed is closed, every page is sent a last
-message that says so, and its connection ends.
+There is no queue, so a page that stops reading costs nothing. Closing the feed sends every page a last message, after
+which its connection ends.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from asyncpipe.observe.live.view import LiveView
 __all__ = ["LiveFeed", "Message"]
 
 WATCHED_SECONDS, UNWATCHED_SECONDS = 0.25, 5.0
-"""At least so long between two folds while a page is open, and while none is: a page that comes later shall find a
-history of bubbles."""
+"""Least time between two snapshots while a page is open, and while none is. The latter keep the history of bubbles
+complete for pages that open later."""
 REST = 50.0
-"""A fold that computed for a second is followed by so many without one: huge graphs shall not slow the training."""
+"""A snapshot that computed for a second is followed by this many seconds without one, so that the snapshots of huge
+graphs do not slow down the training."""
 KEEP_ALIVE_SECONDS = 15.0
-"""Proxies close connections on which nothing happens for a minute or so."""
+"""Proxies close connections that are silent for about a minute."""
 KEEP_ALIVE = b": nothing new\n\n"
 
 _logger = logging.getLogger(__name__)
@@ -41,14 +42,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One state of a view, ready to send."""
+    """One snapshot of a view, ready to send."""
 
     id: str
-    """Differs from message to message, and from server to server."""
+    """Unique among the messages of all servers."""
     data: bytes
     """JSON on one line."""
     last: bool
-    """Whether nothing will follow."""
+    """Whether no message will follow."""
 
     @property
     def event(self) -> bytes:
@@ -69,20 +70,20 @@ class LiveFeed:
         self._followers = 0
         self._closing = False
         self._rested = 0.0
-        """When the next fold may begin, by the monotonic clock."""
+        """When the next snapshot may begin, by the monotonic clock."""
         self._logged = False
         self._changed = asyncio.Event()
-        """Set, and replaced, when there is a new message."""
+        """Set, and then replaced, when there is a new message."""
         self._wanted = asyncio.Event()
-        """Set when somebody begins to follow, and at the end: the updates' rest is over."""
+        """Set when a follower arrives and when the feed closes: ends the pause between two updates."""
         self._turn = asyncio.Lock()
-        """Who holds it may fold."""
+        """Held while a snapshot is taken."""
         self._thread = ThreadPoolExecutor(1, "asyncpipe-live")
         self._updates: asyncio.Task[None] | None = None
 
     @property
     def followers(self) -> int:
-        """How many follow right now."""
+        """The number of pages that follow now."""
         return self._followers
 
     def start(self) -> None:
@@ -90,7 +91,7 @@ class LiveFeed:
         self._updates = asyncio.get_running_loop().create_task(self._update(), name="asyncpipe-live")
 
     async def close(self) -> None:
-        """Send the last message to those who follow, and leave neither coroutine nor thread; may be called twice."""
+        """Send the last message to all followers and end the coroutine and the thread; may be called twice."""
         if self._closing:
             return
         self._closing = True
@@ -101,20 +102,21 @@ class LiveFeed:
         self._thread.shutdown(wait=False)
 
     async def newest(self) -> Message:
-        """The newest message; folds the view if it has news and the last fold was long enough ago."""
+        """The newest message; takes a snapshot if the view has news and the last one was long enough ago."""
         async with self._turn:
             message = self._message
             version = self._view.version
             last = message is not None and message.last
             stale = self._closing or (version != self._version and monotonic() >= self._rested)
             if message is None or (stale and not last):
-                message = await self._fold(version)
+                message = await self._make_message(version)
             return message
 
     async def follow(self, seen: str | None = None) -> AsyncGenerator[bytes, None]:
-        """What to send to one page: the newest message unless its id is ``seen``, then each newest one, as events.
+        """The events for one page: the newest message unless its id is ``seen``, then each newest one.
 
-        Whoever is slow to ask for the next one misses some. Comments keep the line open. Ends after the last message.
+        A page that is slow to ask for the next event skips messages. Comments keep the connection open. Ends after the
+        last message.
         """
         self._followers += 1
         self._wanted.set()
@@ -124,7 +126,7 @@ class LiveFeed:
                 if message.id != seen:
                     seen = message.id
                     yield message.event
-                # Nothing is awaited between these two: a message cannot slip through.
+                # Nothing is awaited between reading the event and the message, so no change is missed.
                 changed = self._changed
                 if self._message is message and not await _set_within(changed, KEEP_ALIVE_SECONDS):
                     yield KEEP_ALIVE
@@ -136,20 +138,20 @@ class LiveFeed:
 
     async def _update(self) -> None:
         while not self._closing:
-            # Cleared first: whoever comes, or closes, while this folds is not overlooked.
+            # Cleared before the snapshot, so that a follower who arrives during it ends the pause after it.
             self._wanted.clear()
             await self.newest()
             await _set_within(self._wanted, WATCHED_SECONDS if self._followers else UNWATCHED_SECONDS)
 
-    async def _fold(self, version: tuple[int, ...]) -> Message:
-        """The message of ``version`` of the view; what it was before, and a log, if it cannot be folded (a bug)."""
+    async def _make_message(self, version: tuple[int, ...]) -> Message:
+        """The message of ``version`` of the view; if the snapshot fails, which is a bug, the last data again."""
         began = monotonic()
         ending = self._closing
         try:
             data, last, took = await asyncio.get_running_loop().run_in_executor(self._thread, self._encoded, ending)
         except Exception:
             if not self._logged:
-                _logger.exception("the live view cannot be folded; pages keep what they show")
+                _logger.exception("no snapshot of the live view could be taken; pages keep what they show")
             self._logged = True
             data, last, took = self._message.data if self._message else _json(LiveView().snapshot()), ending, 0.0
         self._count += 1
@@ -161,7 +163,7 @@ class LiveFeed:
         return self._message
 
     def _encoded(self, ending: bool) -> tuple[bytes, bool, float]:
-        """The view as JSON, whether it is the last one, and the seconds that this thread computed (not: waited)."""
+        """The snapshot as JSON, whether it is the last one, and the seconds that this thread computed."""
         began = thread_time()
         state = self._view.snapshot()
         state["ended"] = state["ended"] or ending
@@ -174,7 +176,7 @@ def _json(state: dict[str, Any]) -> bytes:
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Whether ``event`` was set within so long."""
+    """Whether ``event`` was set within ``seconds``."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -1,8 +1,8 @@
-"""What the live view answers over HTTP. Kept apart from ``server.py``, since this cannot be imported without aiohttp.
+"""The HTTP handlers of the live view. A file apart from ``server.py``, because it needs aiohttp to be imported.
 
-Nothing here changes anything, so the danger is that foreign pages *read*: ``http/hosts.py`` says how that is kept from
-them. ``make_app`` serves one feed; ``LiveHandlers`` finds the feed of each request, so that one application can have
-the live pages of many jobs.
+No request changes anything, so the only danger is that foreign pages read a run's state; ``http_hosts.py`` says how
+that is prevented. ``make_app`` serves one feed. ``LiveHandlers`` looks up the feed of each request, so that one
+application can have the live pages of many jobs.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 RETRY = b"retry: 1000\n\n"
-"""Milliseconds after which a page whose connection broke tries again."""
+"""The milliseconds after which a page reconnects when its connection is lost."""
 GOODBYE_SECONDS = 1.0
-"""For pages to take the last message; connections of those that do not are cut."""
+"""The time that pages have to take the last message before their connections are cut."""
 
 
 def make_app(feed: LiveFeed, hosts: Iterable[str]) -> web.Application:
-    """The application that serves ``feed``; it starts the feed when it starts, and closes it when it shuts down."""
+    """An application that serves ``feed``, starts it at its own start, and closes it when it shuts down."""
 
     async def find(_: web.Request) -> LiveFeed:
         return feed
@@ -68,31 +68,31 @@ def make_app(feed: LiveFeed, hosts: Iterable[str]) -> web.Application:
 
 
 def add_files(router: web.UrlDispatcher, below: str, package: str, files: Mapping[str, tuple[str, str]]) -> None:
-    """Serve ``files`` of ``package``, by their paths ``below``: each a name and a media type. Reads them now."""
+    """Serve ``files`` of ``package``: (name, media type) by path, relative to ``below``. The files are read now."""
     for path, (name, kind) in files.items():
         text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
         router.add_get(f"{below}{path.removeprefix('/')}", partial(_file, text, kind))
 
 
 class LiveHandlers:
-    """The handlers that tell the state of a run: that whose feed ``find`` gives for a request, or raises for it."""
+    """The handlers that send the state of a run. ``find`` returns the feed that a request asks for, or raises."""
 
     def __init__(self, find: Callable[[web.Request], Awaitable[LiveFeed]]) -> None:
         self._find = find
         self._open: set[asyncio.Transport] = set()
         self._left = asyncio.Event()
-        """Set when a page has left."""
+        """Set when a connection to a page has ended."""
 
     async def close(self) -> None:
-        """Wait until pages have taken the last message, which closing their feeds has sent; cut those that do not."""
+        """Wait until all pages have taken the last message of their feeds, which are closed by now; cut the rest."""
         with suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS):
                 while self._open:
                     self._left.clear()
                     await self._left.wait()
-        for line in self._open:
-            # Its handler waits for room on the line, which will not come: this ends the wait.
-            line.abort()
+        for connection in self._open:
+            # The handler waits until its page reads, which the page does not do; this ends the wait.
+            connection.abort()
 
     async def state(self, request: web.Request) -> web.Response:
         """The newest state, once, as JSON."""
@@ -102,14 +102,14 @@ class LiveHandlers:
     async def events(self, request: web.Request) -> web.StreamResponse:
         """The newest state and every newer one, as server-sent events."""
         feed = await self._find(request)
-        # Proxies such as nginx would gather events until they have some kilobytes.
+        # Without the second header, proxies such as nginx hold events back until they have some kilobytes.
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
         if request.method == "HEAD":
             return response
-        line = request.transport
-        if line is None:
+        connection = request.transport
+        if connection is None:
             return response
-        self._open.add(line)
+        self._open.add(connection)
         try:
             await response.prepare(request)
             await response.write(RETRY)
@@ -121,7 +121,7 @@ class LiveHandlers:
             # The page was closed.
             pass
         finally:
-            self._open.discard(line)
+            self._open.discard(connection)
             self._left.set()
         return response
 
@@ -131,12 +131,12 @@ async def _file(text: str, kind: str, _: web.Request) -> web.Response:
 
 
 async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
-    """Give ``response`` the headers of all answers; for an application's ``on_response_prepare``."""
+    """Add the security headers to ``response``; a handler of an application's ``on_response_prepare``."""
     response.headers.update(HEADERS)
 
 
 def _guard(hosts: frozenset[str]) -> Middleware:
-    """Refuses requests that do not name a host that this server is known under."""
+    """A middleware that refuses requests whose ``Host`` is not this server."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:

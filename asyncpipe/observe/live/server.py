@@ -1,8 +1,4 @@
-"""The live view over HTTP: a page that shows a run while it runs, and the events that keep it up to date.
-
-``feed.py`` has what is sent, ``handlers.py`` how requests are answered. The page is ``live.html``, its style
-``live.css``, its scripts ``live.js`` and ``live_draw.js``.
-"""
+"""The live view over HTTP: an aiohttp application for programs of one's own, and a server for the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncpipe.errors import OptionError
-from asyncpipe.observe.http_hosts import shown_address as _host
+from asyncpipe.observe.http_hosts import shown_address
 from asyncpipe.observe.live.feed import LiveFeed
 from asyncpipe.observe.live.view import LiveView
 
@@ -22,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["LiveServer", "live_app", "serve_live"]
 
 SHUTDOWN_SECONDS = 1.0
-"""For requests that are still being answered when a server closes."""
+"""The time that requests have to finish when a server closes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +27,25 @@ class LiveServer:
 
     port: int
     url: str
-    """Of the page; with a loopback address where the server listens on all."""
+    """The page's; with a loopback address if the server listens on all addresses."""
 
 
 def live_app(view: LiveView, *, hosts: Iterable[str] = ()) -> web.Application:
     """An aiohttp application with the page at ``/``, its events at ``/events`` and its data, once, at ``/state``.
 
-    Serve it by itself or as a sub-application; the page asks for everything relative to its own address, which
-    ends with a slash. Requests must name a loopback host, the address that they came in on, or one of ``hosts`` (the
-    name under which a proxy or another machine knows this one): others are refused, as they may come from a foreign
-    page whose name was made to point here. There is no authentication. Raises ``OptionError`` without aiohttp.
+    Serve it alone or as a sub-application; the page uses addresses relative to its own, which ends with a slash. The
+    ``Host`` of a request must be a loopback name, the address that the request was sent to, or one of ``hosts`` (the
+    names by which proxies and other machines know this one). Others are refused, because they may come from a foreign
+    page by DNS rebinding. There is no authentication. Raises ``OptionError`` if aiohttp is not installed.
     """
-    _check_aiohttp()
-    from asyncpipe.observe.live.handlers import make_app
+    try:
+        import aiohttp  # noqa: F401
 
+        from asyncpipe.observe.live.handlers import make_app
+    except ImportError as error:
+        raise OptionError(
+            "the live view needs aiohttp, which is not installed: pip install 'asyncpipe[service]'"
+        ) from error
     return make_app(LiveFeed(view), hosts)
 
 
@@ -52,11 +53,11 @@ def live_app(view: LiveView, *, hosts: Iterable[str] = ()) -> web.Application:
 async def serve_live(
     view: LiveView, port: int, address: str = "127.0.0.1", *, hosts: Iterable[str] = ()
 ) -> AsyncIterator[LiveServer]:
-    """Serves ``view`` on the running loop during the block; port 0 takes a free one (``.port``, ``.url``).
+    """Serve ``view`` on the running loop during the block; port 0 takes a free one (``.port``, ``.url``).
 
-    At the end every open page is told that the run has ended. ``hosts`` as for ``live_app``; ``address`` is one of
-    them. Signals are left to the host program. Raises ``OptionError`` where the port cannot be listened on, and
-    without aiohttp.
+    At the end every open page shows that the run has ended. ``hosts`` are as for ``live_app``, and include ``address``.
+    Signals are left to the calling program. Raises ``OptionError`` if the server cannot listen on the port, or if
+    aiohttp is not installed.
     """
     app = live_app(view, hosts=(address, *hosts))
     from aiohttp import web
@@ -69,15 +70,6 @@ async def serve_live(
         except (OSError, OverflowError) as error:
             raise OptionError(f"cannot serve the live view on {address}:{port}: {error}") from error
         bound: int = runner.addresses[0][1]
-        yield LiveServer(bound, f"http://{_host(address)}:{bound}/")
+        yield LiveServer(bound, f"http://{shown_address(address)}:{bound}/")
     finally:
         await runner.cleanup()
-
-
-def _check_aiohttp() -> None:
-    try:
-        import aiohttp  # noqa: F401
-    except ImportError as error:
-        raise OptionError(
-            "the live view needs aiohttp, which is not installed: pip install 'asyncpipe[service]'"
-        ) from error

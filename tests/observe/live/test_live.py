@@ -23,6 +23,7 @@ from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
+from asyncpipe.observe.http_hosts import shown_address
 from asyncpipe.observe.live import LiveView, live_app, serve_live
 from asyncpipe.observe.live import feed as live_feed
 from asyncpipe.observe.live import handlers as live_http
@@ -261,7 +262,9 @@ async def test_a_fold_that_fails_is_logged_once_and_pages_go_on(
             step(view)
             clock.now += 10
             assert (await feed.newest()).data == good.data
-    assert [record.getMessage().split(";")[0] for record in caplog.records] == ["the live view cannot be folded"]
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        "no snapshot of the live view could be taken"
+    ]
     view.error = None
     step(view)
     await feed.close()
@@ -547,7 +550,7 @@ async def test_on_all_addresses_each_of_them_is_answered(view: CountedView) -> N
 
 
 def test_the_address_in_a_url() -> None:
-    shown = {address: live._host(address) for address in ("::1", "::", "0.0.0.0", "10.0.0.1", "gpu-box")}
+    shown = {address: shown_address(address) for address in ("::1", "::", "0.0.0.0", "10.0.0.1", "gpu-box")}
     assert shown == {
         "::1": "[::1]",
         "::": "[::1]",

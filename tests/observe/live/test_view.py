@@ -32,7 +32,8 @@ from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
-from asyncpipe.observe.live import view as live
+from asyncpipe.observe.live import step_data
+from asyncpipe.observe.live import view as live_view
 from asyncpipe.observe.live.view import LiveView, Series
 from asyncpipe.observe.pictures.colours import shade
 
@@ -127,7 +128,7 @@ def test_later_stages_of_a_device_are_paler() -> None:
 
 def test_too_many_tasks_are_counted_and_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     view, graph = LiveView(), lowered()
-    monkeypatch.setattr(live, "MOST_TASKS", len(graph.tasks) - 1)
+    monkeypatch.setattr(step_data, "MOST_TASKS", len(graph.tasks) - 1)
     view.step_completed(simulate(graph))
     timeline = fold(view)["timeline"]
     assert (timeline["tasks"], timeline["count"]) == ([], len(graph.tasks))
@@ -226,7 +227,7 @@ def test_a_step_is_folded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         folded.append(record.step)
         return report(record)
 
-    monkeypatch.setattr(live, "report", counted)
+    monkeypatch.setattr(live_view, "report", counted)
     view, graph = LiveView(), lowered()
     view.step_completed(simulate(graph))
     first = view.snapshot()

@@ -1,0 +1,101 @@
+"""A step as plain data for the live page: its key figures, and the timeline to draw."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any
+
+from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.graph.task import WHOLE_STEP
+from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.report import Report, TaskTime
+from asyncpipe.observe.metrics.fold import fold
+from asyncpipe.observe.metrics.graph_arrays import GraphArraysCache
+from asyncpipe.observe.metrics.idle_time import IdleReason
+from asyncpipe.observe.metrics.step_arrays import StepArrays
+from asyncpipe.observe.pictures.colours import shade
+
+__all__ = ["MOST_TASKS", "rounded", "step_data", "timeline_data"]
+
+MOST_TASKS = 2_000
+"""Tasks of the largest timeline that is drawn. More would be a few pixels each, and slow to draw for the browser."""
+
+
+def step_data(record: StepRecord, result: Report, arrays: GraphArraysCache) -> dict[str, Any]:
+    """The key figures of a step; ``idle`` are shares of its time by reason."""
+    graph = record.graph
+    counted = fold([StepArrays.of(record, 0.0)], arrays.of(graph)).counters
+
+    def share(name: str, *labels: str) -> float | None:
+        seconds = counted.get(f"stage_{name}_seconds", {}).get(labels, 0.0)
+        return rounded(seconds / result.seconds) if result.seconds else 0.0
+
+    devices = [graph.devices[number] for number in graph.placement]
+    stages = [
+        {
+            "device": device,
+            "busy": share("busy", str(stage), device),
+            "idle": {reason.value: share("idle", str(stage), device, reason.value) for reason in IdleReason},
+            "in_flight": peak if graph.training else None,
+        }
+        for stage, (device, peak) in enumerate(zip(devices, result.peak_in_flight, strict=True))
+    ]
+    return {
+        "number": record.step,
+        "schedule": graph.schedule,
+        "phase": graph.phase.value,
+        "microbatches": graph.shape.microbatches,
+        "seconds": rounded(result.seconds),
+        "bubble": rounded(result.bubble_ratio),
+        "ideal": rounded(arrays.ideal_bubble(graph, make=True)),
+        "stages": stages,
+        "devices": [{"name": name, "busy": rounded(busy)} for name, busy in result.device_utilization.items()],
+    }
+
+
+def timeline_data(graph: TaskGraph, result: Report) -> dict[str, Any]:
+    """The timeline of a step, in milliseconds.
+
+    ``tasks`` are [row, start, end, kind, label, stage, micro-batch, source]; copies are in the row of the device that
+    they go to. ``colours`` are those of each kind, from the first stage of a device to its last; ``tint`` is the
+    position of each stage's colours among them.
+    """
+    tint, most = _tints(graph.placement)
+    rows = {device: row for row, device in enumerate(graph.devices)}
+    ran = {time.task.kind for time in result.tasks}
+    kinds = [kind for kind in TaskKind if kind in ran]
+    drawn = result.tasks if len(result.tasks) <= MOST_TASKS else ()
+    return {
+        "seconds": rounded(result.seconds),
+        "rows": list(graph.devices),
+        "count": len(result.tasks),
+        "tasks": [_task(time, rows[time.task.lane.device]) for time in drawn],
+        "tint": tint,
+        "kinds": {kind.value: kind.word for kind in kinds},
+        "colours": {kind.value: [shade(kind, virtual, most) for virtual in range(most)] for kind in kinds},
+    }
+
+
+def _tints(placement: Sequence[int]) -> tuple[list[int], int]:
+    """For each stage how many stages of its device come before it, and the most stages of a device."""
+    seen: Counter[int] = Counter()
+    tint = []
+    for device in placement:
+        tint.append(seen[device])
+        seen[device] += 1
+    return tint, max(seen.values(), default=1)
+
+
+def _task(time: TaskTime, row: int) -> list[Any]:
+    task = time.task
+    microbatch = None if task.microbatch == WHOLE_STEP else task.microbatch
+    times = (round(time.start * 1e3, 4), round(time.end * 1e3, 4))
+    return [row, *times, task.kind.value, task.label, task.stage, microbatch, task.source]
+
+
+def rounded(value: float | None, digits: int = 4) -> float | None:
+    """``value`` with as many digits as a page shows; ``None`` if it is not finite, which JSON cannot express."""
+    return float(f"{value:.{digits}g}") if value is not None and isfinite(value) else None
