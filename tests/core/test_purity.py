@@ -1,4 +1,4 @@
-"""Floors: the core is pure, imports go down only, and importing the package costs no torch."""
+"""The structure of the package: the core is pure, imports go down only, importing the package does not load torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from asyncpipe import core
 
 ROOT = Path(asyncpipe.__file__).parent
 CORE = sorted(info.name for info in pkgutil.walk_packages(core.__path__, "asyncpipe.core."))
+PARTS = ("checks", "kinds", "splitmix", "schedules", "graph", "engine", "predict")
 LOADED = "import sys; print(*(name for name in ('torch', 'asyncio', 'uvloop', 'numpy') if name in sys.modules))"
 
 
@@ -23,10 +24,22 @@ def loaded_by(statements: str) -> list[str]:
     return subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_the_core_needs_neither_torch_nor_asyncio() -> None:
-    assert "asyncpipe.core.schedules.interleaved" in CORE
-    imports = "\n".join(f"import {name}" for name in (*CORE, "asyncpipe.errors"))
-    assert loaded_by(imports) == []
+def imports_of(part: str) -> str:
+    """Statements that import every module of a file or folder of the core."""
+    name = f"asyncpipe.core.{part}"
+    modules = [module for module in CORE if module == name or module.startswith(f"{name}.")]
+    assert modules
+    return "\n".join(f"import {module}" for module in modules)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_of_the_core_alone_loads_neither_torch_nor_asyncio(part: str) -> None:
+    assert loaded_by(imports_of(part)) == []
+
+
+def test_the_core_as_a_whole_loads_neither_torch_nor_asyncio() -> None:
+    assert {module.split(".")[2] for module in CORE} == set(PARTS)
+    assert loaded_by("\n".join(["import asyncpipe.errors", *map(imports_of, PARTS)])) == []
 
 
 def test_the_package_alone_loads_no_torch() -> None:
@@ -61,3 +74,7 @@ def test_imports_keep_to_the_contracts() -> None:
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_only_the_entry_points_are_at_the_root() -> None:
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py", "testing.py"}
