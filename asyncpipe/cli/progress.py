@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from asyncpipe.errors import OptionError
-from asyncpipe.train.progress import NullProgress, ProgressSink, RunStarted, StepProgress
+from asyncpipe.train.progress import ProgressSink, RunStarted, StepProgress
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -30,7 +29,7 @@ def choose_progress(*, wanted: bool, out: TextIO | None = None) -> Iterator[Prog
     """
     out = out if out is not None else sys.stdout
     if not wanted:
-        yield NullProgress()
+        yield ProgressSink()
     elif not out.isatty():
         yield LineProgress(out)
     else:
@@ -38,7 +37,7 @@ def choose_progress(*, wanted: bool, out: TextIO | None = None) -> Iterator[Prog
             yield progress
 
 
-class LineProgress:
+class LineProgress(ProgressSink):
     """A line for the first step, every 20th and the last, for logs and pipes."""
 
     def __init__(self, out: TextIO) -> None:
@@ -61,17 +60,11 @@ class LineProgress:
         """Print the phase."""
         self._print(phase)
 
-    def noted(self, level: int, text: str) -> None:
-        """Print nothing: the log has it."""
-
-    def snapshot(self, step: int, path: Path) -> None:
-        """Print nothing: the summary names the last one."""
-
     def _print(self, line: str) -> None:
         print(line, file=self._out, flush=True)
 
 
-class LiveProgress:
+class LiveProgress(ProgressSink):
     """Keeps the last step's figures and draws them when asked: a progress bar and a bar of utilization a stage."""
 
     def __init__(self, console: Console) -> None:
@@ -101,12 +94,6 @@ class LiveProgress:
     def entered(self, phase: str) -> None:
         """Show the phase in front of the bar."""
         self._bar.update(self._task, description=phase)
-
-    def noted(self, level: int, text: str) -> None:
-        """Show nothing: the log has it."""
-
-    def snapshot(self, step: int, path: Path) -> None:
-        """Show nothing: the summary names the last one."""
 
     def draw(self) -> RenderableType:
         """The display as it is now. Called by the thread that redraws, at its own pace."""

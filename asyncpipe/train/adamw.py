@@ -1,4 +1,4 @@
-"""The update of the weights: AdamW after clipping, at the learning rate of the step."""
+"""The weight update: clipping, then AdamW with the learning rate of the step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from asyncpipe.train.job_file import TrainingTable
 __all__ = ["BETAS", "ClippedAdamW", "UpdateResult", "learning_rate"]
 
 BETAS = (0.9, 0.95)
-"""As is usual for transformers: the second moment forgets within some 20 steps."""
+"""Usual for transformers: the second moment is an average over about 20 steps."""
 
 
 def learning_rate(step: int, training: TrainingTable) -> float:
-    """The rate of ``step``, from 0: a linear warm-up to the highest one, then half a cosine towards 0."""
+    """The learning rate of ``step``, from 0: a linear warm-up to the highest one, then half a cosine towards 0."""
     warmup = min(training.warmup_steps, training.steps)
     if step < warmup:
         return training.learning_rate * (step + 1) / warmup
@@ -27,24 +27,24 @@ def learning_rate(step: int, training: TrainingTable) -> float:
 
 
 class UpdateResult(NamedTuple):
-    """What became of a step's gradients."""
+    """The figures of one weight update."""
 
     loss: float
     gradient_norm: float
     """Of all gradients together, before clipping."""
     finite: bool
-    """Whether both are numbers; where they are not, and that was looked at, the weights are as they were."""
+    """Whether loss and gradient norm are finite; with ``only_finite``, the weights are not updated otherwise."""
 
 
 class ClippedAdamW:
-    """AdamW and clipping; used by one thread at a time."""
+    """AdamW with clipped gradients; for one thread at a time."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], training: TrainingTable, *, only_finite: bool) -> None:
-        """``only_finite``: an update whose loss or gradient norm is NaN or infinite is left out."""
+        """``only_finite``: skip an update if the loss or the gradient norm is NaN or infinite."""
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._clip = training.clip if training.clip is not None else inf
         self._only_finite = only_finite
-        # Norms and biases are left out of weight decay, as is usual: decay is there to keep products small.
+        # As usual, norms and biases have no weight decay: decay is there to keep matrix products small.
         matrices = [parameter for parameter in self._parameters if parameter.dim() > 1]
         others = [parameter for parameter in self._parameters if parameter.dim() <= 1]
         groups = [
@@ -54,27 +54,24 @@ class ClippedAdamW:
         self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, fused=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's."""
+        """The optimizer's state."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the optimizer's moments from ``state``; the job's own settings stay, as it may have other ones now."""
-        own = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
+        """Take the moments from ``state``, but keep the job's own settings, which may have changed since."""
+        groups = self.optimizer.param_groups
+        own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self.optimizer.load_state_dict(state)
-        for group, settings in zip(self._groups, own, strict=True):
+        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
             group.update(settings)
 
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
     def update(self, rate: float, loss: Tensor | None) -> UpdateResult:
-        """Move the weights along their gradients and clear these. Waits for the device that has ``loss``."""
+        """Update the weights with the learning rate ``rate``, and clear the gradients. Waits for the loss's device."""
         assert loss is not None
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         norm = nn.utils.clip_grad_norm_(self._parameters, self._clip)
-        # Read before the update only where it hangs on that: on a GPU this waits for all kernels of the step.
+        # Only read before the update if the update depends on it: on a GPU, reading waits for all kernels of the step.
         if not self._only_finite or _finite(loss, norm):
             self.optimizer.step()
         self.optimizer.zero_grad()

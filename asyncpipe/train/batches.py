@@ -1,14 +1,14 @@
-"""A run's batches: made in its own thread, one ahead, with a place in them that can be saved and gone back to.
+"""A run's batches: made one ahead in its dedicated thread, with a position that can be saved and restored.
 
-The next batch is made while a step runs. What a snapshot keeps is the place behind the step's own batch, taken before
-the next one is begun::
+The next batch is made while a step runs. A snapshot saves the position behind the batch of its step, which is taken
+before the next batch is begun::
 
-    loop     next(): 4 ─▶ step 4 begins ─▶ move_on() ─▶ … ─▶ step 4 ends ─▶ snapshot ─▶ next(): 5
+    loop     next(): 4 ─▶ step 4 begins ─▶ advance() ─▶ … ─▶ step 4 ends ─▶ snapshot ─▶ next(): 5
                                               │                                │
-    thread                                    └─▶ place behind 4 ─▶ make 5     └── reads that place
+    thread                                    └─▶ position behind 4 ─▶ make 5  └── reads that position
 
-A step draws its number before ``move_on``, so batches that draw from the generator of the steps, against the rule,
-take turns with them and find their place, too.
+A step draws its number from the run's generator before ``advance``. Batches that draw from that generator too, although
+they should not, therefore take turns with the steps, and their position is still right.
 """
 
 from __future__ import annotations
@@ -29,20 +29,18 @@ from asyncpipe.train.job_file import TrainingTable
 from asyncpipe.train.randomness import RunRandom
 from asyncpipe.train.workload import Batch, Workload
 
-__all__ = ["BatchPrefetcher", "BatchSource", "DataError", "Place"]
+__all__ = ["BatchPrefetcher", "BatchSource", "DataError"]
 
 _logger = logging.getLogger(__name__)
 
-Place = dict[str, Any]
-
 
 class DataError(AsyncpipeError, RuntimeError):
-    """The job's batches could not be made; what they raised is the ``__cause__``."""
+    """The job's batches could not be made; the original error is the ``__cause__``."""
 
     def __init__(self, message: str, *, batches: int = 0) -> None:
         super().__init__(message)
         self.batches = batches
-        """How many were made before."""
+        """How many batches were made before."""
 
     @classmethod
     def of(cls, what: str, batches: int, cause: Exception) -> DataError:
@@ -51,10 +49,10 @@ class DataError(AsyncpipeError, RuntimeError):
 
 
 class BatchSource:
-    """The job's batches one after the other; ``taken`` is how many there were.
+    """The job's batches in order, for one thread at a time; ``taken`` counts them.
 
-    Not for two threads at once. What ``Workload.batches`` says is the rule by which the place is found again. What the
-    workload's own code raises becomes a ``DataError``.
+    The documentation of ``Workload.batches`` says how a position is restored. Errors of the workload's code become
+    ``DataError``.
     """
 
     def __init__(
@@ -68,30 +66,30 @@ class BatchSource:
         self._stopping = stopping
 
     def next(self) -> Batch | None:
-        """The next batch; ``None`` behind the last one."""
+        """The next batch; ``None`` after the last one."""
         batch: Batch | None = self._guarded(self._next)
         self.taken += batch is not None
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The place behind the batch that was taken last; shares nothing with what is to come."""
+        """The position behind the batch that was taken last; a copy, which later batches do not change."""
         state = {"taken": self.taken, "generator": self._generator.get_state()}
         return {**state, "iterator": deepcopy(self._source.state_dict())} if self._has_state() else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to that place, from the first batch; skips all before it where there is no other way. May block long."""
+        """Go to that position, before the first batch is taken. If it must skip batches, this may block for long."""
         if self._has_state() and "iterator" in state:
             self._source.load_state_dict(state["iterator"])
             self._iterator = self._guarded(lambda: iter(self._source))
         elif not self._memoryless:
             self._skip(state["taken"], state["generator"])
             return
-        self._generator.set_state(state["generator"])  # Last: to make an iterator may take a number from it.
+        self._generator.set_state(state["generator"])  # Last, because making an iterator may draw from it.
         self.taken = state["taken"]
 
     def _next(self) -> Batch | None:
         if self._iterator is None:
-            # Not before: what has a state of its own makes its iterator from that.
+            # Not earlier: a source with a state of its own makes its iterator from the restored state.
             self._iterator = iter(self._source)
         return next(self._iterator, None)
 
@@ -110,63 +108,63 @@ class BatchSource:
                 break
         if not self._stopping() and not torch.equal(self._generator.get_state(), generator):
             _logger.warning(
-                "the job's batches are not those of the snapshot's run (another seed, batch size, data or code, or "
-                "randomness that is not the generator's): the run goes on behind %d of its own batches",
+                "the job's batches differ from those of the snapshot's run (another seed, batch size, data or code, or "
+                "random numbers that do not come from the generator): the run goes on behind %d of its own batches",
                 self.taken,
             )
 
 
 class BatchPrefetcher:
-    """Hands out batches on the loop. Whoever leaves it with a batch under way waits for its thread, not for it."""
+    """Hands out batches on the loop while its thread makes the next one."""
 
-    def __init__(self, thread: DedicatedThread, data: BatchSource, random: RunRandom) -> None:
-        """``data`` is used in ``thread`` alone, from now on."""
+    def __init__(self, thread: DedicatedThread, source: BatchSource, random: RunRandom) -> None:
+        """``source`` must be used on ``thread`` only, from now on."""
         self._thread = thread
-        self._data = data
+        self._source = source
         self._random = random
         self._ahead: asyncio.Future[Batch | None] | None = None
-        self._place: Future[Place] | None = None
+        self._position: Future[dict[str, Any]] | None = None
 
     async def next(self) -> Batch | None:
-        """The batch behind those that were moved on from, ``None`` behind the last; a second call gives it again.
+        """The current batch, ``None`` after the last one; the same one until ``advance`` is called.
 
-        Raises ``DataError``. A cancellation is raised when the batch is made.
+        Raises ``DataError``. A cancellation is raised only when the batch is made.
         """
         return await wait_to_end(self._ahead or self._begin())
 
-    def move_on(self, *, more: bool) -> None:
-        """The batch that ``next`` gave is used; where ``more`` are wanted, the one behind it is begun."""
-        self._ahead = self._place = None
+    def advance(self, *, more: bool) -> None:
+        """The current batch is used; if ``more`` are wanted, begin to make the next one."""
+        self._ahead = self._position = None
         if more:
             self._begin()
 
     async def settled(self) -> None:
-        """Returns when no batch is being made."""
+        """Wait until no batch is being made."""
         if self._ahead is not None:
             await asyncio.wait([self._ahead])
 
-    def place(self) -> Place:
-        """``data`` and ``random``, as they were when the last batch that was used had been.
+    def position(self) -> dict[str, Any]:
+        """The states of data and random numbers right after the last used batch.
 
-        Blocks, so not on the loop; not while a step runs.
+        Blocks, so not for the loop; not while a step runs.
         """
-        place = self._here() if self._place is None else self._place.result()
-        return {**place, "random": {**place["random"], **self._random.device_state()}}
+        position = self._current_position() if self._position is None else self._position.result()
+        return {**position, "random": {**position["random"], **self._random.device_state()}}
 
-    def go_to(self, place: Place) -> None:
-        """Go on from there; in the feed's thread, before the first batch. May block long."""
+    def restore(self, position: dict[str, Any]) -> None:
+        """Continue from ``position``; on the prefetcher's thread, before the first batch. May block for long."""
         with self._random.drawing():
-            self._data.load_state_dict(place["data"])
-        self._random.load_state_dict(place["random"])
+            self._source.load_state_dict(position["data"])
+        self._random.load_state_dict(position["random"])
 
     def _begin(self) -> asyncio.Future[Batch | None]:
-        self._place = self._thread.submit(self._here)
+        self._position = self._thread.submit(self._current_position)
         self._ahead = self._thread.begin(self._make)
         return self._ahead
 
-    def _here(self) -> Place:
-        return {"data": self._data.state_dict(), "random": self._random.state_dict()}
+    def _current_position(self) -> dict[str, Any]:
+        return {"data": self._source.state_dict(), "random": self._random.state_dict()}
 
     def _make(self) -> Batch | None:
         with self._random.drawing():
-            return self._data.next()
+            return self._source.next()

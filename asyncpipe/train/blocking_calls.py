@@ -20,17 +20,18 @@ _T = TypeVar("_T")
 
 
 async def in_thread(function: Callable[[], _T]) -> _T:
-    """``contained(function)``, in a thread of the loop's pool; a cancellation is raised only when it has ended."""
+    """``call_for_future(function)`` in a thread of the loop's pool; a cancellation is raised only after it returned."""
     return await wait_to_end(asyncio.get_running_loop().run_in_executor(None, call_for_future, function))
 
 
 def call_for_future(function: Callable[[], _T]) -> _T:
-    """What ``function`` returns; what it raises comes as a ``RuntimeError`` where no loop could take it from a thread.
+    """What ``function`` returns; an exception that a future cannot carry is replaced by a ``RuntimeError``.
 
-    ``SystemExit`` and its like would end the loop, a ``StopIteration`` never reaches who waits for it, and a
-    ``CancelledError`` would tell them that they were cancelled themselves.
+    ``SystemExit`` and ``KeyboardInterrupt`` would end the event loop, a ``StopIteration`` cannot be set on an asyncio
+    future, and a ``CancelledError`` would look like a cancellation of the waiting coroutine.
     """
-    # In a frame without futures: an error holds the frames that it came through, and a future will hold the error.
+    # A function of its own, without a reference to the future: the error's traceback keeps this frame alive, and the
+    # future will keep the error alive.
     try:
         return function()
     except BaseException as error:
@@ -40,19 +41,19 @@ def call_for_future(function: Callable[[], _T]) -> _T:
 
 
 async def wait_to_end(future: asyncio.Future[_T]) -> _T:
-    """What ``future`` comes to, however long that takes: a cancellation is raised only when it is done."""
+    """The result of ``future``; a cancellation does not reach it, and is raised only when it is done."""
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
         await outlast(future)
-        future.exception()  # Retrieved: the cancellation is what the caller learns.
+        future.exception()  # Marks the exception as retrieved; the caller gets the cancellation instead.
         raise
 
 
 class DedicatedThread:
-    """One thread that does what it is given in that order, as an async context manager, whose end waits for it.
+    """One thread that makes calls in the order in which they are submitted, each by ``call_for_future``.
 
-    What it is given is ``call_for_future``.
+    An async context manager; leaving it waits for all calls.
     """
 
     def __init__(self, name: str) -> None:
@@ -63,21 +64,21 @@ class DedicatedThread:
 
     async def __aexit__(self, *_: object) -> None:
         try:
-            # The last in the line: when this is done, closing the thread does not block the loop.
+            # The last call of the queue: after it, shutting the executor down does not block the loop.
             await self.run(lambda: None)
         finally:
             self._executor.shutdown()
 
     def submit(self, function: Callable[[], _T]) -> Future[_T]:
-        """Have ``function`` called; any thread may wait for the result."""
+        """Queue a call; any thread may wait for the result."""
         return self._executor.submit(call_for_future, function)
 
     def begin(self, function: Callable[[], _T]) -> asyncio.Future[_T]:
-        """Have ``function`` called; the loop may wait for the result, and nobody has to."""
+        """Queue a call; the loop may wait for the result, or ignore it."""
         future = asyncio.get_running_loop().run_in_executor(self._executor, call_for_future, function)
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return future
 
     async def run(self, function: Callable[[], _T]) -> _T:
-        """Call ``function`` there; a cancellation is raised only when it has ended."""
+        """Make a call and wait for its result; a cancellation is raised only after it returned."""
         return await wait_to_end(self.begin(function))

@@ -1,9 +1,9 @@
-"""A model's buffers as they were before a step that failed: running statistics and the like.
+"""Restores a model's buffers (running statistics and the like) to their values before a failed step.
 
-Gradients are put back by the pipeline, weights are not touched before a step is through; but a batch norm counts the
-micro-batches that it saw, whatever became of the others. Copies of all buffers at every step would be dear where a
-model keeps tables in some, so after the first step only those are copied that have changed: in their values, once, as
-a batch norm's change behind torch's back, and by torch's own count of changes from then on.
+The pipeline restores gradients, and weights change only after the step, but a batch norm counts each micro-batch that
+it has seen. A copy of all buffers at each step would be expensive for a model that keeps large tables in them. After
+the first step, only buffers that have ever changed are copied. A change is detected by torch's version counter, and
+after the first step by value as well, because a batch norm changes its buffers without counting.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 __all__ = ["BufferRollback"]
 
 
-class _Kept(NamedTuple):
+class _SavedBuffer(NamedTuple):
     module: nn.Module
     name: str
     buffer: Tensor
@@ -29,7 +29,7 @@ class _Kept(NamedTuple):
 
     @property
     def counted(self) -> bool:
-        """Whether torch knows of a change."""
+        """Whether torch's version counter has recorded a change."""
         return _version(self.buffer) != self.version
 
     @property
@@ -38,44 +38,49 @@ class _Kept(NamedTuple):
 
 
 class BufferRollback:
-    """Keeps the buffers of ``module``, and puts them back. Not while a step runs; any thread."""
+    """Saves and restores the buffers of ``module``; on any thread, but not while a step runs."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._kept: list[_Kept] = []
+        self._saved: list[_SavedBuffer] = []
         self._changing: set[tuple[int, str]] = set()
         self._first = True
 
-    def keep(self) -> None:
-        """What they are now is what ``undo`` will make of them."""
-        self._changing |= {kept.key for kept in self._kept if kept.key not in self._changing and kept.changed}
+    @property
+    def copied(self) -> list[str]:
+        """The names of the buffers that the last ``save`` has copied."""
+        return [saved.name for saved in self._saved if saved.copy is not None]
+
+    def save(self) -> None:
+        """Save the current values for ``restore``."""
+        self._changing |= {saved.key for saved in self._saved if saved.key not in self._changing and saved.changed}
         first, self._first = self._first, False
-        self._kept = [
-            _keep(module, name, buffer, copied=first or (id(module), name) in self._changing)
+        self._saved = [
+            _save(module, name, buffer, copied=first or (id(module), name) in self._changing)
             for module in self._module.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
 
-    def undo(self) -> bool:
-        """Put them back; false, and nothing is changed, where one that never changed before has no copy."""
-        if any(kept.counted and kept.copy is None for kept in self._kept):
+    def restore(self) -> bool:
+        """Restore the saved values; false, without any change, if a changed buffer has no copy."""
+        if any(saved.counted and saved.copy is None for saved in self._saved):
             return False
-        self._kept = [_put_back(kept) for kept in self._kept]
+        self._saved = [_restore(saved) for saved in self._saved]
         return True
 
 
-def _keep(module: nn.Module, name: str, buffer: Tensor, *, copied: bool) -> _Kept:
-    return _Kept(module, name, buffer, _version(buffer), buffer.detach().clone() if copied else None)
+def _save(module: nn.Module, name: str, buffer: Tensor, *, copied: bool) -> _SavedBuffer:
+    return _SavedBuffer(module, name, buffer, _version(buffer), buffer.detach().clone() if copied else None)
 
 
-def _put_back(kept: _Kept) -> _Kept:
-    kept.module._buffers[kept.name] = kept.buffer  # A module may have put another one in its place.
-    if kept.copy is None or not kept.changed:
-        return kept
+def _restore(saved: _SavedBuffer) -> _SavedBuffer:
+    saved.module._buffers[saved.name] = saved.buffer  # The module may have replaced the tensor.
+    if saved.copy is None or not saved.changed:
+        return saved
     with torch.no_grad():
-        kept.buffer.copy_(kept.copy)
-    return kept._replace(version=_version(kept.buffer))
+        saved.buffer.copy_(saved.copy)
+    return saved._replace(version=_version(saved.buffer))
 
 
 def _version(buffer: Tensor) -> int:

@@ -1,9 +1,9 @@
-"""What the model has learned: its loss on batches that training never saw, and a text that it makes."""
+"""What follows the training steps: the loss on held-out batches, and a text that the model generates."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Iterable
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -16,9 +16,11 @@ from asyncpipe.train.workload import Batch, Forward, Workload
 
 __all__ = ["EvaluationResult", "evaluate_and_sample"]
 
+_T = TypeVar("_T")
+
 
 class EvaluationResult(NamedTuple):
-    """What the model shows when it is trained; ``None`` where the workload has no way to, or the run was stopped."""
+    """Held-out loss and generated text; ``None`` if the workload has no way to make it, or the run was stopped."""
 
     evaluation: float | None = None
     sample: str | None = None
@@ -34,7 +36,7 @@ async def evaluate_and_sample(
     progress: ProgressSink,
     stopping: Callable[[], bool],
 ) -> EvaluationResult:
-    """Through ``pipe``, which is in evaluation mode from then on; ``thread`` makes the batches.
+    """Evaluate and sample with ``pipe``, which stays in evaluation mode; ``thread`` makes the batches.
 
     Raises ``TaskError``, ``DataError`` for batches that cannot be made, and what the workload's sampler raises.
     """
@@ -43,44 +45,34 @@ async def evaluate_and_sample(
     if workload.held_out is not None and not stopping():
         progress.entered("evaluating")
         held_out = workload.held_out
-        batches = _HeldOut(thread, random, lambda: held_out(batch_size))
-        evaluation = await _evaluate(pipe, batches, stopping)
+        evaluation = await _evaluate(pipe, lambda: held_out(batch_size), thread, random, stopping)
     if workload.sample is not None and not stopping():
         progress.entered("sampling")
         sample = await random.drawn_by(_sample(pipe, workload.sample, stopping))
     return EvaluationResult(evaluation, sample)
 
 
-class _HeldOut:
-    """Batches, one after the other, that the run's thread makes."""
-
-    def __init__(self, thread: DedicatedThread, random: RunRandom, make: Callable[[], Iterable[Batch]]) -> None:
-        self._thread = thread
-        self._random = random
-        self._make = make
-        self._iterator: Iterator[Batch] | None = None
-        self._made = 0
-
-    async def next(self) -> Batch | None:
-        """The next one; ``None`` behind the last."""
-        return await self._thread.run(self._next)
-
-    def _next(self) -> Batch | None:
-        try:
-            with self._random.drawing():
-                if self._iterator is None:
-                    self._iterator = iter(self._make())
-                batch = next(self._iterator, None)
-        except Exception as error:
-            raise DataError.of("the job's held-out data", self._made, error) from error
-        self._made += 1
-        return batch
-
-
-async def _evaluate(pipe: Pipeline, batches: _HeldOut, stopping: Callable[[], bool]) -> float | None:
+async def _evaluate(
+    pipe: Pipeline,
+    make_batches: Callable[[], Iterable[Batch]],
+    thread: DedicatedThread,
+    random: RunRandom,
+    stopping: Callable[[], bool],
+) -> float | None:
     """Mean loss over the held-out batches, weighted by their sizes."""
+    made = 0
+
+    def guarded(function: Callable[[], _T]) -> _T:
+        try:
+            with random.drawing():
+                return function()
+        except Exception as error:
+            raise DataError.of("the job's held-out data", made, error) from error
+
     total = samples = 0.0
-    while (batch := await batches.next()) is not None:
+    batches = await thread.run(lambda: guarded(lambda: iter(make_batches())))
+    while (batch := await thread.run(lambda: guarded(lambda: next(batches, None)))) is not None:
+        made += 1
         x, target = batch
         result = await pipe.step(x, target, return_outputs=False)
         assert result.loss is not None
@@ -91,8 +83,8 @@ async def _evaluate(pipe: Pipeline, batches: _HeldOut, stopping: Callable[[], bo
     return total / samples if samples else None
 
 
-class _Stopped(Exception):
-    """Ends a sampler, which nobody else can ask to."""
+class _SamplingStopped(Exception):
+    """Ends a sampler from its forward call, because the run was stopped."""
 
 
 async def _sample(
@@ -100,14 +92,14 @@ async def _sample(
 ) -> str | None:
     async def forward(x: Tensor) -> Tensor:
         if stopping():
-            raise _Stopped
+            raise _SamplingStopped
         outputs: Tensor = (await pipe.step(x)).outputs
         return outputs
 
     try:
         return await sample(forward)
-    except _Stopped:
+    except _SamplingStopped:
         return None
     except SystemExit as error:
-        # It is on the loop, which would end, and with it all other runs.
+        # The sampler runs on the event loop, which a SystemExit would end, together with all other runs.
         raise RuntimeError(f"{error!r} was raised by the sampler") from error

@@ -1,4 +1,4 @@
-"""What a training run tells while it runs and when it is over, and whom it tells."""
+"""What a training run reports while it runs and when it has ended, and the interfaces of those that it reports to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from asyncpipe.core.predict.report import Report
 
-__all__ = ["Meter", "NullProgress", "ProgressSink", "RunStarted", "StepListener", "StepProgress", "TrainingSummary"]
+__all__ = ["Meter", "ProgressSink", "RunStarted", "StepListener", "StepProgress", "TrainingSummary"]
 
 RECENT = 20
 """Losses and speeds are means over this many last steps."""
@@ -19,72 +19,75 @@ RECENT = 20
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """The model is split and its devices are ready."""
+    """The model is split into stages and its devices are ready."""
 
     name: str
     steps: int
     parameters: int
     devices: tuple[str, ...]
-    """As the job has them."""
+    """The names that the job file has."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepProgress:
-    """One step is done, its update of the weights included. Times are seconds, losses the loss function's unit."""
+    """One step is done, including its weight update. Times are in seconds, losses in the loss function's unit."""
 
     step: int
-    """How many steps are done."""
+    """Number of finished steps."""
     steps: int
     loss: float
     learning_rate: float
     gradient_norm: float
     """Of all gradients together, before clipping."""
     seconds: float
-    """From the making of the batch to the end of the update."""
+    """From the request for the batch to the end of the update."""
     samples: int
     tokens: int
     tokens_per_second: float
-    """Over the last 20 steps."""
+    """Mean of the last 20 steps."""
     remaining_seconds: float
-    """At that speed."""
+    """Estimate for the steps that are left, at that speed."""
     report: Report
     skipped: bool = False
-    """Whether the update of the weights was left out, as loss or gradient norm was no finite number."""
+    """Whether the weights were not updated, because the loss or the gradient norm was not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSummary:
-    """How a run ended. Means are over the last 20 steps; they are ``nan`` where no step was done."""
+    """How a run ended. Means are over the last 20 steps, and ``nan`` if no step was done."""
 
     name: str
     steps: int
-    """How many were done."""
+    """Number of finished steps."""
     stopped: bool
-    """Whether it was asked to stop before it was through."""
+    """Whether the run was asked to stop early."""
     loss: float
     """Mean training loss."""
     seconds: float
     """Spent on steps: batches, forward, backward and update."""
     tokens_per_second: float
-    """Over all steps."""
+    """Mean of all steps."""
     bubble_ratio: float
     """Mean idle share of the devices inside a step."""
     evaluation: float | None = None
-    """Mean loss on the held-out batches, where the workload has some."""
+    """Mean loss on the held-out batches, if the workload has some."""
     sample: str | None = None
-    """Text that the model generated, where the workload knows how."""
+    """Text that the model generated, if the workload can sample."""
     trace: Path | None = None
-    """The trace that was written."""
+    """The trace file that was written."""
     timeline: Path | None = None
-    """The picture that was written."""
+    """The timeline picture that was written."""
     snapshot: Path | None = None
-    """The folder of the last snapshot that was written."""
+    """The folder of the newest snapshot."""
     skipped: int = 0
-    """In how many steps the update of the weights was left out."""
+    """Number of steps without a weight update, because the loss or the gradient norm was not finite."""
 
 
-class ProgressSink(Protocol):
-    """Is told how a run goes. Called on the run's loop, so it is quick; what it raises ends the run."""
+class ProgressSink:
+    """Is told how a run proceeds; this base class ignores everything.
+
+    Its methods are called on the run's loop and must not block; an exception ends the run.
+    """
 
     def started(self, run: RunStarted) -> None:
         """Called once, before the first step."""
@@ -93,12 +96,12 @@ class ProgressSink(Protocol):
         """Called after each step."""
 
     def entered(self, phase: str) -> None:
-        """Called when something else than training begins: ``"evaluating"``, ``"sampling"``."""
+        """Called when a phase other than training begins: ``"evaluating"``, ``"sampling"``."""
 
     def noted(self, level: int, text: str) -> None:
-        """Called with a line for people: a step tried again, an update left out, a snapshot that failed.
+        """Called with a message for people: a retried step, a skipped update, a failed snapshot.
 
-        ``level`` is one of ``logging``'s. The line stands in the process's log as well.
+        ``level`` is one of ``logging``'s. The message is in the process's log as well.
         """
 
     def snapshot(self, step: int, path: Path) -> None:
@@ -107,51 +110,32 @@ class ProgressSink(Protocol):
 
 @runtime_checkable
 class StepListener(Protocol):
-    """Is told the figures of each training step, as numbers only: what counts steps or shows them to others."""
+    """An observer that is told the figures of each training step, as plain numbers."""
 
     def training_step(self, loss: float, samples: int, tokens: int, duration: float) -> None:
-        """Called on the run's loop after each step, so it is quick. ``duration`` is in seconds, update included."""
-
-
-class NullProgress:
-    """Shows nothing."""
-
-    def started(self, run: RunStarted) -> None:
-        """Show nothing."""
-
-    def stepped(self, progress: StepProgress) -> None:
-        """Show nothing."""
-
-    def entered(self, phase: str) -> None:
-        """Show nothing."""
-
-    def noted(self, level: int, text: str) -> None:
-        """Show nothing."""
-
-    def snapshot(self, step: int, path: Path) -> None:
-        """Show nothing."""
+        """Called on the run's loop after each step; must not block. ``duration`` is in seconds, update included."""
 
 
 class _Recent(NamedTuple):
     loss: float | None
-    """``None`` where the update was skipped: one such step would make the mean of many no number."""
+    """``None`` if the update was skipped: a NaN would make the mean of all recent losses NaN."""
     seconds: float
     tokens: int
     bubble_ratio: float
 
 
 class Meter:
-    """Sums and recent means over the steps of a run."""
+    """Counts the steps of a run, with sums over all steps and means over the last ones."""
 
     def __init__(self, steps: int) -> None:
         self.step = 0
-        """How many steps are done."""
+        """Number of finished steps."""
         self.seconds = 0.0
         self.tokens = 0
         self.skipped = 0
-        """In how many of them the update was left out."""
+        """Number of steps whose update was skipped."""
         self.skipped_in_a_row = 0
-        """In how many of the last ones, without a break."""
+        """Number of skipped updates since the last one that was made."""
         self._steps = steps
         self._recent: deque[_Recent] = deque(maxlen=RECENT)
 
@@ -167,7 +151,7 @@ class Meter:
         report: Report,
         skipped: bool = False,
     ) -> StepProgress:
-        """Count one more step and say how far the run is; ``seconds`` is more than 0."""
+        """Count one step; returns the progress of the run. ``seconds`` must be greater than 0."""
         self.step += 1
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
@@ -191,15 +175,15 @@ class Meter:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been counted so far, as plain values."""
+        """All counts, as plain values."""
         recent = [recent._asdict() for recent in self._recent]
         skipped = {"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
         return {"step": self.step, "seconds": self.seconds, "tokens": self.tokens, "recent": recent, **skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Count on from there."""
+        """Continue from ``state``."""
         self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
-        # Snapshots from before updates could be skipped do not say.
+        # Snapshots of older versions do not have these two.
         self.skipped, self.skipped_in_a_row = state.get("skipped", 0), state.get("skipped_in_a_row", 0)
         self._recent.clear()
         self._recent.extend(_Recent(**recent) for recent in state["recent"])

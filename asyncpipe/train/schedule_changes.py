@@ -1,4 +1,4 @@
-"""Changes of a run's schedule: asked for at any time, made between two steps."""
+"""Changes of a run's schedule: requested at any time, made between two steps."""
 
 from __future__ import annotations
 
@@ -14,38 +14,37 @@ _OVER = "the run does no more training steps, so its schedule cannot be changed"
 
 
 class NoMoreStepsError(ScheduleError):
-    """A run is behind its last step, so no schedule can count for it any more."""
+    """The run has done its last step, so its schedule cannot be changed."""
 
 
 class ScheduleChanges:
-    """Schedules that were asked for, in that order; everything here is on the run's loop."""
+    """The queue of requested schedules; used on the run's loop only."""
 
     def __init__(self) -> None:
-        self._asked: deque[tuple[str, asyncio.Future[None]]] = deque()
+        self._requests: deque[tuple[str, asyncio.Future[None]]] = deque()
         self._over = False
 
     async def ask(self, schedule: str) -> None:
-        """Returns when the steps follow ``schedule``; raises ``ScheduleError`` where they do not, and never will.
+        """Request a change; returns when it is made. Raises ``ScheduleError`` if it cannot be made.
 
-        Whoever is cancelled meanwhile takes it back, unless it is being done.
+        Cancelling the caller withdraws the request, unless the change is already under way.
         """
         if self._over:
             raise NoMoreStepsError(_OVER)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._asked.append((schedule, done))
+        self._requests.append((schedule, done))
         await done
 
     async def make(self, change: Callable[[str], Awaitable[None]]) -> None:
-        """Between two steps: call ``change`` with every schedule that was asked for."""
-        while self._asked:
-            schedule, done = self._asked.popleft()
+        """Call ``change`` with each requested schedule; called between two steps."""
+        while self._requests:
+            schedule, done = self._requests.popleft()
             if done.done():
                 continue
             try:
                 await change(schedule)
             except OptionError as error:
-                refused = error if isinstance(error, ScheduleError) else ScheduleError(str(error))
-                _resolve(done, refused)
+                _resolve(done, error if isinstance(error, ScheduleError) else ScheduleError(str(error)))
             except BaseException:
                 _resolve(done, NoMoreStepsError(_OVER))
                 raise
@@ -53,10 +52,10 @@ class ScheduleChanges:
                 _resolve(done)
 
     def close(self) -> None:
-        """There will be no more steps."""
+        """Refuse all requests from now on: there are no more steps."""
         self._over = True
-        while self._asked:
-            _resolve(self._asked.popleft()[1], NoMoreStepsError(_OVER))
+        while self._requests:
+            _resolve(self._requests.popleft()[1], NoMoreStepsError(_OVER))
 
 
 def _resolve(done: asyncio.Future[None], error: ScheduleError | None = None) -> None:

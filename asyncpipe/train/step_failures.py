@@ -1,16 +1,16 @@
-"""What goes wrong in a training step, and what a job's ``[faults]`` say to that.
+"""What happens when a training step fails or its loss is not finite, as a job's ``[faults]`` table says.
 
 ::
 
-    a task fails ─▶ buffers and random numbers as before the step ─▶ again, same batch ──┬─▶ as if nothing had been
-         │             (gradients and weights are untouched)                             │
-         └── hung, or out of memory twice, or tried often enough: the error leaves the run
+    a task fails ─▶ buffers and random numbers are reset ─▶ the step runs again, same batch ──┬─▶ the run continues
+         │             (gradients and weights have not changed)                               │
+         └── hung task, out of memory twice, or no retries left: the error ends the run ◀─────┘
 
-    loss or gradient norm is no finite number ─▶ fail: the error leaves the run, before the weights are updated
-                                              ─▶ skip: this update is left out, and the run goes on
-                                              ─▶ ignore
+    loss or gradient norm is not finite ─▶ fail: an error ends the run, before the weights are updated
+                                        ─▶ skip: this update is skipped
+                                        ─▶ ignore
 
-Going back to a snapshot is not the run's own business: whoever started it makes a new one, which resumes.
+A run does not go back to a snapshot by itself; a service starts a new run, which resumes from it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from asyncpipe.train.out_of_memory import explain_out_of_memory
 from asyncpipe.train.progress import Meter
 from asyncpipe.train.randomness import RunRandom
 
-__all__ = ["NonFiniteLossError", "Note", "OutOfMemoryError", "StepRetries", "handle_non_finite"]
+__all__ = ["NonFiniteLossError", "NoteCallback", "OutOfMemoryError", "StepRetries", "handle_non_finite"]
 
-Note = Callable[[int, str], None]
-"""Tells a line, of a level of ``logging``, to the log and to whoever watches the run; on the run's loop."""
+NoteCallback = Callable[[int, str], None]
+"""Reports a message with a level of ``logging`` to the log and the progress sink; on the run's loop."""
 
 OUT_OF_MEMORY_RETRIES = 1
-"""What fills the memory does so again, unless something else on the device has gone meanwhile."""
+"""A step that filled the memory does so again, unless something else on the device has released some meanwhile."""
 
 
 class NonFiniteLossError(AsyncpipeError, ArithmeticError):
@@ -62,67 +62,63 @@ class OutOfMemoryError(AsyncpipeError, MemoryError):
     """
 
 
-# A loss that is no number
+def handle_non_finite(
+    faults: FaultTable, meter: Meter, update: UpdateResult, learning_rate: float, note: NoteCallback
+) -> bool:
+    """Whether the update of the step after those that ``meter`` has counted was skipped; reports it if so.
 
-
-def handle_non_finite(faults: FaultTable, meter: Meter, update: UpdateResult, rate: float, note: Note) -> bool:
-    """Whether the update of the step after those that ``meter`` has counted was left out; tells of it.
-
-    Raises ``NonFiniteLossError`` where that must end the run. ``rate`` is the step's learning rate.
+    Raises ``NonFiniteLossError`` if the run must end.
     """
     if update.finite or faults.non_finite == "ignore":
         return False
     step = meter.step + 1
-    what = f"step {step}: the loss is {update.loss:g} and the gradient norm {update.gradient_norm:g}"
+    problem = f"step {step}: the loss is {update.loss:g} and the gradient norm {update.gradient_norm:g}"
     if faults.non_finite == "skip" and meter.skipped_in_a_row < faults.most_skipped:
         in_a_row = f"{meter.skipped_in_a_row + 1} in a row, at most {faults.most_skipped}"
-        note(logging.WARNING, f"{what}; the weights are not updated ({in_a_row})")
+        note(logging.WARNING, f"{problem}; the weights are not updated ({in_a_row})")
         return True
     after = f", after {meter.skipped_in_a_row} skipped updates in a row" if faults.non_finite == "skip" else ""
-    help_ = (
-        f"a learning rate below {rate:g}, a longer warm-up or a smaller clip often help; so may a look at the data for "
-        'values that are no numbers. non_finite = "skip" leaves single updates out'
+    advice = (
+        f"a learning rate below {learning_rate:g}, a longer warm-up or a smaller clip often help; so does a check of "
+        'the data for values that are NaN or infinite. non_finite = "skip" skips single updates'
     )
     raise NonFiniteLossError(
-        f"{what}{after}; the weights are as they were before it; {help_}",
+        f"{problem}{after}; the weights are as they were before it; {advice}",
         step=step,
         loss=update.loss,
         gradient_norm=update.gradient_norm,
     )
 
 
-# Steps that fail
-
-
 class StepRetries:
-    """Does training steps, each as often as ``[faults]`` allow, so that one that went well at last left no trace."""
+    """Runs training steps and retries failed ones as ``[faults]`` allow; a failed attempt leaves no trace."""
 
     def __init__(
-        self, pipe: Pipeline, faults: FaultTable, random: RunRandom, feed: BatchPrefetcher, note: Note
+        self, pipe: Pipeline, faults: FaultTable, random: RunRandom, batches: BatchPrefetcher, note: NoteCallback
     ) -> None:
         self._pipe = pipe
         self._retries = faults.step_retries
-        self._keeps = faults.step_retries > 0 or faults.non_finite == "skip"
+        self._saves_buffers = faults.step_retries > 0 or faults.non_finite == "skip"
         self._random = random
-        self._feed = feed
+        self._batches = batches
         self._note = note
         self._buffers = BufferRollback(pipe.module)
 
-    def keep(self) -> None:
-        """The model is as the next step shall find it, at each attempt. Blocks for a moment; nothing else runs."""
-        if self._keeps:
-            self._buffers.keep()
+    def save_buffers(self) -> None:
+        """Save the model's buffers, which each attempt of the next step starts from. Blocks; not while a step runs."""
+        if self._saves_buffers:
+            self._buffers.save()
 
-    def undo(self) -> None:
-        """A step is left out: running statistics shall not have its numbers. Blocks as ``keep``."""
-        self._buffers.undo()
+    def restore_buffers(self) -> None:
+        """Restore the saved buffers, because the update of the step is skipped. Blocks; not while a step runs."""
+        self._buffers.restore()
 
     async def step(self, number: int, x: Any, target: Any) -> StepResult:
-        """``pipe.step``, for the step of this ``number``, again and again if need be. ``keep`` goes before.
+        """``pipe.step`` for the step of this ``number``, with retries. Call ``save_buffers`` before.
 
         Raises the last ``TaskError``, or ``OutOfMemoryError`` in its place.
         """
-        before, behind = self._random.position, None
+        before, after = self._random.position, None
         failures = 0
         while True:
             try:
@@ -131,23 +127,23 @@ class StepRetries:
                 failures += 1
                 await self._check(error, number, failures)
             finally:
-                if behind is not None:
-                    self._random.position = behind
-            # The loader may draw from the same generator, so it is let through before the step's number is drawn again;
-            # on the loop's next turn it is at work for sure.
+                if after is not None:
+                    self._random.position = after
+            # The prefetcher may draw from the same generator, so its batch is finished before the generator is reset
+            # for the next attempt. The prefetcher begins that batch in the loop's next turn.
             await asyncio.sleep(0)
-            await self._feed.settled()
-            behind, self._random.position = self._random.position, before
+            await self._batches.settled()
+            after, self._random.position = self._random.position, before
             await in_thread(torch.cuda.empty_cache)
 
     async def _check(self, error: TaskError, number: int, failures: int) -> None:
-        """Raise what the run ends with, unless the step may be tried again."""
+        """Raise the error that ends the run, unless the step may be retried."""
         explained = await in_thread(lambda: explain_out_of_memory(error, self._pipe))
         retries = self._retries if explained is None else min(self._retries, OUT_OF_MEMORY_RETRIES)
         if explained is not None:
             self._note(logging.ERROR, explained)
         final = isinstance(error.__cause__, HungTaskError) or not isinstance(error.__cause__, Exception)
-        if not final and failures <= retries and self._buffers.undo():
+        if not final and failures <= retries and self._buffers.restore():
             again = f"it is tried again with the same batch ({failures} of {retries})"
             self._note(logging.WARNING, f"step {number} failed and {again}: {error}")
             return

@@ -1,8 +1,8 @@
-"""The training steps of one run, from the first to the last.
+"""The loop over the training steps of one run.
 
-One step, walked: the batch, which the run's thread has made → ``pipe.step`` (forward and backward, task by task; the
-next batch is made meanwhile) → clip, AdamW, in a thread → tell the listeners and the progress sink → copy the state,
-where a snapshot is due. Between steps the loop is free for everything else; whoever watches the run cannot end it.
+One step: the batch, which the run's thread has made → ``pipe.step`` (forward and backward as tasks; the next batch is
+made meanwhile) → clipping and AdamW, in a thread → listeners and progress sink → a copy of the state, if a snapshot is
+due. Between two steps the event loop is free for other work. Listeners that fail do not end the run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 from asyncpipe.core.engine.events import Observer
@@ -20,7 +21,7 @@ from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import Meter, ProgressSink, StepListener, StepProgress
 from asyncpipe.train.snapshots.writer import SnapshotWriter
-from asyncpipe.train.step_failures import Note, StepRetries, handle_non_finite
+from asyncpipe.train.step_failures import NoteCallback, StepRetries, handle_non_finite
 from asyncpipe.train.workload import Batch, Resumable
 
 __all__ = ["StepListeners", "TrainingLoop"]
@@ -29,15 +30,15 @@ _logger = logging.getLogger(__name__)
 
 
 class StepListeners:
-    """Those of ``observers`` that are told each step's figures; one that raises is left out from then on."""
+    """The ``StepListener``s among ``observers``; one that raises is removed."""
 
     def __init__(self, observers: Sequence[Observer], failed: Callable[[str], None]) -> None:
-        """``failed`` is called with a reason for each that is left out."""
+        """``failed`` is called with a reason for each listener that is removed."""
         self._listeners = [observer for observer in observers if isinstance(observer, StepListener)]
         self._failed = failed
 
     def tell(self, progress: StepProgress) -> None:
-        """Raises nothing."""
+        """Report a step to all listeners; raises nothing."""
         for listener in tuple(self._listeners):
             try:
                 listener.training_step(progress.loss, progress.samples, progress.tokens, progress.seconds)
@@ -47,33 +48,20 @@ class StepListeners:
                 self._failed("raised")
 
 
+@dataclass(kw_only=True, eq=False)
 class TrainingLoop:
-    """Does the steps that are left; one object for one pass over them."""
+    """Does the steps that are left; ``run`` may be called once."""
 
-    def __init__(
-        self,
-        job: Job,
-        pipe: Pipeline,
-        *,
-        feed: BatchPrefetcher,
-        attempts: StepRetries,
-        updater: ClippedAdamW,
-        meter: Meter,
-        tokens_per_sample: int,
-        listeners: StepListeners,
-        progress: ProgressSink,
-        note: Note,
-    ) -> None:
-        self._job = job
-        self._pipe = pipe
-        self._feed = feed
-        self._attempts = attempts
-        self._updater = updater
-        self._meter = meter
-        self._tokens_per_sample = tokens_per_sample
-        self._listeners = listeners
-        self._progress = progress
-        self._note = note
+    job: Job
+    pipe: Pipeline
+    batches: BatchPrefetcher
+    retries: StepRetries
+    optimizer: ClippedAdamW
+    meter: Meter
+    tokens_per_sample: int
+    listeners: StepListeners
+    progress: ProgressSink
+    note: NoteCallback
 
     async def run(
         self,
@@ -81,55 +69,55 @@ class TrainingLoop:
         states: Mapping[str, Resumable],
         *,
         stopping: Callable[[], bool],
-        at_border: Callable[[], Awaitable[None]],
+        before_step: Callable[[], Awaitable[None]],
     ) -> None:
-        """Returns when no step is left, no batch comes any more, or ``stopping`` says so.
+        """Train until all steps are done, the batches end, or ``stopping`` returns true.
 
-        ``at_border`` is called before every step. Takes the snapshots of ``states`` that are due, and the last one.
+        Takes the snapshots of ``states`` that are due, and one after the last step.
         """
-        await in_thread(self._attempts.keep)
-        while self._meter.step < self._job.training.steps and not stopping():
+        await in_thread(self.retries.save_buffers)
+        while self.meter.step < self.job.training.steps and not stopping():
             start = perf_counter()
-            batch = await self._feed.next()
+            batch = await self.batches.next()
             if batch is None or stopping():
                 break
-            await at_border()
+            await before_step()
             await self._step(batch, start)
-            await snapshots.after_step(self._meter.step, states)
-        await snapshots.after_last_step(self._meter.step, states)
+            await snapshots.after_step(self.meter.step, states)
+        await snapshots.after_last_step(self.meter.step, states)
 
     async def _step(self, batch: Batch, start: float) -> None:
         x, target = batch
-        training, done = self._job.training, self._meter.step
-        # Called on the loop's next turn: the step has drawn its number by then, and not yet begun otherwise.
-        move_on = asyncio.get_running_loop().call_soon(lambda: self._feed.move_on(more=done + 1 < training.steps))
+        training, done = self.job.training, self.meter.step
+        # The next batch is begun in the loop's next turn, when the step has drawn its number and nothing else has run.
+        advance = asyncio.get_running_loop().call_soon(lambda: self.batches.advance(more=done + 1 < training.steps))
         try:
-            result = await self._attempts.step(done + 1, x, target)
+            result = await self.retries.step(done + 1, x, target)
         except BaseException:
-            move_on.cancel()
+            advance.cancel()
             raise
         rate = learning_rate(done, training)
 
-        def update() -> UpdateResult:
-            made = self._updater.update(rate, result.loss)
-            if not made.finite and self._job.faults.non_finite == "skip":
-                self._attempts.undo()
-            self._attempts.keep()
-            return made
+        def update_weights() -> UpdateResult:
+            update = self.optimizer.update(rate, result.loss)
+            if not update.finite and self.job.faults.non_finite == "skip":
+                self.retries.restore_buffers()
+            self.retries.save_buffers()
+            return update
 
         # In a thread: on a CPU the update takes a while, and on a GPU reading the loss waits for the device.
-        update_ = await in_thread(update)
+        update = await in_thread(update_weights)
         await result.completed()
-        skipped = handle_non_finite(self._job.faults, self._meter, update_, rate, self._note)
-        progress = self._meter.add(
-            loss=update_.loss,
+        skipped = handle_non_finite(self.job.faults, self.meter, update, rate, self.note)
+        progress = self.meter.add(
+            loss=update.loss,
             learning_rate=rate,
-            gradient_norm=update_.gradient_norm,
+            gradient_norm=update.gradient_norm,
             seconds=perf_counter() - start,
             samples=len(x),
-            tokens=len(x) * self._tokens_per_sample,
+            tokens=len(x) * self.tokens_per_sample,
             report=result.report,
             skipped=skipped,
         )
-        self._listeners.tell(progress)
-        self._progress.stepped(progress)
+        self.listeners.tell(progress)
+        self.progress.stepped(progress)

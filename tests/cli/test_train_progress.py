@@ -14,7 +14,7 @@ from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
-from asyncpipe.train.progress import Meter, NullProgress, RunStarted, StepProgress
+from asyncpipe.train.progress import Meter, ProgressSink, RunStarted, StepProgress
 
 RUN = RunStarted("tiny", 41, 1234567, ("dev:0", "dev:1"))
 
@@ -104,7 +104,7 @@ def test_a_terminal_shows_a_bar_and_the_utilization_of_every_stage(simulated):
 def test_no_progress_shows_nothing(simulated):
     out = Terminal()
     with choose_progress(wanted=False, out=out) as progress:
-        assert isinstance(progress, NullProgress)
+        assert isinstance(progress, ProgressSink)
         progress.started(RUN)
         progress.stepped(steps(simulated, 1)[0])
         progress.entered("sampling")

@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 from asyncpipe.errors import OptionError
 from asyncpipe.train.entry import find_entry
 from asyncpipe.train.job_file import load_job
-from asyncpipe.train.progress import NullProgress, StepProgress
+from asyncpipe.train.progress import ProgressSink, StepProgress
 from asyncpipe.train.training_run import TrainingRun
 
 pytestmark = pytest.mark.one_loop
@@ -202,7 +202,7 @@ async def test_the_sample_counts_what_is_told_right_and_shows_some(amoebanet):
 # As a job
 
 
-class Losses(NullProgress):
+class Losses(ProgressSink):
     """Keeps the loss of every step."""
 
     def __init__(self) -> None:

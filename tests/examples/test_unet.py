@@ -17,7 +17,7 @@ from asyncpipe.errors import JobFileError, OptionError
 from asyncpipe.ops.model.skips import skip_layout
 from asyncpipe.train.entry import find_entry
 from asyncpipe.train.job_file import load_job
-from asyncpipe.train.progress import NullProgress, StepProgress
+from asyncpipe.train.progress import ProgressSink, StepProgress
 from asyncpipe.train.training_run import TrainingRun
 
 pytestmark = pytest.mark.one_loop
@@ -243,7 +243,7 @@ async def test_the_sample_draws_picture_mask_and_prediction(unet):
 # As a job
 
 
-class Losses(NullProgress):
+class Losses(ProgressSink):
     """Keeps the loss of every step."""
 
     def __init__(self) -> None:

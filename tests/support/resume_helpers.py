@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.progress import NullProgress, StepProgress
+from asyncpipe.train.progress import ProgressSink, StepProgress
 from asyncpipe.train.workload import Batch, Workload
 
 __all__ = [
@@ -78,7 +78,7 @@ def make_workload() -> Workload:
     return Workload(nn.Sequential(*layers).double(), nn.functional.mse_loss, batches)
 
 
-class Sink(NullProgress):
+class Sink(ProgressSink):
     """Keeps what it is told; ``on_step`` runs with the number of every step."""
 
     def __init__(self, on_step: Callable[[int], object] = lambda step: None) -> None:

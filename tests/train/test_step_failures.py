@@ -315,23 +315,22 @@ def test_buffers_are_put_back_and_only_those_that_change_are_copied():
     model = nn.Sequential(Odd(), Odd())
     buffers = BufferRollback(model)
     for done in range(3):
-        buffers.keep()
+        buffers.save()
         for _ in range(2):  # A step may fail twice.
             model[0].change(), model[1].change()
-            assert buffers.undo()
+            assert buffers.restore()
             assert [float(odd.sum[0]) + float(odd.count) for odd in model] == [2 * done] * 2
         model[0].change(), model[1].change()
-    copied = {kept.name for kept in buffers._kept if kept.copy is not None}
-    assert copied == {"sum"}
+    assert buffers.copied == ["sum", "sum"]
 
 
 def test_a_buffer_that_never_changed_before_cannot_be_put_back_and_nothing_is():
     model = Odd()
     buffers = BufferRollback(model)
-    buffers.keep()
+    buffers.save()
     model.change()
-    buffers.keep()
+    buffers.save()
     model.change()
     model.table += 1
-    assert not buffers.undo()
+    assert not buffers.restore()
     assert (float(model.sum[0]), float(model.count)) == (2, 2)

@@ -26,7 +26,7 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.train import trace_files
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.progress import NullProgress
+from asyncpipe.train.progress import ProgressSink
 from asyncpipe.train.trace_files import TraceRecorder, WrittenFiles
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
@@ -190,7 +190,7 @@ async def test_a_step_is_tried_again_without_the_tensors_of_the_attempt_that_fai
             shown.append(record.outcome)
             super().step_completed(record)
 
-    class Told(NullProgress):
+    class Told(ProgressSink):
         def noted(self, level: int, text: str) -> None:
             failing.tried_again = True
 

@@ -22,7 +22,7 @@ from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.train.adamw import BETAS, learning_rate
 from asyncpipe.train.job_file import Job, TrainingTable
-from asyncpipe.train.progress import NullProgress, RunStarted, StepProgress
+from asyncpipe.train.progress import ProgressSink, RunStarted, StepProgress
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
 
@@ -54,7 +54,7 @@ def make_workload() -> Workload:
     return Workload(model, nn.functional.mse_loss, batches, tokens_per_sample=5)
 
 
-class Sink(NullProgress):
+class Sink(ProgressSink):
     """Keeps what it is told; ``on_step`` runs at every step."""
 
     def __init__(self, on_step: Callable[[], object] = lambda: None) -> None:

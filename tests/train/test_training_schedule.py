@@ -49,8 +49,8 @@ class Changing:
 
 
 def about(folder: Path, step: int) -> tuple[Any, ...]:
-    said = read_snapshot(folder / f"step-{step}").about
-    return said["schedule"], said["parameters"]["pipeline"]["schedule"], said["schedule_sha256"]
+    said = read_snapshot(folder / f"step-{step}").manifest
+    return said.schedule, said.parameters["pipeline"]["schedule"], said.schedule_sha256
 
 
 @pytest.mark.parametrize("pooled", [False, True], ids=["alone", "on a pool"])

@@ -1,16 +1,16 @@
-"""The files of a snapshot: written whole or not at all, and read back only as they were written.
+"""The files of a snapshot: written as a whole or not at all, and verified when they are read.
 
 ::
 
-    step-N/   model.pt        the model's state, under the unsplit model's keys
-              optimizer.pt    the optimizer's, in the order of the unsplit model's parameters
-              run.pt          step, random numbers, place in the data, recent losses (``run_state.py``)
-              NAME.pt         whatever else the workload has joined in
-              snapshot.json   what it is, the SHA-256 of each of the other files, and a checksum of itself
+    step-N/   model.pt        the model's state, with the keys of the unsplit model
+              optimizer.pt    the optimizer's state, in the order of the unsplit model's parameters
+              run.pt          step, random numbers, position in the data, recent losses (see ``run_state.py``)
+              NAME.pt         further states, which the workload adds
+              snapshot.json   the manifest: a description, the SHA-256 of each other file, and a checksum of itself
 
-A folder that is called ``step-N`` was whole when it got its name, whenever the process or the machine ended; what
-happened to it since is what the sums are for. ``torch.load(weights_only=True)`` reads the files, here and anywhere:
-nothing that is pickled in them is executed, and a state that it could not read back is not written.
+A folder gets the name ``step-N`` by one rename, after all its files are on disk, so it is complete even after a crash.
+The checksums find later damage. Files are read by ``torch.load(weights_only=True)``, here and by anyone else, which
+executes nothing that is pickled in them; a state that it could not load is not written.
 """
 
 from __future__ import annotations
@@ -26,84 +26,106 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from asyncpipe.errors import AsyncpipeError, OptionError
 
 __all__ = [
-    "FORMAT",
-    "LEFT_OVER",
+    "INCOMPLETE_NAME",
+    "SNAPSHOT_NAME",
     "STATE_NAME",
-    "WHOLE",
     "FolderError",
+    "Manifest",
     "Snapshot",
-    "is_lasting",
-    "read_about",
+    "manifest_checksum",
+    "needs_intervention",
+    "read_manifest",
     "read_snapshot",
     "write_snapshot",
 ]
 
-FORMAT = 1
-"""Of ``snapshot.json``; another number where a reader of this one would be misled."""
+FORMAT: Final = 1
+"""Version of the format; it changes when a reader of this version would misread a snapshot."""
 
-WHOLE = re.compile(r"step-(0|[1-9][0-9]*)")
-LEFT_OVER = re.compile(r"step-[0-9]+\.incomplete")
-STATE_NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
-"""What a state may be called; its file is ``NAME.pt``."""
+SNAPSHOT_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
+INCOMPLETE_NAME = re.compile(r"step-[0-9]+\.incomplete")
+STATE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+"""The allowed names of states; the file of a state is ``NAME.pt``."""
 
-_ABOUT = "snapshot.json"
-_ARCHIVE = b"PK\x03\x04"
-"""How the files of ``torch.save`` begin."""
+_MANIFEST = "snapshot.json"
+_ZIP_MAGIC = b"PK\x03\x04"
+"""The first bytes of a file that ``torch.save`` has written."""
 
 
 class FolderError(AsyncpipeError, OSError):
-    """A folder of snapshots cannot be used now, for a reason that may pass: no room, too many open files."""
+    """A folder of snapshots cannot be used now, for a reason that may pass: no space left, too many open files."""
+
+
+class Manifest(BaseModel):
+    """What ``snapshot.json`` says, without its checksum. Keys of other versions are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    format: Literal[1] = FORMAT
+    step: int = Field(ge=0)
+    """Number of finished steps."""
+    number: int = Field(default=0, ge=0)
+    """Number of the snapshot, from 1, counted over all processes of the run."""
+    job: str | None = None
+    schedule: str | None = None
+    schedule_sha256: str | None = None
+    """Identifies the order of tasks that the schedule gave each device; see ``run_state.schedule_sha256``."""
+    parameters: dict[str, Any] = {}
+    """The tables of the job file, as JSON, for comparison with the job that resumes."""
+    versions: dict[str, str] = {}
+    sha256: dict[Annotated[str, Field(pattern=rf"^{STATE_NAME.pattern}\.pt$")], str] = {}
+    """The SHA-256 of each other file, by file name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """What is in one, in the host's memory."""
+    """The content of a snapshot, in memory."""
 
     path: Path
-    about: Mapping[str, Any]
-    """What ``snapshot.json`` says."""
+    manifest: Manifest
     states: dict[str, Any]
-    """The states by their names, tensors on the CPU."""
+    """The states by name, with tensors on the CPU."""
 
     @property
     def step(self) -> int:
-        """How many steps were done."""
-        step: int = self.about["step"]
-        return step
+        """Number of finished steps."""
+        return self.manifest.step
 
 
-class _HashedFile(BufferedWriter):
-    """A new file that knows the SHA-256 of what was written. Neither that nor writing holds the interpreter's lock."""
+class _HashingFile(BufferedWriter):
+    """A new file that computes the SHA-256 of what is written. Neither hashing nor writing holds the GIL."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(FileIO(path, "xb"))
         self.sha256 = hashlib.sha256()
 
     def write(self, data: Any, /) -> int:
-        """Write ``data``, all of it."""
+        """Write all of ``data``."""
         self.sha256.update(data)
         return super().write(data)
 
 
-def write_snapshot(final: Path, states: Mapping[str, Any], about: Mapping[str, Any]) -> Path:
-    """``final``, in which there is one file for each state, and all of it on disk.
+def write_snapshot(final: Path, states: Mapping[str, Any], manifest: Manifest) -> Path:
+    """Write a snapshot to ``final``: a file per state, and the manifest with their checksums; returns ``final``.
 
-    Blocks. Raises ``OSError``, ``TypeError`` for a state that could not be read back safely; leaves nothing then.
+    Blocks until everything is on disk. Raises ``OSError``, or ``TypeError`` for a state that could not be loaded
+    safely; an incomplete snapshot is then removed.
     """
     incomplete = final.with_name(f"{final.name}.incomplete")
     incomplete.mkdir()
     try:
         sums = {f"{name}.pt": _write_state(incomplete / f"{name}.pt", state) for name, state in states.items()}
-        whole = {**about, "format": FORMAT, "sha256": sums}
-        with (incomplete / _ABOUT).open("x", encoding="utf-8") as file:
-            json.dump({**whole, "checksum": _checksum(whole)}, file, indent=2)
+        about = manifest.model_copy(update={"sha256": sums}).model_dump(mode="json")
+        with (incomplete / _MANIFEST).open("x", encoding="utf-8") as file:
+            json.dump({**about, "checksum": manifest_checksum(about)}, file, indent=2)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
@@ -117,8 +139,8 @@ def write_snapshot(final: Path, states: Mapping[str, Any], about: Mapping[str, A
 
 
 def _write_state(path: Path, state: Any) -> str:
-    """The SHA-256 of the file at ``path``, which holds ``state`` and is on disk."""
-    with _HashedFile(path) as file:
+    """Write ``state`` to disk; returns the SHA-256 of the file."""
+    with _HashingFile(path) as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
@@ -128,13 +150,13 @@ def _write_state(path: Path, state: Any) -> str:
     return sha256
 
 
-def _checksum(about: Mapping[str, Any]) -> str:
-    """Of what ``snapshot.json`` says, however it is laid out."""
+def manifest_checksum(about: Mapping[str, Any]) -> str:
+    """The checksum of a manifest's content, independent of its layout in the file."""
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring the names in ``folder`` to the disk, where the system can."""
+    """Write the directory entries of ``folder`` to disk, on systems that support it."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -148,89 +170,72 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read_snapshot(path: Path, needed: Iterable[str] = ()) -> Snapshot:
-    """What is in the snapshot at ``path``, once every sum is right. Blocks; executes nothing of it.
+    """The snapshot at ``path``, with all checksums verified. Blocks; executes no code from the files.
 
-    Raises ``OptionError`` that says in one line what is wrong: something is missing, torn or changed, is no tensor
-    or plain value, lacks one of the states ``needed``, or was written in another format. Raises ``FolderError`` where
-    nothing is known to be wrong with it, but the system does not let it be read now.
+    Raises ``OptionError`` with a line that says what is wrong: a file is missing, truncated or changed, holds more than
+    tensors and plain values, one of the states ``needed`` is missing, or the format is another one. Raises
+    ``FolderError`` if the system cannot read the files now, which says nothing about the snapshot.
     """
-    about = read_about(path)
-    sums: dict[str, str] = about["sha256"]
-    if missing := [name for name in needed if f"{name}.pt" not in sums]:
-        raise OptionError(f"{path}: has no {', '.join(f'{name}.pt' for name in missing)}")
-    for name, wanted in sums.items():
+    manifest = read_manifest(path)
+    if missing := [f"{name}.pt" for name in needed if f"{name}.pt" not in manifest.sha256]:
+        raise OptionError(f"{path}: has no {', '.join(missing)}")
+    for name, expected in manifest.sha256.items():
         try:
             with (path / name).open("rb") as file:
-                is_right = hashlib.file_digest(file, "sha256").hexdigest() == wanted
+                intact = hashlib.file_digest(file, "sha256").hexdigest() == expected
         except OSError as error:
             raise _unreadable(path, name, error) from error
-        if not is_right:
-            raise OptionError(f"{path}: {name} is damaged: it does not have the SHA-256 that it was written with")
-    return Snapshot(path, about, {name.removesuffix(".pt"): _read_state(path, name) for name in sums})
+        if not intact:
+            raise OptionError(f"{path}: {name} is damaged: its SHA-256 is not the one that it was written with")
+    return Snapshot(path, manifest, {name.removesuffix(".pt"): _read_state(path, name) for name in manifest.sha256})
 
 
-def read_about(path: Path) -> dict[str, Any]:
-    """What the ``snapshot.json`` of the snapshot at ``path`` says; raises as ``read_snapshot`` does. Blocks."""
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the snapshot at ``path``; raises what ``read_snapshot`` raises. Blocks."""
     try:
-        about = json.loads((path / _ABOUT).read_text(encoding="utf-8"))
+        about = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
     except OSError as error:
-        raise _unreadable(path, _ABOUT, error) from error
+        raise _unreadable(path, _MANIFEST, error) from error
     except (ValueError, RecursionError) as error:
-        raise OptionError(f"{path}: {_ABOUT} is damaged: {type(error).__name__}") from error
-    written_as = about.get("format") if isinstance(about, dict) else None
-    if type(written_as) is int and written_as != FORMAT:
-        problem = f"is written in format {written_as}, this version of asyncpipe reads format {FORMAT}"
+        raise OptionError(f"{path}: {_MANIFEST} is damaged: {type(error).__name__}") from error
+    version = about.get("format") if isinstance(about, dict) else None
+    if type(version) is int and version != FORMAT:
+        problem = f"is written in format {version}, this version of asyncpipe reads format {FORMAT}"
         raise OptionError(f"{path}: {problem}")
-    if not isinstance(about, dict) or about.pop("checksum", None) != _checksum(about):
-        raise OptionError(f"{path}: {_ABOUT} is damaged: it does not have its checksum")
-    if not _is_sound(about):
-        raise OptionError(f"{path}: {_ABOUT} does not describe a snapshot")
-    return about
+    if not isinstance(about, dict) or about.pop("checksum", None) != manifest_checksum(about):
+        raise OptionError(f"{path}: {_MANIFEST} is damaged: it does not match its checksum")
+    try:
+        return Manifest.model_validate(about)
+    except ValidationError as error:
+        raise OptionError(f"{path}: {_MANIFEST} does not describe a snapshot") from error
 
 
-def is_lasting(error: OSError) -> bool:
-    """Whether ``error`` is about names and rights, which stay until somebody changes them."""
+def needs_intervention(error: OSError) -> bool:
+    """Whether ``error`` is about names or permissions, so that it remains until somebody changes them."""
     return isinstance(
         error, FileExistsError | FileNotFoundError | IsADirectoryError | NotADirectoryError | PermissionError
     )
 
 
 def _unreadable(path: Path, name: str, error: OSError) -> AsyncpipeError:
-    """What to raise where ``error`` kept a file from being read. A disk that cannot read it has damaged it."""
+    """The error to raise for a file that cannot be read. An I/O error of the disk counts as damage."""
     problem = f"{path}: {name} cannot be read: {error.strerror}"
-    return OptionError(problem) if is_lasting(error) or error.errno == errno.EIO else FolderError(problem)
-
-
-def _is_sound(about: dict[str, Any]) -> bool:
-    """Whether those who read ``about`` find what they rely on, and its files are all in its own folder."""
-    sums = about.get("sha256")
-    return (
-        _is_count(about.get("step"))
-        and isinstance(sums, dict)
-        and all(name.endswith(".pt") and STATE_NAME.fullmatch(name.removesuffix(".pt")) for name in sums)
-        and all(isinstance(about.get(key, {}), dict) for key in ("parameters", "versions"))
-        and _is_count(about.get("number", 0))
-    )
-
-
-def _is_count(value: object) -> bool:
-    """Whether ``value`` is an integer of at least 0."""
-    return type(value) is int and value >= 0
+    is_damage = needs_intervention(error) or error.errno == errno.EIO
+    return OptionError(problem) if is_damage else FolderError(problem)
 
 
 def _read_state(path: Path, name: str) -> Any:
     try:
         with (path / name).open("rb") as file:
-            if file.read(len(_ARCHIVE)) != _ARCHIVE:
-                # A bare pickle, which torch reads as well: it is not ours.
-                raise pickle.UnpicklingError
+            if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
+                raise pickle.UnpicklingError  # A bare pickle, which torch would load; we never write one.
         return torch.load(path / name, map_location="cpu", weights_only=True)
     except MemoryError:
         raise
     except OSError as error:
         raise _unreadable(path, name, error) from error
     except pickle.UnpicklingError as error:
-        # The sums were right: it was written so. What it would have called is not for this process to run.
+        # The checksum was right, so somebody has written it like this; what it would execute is refused.
         raise OptionError(f"{path}: {name} is refused: it holds more than tensors and plain values") from error
     except Exception as error:
         raise OptionError(f"{path}: {name} is no file of torch.save: {type(error).__name__}") from error

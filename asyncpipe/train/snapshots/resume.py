@@ -1,20 +1,19 @@
-"""Where a run goes on: the newest snapshot in its folder that is whole, and all of its state put back.
+"""How a run continues: the newest intact snapshot in its folder, with all states restored.
 
 ::
 
-    step-30/  damaged: told ──────────────▶ step-30.unusable/   out of the way of the step-30 to come
-    step-20/  whole, of this job ─▶ read ─▶ model, optimizer, whatever joined in, and, last, the run itself
-    step-10/  looked at only if step-20 is damaged
+    step-30/  damaged: reported ───────────▶ step-30.unusable/   makes room for the step-30 that will be written
+    step-20/  intact, of this job ─▶ read ─▶ model, optimizer, states of the workload, and the run's own state last
+    step-10/  read only if step-20 is damaged
 
-Files are read in one process at a time: a folder is one run's, and the second process that is started on it before
-the first has ended would take what that one is writing for a left-over.
+A folder belongs to one process at a time: a second one would remove what the first is writing as incomplete.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,116 +24,125 @@ from asyncpipe.errors import OptionError
 from asyncpipe.train.batches import DataError
 from asyncpipe.train.job_file import AUTO, Job, PipelineTable, SnapshotTable, job_file_error
 from asyncpipe.train.snapshots.format import (
-    LEFT_OVER,
+    INCOMPLETE_NAME,
+    SNAPSHOT_NAME,
     STATE_NAME,
-    WHOLE,
     FolderError,
+    Manifest,
     Snapshot,
-    is_lasting,
-    read_about,
+    needs_intervention,
+    read_manifest,
     read_snapshot,
 )
 from asyncpipe.train.workload import Resumable
 
-__all__ = ["ResumePoint", "is_for_good", "join", "newest_snapshot", "open_folder", "snapshots_in", "with_schedule_of"]
+__all__ = [
+    "ResumePoint",
+    "is_kept_forever",
+    "named_states",
+    "newest_snapshot",
+    "open_folder",
+    "snapshots_in",
+    "with_chosen_schedule",
+]
 
 _logger = logging.getLogger(__name__)
 
 OWN_STATES = ("model", "optimizer", "run")
-"""Those that every run has."""
+"""The states that every run has."""
 
 
 @dataclass(slots=True, eq=False)
 class ResumePoint:
-    """The snapshot that a run goes on from; its states can be put back once, and are gone then."""
+    """The snapshot that a run continues from. Its states can be restored once."""
 
     path: Path
-    step: int
-    number: int
-    """Of the snapshot, from 1, over all processes of the run."""
+    manifest: Manifest
     changed: tuple[str, ...]
-    """What the job says otherwise than the run that wrote it: ``training.steps: 9, was 6``."""
-    parameters: Mapping[str, Any]
-    """The tables of the job that wrote it, as JSON has them."""
-    schedule_sha256: str | None
-    passing: tuple[Path, ...]
-    """It and older ones that are not kept for good, the oldest first."""
+    """What the job says otherwise than the run that wrote the snapshot: ``training.steps: 9, was 6``."""
+    removable: tuple[Path, ...]
+    """This snapshot and older ones that are not kept forever, oldest first."""
     _states: dict[str, Any] = field(repr=False)
+
+    @property
+    def step(self) -> int:
+        """Number of finished steps."""
+        return self.manifest.step
 
     def __str__(self) -> str:
         changed = f" ({'; '.join(self.changed)})" if self.changed else ""
         return f"going on after step {self.step}, from {self.path}{changed}"
 
-    def restore(self, states: Mapping[str, Resumable], job: Job) -> None:
-        """Put all ``states`` back, in their order. Blocks.
+    def has_pipeline_of(self, job: Job) -> bool:
+        """Whether the run that wrote the snapshot had the same ``[pipeline]``."""
+        return bool(self.manifest.parameters.get("pipeline") == job.pipeline.model_dump(mode="json"))
 
-        Raises ``JobFileError`` where one does not fit, ``DataError`` where the job's data fails on the way.
+    def restore(self, states: Mapping[str, Resumable], job: Job) -> None:
+        """Restore all ``states``, in their order. Blocks.
+
+        Raises ``JobFileError`` if a state does not fit the job, and ``DataError`` if the job's data fails meanwhile.
         """
         if missing := sorted(states.keys() - self._states.keys()):
             raise job_file_error(job.path, f"snapshots.resume: {self.path} has no state of {', '.join(missing)}")
         saved, self._states = self._states, {}
         for name, state in states.items():
             try:
-                # Taken out: what is put back need not be held twice.
-                state.load_state_dict(saved.pop(name))
+                state.load_state_dict(saved.pop(name))  # Popped, so that its memory is released as soon as possible.
             except DataError:
                 raise
             except Exception as error:
-                reason = " ".join(str(error).split())  # torch's has a line for each key.
+                reason = " ".join(str(error).split())  # torch's message has a line for each key.
                 problem = f"{name}.pt of {self.path} does not fit this job: {type(error).__name__}: {reason}"
                 raise job_file_error(job.path, f"snapshots.resume: {problem}") from error
 
 
 def open_folder(job: Job) -> ResumePoint | None:
-    """Make the folder for the job's snapshots, if it wants some, and remove what a killed process left unfinished.
+    """Create the folder for the job's snapshots, if it wants some, and find the snapshot that the run continues from.
 
-    Returns the newest whole snapshot in it where the job is to go on and there is one; others that are newer then
-    become ``step-N.unusable``. Raises ``JobFileError`` where the folder cannot be used, or holds snapshots of another
-    run or none that can be used: a run adds to none but its own, and replaces none. Raises ``FolderError`` where it may
-    go better another time: no snapshot is called unusable for that. Blocks.
+    Removes incomplete snapshots of a killed process. If the run resumes, damaged snapshots that are newer than the
+    returned one become ``step-N.unusable``. Raises ``JobFileError`` if the folder cannot be used, holds snapshots of
+    another job or, for a run that does not resume, any snapshots, or if none of them is usable. Raises ``FolderError``
+    for a failure that may pass; no snapshot is renamed then. Blocks.
     """
     if job.snapshots is None:
         return None
     folder = job.snapshots.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        there = snapshots_in(folder)
-        if there and not job.snapshots.resume:
-            problem = f"{folder} holds snapshots of another run, up to {there[-1].name}"
+        existing = snapshots_in(folder)
+        if existing and not job.snapshots.resume:
+            problem = f"{folder} holds snapshots of another run, up to {existing[-1].name}"
             hint = "move them away or name another one, or go on from them with --resume"
             raise job_file_error(job.path, f"snapshots.folder: {problem}; {hint}")
         snapshot = newest_snapshot(folder, OWN_STATES)
-        resumed = None if snapshot is None else _resumed(snapshot, job, there)
+        resumed = None if snapshot is None else _resume_point(snapshot, job, job.snapshots, existing)
         for path in folder.iterdir():
-            if LEFT_OVER.fullmatch(path.name):
+            if INCOMPLETE_NAME.fullmatch(path.name):
                 shutil.rmtree(path)
         if snapshot is not None:
-            _set_aside(path for path in there if _step_of(path) > _step_of(snapshot.path))
+            _set_aside(path for path in existing if _step_of(path) > snapshot.step)
     except OptionError as error:
         raise job_file_error(job.path, f"snapshots.folder: {error}") from error
     except FolderError as error:
         raise FolderError(f"{job.path}: snapshots.folder: {error}") from error
     except OSError as error:
         problem = f"snapshots.folder: cannot use {folder}: {error.strerror}"
-        if is_lasting(error):
+        if needs_intervention(error):
             raise job_file_error(job.path, problem) from error
         raise FolderError(f"{job.path}: {problem}") from error
     return resumed
 
 
 def snapshots_in(folder: Path) -> list[Path]:
-    """Those in ``folder``, the oldest first, by their names alone; raises ``OSError``. Blocks."""
-    return sorted((path for path in folder.iterdir() if WHOLE.fullmatch(path.name)), key=_step_of)
+    """The snapshots in ``folder``, oldest first, by their names alone; raises ``OSError``. Blocks."""
+    return sorted((path for path in folder.iterdir() if SNAPSHOT_NAME.fullmatch(path.name)), key=_step_of)
 
 
-def newest_snapshot(folder: Path, needed: Iterable[str] = ()) -> Snapshot | None:
-    """The newest snapshot in ``folder`` that is whole, all of it read; ``None`` where there is none at all.
+def newest_snapshot(folder: Path, needed: Sequence[str] = ()) -> Snapshot | None:
+    """The newest intact snapshot in ``folder`` that has all states ``needed``, or ``None`` if there are none at all.
 
-    Each that cannot be used is a line in the log. Raises ``OptionError`` where none of them can, ``OSError`` where the
-    folder cannot be read, and ``FolderError``, which is one, where a snapshot cannot be read now, or none can and the
-    disk failed with one of them. Blocks; executes nothing of what it reads.
+    Unusable newer ones are logged. Raises ``OptionError`` if none is usable, ``FolderError`` if that may pass. Blocks.
     """
-    needed = tuple(needed)
     problem, disk_failed = None, False
     for path in reversed(snapshots_in(folder)):
         try:
@@ -143,81 +151,24 @@ def newest_snapshot(folder: Path, needed: Iterable[str] = ()) -> Snapshot | None
                 return snapshot
             raise OptionError(f"{path}: is the snapshot of step {snapshot.step}")
         except OptionError as error:
-            # In words: the error would hold on to this frame, and with it to the snapshot that is found at last.
+            # Only the message is kept: the error refers to this frame, and so to all states that were read.
             reason = str(error)
             _logger.warning("a snapshot cannot be used, the one before it is tried: %s", reason)
             problem = problem or reason
-            disk_failed |= isinstance(error.__cause__, OSError) and not is_lasting(error.__cause__)
+            disk_failed |= isinstance(error.__cause__, OSError) and not needs_intervention(error.__cause__)
     if problem is not None:
-        # A disk that a network brings may be back soon; where there is nothing older to go on from, that is the hope.
+        # A network disk that failed may work again soon, and there is no older snapshot to continue from.
         kind = FolderError if disk_failed else OptionError
         raise kind(f"none of the snapshots in {folder} can be used; the newest: {problem}")
     return None
 
 
-def _resumed(snapshot: Snapshot, job: Job, there: Iterable[Path]) -> ResumePoint:
-    about = snapshot.about
-    if about.get("job") != job.name:
-        problem = f"{snapshot.path} is of the job {about.get('job')!r}, not of {job.name!r}"
-        raise OptionError(f"{problem}; name another folder, or give the job its name back")
-    assert job.snapshots is not None
-    older = [path for path in there if _step_of(path) <= snapshot.step]
-    tables = about.get("parameters", {})
-    return ResumePoint(
-        path=snapshot.path,
-        step=snapshot.step,
-        number=about.get("number", 0),
-        changed=tuple(_changed(tables, with_schedule_of(job, tables).model_dump(mode="json", include=set(tables)))),
-        parameters=tables,
-        schedule_sha256=about.get("schedule_sha256"),
-        passing=tuple(path for path in older if not _stays(path, job.snapshots)),
-        _states=snapshot.states,
-    )
+def named_states(
+    own: Mapping[str, Resumable], others: Mapping[str, Resumable], run: Resumable, job: Job
+) -> dict[str, Resumable]:
+    """All states of a run by name, in the order in which they are restored: the model first, the run itself last.
 
-
-def is_for_good(number: int, table: SnapshotTable) -> bool:
-    """Whether the snapshot of this ``number`` (from 1) is one that stays."""
-    return table.keep_every is not None and number > 0 and number % table.keep_every == 0
-
-
-def _stays(path: Path, table: SnapshotTable) -> bool:
-    """Whether an older snapshot is for good; one that says nothing of itself is not."""
-    try:
-        return is_for_good(read_about(path).get("number", 0), table)
-    except OptionError:
-        return False
-
-
-def _set_aside(paths: Iterable[Path]) -> None:
-    """Give snapshots that cannot be used another name, as the run will write ones of their steps again."""
-    for path in paths:
-        aside = path.with_name(f"{path.name}.unusable")
-        if aside.exists():
-            shutil.rmtree(aside)
-        path.rename(aside)
-
-
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """``training.steps: 9, was 6`` for each value of a table that is not as it was."""
-    for key in sorted(before.keys() | now.keys()):
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _changed(old, new, f"{where}{key}.")
-        elif old != new:
-            yield f"{where}{key}: {new}, was {old}"
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-# What goes on
-
-
-def join(own: Mapping[str, Resumable], others: Mapping[str, Resumable], run: Resumable, job: Job) -> dict[str, Any]:
-    """All states of a run, in the order in which they are put back: the model first, the run itself last.
-
-    Raises ``JobFileError`` where one of the ``others`` has a name that it cannot have.
+    Raises ``JobFileError`` if one of the ``others``, which the workload adds, has a name that is not allowed.
     """
     for name in others:
         if name in OWN_STATES or not STATE_NAME.fullmatch(name):
@@ -226,17 +177,70 @@ def join(own: Mapping[str, Resumable], others: Mapping[str, Resumable], run: Res
     return {**own, **others, "run": run}
 
 
-def with_schedule_of(job: Job, parameters: Mapping[str, Any]) -> Job:
-    """The job with the schedule that a snapshot's run had chosen, where it leaves that to be chosen for the same
-    devices; ``parameters`` are the snapshot's.
+def is_kept_forever(number: int, table: SnapshotTable) -> bool:
+    """Whether the snapshot of this ``number`` (from 1) is one that is never removed."""
+    return table.keep_every is not None and number > 0 and number % table.keep_every == 0
 
-    Measuring once more might choose something else, whose sums are rounded otherwise.
+
+def _resume_point(snapshot: Snapshot, job: Job, table: SnapshotTable, existing: Iterable[Path]) -> ResumePoint:
+    manifest = snapshot.manifest
+    if manifest.job != job.name:
+        problem = f"{snapshot.path} is of the job {manifest.job!r}, not of {job.name!r}"
+        raise OptionError(f"{problem}; name another folder, or give the job its name back")
+    older = [path for path in existing if _step_of(path) <= snapshot.step]
+    before = manifest.parameters
+    now = with_chosen_schedule(job, manifest).model_dump(mode="json", include=set(before))
+    return ResumePoint(
+        path=snapshot.path,
+        manifest=manifest,
+        changed=tuple(_changes(before, now)),
+        removable=tuple(path for path in older if not _stays(path, table)),
+        _states=snapshot.states,
+    )
+
+
+def with_chosen_schedule(job: Job, manifest: Manifest) -> Job:
+    """The job with the pipeline that the snapshot's run had chosen by measurement for the same devices.
+
+    Measuring again might choose another schedule, which rounds sums differently. A job that names its schedule is
+    returned as it is.
     """
     if job.pipeline.schedule != AUTO:
         return job
     try:
-        table = PipelineTable.model_validate(parameters.get("pipeline"))
+        before = PipelineTable.model_validate(manifest.parameters.get("pipeline"))
     except ValidationError:
         return job
-    same = (table.devices, table.microbatches) == (job.pipeline.devices, job.pipeline.microbatches)
-    return job.model_copy(update={"pipeline": table}) if same and table.schedule != AUTO else job
+    same = (before.devices, before.microbatches) == (job.pipeline.devices, job.pipeline.microbatches)
+    return job.model_copy(update={"pipeline": before}) if same and before.schedule != AUTO else job
+
+
+def _stays(path: Path, table: SnapshotTable) -> bool:
+    """Whether an older snapshot is kept forever; one whose manifest is damaged is not."""
+    try:
+        return is_kept_forever(read_manifest(path).number, table)
+    except OptionError:
+        return False
+
+
+def _set_aside(paths: Iterable[Path]) -> None:
+    """Rename unusable snapshots, because the run will write new ones of the same steps."""
+    for path in paths:
+        aside = path.with_name(f"{path.name}.unusable")
+        if aside.exists():
+            shutil.rmtree(aside)
+        path.rename(aside)
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> Iterator[str]:
+    """``training.steps: 9, was 6`` for each value of a table that has changed."""
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _changes(old, new, f"{where}{key}.")
+        elif old != new:
+            yield f"{where}{key}: {new}, was {old}"
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))

@@ -68,7 +68,7 @@ def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     class Prompt(SnapshotWriter):
         async def after_step(self, step: int, states: Any) -> None:
             await super().after_step(step, states)
-            await self._finish()
+            await self.finish()
 
     monkeypatch.setattr("asyncpipe.train.training_run.SnapshotWriter", Prompt)
 
@@ -128,7 +128,7 @@ async def test_what_is_kept_is_counted_over_all_processes(tmp_path):
         assert names(tmp_path) == there
     await run_to(STEPS)
     assert names(tmp_path) == ["step-2", "step-4", "step-5", "step-6"]
-    assert read_snapshot(tmp_path / "step-6").about["number"] == 6
+    assert read_snapshot(tmp_path / "step-6").manifest.number == 6
 
 
 @pytest.mark.cuda

@@ -40,7 +40,7 @@ def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     class Prompt(SnapshotWriter):
         async def after_step(self, step: int, states: Any) -> None:
             await super().after_step(step, states)
-            await self._finish()
+            await self.finish()
 
     monkeypatch.setattr("asyncpipe.train.training_run.SnapshotWriter", Prompt)
 
@@ -152,7 +152,7 @@ async def test_a_schedule_that_was_chosen_is_not_chosen_again(tmp_path, monkeypa
     await TrainingRun(job, make_workload, progress=sink).run()
     assert len(sink.losses) == 1
     assert "pipeline" not in sink.phases[0]
-    pipeline = read_snapshot(tmp_path / "step-7").about["parameters"]["pipeline"]
+    pipeline = read_snapshot(tmp_path / "step-7").manifest.parameters["pipeline"]
     assert (pipeline["schedule"], pipeline["balance"], pipeline["checkpoint"]) == ("1f1b", [2, 4], "never")
     monkeypatch.undo()
     chosen: list[Job] = []
@@ -169,5 +169,5 @@ async def test_a_schedule_that_has_changed_behind_its_name_is_told(tmp_path, mon
     monkeypatch.setattr("asyncpipe.train.training_run.schedule_sha256", lambda *_: "another")
     await TrainingRun(make_job(tmp_path, training={"steps": 3}), make_workload).run()
     (record,) = caplog.records
-    assert record.getMessage().startswith("the schedule '1f1b' does its tasks in another order than when ")
-    assert read_snapshot(tmp_path / "step-3").about["schedule_sha256"] == "another"
+    assert record.getMessage().startswith("the schedule '1f1b' orders its tasks differently than when ")
+    assert read_snapshot(tmp_path / "step-3").manifest.schedule_sha256 == "another"

@@ -22,7 +22,7 @@ from asyncpipe.errors import AsyncpipeError, JobFileError, OptionError
 from asyncpipe.service.jobs.job_run import is_permanent
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.snapshots import format as snapshot_files
-from asyncpipe.train.snapshots.format import FolderError, read_about, read_snapshot, write_snapshot
+from asyncpipe.train.snapshots.format import FolderError, Manifest, read_manifest, read_snapshot, write_snapshot
 from asyncpipe.train.snapshots.resume import newest_snapshot, open_folder
 from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.training_run import TrainingRun
@@ -59,7 +59,7 @@ def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     class Prompt(SnapshotWriter):
         async def after_step(self, step: int, states: Any) -> None:
             await super().after_step(step, states)
-            await self._finish()
+            await self.finish()
 
     monkeypatch.setattr("asyncpipe.train.training_run.SnapshotWriter", Prompt)
 
@@ -67,8 +67,7 @@ def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_snapshots(folder: Path, *steps: int) -> list[Path]:
     folder.mkdir(exist_ok=True)
     states = {"model": {"weight": torch.ones(500)}, "optimizer": {"moment": torch.zeros(10)}, "run": {"step": 0}}
-    about = {"job": "linear", "parameters": {}, "versions": {}}
-    return [write_snapshot(folder / f"step-{step}", states, about | {"step": step}) for step in steps]
+    return [write_snapshot(folder / f"step-{step}", states, Manifest(job="linear", step=step)) for step in steps]
 
 
 def names(folder: Path) -> list[str]:
@@ -80,7 +79,7 @@ def rewrite(snapshot: Path, **changes: Any) -> None:
     about = json.loads((snapshot / "snapshot.json").read_text())
     del about["checksum"]
     about |= changes
-    about["checksum"] = snapshot_files._checksum(about)
+    about["checksum"] = snapshot_files.manifest_checksum(about)
     (snapshot / "snapshot.json").write_text(json.dumps(about))
 
 
@@ -149,12 +148,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: (path / "snapshot.json").write_text("[" * 100_000),
         "snapshot.json is damaged: RecursionError",
     ),
-    "JSON of something else": (lambda path: (path / "snapshot.json").write_text("[3]"), "does not have its checksum"),
+    "JSON of something else": (lambda path: (path / "snapshot.json").write_text("[3]"), "does not match its checksum"),
     "another step in the JSON": (
         lambda path: (path / "snapshot.json").write_text(
             (path / "snapshot.json").read_text().replace('"step": 3', '"step": 9')
         ),
-        "does not have its checksum",
+        "does not match its checksum",
     ),
     "a newer format": (
         lambda path: rewrite(path, format=2),
@@ -200,11 +199,11 @@ def test_a_pickle_in_a_snapshot_would_have_been_executed_by_others(tmp_path):
 def test_no_byte_of_what_it_says_can_change_unseen(tmp_path):
     (snapshot,) = make_snapshots(tmp_path, 3)
     path = snapshot / "snapshot.json"
-    content, about = path.read_bytes(), read_about(snapshot)
+    content, about = path.read_bytes(), read_manifest(snapshot)
     for position in range(len(content)):
         flip(path, position)
         try:
-            seen = read_about(snapshot)
+            seen = read_manifest(snapshot)
         except OptionError:
             pass
         else:  # White space.
@@ -283,7 +282,7 @@ async def test_the_step_that_was_damaged_is_done_and_saved_again(tmp_path, caplo
     summary = await TrainingRun(make_job(tmp_path), make_workload).run()
     assert (summary.steps, summary.snapshot) == (3, tmp_path / "step-3")
     again = read_snapshot(tmp_path / "step-3")
-    assert again.about["number"] == 3
+    assert again.manifest.number == 3
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in again.states["model"].items())
     assert names(tmp_path) == ["step-1", "step-2", "step-3", "step-3.unusable"]
     assert len(caplog.records) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from asyncpipe.train.blocking_calls import DedicatedThread
 from asyncpipe.train.job_file import TrainingTable
 from asyncpipe.train.progress import Meter
 from asyncpipe.train.randomness import RunRandom
+from asyncpipe.train.snapshots.format import Manifest
 from asyncpipe.train.snapshots.resume import ResumePoint
 from asyncpipe.train.snapshots.run_state import RunState
 from asyncpipe.train.workload import Batch, Workload
@@ -68,10 +68,16 @@ def test_a_loader_with_a_state_skips_nothing_and_goes_on_where_it_was():
     for _ in range(5):
         data.next()
     state, wanted = data.state_dict(), data.next()
-    again = data_of(workload_of(Loader))
+    loaders: list[Loader] = []
+
+    def make(batch_size: int, generator: Generator) -> Loader:
+        loaders.append(Loader(batch_size, generator))
+        return loaders[0]
+
+    again = data_of(workload_of(make))
     again.load_state_dict(state)
     assert_same(again.next(), wanted)
-    assert again._source.made == 1
+    assert loaders[0].made == 1
 
 
 def test_batches_that_are_other_ones_are_told(caplog):
@@ -79,7 +85,7 @@ def test_batches_that_are_other_ones_are_told(caplog):
     data.next()
     data_of(workload_of(), seed=4).load_state_dict(data.state_dict())
     (record,) = caplog.records
-    assert record.getMessage().startswith("the job's batches are not those of the snapshot's run (another seed, ")
+    assert record.getMessage().startswith("the job's batches differ from those of the snapshot's run (another seed, ")
 
 
 def test_skipping_ends_when_the_run_is_stopped(caplog):
@@ -115,11 +121,6 @@ def test_a_loader_that_raises_is_told_with_how_far_it_came():
 # One batch ahead
 
 
-def ahead(feed: BatchPrefetcher) -> asyncio.Future[Batch | None]:
-    assert feed._ahead is not None
-    return feed._ahead
-
-
 @pytest.mark.one_loop
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize("make", [batches, Loader])
@@ -128,21 +129,21 @@ async def test_the_place_is_behind_the_batch_that_was_used_while_the_next_is_the
         numbers = RunRandom(shared=shared)
         numbers.build(3, int)
         feed = BatchPrefetcher(thread, data_of(workload_of(make)), numbers)
-        places, given = [feed.place()], []
+        places, given = [feed.position()], []
         for _ in range(4):
             given.append(await feed.next())
-            assert feed.place()["data"]["taken"] == len(given) - 1
-            feed.move_on(more=True)
-            await ahead(feed)
-            places.append(feed.place())
+            assert feed.position()["data"]["taken"] == len(given) - 1
+            feed.advance(more=True)
+            await feed.settled()
+            places.append(feed.position())
         assert [place["data"]["taken"] for place in places] == [0, 1, 2, 3, 4]
         for done in range(1, 4):
             again = BatchPrefetcher(thread, data_of(workload_of(make)), numbers)
-            await thread.run(lambda again=again, done=done: again.go_to(places[done]))
+            await thread.run(lambda again=again, done=done: again.restore(places[done]))
             assert_same(await again.next(), given[done])
             # Asked again, as by a run that was stopped meanwhile, it is the same one, and not used yet.
             assert_same(await again.next(), given[done])
-            assert_same(again.place(), places[done])
+            assert_same(again.position(), places[done])
 
 
 @pytest.mark.one_loop
@@ -151,9 +152,9 @@ async def test_the_last_batch_has_none_behind_it():
     async with DedicatedThread("test") as thread:
         feed = BatchPrefetcher(thread, data_of(workload_of(counted)), RunRandom(shared=True))
         await feed.next()
-        feed.move_on(more=False)
+        feed.advance(more=False)
         await feed.settled()
-        assert (counted.made, feed.place()["data"]["taken"]) == (1, 1)
+        assert (counted.made, feed.position()["data"]["taken"]) == (1, 1)
 
 
 @pytest.mark.one_loop
@@ -169,14 +170,14 @@ async def test_batches_that_draw_where_they_should_not_find_their_place_too(shar
         numbers.build(3, int)
         feed = BatchPrefetcher(thread, data_of(workload_of(unruly, memoryless=True)), numbers)
         await feed.next()
-        feed.move_on(more=True)
+        feed.advance(more=True)
         await feed.settled()
-        place, wanted = feed.place(), await feed.next()
+        place, wanted = feed.position(), await feed.next()
         disturb()
         other = RunRandom(shared=shared)
         other.build(99, int)
         again = BatchPrefetcher(thread, data_of(workload_of(unruly, memoryless=True)), other)
-        await thread.run(lambda: again.go_to(place))
+        await thread.run(lambda: again.restore(place))
         went_on = await again.next()
         assert torch.equal(went_on[0], wanted[0])
         assert torch.equal(went_on[1], wanted[1]) is not shared  # Python's numbers are everybody's there.
@@ -186,13 +187,16 @@ async def test_batches_that_draw_where_they_should_not_find_their_place_too(shar
 async def test_a_batch_that_nobody_waits_for_is_waited_for_and_its_error_is_nobodys(caplog):
     def make(batch_size: int, generator: Generator) -> Iterator[Batch]:
         yield next(batches(batch_size, generator))
-        raise OSError("gone")
+        raised.append(OSError("gone"))
+        raise raised[0]
 
+    raised: list[OSError] = []
     async with DedicatedThread("test") as thread:
         feed = BatchPrefetcher(thread, data_of(workload_of(make)), RunRandom(shared=True))
         await feed.next()
-        feed.move_on(more=True)
-    assert ahead(feed).done()
+        feed.advance(more=True)
+    assert len(raised) == 1
+    raised.clear()
     del feed
     assert not caplog.records
 
@@ -273,5 +277,5 @@ class Idle(DedicatedThread):
 
 def test_what_a_run_goes_on_from_is_told_in_a_line(tmp_path):
     changed = ("training.steps: 8, was 6", "pipeline.microbatches: 4, was 2")
-    resumed = ResumePoint(tmp_path, 6, 2, changed, {}, None, (), {})
+    resumed = ResumePoint(tmp_path, Manifest(step=6), changed, (), {})
     assert str(resumed) == f"going on after step 6, from {tmp_path} ({'; '.join(changed)})"

@@ -65,12 +65,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-async def written(snapshots: SnapshotWriter) -> None:
-    """Returns when the snapshot in flight is written."""
-    assert snapshots._writing is not None
-    await snapshots._writing
-
-
 def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(tmp_path):
     for name in ("step-7.incomplete", "step-12.incomplete", "step-x.incomplete", "step-7.incomplete.old"):
         (tmp_path / name).mkdir()
@@ -140,7 +134,7 @@ async def test_a_snapshot_that_cannot_be_written_is_told_counted_and_leaves_noth
         with monkeypatch.context() as patch:
             FAULTS[fault](patch)
             await snapshots.after_step(1, states)
-            await written(snapshots)
+            await snapshots.finish()
         assert (names(tmp_path), snapshots.last) == ([], None)
         await snapshots.after_step(2, states)
     assert (names(tmp_path), snapshots.last) == (["step-2"], tmp_path / "step-2")
@@ -175,7 +169,7 @@ async def test_a_snapshot_of_that_name_is_not_replaced(tmp_path, caplog):
             (tmp_path / name / "model.pt").write_bytes(b"theirs")
         for step in (1, 2):
             await snapshots.after_step(step, {"part": Part()})
-            await written(snapshots)
+            await snapshots.finish()
     assert names(tmp_path) == ["step-1", "step-2.incomplete"]
     assert {path.read_bytes() for path in tmp_path.glob("*/*")} == {b"theirs"}
     assert listener.failed == 2
@@ -192,7 +186,7 @@ async def test_an_old_one_that_cannot_be_removed_does_not_look_whole(tmp_path, m
     async with SnapshotWriter(make_job(tmp_path, keep=1), listener) as snapshots:
         for step in (1, 2):
             await snapshots.after_step(step, {"part": Part()})
-            await written(snapshots)
+            await snapshots.finish()
     assert names(tmp_path) == ["step-1.incomplete", "step-2"]
     assert [record.getMessage() for record in caplog.records] == [
         f"the old snapshot {tmp_path / 'step-1'} was not removed: Permission denied"

@@ -21,7 +21,7 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.train.adamw import BETAS, learning_rate
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.progress import NullProgress, StepProgress
+from asyncpipe.train.progress import ProgressSink, StepProgress
 from asyncpipe.train.snapshots.run_state import schedule_sha256
 from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.training_run import TrainingRun
@@ -65,7 +65,7 @@ class Part:
         return self.state
 
 
-class Sink(NullProgress):
+class Sink(ProgressSink):
     """Calls ``on_step`` with the number of every step that is done."""
 
     def __init__(self, on_step: Any = lambda step: None) -> None:
@@ -106,12 +106,6 @@ def names(folder: Path) -> list[str]:
 def load(folder: Path, name: str) -> dict[str, Any]:
     loaded: dict[str, Any] = torch.load(folder / f"{name}.pt", weights_only=True)
     return loaded
-
-
-async def written(snapshots: SnapshotWriter) -> None:
-    """Returns when the snapshot in flight is written."""
-    assert snapshots._writing is not None
-    await snapshots._writing
 
 
 # What is in one
@@ -232,7 +226,7 @@ async def test_a_snapshot_that_is_due_too_early_is_taken_late(tmp_path, gate):
         for step in (1, 2, 3, 4):
             await snapshots.after_step(step, {"part": Part(step=step)})
         gate.open.set()
-        await written(snapshots)
+        await snapshots.finish()
         assert snapshots.last == tmp_path / "step-2"
         for step in (5, 6):
             await snapshots.after_step(step, {"part": Part(step=step)})
@@ -312,7 +306,7 @@ async def test_only_the_last_ones_are_kept_and_what_is_not_ours_stays(tmp_path, 
     async with SnapshotWriter(make_job(tmp_path, keep=2)) as snapshots:
         for step in range(1, 6):
             await snapshots.after_step(step, {"part": Part()})
-            await written(snapshots)
+            await snapshots.finish()
     assert names(tmp_path) == ["notes.txt", "step-4", "step-5"]
     assert not caplog.records
 
@@ -322,7 +316,7 @@ async def test_every_nth_is_kept_for_good_and_does_not_count_among_the_last(tmp_
     async with SnapshotWriter(make_job(tmp_path, keep=2, keep_every=3)) as snapshots:
         for step in range(10, 90, 10):
             await snapshots.after_step(step, {"part": Part()})
-            await written(snapshots)
+            await snapshots.finish()
     assert names(tmp_path) == ["step-30", "step-60", "step-70", "step-80"]
 
 
