@@ -1,4 +1,4 @@
-"""For tests of schedules and of code around a pipeline: devices that run inline, and devices of a given speed."""
+"""Executors for tests of schedules and of code around a pipeline: one runs tasks inline, one at a given speed."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from weakref import WeakKeyDictionary
 from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskFailed
 from asyncpipe.core.graph.task import Lane, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.runtime.executor import Assignment, Report, StepHandle
+from asyncpipe.runtime.executor import Assignment, PostEvent, StepHandle
 
 __all__ = ["EmulatedExecutor", "InlineExecutor"]
 
 
 class InlineExecutor:
-    """Runs each task on the loop's own thread as soon as it is submitted, one at a time over all devices.
+    """Runs each task on the loop's own thread as soon as it is submitted: one task at a time for all devices.
 
-    Give ``Pipeline(..., executors=InlineExecutor)``: the same stages in the same order on each device, without
-    any concurrency. For work that is done when its call returns, so on CPU devices only.
+    ``Pipeline(..., executors=InlineExecutor)`` runs the same tasks in the same order on each device, without any
+    concurrency. For CPU devices only, because a task must be done when its function returns.
     """
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self._report: Report | None = None
+        self._post: PostEvent | None = None
 
-    def start(self, report: Report) -> None:
-        """Take the way back to the scheduler."""
-        self._report = report
+    def start(self, post: PostEvent) -> None:
+        """As ``Executor.start``."""
+        self._post = post
 
     def submit(self, assignments: Sequence[Assignment]) -> None:
-        """Run the tasks, now."""
-        assert self._report is not None
+        """Run the tasks at once."""
+        assert self._post is not None
         for assignment in assignments:
-            _run(assignment, self._report, seconds=0.0)
+            _run(assignment, self._post, seconds=0.0)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -47,25 +47,25 @@ class InlineExecutor:
 class EmulatedExecutor:
     """A device on which each task takes a given time: it computes, then sleeps for the rest.
 
-    Give ``Pipeline(..., executors=lambda device: EmulatedExecutor(device, cost))``, with ``cost`` in seconds, for
+    Use ``Pipeline(..., executors=lambda device: EmulatedExecutor(device, cost))`` with ``cost`` in seconds, for
     instance ``Costs(forward=0.01, backward=0.02, copy=0.005)``. Every lane has a thread of its own, so that copies
-    run beside compute, as on a GPU; sleeping devices do not compete for cores, so more of them than this machine
-    has cores behave like so many GPUs. For work that is done when its call returns, so on CPU devices only.
+    run beside compute, as on a GPU. Sleeping threads need no core, so there may be more devices than the machine has
+    cores. For CPU devices only, because a task must be done when its function returns.
 
-    Where several jobs share a ``DevicePool``, a subclass tells their costs apart by overriding ``seconds``.
+    If several jobs share a ``DevicePool``, a subclass can override ``seconds`` to give each its own costs.
     """
 
     def __init__(self, device: str, cost: Callable[[Task], float]) -> None:
         self.device = device
         self._cost = cost
-        self._report: Report | None = None
+        self._post: PostEvent | None = None
         self._lanes: dict[Lane, SimpleQueue[Assignment | None]] = {}
         self._threads: list[threading.Thread] = []
         self._ended: WeakKeyDictionary[StepHandle, dict[int, threading.Event]] = WeakKeyDictionary()
 
-    def start(self, report: Report) -> None:
-        """Take the way back to the scheduler."""
-        self._report = report
+    def start(self, post: PostEvent) -> None:
+        """As ``Executor.start``."""
+        self._post = post
 
     def submit(self, assignments: Sequence[Assignment]) -> None:
         """Queue each task on its lane."""
@@ -88,7 +88,7 @@ class EmulatedExecutor:
             thread.join()
 
     def seconds(self, graph: TaskGraph, task: Task) -> float:
-        """What ``task`` of ``graph`` takes here. Called on the lane's thread."""
+        """How long ``task`` of ``graph`` takes on this device. Called on the lane's thread."""
         return self._cost(task)
 
     def _open(self, lane: Lane) -> None:
@@ -98,28 +98,28 @@ class EmulatedExecutor:
         thread.start()
 
     def _serve(self, queue: SimpleQueue[Assignment | None]) -> None:
-        assert self._report is not None
+        assert self._post is not None
         while (assignment := queue.get()) is not None:
             ended, graph = self._ended[assignment.step], assignment.step.graph
             for dependency in graph.dependencies[assignment.task]:
                 if dependency in ended:
                     ended[dependency].wait()
-            _run(assignment, self._report, self.seconds(graph, graph.tasks[assignment.task]))
+            _run(assignment, self._post, self.seconds(graph, graph.tasks[assignment.task]))
             ended[assignment.task].set()
             del assignment, ended, graph
 
 
-def _run(assignment: Assignment, report: Report, seconds: float) -> None:
+def _run(assignment: Assignment, post: PostEvent, seconds: float) -> None:
     """Run a task and report it, not before ``seconds`` have passed."""
-    step, task, work, _ = assignment
+    step, task, function, _ = assignment
     if step.aborted:
-        report(TaskDropped(step.number, task))
+        post(TaskDropped(step.number, task))
         return
     started = time.perf_counter()
     try:
-        assert work() is None, "this executor cannot wait for an asynchronous device"
+        assert function() is None, "this executor cannot wait for an asynchronous device"
     except BaseException as error:  # noqa: BLE001 - reported, as any executor does
-        report(TaskFailed(step.number, task, error))
+        post(TaskFailed(step.number, task, error))
         return
     time.sleep(max(0.0, started + seconds - time.perf_counter()))
-    report(TaskCompleted(step.number, task, started, time.perf_counter()))
+    post(TaskCompleted(step.number, task, started, time.perf_counter()))

@@ -24,7 +24,7 @@ from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Tenant
-from asyncpipe.runtime.executor import ThreadExecutor, Work
+from asyncpipe.runtime.executor import TaskFunction, ThreadExecutor
 from asyncpipe.runtime.observers import Observers
 
 __all__ = ["OverheadSize", "run", "show"]
@@ -170,7 +170,7 @@ class _EmptySteps:
         self._driver.join()
 
 
-def _bind_nothing(task: Task) -> Work:
+def _bind_nothing(task: Task) -> TaskFunction:
     return _nothing
 
 

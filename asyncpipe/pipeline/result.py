@@ -1,4 +1,4 @@
-"""What a step gives back."""
+"""``StepResult``, which a step returns."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["StepResult"]
 
 
 class StepResult:
-    """Loss and outputs of a step whose last task is issued, and what it did with its time.
+    """Loss and outputs of a step whose last task is issued, and its record.
 
     On CUDA devices the tensors may be used at once: the caller's streams are ordered behind the step. ``record``
-    and ``report`` exist once every device is done: on CPUs from the start, else after ``await completed()`` (or
-    ``wait()`` in the sync face).
+    and ``report`` exist when every device is done: on CPUs at once, on CUDA after ``await completed()``, or after
+    ``wait()`` without ``await``.
     """
 
     def __init__(
@@ -38,26 +38,26 @@ class StepResult:
 
     @property
     def record(self) -> StepRecord:
-        """The step's journal and graph, for observers and folds."""
+        """The step's journal and graph, as observers get them. Raises ``AsyncpipeError`` if a device is not done."""
         done = self._execution.done
         if not done.done():
-            raise AsyncpipeError("the devices are still at work on this step; 'await result.completed()' first")
+            raise AsyncpipeError("the devices have not completed this step; call 'await result.completed()' first")
         return done.result()[1]
 
     @cached_property
     def report(self) -> Report:
-        """Task times, utilization, bubble and peaks: a fold over ``record``."""
+        """Task times, utilization, bubble and peaks, computed from ``record``."""
         return report(self.record)
 
     async def completed(self) -> StepResult:
-        """Wait, without blocking the loop, until every device is done; raises ``TaskError`` if a task failed."""
+        """Wait until every device is done. Raises ``TaskError`` if a task failed."""
         if not self._execution.done.done():
             waiting = self._execution.completed()
             await (self._portal.run(waiting) if self._portal is not None else waiting)
         return self
 
     def wait(self) -> StepResult:
-        """As ``completed``, blocking the calling thread; for the sync face and for ``loop="own"``."""
+        """As ``completed``, blocking the calling thread; for ``sync()`` and for ``loop="own"``."""
         if not self._execution.done.done():
             if self._portal is None:
                 raise AsyncpipeError("wait() would block the pipeline's own loop; use 'await result.completed()'")

@@ -1,7 +1,7 @@
-"""The driver: carries events to the scheduler and its commands to the executors, on one asyncio loop.
+"""The driver: passes events to the scheduler and the scheduler's commands to the executors, on one asyncio loop.
 
-Everything but ``_post`` runs on the loop's thread. Executor threads append events to an inbox and wake the
-loop only if it is not awake already, so that one wake-up serves many events when tasks are short.
+Everything except ``_post`` runs on the loop's thread. Executor threads append events to an inbox, and wake the loop
+only if no wake-up is pending, so that one wake-up serves many events when tasks are short.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import InvalidTransition, PipelineClosedError
 from asyncpipe.runtime.execution import Bind, Execution, Gates, RunningTask, Tenant
 from asyncpipe.runtime.executor import Assignment, Executor, Replaceable
-from asyncpipe.runtime.waiting import outlast
+from asyncpipe.runtime.waiting import wait_uncancelled
 
 __all__ = ["Driver"]
 
@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 
 class Driver:
-    """Runs task graphs, several at a time, on a set of executors. Belongs to the loop that it is opened on."""
+    """Runs task graphs, several at a time, on a set of executors and on the loop that it is opened on."""
 
     def __init__(
         self,
@@ -52,16 +52,19 @@ class Driver:
     ) -> None:
         """``executors`` by device name; ``in_flight`` and ``policy`` as in ``SchedulerState``; ``clock`` in seconds."""
         self._executors = dict(executors)
-        self._state = SchedulerState(in_flight=in_flight, policy=policy)
+        self.scheduler = SchedulerState(in_flight=in_flight, policy=policy)
+        """Decides which task is next. Others may read it, on the loop's thread."""
         self._clock = clock
         self._inbox: deque[Event] = deque()
-        self._awake = False
-        self._woken = 0.0
-        """When the loop was last asked to run ``_drain_inbox``."""
+        self._wakeup_pending = False
+        """Whether the loop was asked to run ``_drain_inbox`` and has not begun to."""
+        self._asked_at = 0.0
+        """When the loop was last asked to."""
         self._wakeups: list[tuple[float, float]] = []
+        """For ``StepNotes.wakeups``."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._alarm: asyncio.TimerHandle | None = None
-        """Looks at the scheduler again when only time has passed."""
+        """Asks the scheduler again at ``wake_at``, if no event comes before."""
         self._executions: dict[int, Execution] = {}
         self._steps = 0
         self._draining = False
@@ -74,7 +77,7 @@ class Driver:
             executor.start(self._post)
 
     def add(self, name: str, executor: Executor) -> None:
-        """Start one more executor, for the device ``name``; the driver is open."""
+        """Start one more executor, for the device ``name``, on a driver that is open."""
         self._executors[name] = executor
         executor.start(self._post)
 
@@ -100,14 +103,14 @@ class Driver:
         gates: Gates | None = None,
         tenant: Tenant | None = None,
     ) -> Execution:
-        """Run one step of ``graph`` and return when its last task is issued; ``gates`` opens those of its gates.
+        """Run one step of ``graph`` and return when its last task is issued.
 
-        ``notes`` is where the tasks that ``bind`` gives leave what they measure; it becomes a part of the record, which
-        the observers of ``tenant`` are shown.
+        ``bind`` gives each task its function. Task functions write what they measure into ``notes``, which becomes part
+        of the record that the observers of ``tenant`` get. ``gates`` lets the caller open the graph's gates.
 
-        Raises ``TaskError`` for the first task that fails. Cancellation takes effect between two tasks. In
-        both cases running tasks have ended and queued ones are dropped when this raises.
-        Raises ``PipelineClosedError`` before anything runs, once ``drain`` has begun.
+        Raises ``TaskError`` for the first task that fails. A cancellation takes effect between two tasks. In both
+        cases running tasks have ended, and queued ones are dropped, when this raises. Raises ``PipelineClosedError``
+        before anything runs, once ``drain`` has begun.
         """
         tenant = tenant or Tenant()
         if not self.takes(tenant):
@@ -127,18 +130,18 @@ class Driver:
         return execution
 
     def open_gate(self, execution: Execution, microbatch: int) -> None:
-        """The caller's gradient for ``microbatch`` is there. Ignored by a step that has ended otherwise."""
+        """Let the backwards of ``microbatch`` begin: the caller's gradient exists. Ignored if the step has ended."""
         if execution.number in self._executions:
             execution.closed_gates -= 1
             self._handle(GateOpened(execution.number, microbatch))
 
     async def drain(self, tenant: Tenant | None = None) -> None:
-        """Let no step begin any more, and wait until those under way have completed, failed or been cancelled.
+        """Refuse new steps, and wait until those under way have completed, failed or been cancelled.
 
-        All steps, or those of ``tenant``, of whose job what was measured is then forgotten. A backward that still waits
-        for its caller's gradients is cancelled: they may never come.
+        With ``tenant``, only its steps; the scheduler then forgets the measured times of its job. A backward that still
+        waits for its caller's gradients is cancelled, because they may never come.
         """
-        # Whoever goes on stepping would be waited for without an end.
+        # Otherwise this would wait for ever for a caller that begins one step after the other.
         if tenant is None:
             self._draining = True
         else:
@@ -149,29 +152,29 @@ class Driver:
         while executions := self._of(tenant):
             await asyncio.wait([execution.done for execution in executions])
         if tenant is not None:
-            self._state.forget(tenant.share.job)
+            self.scheduler.forget(tenant.share.job)
 
     def _of(self, tenant: Tenant | None) -> list[Execution]:
         return [step for step in self._executions.values() if tenant is None or step.tenant is tenant]
 
-    # For who watches over tasks
+    # For the watchdog
 
     def running(self) -> list[RunningTask]:
-        """The tasks that executors are at, of those executors that can give one up."""
+        """The running tasks, on executors that can give them up."""
         found = []
         for executor in self._executors.values():
             if not isinstance(executor, Replaceable) or (current := executor.current) is None:
                 continue
             handle, task, started, _ = current
             if (execution := self._executions.get(handle.number)) is not None:
-                expected = self._state.expected(handle.number, task)
+                expected = self.scheduler.expected(handle.number, task)
                 found.append(RunningTask(execution, task, started, executor, current, expected))
         return found
 
     def fail(self, execution: Execution, task: int, error: BaseException) -> None:
-        """End the step because ``task``, which its executor will not report any more, came to ``error``."""
-        # It may have been reported just before its executor was told not to. Nobody woke the loop for this.
-        self._woken = self._clock()
+        """Fail the step with ``error``, because the executor has given up ``task`` and will not report it."""
+        # The executor may have reported the task just before. This is no wake-up, so it must not count as a late one.
+        self._asked_at = self._clock()
         self._drain_inbox()
         if execution.number in self._executions:
             with suppress(InvalidTransition):
@@ -189,17 +192,17 @@ class Driver:
             executor.join()
 
     async def _cancel(self, execution: Execution) -> None:
-        """Abort and wait until no thread touches the step any more, however often we are cancelled meanwhile."""
+        """Abort, and wait until no thread uses the step any more, even if the caller is cancelled again meanwhile."""
         if execution.number in self._executions:
             self._handle(StepCancelled(execution.number))
-        await outlast(execution.done)
+        await wait_uncancelled(execution.done)
 
     def _post(self, event: Event, *, wake: bool = True) -> None:
-        """Take an event from an executor's thread to the loop."""
+        """Take an event from an executor. Called on the executor's thread."""
         self._inbox.append(event)
-        if wake and not self._awake:
-            self._awake = True
-            self._woken = self._clock()
+        if wake and not self._wakeup_pending:
+            self._wakeup_pending = True
+            self._asked_at = self._clock()
             assert self._loop is not None
             try:
                 self._loop.call_soon_threadsafe(self._drain_inbox)
@@ -208,53 +211,56 @@ class Driver:
                     raise
 
     def _drain_inbox(self) -> None:
-        # Cleared first: an event that arrives from here on is either seen below or wakes the loop again.
-        self._awake = False
+        # Cleared first: an event that arrives after this line is either handled below or wakes the loop again.
+        self._wakeup_pending = False
         commands: list[Command] = []
         now = self._clock()
-        late = now - self._woken
+        late = now - self._asked_at
         try:
             while self._inbox:
-                commands += self._state.handle(self._inbox.popleft(), now)
+                commands += self.scheduler.handle(self._inbox.popleft(), now)
         except BaseException as error:
-            self._give_up(error)
+            self._break(error)
             raise
         self._proceed(commands, now)
         self._wakeups.append((late, self._clock() - now))
 
     def _handle(self, event: Event) -> None:
         now = self._clock()
-        self._proceed(self._state.handle(event, now), now)
+        self._proceed(self.scheduler.handle(event, now), now)
 
-    def _look_again(self) -> None:
+    def _wake(self) -> None:
         self._alarm = None
         self._proceed([], self._clock())
 
     def _proceed(self, commands: list[Command], now: float) -> None:
-        """Obey ``commands``, then what policies choose now that all is known; see when they want to be asked again."""
+        """Execute ``commands`` and those of the policies, which choose when all events have been handled.
+
+        Also sets the alarm for the time at which a policy wants to choose again.
+        """
         try:
-            self._obey(commands + self._state.choose(now))
+            self._execute(commands + self.scheduler.choose(now))
         except BaseException as error:
-            self._give_up(error)
+            self._break(error)
             raise
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
-        wake_at = self._state.wake_at(now)
+        wake_at = self.scheduler.wake_at(now)
         if wake_at is not None and not self._closed:
             assert self._loop is not None
-            self._alarm = self._loop.call_later(max(0.0, wake_at - now), self._look_again)
+            self._alarm = self._loop.call_later(max(0.0, wake_at - now), self._wake)
 
-    def _obey(self, commands: list[Command]) -> None:
+    def _execute(self, commands: list[Command]) -> None:
         batches: dict[Executor, list[Assignment]] = {}
         for command in commands:
             execution = self._executions[command.step]
             if isinstance(command, Dispatch):
                 graph = execution.graph
                 executor = execution.executors[graph.lane_of[command.task]]
-                work = execution.bind(graph.tasks[command.task])
+                function = execution.bind(graph.tasks[command.task])
                 awaited = bool(graph.remote_dependents[command.task])
-                assignment = Assignment(execution, command.task, work, awaited)
+                assignment = Assignment(execution, command.task, function, awaited)
                 batches.setdefault(executor, []).append(assignment)
             elif isinstance(command, StepFinished):
                 _resolve(execution.issued, command)
@@ -268,16 +274,16 @@ class Driver:
     def _complete(self, execution: Execution, end: StepCompleted) -> None:
         observers = execution.tenant.observers
         notes = execution.notes
-        # What the driver itself has seen since the last step that ended.
+        # All wake-ups since the last step that ended.
         notes.wakeups, self._wakeups = self._wakeups, []
-        notes.memory = observers.survey()
-        record = replace(self._state.take_record(execution.number), notes=notes)
+        notes.memory = observers.read_memory()
+        record = replace(self.scheduler.take_record(execution.number), notes=notes)
         del self._executions[execution.number]
         _resolve(execution.done, (end, record))
         observers.show(record)
 
-    def _give_up(self, error: BaseException) -> None:
-        """The scheduler or a policy raised: every step ends with ``error``, so that nobody waits for ever."""
+    def _break(self, error: BaseException) -> None:
+        """End all steps with ``error``, which the scheduler or a policy raised, so that no caller waits for ever."""
         self.close()
         for execution in self._executions.values():
             execution.abandon(error)

@@ -1,4 +1,4 @@
-"""One step under way on a driver: on whose behalf it runs, what it waits for, how it ends."""
+"""One step under way on a driver: its tenant, its gates, and the futures that tell its end."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import PipelineClosedError, TaskError
-from asyncpipe.runtime.executor import Current, Executor, Replaceable, Work
+from asyncpipe.runtime.executor import CurrentTask, Executor, Replaceable, TaskFunction
 from asyncpipe.runtime.observers import Observers
 
 __all__ = ["Bind", "Execution", "Gates", "RunningTask", "Tenant"]
 
-Bind = Callable[[Task], Work]
-"""Gives a task its computation; called on the loop's thread when the task is dispatched."""
+Bind = Callable[[Task], TaskFunction]
+"""Gives a task its function. Called on the loop's thread when the task is dispatched."""
 
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """On whose behalf steps run: one of several pipelines, maybe, that use the same devices."""
+    """A user of a driver: one of possibly several pipelines on the same devices."""
 
     share: Share = field(default_factory=Share)
-    """What its steps get of lanes that others use as well."""
+    """What its steps get of lanes that other tenants use as well."""
     observers: Observers = field(default_factory=Observers)
-    """Who is shown its steps."""
+    """Who gets the records of its steps."""
     leaving: bool = field(default=False, init=False)
-    """Set for good when its driver drains it: no step of it begins any more."""
+    """Set for good when the driver drains it: its steps are refused from then on."""
 
 
 class _OpensGates(Protocol):
@@ -69,7 +69,7 @@ class Execution:
         return record
 
     def raise_for(self, end: StepFinished | StepCompleted) -> None:
-        """Raise ``TaskError`` if this is how a step ends that failed, ``PipelineClosedError`` if it was cut short."""
+        """Raise ``TaskError`` if a task failed, ``PipelineClosedError`` if the step was cancelled."""
         if end.outcome is Outcome.CANCELLED:
             raise PipelineClosedError("the pipeline was closed during this step")
         if end.outcome is not Outcome.FAILED:
@@ -80,28 +80,28 @@ class Execution:
         raise TaskError(task.id, task.kind.value, task.microbatch, task.stage, task.lane.device, end.error)
 
     def abandon(self, error: BaseException) -> None:
-        """End the step from outside, because the scheduler cannot go on."""
+        """End the step with ``error``, because the scheduler cannot go on."""
         self.aborted = True
         for future in (self.issued, self.done):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # Retrieved: nobody may be waiting for this one.
+                future.exception()  # marks it as retrieved, since perhaps no caller waits for this future
 
 
 class Gates:
-    """Opens the gates of one step, from any thread and from before the step is under way."""
+    """Opens the gates of one step. May be used from any thread, even before the step is under way."""
 
     def __init__(self) -> None:
         self._opened: list[int] = []
         self._driver: _OpensGates | None = None
         self._execution: Execution | None = None
 
-    def open(self, microbatches: Iterable[int], loop: Callable[..., object]) -> None:
-        """The caller's gradients for ``microbatches`` are there; ``loop`` calls a function on the driver's loop."""
-        loop(self._open, list(microbatches))
+    def open(self, microbatches: Iterable[int], call_soon: Callable[..., object]) -> None:
+        """Open the gates of ``microbatches``. ``call_soon`` calls a function on the driver's loop."""
+        call_soon(self._open, list(microbatches))
 
     def attach(self, driver: _OpensGates, execution: Execution) -> None:
-        """The step is under way; on the driver's loop."""
+        """Open the gates that are to be open, now that the step is under way. Called on the driver's loop."""
         self._driver, self._execution = driver, execution
         opened, self._opened = self._opened, []
         self._open(opened)
@@ -115,14 +115,14 @@ class Gates:
 
 
 class RunningTask(NamedTuple):
-    """A task that an executor is at, as the driver sees it."""
+    """A task that an executor is running."""
 
     execution: Execution
     task: int
     started: float
     """In seconds of the executors' clock, ``time.perf_counter``."""
     executor: Replaceable
-    current: Current
-    """What the executor calls it."""
+    current: CurrentTask
+    """What the executor's ``give_up`` takes."""
     expected: float | None
-    """The seconds that it took so far, in this job; ``None`` if that is not known."""
+    """The mean seconds that it took in earlier steps of its job; ``None`` if that is not known."""

@@ -1,24 +1,24 @@
-"""Executors: one persistent thread per device runs what it is handed, in order.
+"""Executors: one persistent thread per device runs the tasks that it is given, in order.
 
-An executor is the seam to other kinds of devices (and, later, other machines), so it is small. Guarantees:
+``Executor`` is the seam to other kinds of devices. Guarantees:
 
-- A task begins after those that it depends on and that were submitted here before it; this one runs everything in
-  the order in which it was submitted.
-- Every submitted task comes back exactly once as completed, failed or dropped; one that an asynchronous
-  device only queued comes back as issued first. ``BaseException`` is reported like any other.
-- Nothing is kept while idle: no assignment, no tensor, no exception.
-- ``submit`` and ``close`` never block; ``join`` waits for the threads, after ``close``.
+- A task begins after the tasks that it depends on and that were submitted to the same executor before it.
+  ``ThreadExecutor`` runs all tasks in the order in which they were submitted.
+- Every submitted task is reported exactly once as completed, failed or dropped. A task that an asynchronous device has
+  only queued is first reported as issued. ``BaseException`` is reported like any other exception.
+- An idle executor keeps no assignment, tensor or exception alive.
+- ``submit`` and ``close`` never block. ``join`` waits for the threads, after ``close``.
 
-Nobody can end a thread. So a task that hangs can be given up, where the executor is ``Replaceable``: the device gets a
-new thread, which takes over what was queued, and the old one reports nothing any more::
+Python cannot kill a thread. A ``Replaceable`` executor therefore abandons a hung task: it starts a new thread, which
+takes over the queue, and ignores whatever the old thread reports later::
 
-    thread     claim made ─▶ work ─▶ claim taken ─▶ report
-                               │
-    give_up                    └────▶ claim taken ─▶ new thread; the old one finds its claim gone, and ends
+    thread     token made ─▶ task function ─▶ token taken ─▶ event posted
+                                   │
+    give_up                        └────────▶ token taken ─▶ new thread; the old one finds no token, and ends
 
-Who takes the claim, of which there is one for each task, has the last word on it: taking is a list's ``pop``, which is
-one instruction of the interpreter. A thread without its claim touches nothing any more, so its successor goes on with
-the same queue: nothing that another thread puts there meanwhile can be lost or overtaken.
+Each task has one completion token. The thread and ``give_up`` race to pop it from a one-element list (``list.pop`` is
+atomic under the GIL); only the winner reports the task. A thread that lost the race touches nothing any more, so its
+successor can go on with the same queue: no assignment is lost or overtaken.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from copy import copy
+from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from asyncpipe.core.engine.events import Event, TaskCompleted, TaskDropped, TaskFailed, TaskIssued
 from asyncpipe.core.graph.task_graph import TaskGraph
@@ -38,38 +38,38 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 __all__ = [
     "Assignment",
     "Completion",
-    "Current",
+    "CurrentTask",
     "Executor",
+    "PostEvent",
     "Replaceable",
-    "Report",
     "StepHandle",
+    "TaskFunction",
     "ThreadExecutor",
-    "Work",
 ]
 
 _logger = logging.getLogger(__name__)
 
 
 class Completion(Protocol):
-    """Work that an asynchronous device has queued and not done."""
+    """Work that an asynchronous device has queued."""
 
     def wait(self) -> tuple[float, float]:
-        """Block until the device is done; when it began and ended, in seconds of ``time.perf_counter``."""
+        """Block until the device has done it; when it began and ended, in seconds of ``time.perf_counter``."""
 
 
-Work = Callable[[], Completion | None]
-"""A task's computation: ``None`` if it is done on return, else what to wait for."""
+TaskFunction = Callable[[], Completion | None]
+"""What a task computes. Returns ``None`` if it is done, else what to wait for."""
 
 
-class Report(Protocol):
-    """Takes an event to the scheduler; called on executor threads."""
+class PostEvent(Protocol):
+    """Passes an event to the scheduler. Called on executor threads."""
 
     def __call__(self, event: Event, *, wake: bool = True) -> None:
-        """Without ``wake`` the event may lie until another one wakes the scheduler, which must follow."""
+        """Without ``wake`` the event waits until another one wakes the scheduler, which must follow soon."""
 
 
 class StepHandle(Protocol):
-    """What an executor must know of the step that a task belongs to."""
+    """What an executor needs to know of the step that a task belongs to."""
 
     number: int
     graph: TaskGraph
@@ -78,279 +78,227 @@ class StepHandle(Protocol):
 
 
 class Assignment(NamedTuple):
-    """One task, handed to an executor."""
+    """One task for an executor."""
 
     step: StepHandle
     task: int
-    work: Work
+    function: TaskFunction
     awaited: bool = True
-    """Whether another device waits for it: then the scheduler must hear of it at once."""
+    """Whether another device waits for the task, so that the scheduler must hear of it at once."""
 
 
 class Executor(Protocol):
     """Runs the tasks of one device."""
 
-    def start(self, report: Report) -> None:
-        """Begin to take work, and call ``report`` with what becomes of it."""
+    def start(self, post: PostEvent) -> None:
+        """Begin to accept tasks, and call ``post`` with what becomes of them."""
 
     def submit(self, assignments: Sequence[Assignment]) -> None:
         """Queue tasks behind those submitted before. Called on the loop's thread; must not block."""
 
     def close(self) -> None:
-        """Take no more work; what is queued still runs. May be called again, from any thread."""
+        """Accept no more tasks. Queued ones still run. May be called again, from any thread."""
 
     def join(self) -> None:
         """Wait until the last task has been reported."""
 
 
-Claim: TypeAlias = list[None]
-"""Holds one thing, until the task is reported or given up."""
+CompletionToken: TypeAlias = list[None]
+"""Has one element until the task is reported or given up."""
 
-Current: TypeAlias = tuple[StepHandle, int, float, Claim]
-"""A task that an executor is at: its step and number, when it began, and its claim."""
+CurrentTask: TypeAlias = tuple[StepHandle, int, float, CompletionToken]
+"""The task that a thread is running: its step and number, when it began, and its token."""
 
 
 @runtime_checkable
 class Replaceable(Protocol):
-    """An executor that can give up a task which hangs."""
+    """An executor that can abandon a hung task."""
 
     thread: int | None
-    """The identifier of the thread that runs tasks now, once it has started."""
+    """The identifier of the thread that runs tasks, once it has started."""
 
     @property
-    def current(self) -> Current | None:
-        """The task that it is at, if any. From any thread."""
+    def current(self) -> CurrentTask | None:
+        """The running task, if there is one. May be read from any thread."""
 
-    def give_up(self, current: Current, fail: Callable[[], None]) -> bool:
-        """Go on without that task, of which ``fail`` reports that it failed; false if it has just ended by itself.
+    def give_up(self, current: CurrentTask, fail: Callable[[], None]) -> bool:
+        """Abandon a hung task and continue with the next one; false if the task has just ended by itself.
 
-        Called on the loop's thread. What waits goes on behind ``fail``, so that nothing more of the step is run. The
-        task goes on until it returns; what it then comes to is dropped.
+        Called on the loop's thread. ``fail`` reports the failure of the task, before the next task begins, so that no
+        other task of its step runs. The hung task runs on until it returns; its result is dropped.
         """
 
 
 class ThreadExecutor:
-    """One persistent thread for a device; a second one waits for completions where the device is asynchronous."""
+    """One persistent thread for a device; a second one waits for completions if the device is asynchronous."""
 
     def __init__(self, device: str, *, on_start: Callable[[], None] | None = None) -> None:
-        """``on_start`` runs first on the device's thread (to set its intra-op threads, say)."""
+        """``on_start`` runs first on the device's thread, for instance to set its intra-op threads."""
         self.device = device
         self._on_start = on_start
-        self._line = _Line(device, _report_nothing)
-        self._thread: threading.Thread | None = None
+        self._completions = _QueueThread(f"asyncpipe {device} completions")
+        self._tasks = _QueueThread(f"asyncpipe {device}")
         self._given_up: list[threading.Thread] = []
 
     @property
     def thread(self) -> int | None:
-        """As ``Replaceable`` has it."""
-        return None if self._thread is None else self._thread.ident
+        """As ``Replaceable.thread``."""
+        return None if self._tasks.thread is None else self._tasks.thread.ident
 
     @property
-    def current(self) -> Current | None:
-        """As ``Replaceable`` has it: of the thread's and of what is waited for, the one that began first."""
-        run, waited = self._line.current, self._line.watcher.current
-        if run is None or waited is None:
-            return run or waited
+    def current(self) -> CurrentTask | None:
+        """As ``Replaceable.current``: of the running task and the awaited completion, the one that began first."""
+        running, awaited = self._tasks.state.current, self._completions.state.current
+        if running is None or awaited is None:
+            return running or awaited
         # A busy thread must not hide a completion that never comes.
-        return min(run, waited, key=lambda current: current[2])
+        return min(running, awaited, key=lambda current: current[2])
 
-    def start(self, report: Report) -> None:
-        self._line = _Line(self.device, report)
-        self._start()
+    def start(self, post: PostEvent) -> None:
+        # The thread functions hold no reference to self: a dropped executor can be collected while its threads idle.
+        self._completions.serve = partial(_wait_for_completions, post)
+        self._tasks.serve = partial(_run_tasks, post, self._completions, self._on_start)
+        self._tasks.start()
 
     def submit(self, assignments: Sequence[Assignment]) -> None:
-        self._line.queue.put(assignments)
+        self._tasks.state.queue.put(assignments)
 
-    def give_up(self, current: Current, fail: Callable[[], None]) -> bool:
+    def give_up(self, current: CurrentTask, fail: Callable[[], None]) -> bool:
         if not _take(current[3]):
             return False
         try:
             fail()
         finally:
-            self._replace(current)
+            hung = self._completions if self._completions.state.current is current else self._tasks
+            old = hung.replace()
+            old.name += " (given up)"
+            self._given_up = [*(thread for thread in self._given_up if thread.is_alive()), old]
         return True
 
-    def _replace(self, current: Current) -> None:
-        """Give the thread that is at this task a successor."""
-        old = self._line.watcher.give_up(current)
-        if old is None:
-            old = self._thread
-            self._line = self._line.succeeded()
-            self._start()
-        assert old is not None
-        old.name += " (given up)"
-        self._given_up = [*(thread for thread in self._given_up if thread.is_alive()), old]
-
     def close(self) -> None:
-        self._line.queue.put(None)
+        self._tasks.state.queue.put(None)
 
     def join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-        self._line.watcher.join()
+        for each in (self._tasks, self._completions):
+            if each.thread is not None:
+                each.thread.join()
         if left := [thread.name for thread in self._given_up if thread.is_alive()]:
             _logger.warning("%d threads of tasks that were given up still run: %s", len(left), ", ".join(left))
 
-    def _start(self) -> None:
-        # The target is no bound method of self: a dropped executor can be collected while its thread idles.
-        self._thread = threading.Thread(
-            target=_serve, args=(self._line, self._on_start), name=f"asyncpipe {self.device}", daemon=True
-        )
-        self._thread.start()
+
+class _ThreadState:
+    """What one thread works on. The queue outlives the thread: a successor takes it over."""
+
+    def __init__(self, queue: SimpleQueue[Any], batch: deque[Assignment]) -> None:
+        self.queue = queue
+        self.batch = batch
+        """The assignments that were taken from the queue and have not begun."""
+        self.current: CurrentTask | None = None
 
 
-def _report_nothing(event: Event, *, wake: bool = True) -> None:
-    """Stands in until the executor is started."""
+class _QueueThread:
+    """A thread that serves a queue, and can be replaced by another one while it hangs."""
+
+    def __init__(self, name: str) -> None:
+        self.state = _ThreadState(SimpleQueue(), deque())
+        self.thread: threading.Thread | None = None
+        self.serve: Callable[[_ThreadState], None]
+        self._name = name
+
+    def start(self) -> None:
+        self.thread = threading.Thread(target=self.serve, args=(self.state,), name=self._name, daemon=True)
+        self.thread.start()
+
+    def replace(self) -> threading.Thread:
+        """Start a successor, and return the hung thread, which has lost its token."""
+        assert self.thread is not None
+        old, hung = self.thread, self.state
+        self.state = _ThreadState(hung.queue, hung.batch)
+        hung.current = None
+        self.start()
+        return old
 
 
-class _Line:
-    """What one thread of a device works on. Another thread can take over what waits."""
-
-    def __init__(self, device: str, report: Report) -> None:
-        self.queue: SimpleQueue[Sequence[Assignment] | None] = SimpleQueue()
-        self.batch: deque[Assignment] = deque()
-        """The rest of what was taken from the queue last."""
-        self.current: Current | None = None
-        self.report = report
-        self.watcher = _CompletionWatcher(device, report)
-
-    def succeeded(self) -> _Line:
-        """The same line for another thread; that of this one hangs, and has lost its claim."""
-        line = copy(self)
-        line.current = self.current = None
-        return line
-
-
-def _serve(line: _Line, on_start: Callable[[], None] | None) -> None:
-    """The life of a device's thread."""
+def _run_tasks(
+    post: PostEvent, completions: _QueueThread, on_start: Callable[[], None] | None, state: _ThreadState
+) -> None:
+    """The function of a device's thread."""
     if on_start is not None:
         on_start()
-    batch = line.batch
+    batch = state.batch
     while True:
         while batch:
-            if not _run(line, batch.popleft()):
+            if not _run(state, batch.popleft(), post, completions):
                 return
-        if (assignments := line.queue.get()) is None:
+        if (assignments := state.queue.get()) is None:
             break
         batch.extend(assignments)
         # An idle thread must not keep the last step alive.
         del assignments
-    line.watcher.close()
+    completions.state.queue.put(None)
 
 
-def _run(line: _Line, assignment: Assignment) -> bool:
+def _run(state: _ThreadState, assignment: Assignment, post: PostEvent, completions: _QueueThread) -> bool:
     """Run a task and report it; false if it was given up meanwhile."""
-    step, task, work, awaited = assignment
-    report = line.report
+    step, task, function, awaited = assignment
     if step.aborted:
-        report(TaskDropped(step.number, task))
+        post(TaskDropped(step.number, task))
         return True
-    # A copy that only feeds the next task here needs no wake-up of its own: half of them are such. Nor may a step's
-    # last one wait for a task of another job.
-    wake = awaited or not line.batch or line.batch[0].step is not step
-    claim: Claim = [None]
+    # Half of all tasks are copies that only the next task here waits for: they need no wake-up of their own. But the
+    # last event of a step must not wait for a task of another job.
+    wake = awaited or not state.batch or state.batch[0].step is not step
+    token: CompletionToken = [None]
     started = time.perf_counter()
-    line.current = (step, task, started, claim)
+    state.current = (step, task, started, token)
     try:
-        completion = work()
-    except BaseException as error:  # noqa: BLE001 - reported, so that nobody waits for ever
+        completion = function()
+    except BaseException as error:  # noqa: BLE001 - reported: an exception that is lost would block the step for ever
         number = step.number
-        # The error holds this frame, and the step will hold the error.
-        del assignment, step, work
-        if not _take(claim):
+        # The traceback of the error holds this frame, and the step will hold the error.
+        del assignment, step, function
+        if not _take(token):
             return False
-        line.current = None
-        report(TaskFailed(number, task, error))
+        state.current = None
+        post(TaskFailed(number, task, error))
         return True
-    if not _take(claim):
+    if not _take(token):
         return False
-    line.current = None
+    state.current = None
     if completion is None:
-        report(TaskCompleted(step.number, task, started, time.perf_counter()), wake=wake)
+        post(TaskCompleted(step.number, task, started, time.perf_counter()), wake=wake)
     else:
-        report(TaskIssued(step.number, task, time.perf_counter() - started), wake=wake)
-        line.watcher.watch(step, task, completion)
+        post(TaskIssued(step.number, task, time.perf_counter() - started), wake=wake)
+        if completions.thread is None:
+            completions.start()
+        completions.state.queue.put((step, task, completion))
     return True
 
 
-def _take(claim: Claim) -> bool:
-    """Whether the claim was still there; then it is the caller's."""
-    try:
-        claim.pop()
-    except IndexError:
-        return False
-    return True
-
-
-class _CompletionWatcher:
-    """Waits for an asynchronous device's tasks in issue order, on a thread that exists from the first one on."""
-
-    def __init__(self, device: str, report: Report) -> None:
-        self.device = device
-        self.report = report
-        self._waiting = _Waiting(SimpleQueue())
-        self._thread: threading.Thread | None = None
-
-    @property
-    def current(self) -> Current | None:
-        """The task whose completion is waited for."""
-        return self._waiting.current
-
-    def watch(self, step: StepHandle, task: int, completion: Completion) -> None:
-        if self._thread is None:
-            self._start()
-        self._waiting.queue.put((step, task, completion))
-
-    def give_up(self, current: Current) -> threading.Thread | None:
-        """Wait for those behind that task on a new thread, if it is the one that is waited for; which thread hangs."""
-        if self._waiting.current is not current:
-            return None
-        old = self._thread
-        # The device's thread may be about to put something there.
-        self._waiting = _Waiting(self._waiting.queue)
-        self._start()
-        return old
-
-    def close(self) -> None:
-        self._waiting.queue.put(None)
-
-    def join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-
-    def _start(self) -> None:
-        self._thread = threading.Thread(
-            target=_watch,
-            args=(self._waiting, self.report),
-            name=f"asyncpipe {self.device} completions",
-            daemon=True,
-        )
-        self._thread.start()
-
-
-class _Waiting:
-    """What one thread of a watcher waits for."""
-
-    def __init__(self, queue: SimpleQueue[tuple[StepHandle, int, Completion] | None]) -> None:
-        self.queue = queue
-        self.current: Current | None = None
-
-
-def _watch(waiting: _Waiting, report: Report) -> None:
-    while (item := waiting.queue.get()) is not None:
+def _wait_for_completions(post: PostEvent, state: _ThreadState) -> None:
+    """The function of the thread that waits for an asynchronous device's tasks, in the order of their issue."""
+    while (item := state.queue.get()) is not None:
         step, task, completion = item
         number = step.number
-        claim: Claim = [None]
-        waiting.current = (step, task, time.perf_counter(), claim)
+        token: CompletionToken = [None]
+        state.current = (step, task, time.perf_counter(), token)
         event: Event
         try:
             started, ended = completion.wait()
-        except BaseException as error:  # noqa: BLE001 - reported, so that nobody waits for ever
+        except BaseException as error:  # noqa: BLE001 - reported, as above
             event = TaskFailed(number, task, error)
         else:
             event = TaskCompleted(number, task, started, ended)
-        if not _take(claim):
+        if not _take(token):
             return
-        waiting.current = None
-        report(event)
+        state.current = None
+        post(event)
         del item, step, completion, event
+
+
+def _take(token: CompletionToken) -> bool:
+    """Take the token; false if it was taken before."""
+    try:
+        token.pop()
+    except IndexError:
+        return False
+    return True

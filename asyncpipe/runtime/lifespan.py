@@ -1,7 +1,6 @@
-"""The life of a driver: opened once, on the caller's loop or on one in a thread of its own, and closed once.
+"""The lifespan of a driver: opened once, on the running loop or on one in a thread of its own, and closed once.
 
-However it ends, no thread is left: one that is dropped without being closed, or that the interpreter's exit
-overtakes, lets its threads end.
+No thread is left, whichever way it ends: closed, garbage collected without being closed, or at the interpreter's exit.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ _T = TypeVar("_T")
 
 
 class Lifespan:
-    """Opens and closes ``driver``. Whoever drops this object without closing it ends the driver's threads."""
+    """Opens and closes ``driver``. The driver's threads end when this object is dropped without being closed."""
 
-    def __init__(self, driver: Driver, of: str) -> None:
-        """``of`` says in errors what it is the life of."""
+    def __init__(self, driver: Driver, name: str) -> None:
+        """``name`` is what error messages call the thing that is opened and closed."""
         self.portal: Portal | None = None
-        """The loop's thread, if the loop is the driver's own."""
+        """The thread of the driver's loop, if the driver has a loop of its own."""
         self._driver = driver
-        self._of = of
+        self._name = name
         self._finalizer: weakref.finalize[..., Lifespan] | None = None
 
     @property
@@ -39,18 +38,18 @@ class Lifespan:
         """Raise ``PipelineClosedError`` unless it is open."""
         if not self.is_open:
             state = "not open; use 'async with'" if self._finalizer is None else "closed"
-            raise PipelineClosedError(f"the {self._of} is {state}")
+            raise PipelineClosedError(f"the {self._name} is {state}")
 
     def open(self) -> None:
-        """Start the threads; on the thread of the loop that will drive the steps."""
+        """Start the threads. Called on the thread of the loop that will drive the steps."""
         if self._finalizer is not None:
-            raise PipelineClosedError(f"a {self._of} opens once; make a new one")
+            raise PipelineClosedError(f"a {self._name} opens once; make a new one")
         self._driver.open()
-        # Called when it is closed, or dropped without being closed, or when the interpreter exits.
+        # Runs when this is closed, or garbage collected without being closed, or when the interpreter exits.
         self._finalizer = weakref.finalize(self, _end_threads, self._driver, self.portal)
 
     def open_in_thread(self) -> None:
-        """Start the threads, and a loop in one more thread that will drive the steps."""
+        """Start the threads, and one more thread with a loop that will drive the steps."""
         if self._finalizer is None:
             self.portal = Portal()
             try:
@@ -62,16 +61,16 @@ class Lifespan:
             self.open()
 
     async def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run ``coroutine`` on the driver's loop; from a coroutine of any loop."""
+        """Run ``coroutine`` on the driver's loop, from a coroutine of any loop."""
         return await (self.portal.run(coroutine) if self.portal is not None else coroutine)
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run ``coroutine`` on the driver's loop, which is in a thread, and block until it is done."""
+        """Run ``coroutine`` on the driver's loop, which is in a thread, and block until it has ended."""
         assert self.portal is not None
         return self.portal.call(coroutine)
 
     def close(self) -> None:
-        """End the threads; no step is under way. Blocks for a moment. May be called again."""
+        """End the threads, when no step is under way. Blocks for a moment. May be called again."""
         if self.is_open:
             assert self._finalizer is not None
             self._finalizer()

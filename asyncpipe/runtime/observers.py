@@ -1,17 +1,17 @@
-"""Shows completed steps to observers, none of which can fail or hold up a step.
+"""Calls observers with the records of completed steps. No observer can fail or delay a step.
 
-An observer is called on the scheduler's loop. One that raises is removed. One that is slow once is served from a
-thread of its own from then on, so that it cannot delay dispatch a second time::
+An observer is called on the driver's loop. One that raises is removed. One that is slow once is called on a thread of
+its own from then on, so that it cannot delay dispatch a second time::
 
     step completed ──▶ observer ──▶ quick: stays on the loop
                            │
-                           ├──▶ raises ──▶ logged, removed                     trouble: raised
+                           ├──▶ raises ──▶ logged, removed                          reason: raised
                            │
-                           └──▶ slow ────▶ logged, gets a queue and a thread   trouble: slow
-                                               └──▶ queue full ──▶ not shown   trouble: dropped
+                           └──▶ slow ────▶ logged, gets a queue and a thread        reason: slow
+                                               └──▶ queue full ──▶ record dropped   reason: dropped
 
-Each is logged in one line, once for an observer (the error with its traceback), and told at once to the observers that
-count such troubles.
+Each failure is logged in one line, once per observer (an error with its traceback). Observers that are a
+``FailureCounter`` are told the reason at once.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _FAILED = "observer %r failed and is removed"
 SLOW = 0.1
 """Seconds on the loop after which an observer gets a thread of its own."""
 MOST_WAITING = 16
-"""Records that may wait for such an observer; each holds its whole journal."""
+"""How many records may wait for such an observer; each holds its whole journal."""
 PATIENCE = 5.0
-"""Seconds that closing waits for an observer that does not return."""
+"""How many seconds closing waits for an observer that does not return."""
 
 
 class Observers:
@@ -46,35 +46,35 @@ class Observers:
     ) -> None:
         """``memory`` reads the memory of the physical devices."""
         self.shown = list(observers)
-        """Who is shown records; the list may be changed at any time."""
+        """The observers that get records. The list may be changed at any time."""
         self._memory = memory
-        self._aside: dict[int, _Aside] = {}
+        self._threads: dict[int, _ObserverThread] = {}
 
-    def survey(self) -> dict[str, DeviceMemory]:
-        """The memory of the physical devices, if there is anybody to show it to."""
+    def read_memory(self) -> dict[str, DeviceMemory]:
+        """The memory of the physical devices, if there is an observer to show it to."""
         return self._memory() if self.shown else {}
 
     def show(self, record: StepRecord) -> None:
-        """Show ``record`` to everyone. What an ``Exception`` ends here is the observer."""
+        """Call every observer with ``record``. An observer that raises an ``Exception`` is removed."""
         for observer in tuple(self.shown):
-            aside = self._aside.get(id(observer))
-            if aside is None:
+            thread = self._threads.get(id(observer))
+            if thread is None:
                 self._show_here(observer, record)
-            elif not aside.offer(record):
-                self._tell("dropped")
-        for aside in [aside for aside in self._aside.values() if not self._is_shown(aside.observer)]:
-            del self._aside[id(aside.observer)]
-            aside.close()
+            elif not thread.offer(record):
+                self._count("dropped")
+        for thread in [thread for thread in self._threads.values() if not self._is_shown(thread.observer)]:
+            del self._threads[id(thread.observer)]
+            thread.close()
 
     def close(self) -> None:
-        """Let the threads end when they have shown what waits. May be called again."""
-        for aside in tuple(self._aside.values()):
-            aside.close()
+        """Let the threads end after the records that are queued. May be called again."""
+        for thread in tuple(self._threads.values()):
+            thread.close()
 
     def join(self) -> None:
-        """Wait for the threads, after ``close``; not for ever for an observer that does not return."""
-        for aside in tuple(self._aside.values()):
-            aside.join()
+        """Wait for the threads, after ``close``; at most ``PATIENCE`` seconds for each."""
+        for thread in tuple(self._threads.values()):
+            thread.join()
 
     def _show_here(self, observer: Observer, record: StepRecord) -> None:
         before = time.perf_counter()
@@ -87,48 +87,48 @@ class Observers:
         seconds = time.perf_counter() - before
         if seconds > SLOW:
             _logger.warning("observer %r held up the loop for %.3g s; from now on it has a thread", observer, seconds)
-            self._tell("slow")
-            self._aside[id(observer)] = _Aside(observer, self)
+            self._count("slow")
+            self._threads[id(observer)] = _ObserverThread(observer, self)
 
     def remove(self, observer: Observer) -> None:
-        """Show nothing any more to ``observer``, which raised. From any thread."""
-        # By identity: an observer may compare equal to others.
+        """Remove ``observer``, which raised. From any thread."""
+        # By identity, because an observer may compare equal to others.
         self.shown[:] = [other for other in self.shown if other is not observer]
-        self._tell("raised")
+        self._count("raised")
 
-    def _tell(self, reason: str) -> None:
-        """Let the observers that count troubles count this one."""
+    def _count(self, reason: str) -> None:
+        """Tell the observers that count failures of this one."""
         for observer in tuple(self.shown):
             if isinstance(observer, FailureCounter):
                 try:
                     observer.observer_failed(reason)
                 except Exception:
-                    _logger.exception("observer %r cannot count that one %s", observer, reason)
+                    _logger.exception("observer %r failed to count that an observer %s", observer, reason)
 
     def _is_shown(self, observer: Observer) -> bool:
         return any(other is observer for other in self.shown)
 
 
-class _Aside:
-    """A slow observer, its queue and its thread. Offered records on the loop."""
+class _ObserverThread:
+    """A slow observer with its queue and thread. ``offer`` is called on the loop."""
 
     def __init__(self, observer: Observer, owner: Observers) -> None:
         self.observer = observer
         self._queue: SimpleQueue[StepRecord | None] = SimpleQueue()
-        self._complained = False
+        self._warned = False
         self._thread = Thread(
             target=_serve, args=(self._queue, observer, owner), name="asyncpipe observer", daemon=True
         )
         self._thread.start()
 
     def offer(self, record: StepRecord) -> bool:
-        """Queue ``record``, unless too many wait."""
+        """Queue ``record``; false if too many records wait."""
         if self._queue.qsize() < MOST_WAITING:
             self._queue.put(record)
             return True
-        if not self._complained:
-            self._complained = True
-            _logger.warning("observer %r is too slow for its steps; some are not shown to it", self.observer)
+        if not self._warned:
+            self._warned = True
+            _logger.warning("observer %r is too slow; it does not get every record", self.observer)
         return False
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class _Aside:
 
 
 def _serve(queue: SimpleQueue[StepRecord | None], observer: Observer, owner: Observers) -> None:
-    """The life of a slow observer's thread. No method of ``_Aside``: one that is dropped can be collected."""
+    """The function of a slow observer's thread. Not a method: it must not keep an ``_ObserverThread`` alive."""
     while (record := queue.get()) is not None:
         try:
             observer.step_completed(record)

@@ -1,4 +1,4 @@
-"""The portal: an asyncio loop in a thread of its own, for callers without one, or with one that may block."""
+"""The portal: an asyncio loop in a thread of its own, for callers without a loop, or with one that may block."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from asyncpipe.errors import PipelineClosedError
-from asyncpipe.runtime.waiting import outlast
+from asyncpipe.runtime.waiting import wait_uncancelled
 
-__all__ = ["PortalCall", "Portal", "new_event_loop"]
+__all__ = ["Portal", "PortalCall", "new_event_loop"]
 
 _T = TypeVar("_T")
 
 _CLOSED = "the pipeline is closed: the loop that drove it has ended"
 
 SIGNAL_SECONDS = 0.25
-"""A signal that arrives just before a thread blocks on a lock is seen only when it wakes: so it wakes this often."""
+"""Python runs a signal handler only when the main thread wakes. A thread that blocks on a lock wakes this often."""
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A uvloop event loop where uvloop is installed, else asyncio's own. Sets no policy."""
+    """A uvloop event loop if uvloop is installed, else asyncio's own. Sets no policy."""
     try:
         import uvloop
     except ImportError:
@@ -33,42 +33,43 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 class Portal:
     """A loop that runs in a daemon thread until ``close``.
 
-    What it is asked to run then, or has not run to its end, raises ``PipelineClosedError``.
+    Coroutines that have not ended by then, and later ones, raise ``PipelineClosedError``.
     """
 
     def __init__(self) -> None:
-        self._loop = new_event_loop()
-        self._door = _Door()
+        self.loop = new_event_loop()
+        self._pending = _PendingCalls()
         self._thread = threading.Thread(
-            target=_run_loop, args=(self._loop, self._door), name="asyncpipe loop", daemon=True
+            target=_run_loop, args=(self.loop, self._pending), name="asyncpipe loop", daemon=True
         )
         self._thread.start()
 
     async def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run ``coroutine`` on the portal's loop from a coroutine of another loop.
+        """Run ``coroutine`` on the portal's loop, from a coroutine of another loop.
 
-        Cancellation goes through to it, and this returns only when it has really ended.
+        A cancellation is passed on to ``coroutine``, and this returns only when that has ended.
         """
-        call = PortalCall(self._loop, coroutine, self._door)
+        call = PortalCall(self.loop, coroutine, self._pending)
         future = asyncio.wrap_future(call.future)
         try:
             call.start()
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             call.cancel()
-            await outlast(future)
+            await wait_uncancelled(future)
             raise
         finally:
-            # An exception holds the frames it passed; one that held it in turn would wait for the cycle collector.
+            # An exception's traceback holds this frame. If the frame held the exception in turn, through the future,
+            # both would live until the cycle collector runs.
             del call, future
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run ``coroutine`` on the portal's loop and block until it is done.
+        """Run ``coroutine`` on the portal's loop and block until it has ended.
 
-        Ctrl-C (any exception that a signal handler raises here) cancels the coroutine, waits for its clean
-        end and is raised again; a second Ctrl-C no longer waits.
+        Ctrl-C (any exception that a signal handler raises here) cancels the coroutine, waits for its end and is then
+        raised. A second Ctrl-C does not wait.
         """
-        call = PortalCall(self._loop, coroutine, self._door)
+        call = PortalCall(self.loop, coroutine, self._pending)
         try:
             call.start()
             return call.wait()
@@ -76,126 +77,128 @@ class Portal:
             call.end()
             raise
         finally:
-            del call  # As in `run`.
+            del call  # as in run()
 
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> PortalCall[_T]:
-        """Run ``coroutine`` on the portal's loop; ``wait`` for it later. Does not block."""
-        call = PortalCall(self._loop, coroutine, self._door)
+        """Start ``coroutine`` on the portal's loop, to ``wait`` for it later. Does not block."""
+        call = PortalCall(self.loop, coroutine, self._pending)
         call.start()
         return call
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
         """Call ``function`` on the portal's loop. Does not block. Raises ``RuntimeError`` if the portal is closed."""
-        self._loop.call_soon_threadsafe(function, *args)
+        self.loop.call_soon_threadsafe(function, *args)
 
     def close(self) -> None:
-        """Stop the loop once its callbacks are done. May be called again, from any thread."""
-        _post(self._loop, self._loop.stop)
+        """Stop the loop after the callbacks that are queued. May be called again, from any thread."""
+        _post(self.loop, self.loop.stop)
 
     def join(self) -> None:
-        """Wait for the thread, after ``close``; returns at once on the loop's own thread."""
+        """Wait for the thread, after ``close``. Returns at once on the portal's own thread."""
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
 
-class _Door:
-    """Where calls wait for a portal's loop, which may end before it comes to them.
+class _PendingCalls:
+    """The calls that a loop has not begun yet, and whether it still will.
 
-    Whoever takes a call out of ``waiting``, which is one instruction of the interpreter, begins it or ends it.
+    Several threads may want to begin, cancel or refuse the same call. The one that removes it from ``calls`` does; a
+    set's ``remove`` is atomic under the GIL.
     """
 
     def __init__(self) -> None:
-        self.waiting: set[PortalCall[Any]] = set()
+        self.calls: set[PortalCall[Any]] = set()
         self.closed = False
         """Set on the loop's thread when the loop has been stopped."""
 
 
 class PortalCall(Generic[_T]):
-    """A coroutine on another thread's loop; ``future`` is done when the coroutine is, also if it is cancelled.
+    """A coroutine on another thread's loop. ``future`` is done when the coroutine has ended, even if by cancellation.
 
-    ``asyncio.run_coroutine_threadsafe`` marks its future as cancelled at once, while the coroutine may go on.
+    ``asyncio.run_coroutine_threadsafe`` instead marks its future as cancelled while the coroutine may still run.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, _T], door: _Door | None = None
+        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, _T], pending: _PendingCalls | None = None
     ) -> None:
-        """Without the ``door`` of a portal, the loop must not end before it has begun the call."""
+        """Without ``pending``, of a portal, the loop must not end before it has begun the call."""
         self.future: concurrent.futures.Future[_T] = concurrent.futures.Future()
         self.future.set_running_or_notify_cancel()
         self._loop = loop
         self._coroutine = coroutine
-        self._door = door or _Door()
-        self._door.waiting.add(self)
+        self._pending = pending or _PendingCalls()
+        self._pending.calls.add(self)
         self._task: asyncio.Task[_T] | None = None
 
     def wait(self) -> _T:
-        """Block until the coroutine is done; its result. An exception of a signal handler (Ctrl-C) is raised here."""
+        """Block until the coroutine has ended, and return its result. A signal handler (Ctrl-C) may raise here."""
         try:
             while not concurrent.futures.wait([self.future], timeout=SIGNAL_SECONDS).done:
                 pass
             return self.future.result()
         finally:
-            del self  # As in `Portal.run`.
+            del self  # as in Portal.run
 
     def end(self) -> None:
-        """Cancel the coroutine, unless it is done, and block until it has ended."""
+        """Cancel the coroutine unless it has ended, and block until it has."""
         if not self.future.done():
             self.cancel()
             concurrent.futures.wait([self.future])
 
     def start(self) -> None:
-        """Have the loop start the coroutine."""
+        """Start the coroutine on the loop."""
         if not _post(self._loop, self._start):
             self.refuse()
 
     def cancel(self) -> None:
         """Cancel the coroutine, even if ``start`` was interrupted before it reached the loop."""
-        if not self._end(asyncio.CancelledError()):
-            # A loop that is closed has ended it.
-            _post(self._loop, self._cancel)
+        if not self._end_unstarted(asyncio.CancelledError()):
+            # If the loop is closed, the coroutine has ended.
+            _post(self._loop, self._cancel_task)
 
     def refuse(self) -> None:
-        """End the coroutine with ``PipelineClosedError``, unless it has begun: the loop has been stopped."""
-        self._end(PipelineClosedError(_CLOSED))
+        """End the coroutine with ``PipelineClosedError``, unless it has begun. The loop has been stopped."""
+        self._end_unstarted(PipelineClosedError(_CLOSED))
 
     def _start(self) -> None:
-        if self._door.closed:
+        if self._pending.closed:
             self.refuse()
         elif self._take():
             self._task = self._loop.create_task(self._coroutine)
             self._task.add_done_callback(self._finish)
 
     def _take(self) -> bool:
-        """Whether it had not begun; then it is the caller's."""
+        """Whether the coroutine has not begun. Only one caller gets true, and must begin or end it."""
         try:
-            self._door.waiting.remove(self)
+            self._pending.calls.remove(self)
         except KeyError:
             return False
         return True
 
-    def _end(self, error: BaseException) -> bool:
+    def _end_unstarted(self, error: BaseException) -> bool:
         if taken := self._take():
             self._coroutine.close()
             self.future.set_exception(error)
         return taken
 
-    def _cancel(self) -> None:
+    def _cancel_task(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
     def _finish(self, task: asyncio.Task[_T]) -> None:
         if task.cancelled():
-            self.future.set_exception(PipelineClosedError(_CLOSED) if self._door.closed else asyncio.CancelledError())
+            closed = self._pending.closed
+            self.future.set_exception(PipelineClosedError(_CLOSED) if closed else asyncio.CancelledError())
         elif (error := task.exception()) is not None:
             self.future.set_exception(error)
         else:
             self.future.set_result(task.result())
 
 
-def _post(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> bool:
-    """Call ``function`` on ``loop``; false if that is closed. What is posted to a loop that ends may be dropped."""
+def _post(loop: asyncio.AbstractEventLoop, function: Callable[..., object]) -> bool:
+    """Call ``function`` on ``loop``; false if the loop is closed. A loop that is being closed may drop the call."""
     try:
-        loop.call_soon_threadsafe(function, *args)
+        loop.call_soon_threadsafe(function)
     except RuntimeError:
         if not loop.is_closed():
             raise
@@ -203,11 +206,11 @@ def _post(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arg
     return True
 
 
-def _run_loop(loop: asyncio.AbstractEventLoop, door: _Door) -> None:
+def _run_loop(loop: asyncio.AbstractEventLoop, pending: _PendingCalls) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
-        door.closed = True
+        pending.closed = True
         tasks = asyncio.all_tasks(loop)
         for task in tasks:
             task.cancel()
@@ -217,6 +220,6 @@ def _run_loop(loop: asyncio.AbstractEventLoop, door: _Door) -> None:
     finally:
         asyncio.set_event_loop(None)
         loop.close()
-        # Whoever comes from here on is told by the loop.
-        for call in list(door.waiting):
+        # Calls that are made from now on see that the loop is closed.
+        for call in list(pending.calls):
             call.refuse()

@@ -1,17 +1,17 @@
-"""Waiting that cancellation cannot cut short."""
+"""Waiting that a cancellation does not cut short."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-__all__ = ["outlast"]
+__all__ = ["wait_uncancelled"]
 
 
-async def outlast(future: asyncio.Future[Any]) -> None:
-    """Wait until ``future`` is done, however often the caller is cancelled meanwhile; raises nothing.
+async def wait_uncancelled(future: asyncio.Future[Any]) -> None:
+    """Wait until ``future`` is done, even if the caller is cancelled meanwhile. Raises nothing.
 
-    For the end of a step whose tensors other threads still touch. The caller raises ``CancelledError`` then.
+    For the end of a step whose tensors are still used by other threads. The caller raises ``CancelledError`` after it.
     """
     while not future.done():
         try:

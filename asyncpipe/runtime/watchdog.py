@@ -1,14 +1,14 @@
-"""The watchdog: ends steps whose task hangs, so that nobody waits for it for ever.
+"""The watchdog: fails a step whose task hangs, so that no caller waits for it for ever.
 
-A task hangs in what nobody can interrupt: a deadlock between threads, a read of a dead disk, a kernel that never ends.
-The watchdog knows how long each task took so far, and looks now and then::
+A task can hang where Python cannot interrupt it: in a deadlock between threads, a read from a dead disk, a kernel that
+never ends. The watchdog compares the time of each running task with the mean of earlier steps, at regular intervals::
 
-    at work ──▶ longer than the floor, and than factor × its usual time ──▶ hung
-                                                                             │  all stacks go to the log
-                                                                             │  the device gets a new thread
-                                                                             ▼
-                                          HungTaskError ──▶ the step fails ──▶ other jobs go on; this one needs a new
-                                                                              model, as the old thread may still write
+    running ──▶ longer than the floor, and than factor × its mean time ──▶ hung
+                                                                            │  all stacks are logged
+                                                                            │  the device gets a new thread
+                                                                            ▼
+                    HungTaskError ──▶ the step fails ──▶ other jobs continue; this one needs a new model, because the
+                                                         old thread may still write to the old one
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ __all__ = ["Watchdog"]
 
 _logger = logging.getLogger(__name__)
 
-FIRST = 10.0
-"""A task that has not run before may take so many floors: the first ones compile kernels and fill caches."""
-LATE = 4.0
-"""A look that comes after so many pauses was held up: the loop was blocked, or the process stopped."""
-LOOKS = 4
-"""Within the floor, bounded by ..."""
-SHORTEST, LONGEST = 0.05, 5.0
-"""... so many seconds between two looks."""
+FIRST_FLOORS = 10.0
+"""A task that has not run before may take this many floors: first tasks compile kernels and fill caches."""
+LATE_PAUSES = 4.0
+"""If a check comes after this many pauses, the loop was blocked or the process was stopped."""
+CHECKS_PER_FLOOR = 4
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 5.0
+"""Bounds of the seconds between two checks."""
 
 
 class Watchdog:
@@ -52,9 +51,9 @@ class Watchdog:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """A task hangs after ``factor`` times what it took so far, and not before ``floor`` seconds.
+        """A task counts as hung after ``factor`` times its mean time, and not before ``floor`` seconds.
 
-        ``clock`` is the executors'. ``sleep`` waits until the next look.
+        ``clock`` must be the executors' clock. ``sleep`` waits until the next check.
         """
         if not (factor >= 1 and floor > 0):
             raise OptionError(f"factor must be at least 1 and floor more than 0 seconds, got {factor!r} and {floor!r}")
@@ -63,13 +62,13 @@ class Watchdog:
         self._floor = floor
         self._clock = clock
         self._sleep = sleep
-        self._pause = min(max(floor / LOOKS, SHORTEST), LONGEST)
-        self._looked = -math.inf
-        self._blind = -math.inf
-        """Until when nobody watched, nor maybe worked: what ran then counts from there."""
+        self._pause = min(max(floor / CHECKS_PER_FLOOR, SHORTEST_PAUSE), LONGEST_PAUSE)
+        self._checked_at = -math.inf
+        self._resumed_at = -math.inf
+        """When checks resumed after a break in which tasks may not have run either. Their time counts from here."""
         self._watching: asyncio.Task[None] | None = None
         self.hung = 0
-        """How many tasks were given up."""
+        """How many tasks it has given up."""
 
     async def __aenter__(self) -> Watchdog:
         self._watching = asyncio.get_running_loop().create_task(self._watch(), name="asyncpipe watchdog")
@@ -84,23 +83,23 @@ class Watchdog:
         while True:
             await self._sleep(self._pause)
             try:
-                self.look()
+                self.check()
             except Exception:
-                _logger.exception("the watchdog could not look, which is a mistake in asyncpipe; it tries again")
+                _logger.exception("the watchdog failed, which is a bug in asyncpipe; it tries again")
 
-    def look(self) -> None:
-        """Give up what hangs now; on the driver's loop."""
+    def check(self) -> None:
+        """Give up the tasks that hang now. Called on the driver's loop."""
         now = self._clock()
-        # A machine that is frozen for a minute must not lose every step that it was at.
-        if now - self._looked > LATE * self._pause and self._looked > -math.inf:
-            self._blind = now
-        self._looked = now
+        # A process that was stopped for a minute must not lose all its running steps.
+        if now - self._checked_at > LATE_PAUSES * self._pause and self._checked_at > -math.inf:
+            self._resumed_at = now
+        self._checked_at = now
         for running in self._driver.running():
-            if now - max(running.started, self._blind) > self._patience(running.expected):
+            if now - max(running.started, self._resumed_at) > self._limit(running.expected):
                 self._give_up(running, now - running.started)
 
-    def _patience(self, expected: float | None) -> float:
-        return self._floor * FIRST if expected is None else max(self._floor, self._factor * expected)
+    def _limit(self, expected: float | None) -> float:
+        return self._floor * FIRST_FLOORS if expected is None else max(self._floor, self._factor * expected)
 
     def _give_up(self, running: RunningTask, seconds: float) -> None:
         task = running.execution.graph.tasks[running.task]
@@ -112,11 +111,11 @@ class Watchdog:
 
 
 def _stacks(first: int | None) -> str:
-    """The stacks of all threads, that of the one with the identifier ``first`` before the others."""
+    """The stacks of all threads, that of the thread with the identifier ``first`` first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != first)
     return "\n".join(
-        f"{'the thread that hangs, ' if ident == first else ''}{names.get(ident, ident)}:\n"
+        f"{'hung thread, ' if ident == first else ''}{names.get(ident, ident)}:\n"
         + "".join(traceback.format_stack(frame))
         for ident, frame in frames
     )

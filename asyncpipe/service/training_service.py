@@ -31,7 +31,7 @@ from prometheus_client.registry import Collector
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.observe.live import LiveView
 from asyncpipe.runtime.portal import Portal, PortalCall
-from asyncpipe.runtime.waiting import outlast
+from asyncpipe.runtime.waiting import wait_uncancelled
 from asyncpipe.service.job_states import JobRecord, JobState, Transition
 from asyncpipe.service.jobs.job_control import JobControl
 from asyncpipe.service.jobs.job_log import JobEvent, JobLog, LossRow, read_losses
@@ -120,7 +120,7 @@ class TrainingService:
             raise ServiceDrainingError("a service opens once; make a new one")
         if self.settings.loop == "own":
             self._portal = Portal()
-            self._loop = self._portal._loop
+            self._loop = self._portal.loop
         else:
             self._loop = asyncio.get_running_loop()
         try:
@@ -324,7 +324,7 @@ class TrainingService:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             call.cancel()
-            await outlast(future)
+            await wait_uncancelled(future)
             future.cancelled() or future.exception()  # Retrieved: the cancellation is what the caller learns.
             raise
         finally:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from asyncpipe.runtime.waiting import outlast
+from asyncpipe.runtime.waiting import wait_uncancelled
 
 __all__ = ["DedicatedThread", "call_for_future", "in_thread", "wait_to_end"]
 
@@ -45,7 +45,7 @@ async def wait_to_end(future: asyncio.Future[_T]) -> _T:
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
-        await outlast(future)
+        await wait_uncancelled(future)
         future.exception()  # Marks the exception as retrieved; the caller gets the cancellation instead.
         raise
 

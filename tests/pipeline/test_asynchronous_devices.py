@@ -111,6 +111,16 @@ def pipeline(model, schedule="1f1b", checkpoint="always"):
     return Pipeline(model, devices, microbatches=4, schedule=schedule, checkpoint=checkpoint, loss_fn=mse, in_flight=64)
 
 
+class Records:
+    """An observer that keeps the records."""
+
+    def __init__(self):
+        self.seen = []
+
+    def step_completed(self, record):
+        self.seen.append(record)
+
+
 def order_of_tasks(graph, journal, streams):
     """The event of each task: per lane, tasks are issued in the order of their dispatch, and so are their events."""
     dispatched = [event.task for _, event in journal if hasattr(event, "task")]
@@ -153,11 +163,11 @@ async def test_every_dependency_is_waited_for(workload, noting, before_task, sch
         result = await pipe.step(workload.x, workload.target)
         with pytest.raises(AsyncpipeError, match=r"await result\.completed\(\)"):
             _ = result.report
-        graph = result._execution.graph
-        issued = order_of_tasks(graph, pipe._tenancy.driver._state._steps[0].journal, streams)
         released.set()
-        assert len((await result.completed()).report.tasks) == len(graph.tasks)
-    for edge in graph.edges():
+        record = (await result.completed()).record
+        assert len(result.report.tasks) == len(record.graph.tasks)
+    issued = order_of_tasks(record.graph, record.journal, streams)
+    for edge in record.graph.edges():
         assert issued[edge.dependency] in issued[edge.task].waited, f"{edge} is not ordered by an event"
     assert (result.outputs - workload.outputs).abs().max() < 1e-10
 
@@ -240,10 +250,11 @@ async def test_skips_ties_and_updates_are_waited_for(noting, checkpoint):
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
         in_flight=64,
     ) as pipe:
-        await pipe.step(x)
-        record = pipe._tenancy.driver._state._steps[0]
-        issued = order_of_tasks(record.graph, record.journal, streams)
+        result = await pipe.step(x)
+        assert not released.is_set()
         released.set()
+        record = (await result.completed()).record
+    issued = order_of_tasks(record.graph, record.journal, streams)
     assert {"C(0,0>2)", "C(0,2>0)", "C(0>2)", "C(2>0)", "S(0)", "U(0)"} <= {task.id for task in record.graph.tasks}
     for edge in record.graph.edges():
         assert issued[edge.dependency] in issued[edge.task].waited, f"{edge} is not ordered by an event"
@@ -255,16 +266,18 @@ async def test_skips_ties_and_updates_are_waited_for(noting, checkpoint):
 def test_a_backward_of_the_callers_returns_before_completion(workload, noting, checkpoint):
     streams, released = noting
     model, x = workload.model(), workload.x.clone().requires_grad_()
+    records = Records()
     with pipeline(model, checkpoint=checkpoint).sync() as pipe:
+        pipe.observers.append(records)
         output = pipe(x)
         mse(output, workload.target).backward()
         assert not released.is_set()
         assert workload.worst(model) < 1e-10
         assert x.grad is not None
-        forward, backward = pipe._tenancy.driver._state._steps.values()
-        for lane, stream in streams.items():
-            del stream.events[: sum(task.lane == lane for task in forward.graph.tasks)]
-        issued = order_of_tasks(backward.graph, backward.journal, streams)
-        for edge in backward.graph.edges():
-            assert issued[edge.dependency] in issued[edge.task].waited, f"{edge} is not ordered by an event"
         released.set()
+    forward, backward = records.seen
+    for lane, stream in streams.items():
+        del stream.events[: sum(task.lane == lane for task in forward.graph.tasks)]
+    issued = order_of_tasks(backward.graph, backward.journal, streams)
+    for edge in backward.graph.edges():
+        assert issued[edge.dependency] in issued[edge.task].waited, f"{edge} is not ordered by an event"

@@ -151,5 +151,5 @@ async def test_a_backward_after_the_end_on_a_shared_pool(workload, no_leaks):
             loss = mse(pipe(workload.x), workload.target)
         with pytest.raises(PipelineClosedError, match="and with it the backward of its outputs"):
             loss.backward()
-        assert not list(pool.driver._state._jobs.claims())
+        assert not pool.driver.scheduler.jobs
     assert workload.worst(model) < 1e-10

@@ -33,8 +33,8 @@ async def driver(no_leaks):
     await made.drain()
     made.close()
     made.join()
-    made._state.check()
-    assert made._state.idle
+    made.scheduler.check()
+    assert made.scheduler.idle
 
 
 def bind_nothing(task):
@@ -197,14 +197,14 @@ async def test_a_broken_scheduler_hangs_nobody(no_leaks):
     """An error in our own code must reach whoever waits for a step."""
     driver = Driver({name: ThreadExecutor(name) for name in DEVICES})
     driver.open()
-    handle = driver._state.handle
+    handle = driver.scheduler.handle
 
     def broken(event, now):
         if isinstance(event, TaskCompleted):
             raise AssertionError("a bug")
         return handle(event, now)
 
-    driver._state.handle = broken
+    driver.scheduler.handle = broken
     seen = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: seen.append(context["exception"]))
     with pytest.raises(AssertionError, match="a bug"):

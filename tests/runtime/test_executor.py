@@ -75,23 +75,20 @@ def test_tasks_of_an_aborted_step_are_dropped(executor, step):
     assert next_event(executor) == TaskDropped(3, 1)
 
 
-class WatchedQueue(SimpleQueue):
-    """Tells when the thread comes back for more."""
-
-    def __init__(self):
-        super().__init__()
-        self.asked = SimpleQueue()
-
-    def get(self):
-        self.asked.put(None)
-        return super().get()
-
-
 def test_nothing_is_kept_while_idle(step, monkeypatch):
+    asked = SimpleQueue()
+
+    class WatchedQueue(SimpleQueue):
+        """Tells when the thread comes back for more."""
+
+        def get(self):
+            asked.put(None)
+            return super().get()
+
     monkeypatch.setattr("asyncpipe.runtime.executor.SimpleQueue", WatchedQueue)
     executor = ThreadExecutor("cpu:7")
     executor.start(lambda event, *, wake=True: None)
-    executor._line.queue.asked.get(timeout=30)
+    asked.get(timeout=30)
 
     class Work:
         def __call__(self):
@@ -100,7 +97,7 @@ def test_nothing_is_kept_while_idle(step, monkeypatch):
     works = [Work(), Work()]
     dead = [weakref.ref(work) for work in works]
     executor.submit([Assignment(step, task, works.pop()) for task in range(2)])
-    executor._line.queue.asked.get(timeout=30)
+    asked.get(timeout=30)
     gc.collect()
     assert [ref() for ref in dead] == [None, None]
     executor.close()
@@ -185,9 +182,10 @@ def test_the_end_of_a_step_does_not_wait_for_a_task_of_another_one(step):
 
 
 def test_a_hung_task_that_cannot_be_reported_still_loses_its_device(step):
-    begun, let_go, failures = threading.Event(), threading.Event(), []
+    begun, let_go, failures, threads = threading.Event(), threading.Event(), [], []
 
     def hang():
+        threads.append(threading.current_thread())
         begun.set()
         assert let_go.wait(30)
 
@@ -200,31 +198,30 @@ def test_a_hung_task_that_cannot_be_reported_still_loses_its_device(step):
     executor.start(lambda event, *, wake=True: events.put(event))
     executor.submit([Assignment(step, 0, hang)])
     assert begun.wait(30)
-    hung = executor._thread
     with pytest.raises(ValueError, match="a bug"):
         executor.give_up(executor.current, fail)
     assert len(failures) == 1
-    assert executor._thread is not hung
+    assert executor.thread != threads[0].ident
     executor.submit([Assignment(step, 1, lambda: None)])
     event = events.get(timeout=10)
     assert (type(event), event.task) == (TaskCompleted, 1)
     let_go.set()
     executor.close()
     executor.join()
-    hung.join(30)
+    threads[0].join(30)
 
 
 def test_a_hung_task_is_reported_once(executor, step):
-    begun, let_go, failures = threading.Event(), threading.Event(), []
+    begun, let_go, failures, threads = threading.Event(), threading.Event(), [], []
 
     def hang():
+        threads.append(threading.current_thread())
         begun.set()
         assert let_go.wait(30)
 
     executor.submit([Assignment(step, 0, hang)])
     assert begun.wait(30)
-    hung = executor._thread
     assert executor.give_up(executor.current, lambda: failures.append(None))
     assert failures == [None]
     let_go.set()
-    hung.join(30)
+    threads[0].join(30)

@@ -10,7 +10,7 @@ import pytest
 
 from asyncpipe.errors import PipelineClosedError
 from asyncpipe.runtime.portal import Portal, PortalCall
-from asyncpipe.runtime.waiting import outlast
+from asyncpipe.runtime.waiting import wait_uncancelled
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_close_cancels_what_still_runs():
     portal = Portal()
     slow = Slow()
     slow.release.set()
-    call = PortalCall(portal._loop, slow.run())
+    call = PortalCall(portal.loop, slow.run())
     call.start()
     assert slow.started.wait(30)
     portal.close()
@@ -109,9 +109,9 @@ def test_close_cancels_what_still_runs():
     assert isinstance(call.future.exception(30), asyncio.CancelledError)
 
 
-async def test_outlast():
+async def test_a_wait_that_is_cancelled_goes_on():
     future = asyncio.get_running_loop().create_future()
-    waiting = asyncio.ensure_future(outlast(future))
+    waiting = asyncio.ensure_future(wait_uncancelled(future))
     for _ in range(3):
         await asyncio.sleep(0)
         waiting.cancel()
@@ -126,8 +126,8 @@ class Window:
 
     def __init__(self, portal, method):
         self.reached, self.go_on = threading.Event(), threading.Event()
-        self._real = getattr(portal._loop, method)
-        setattr(portal._loop, method, self._stop)
+        self._real = getattr(portal.loop, method)
+        setattr(portal.loop, method, self._stop)
 
     def _stop(self):
         self.reached.set()

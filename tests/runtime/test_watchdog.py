@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import pickle
 import threading
 import time
+import weakref
 from queue import SimpleQueue
 
 import pytest
@@ -75,8 +77,8 @@ async def driver(no_leaks):
     await made.drain()
     made.close()
     made.join()
-    made._state.check()
-    assert made._state.idle
+    made.scheduler.check()
+    assert made.scheduler.idle
 
 
 async def begin(driver, hung, graph=GRAPH):
@@ -92,7 +94,7 @@ async def test_the_step_of_a_hung_task_fails_and_others_go_on(driver, clock, cap
     behind = asyncio.ensure_future(driver.run(GRAPH, bind_nothing))
     await asyncio.sleep(0)
     clock.ahead = 601.0
-    watchdog.look()
+    watchdog.check()
     with pytest.raises(TaskError, match=r"F\(1,1\) failed") as caught:
         await step
     cause = caught.value.__cause__
@@ -103,11 +105,11 @@ async def test_the_step_of_a_hung_task_fails_and_others_go_on(driver, clock, cap
     assert watchdog.hung == 1
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     first, _, _ = record.getMessage().partition("in work")
-    assert "the thread that hangs, asyncpipe cpu:1:" in first
+    assert "hung thread, asyncpipe cpu:1:" in first
     hung.let_go.set()
     hung.threads[0].join(30)
     assert not hung.threads[0].is_alive()
-    watchdog.look()
+    watchdog.check()
     assert watchdog.hung == 1
     await (await driver.run(GRAPH, bind_nothing)).completed()
 
@@ -117,14 +119,14 @@ async def test_how_long_it_waits(driver, clock, monkeypatch):
     hung = Hung()
     step = await begin(driver, hung)
     for expected, patience in ((0.001, 8.0), (2.0, 20.0), (None, 80.0)):
-        monkeypatch.setattr(driver._state, "expected", lambda number, task, found=expected: found)
+        monkeypatch.setattr(driver.scheduler, "expected", lambda number, task, found=expected: found)
         watchdog = Watchdog(driver, factor=10.0, floor=8.0, clock=clock)
         # The task began up to some seconds ago, if the machine is busy.
         clock.ahead = patience - 4.0
-        watchdog.look()
+        watchdog.check()
         assert watchdog.hung == 0
     clock.ahead = 80.1
-    watchdog.look()
+    watchdog.check()
     assert watchdog.hung == 1
     with pytest.raises(TaskError):
         await step
@@ -157,33 +159,33 @@ async def test_a_report_that_is_under_way_counts(driver):
     await (await step).completed()
 
 
-async def test_it_looks_now_and_then_and_goes_on_after_a_mistake(driver, caplog):
+async def test_it_checks_at_intervals_and_goes_on_after_an_error(driver, caplog):
     pauses = SimpleQueue()
-    looked = asyncio.Event()
+    checked = asyncio.Event()
 
     async def sleep(seconds):
         pauses.put(seconds)
         await asyncio.sleep(0)
 
     class Broken(Watchdog):
-        looks = 0
+        checks = 0
 
-        def look(self):
-            self.looks += 1
-            if self.looks == 1:
+        def check(self):
+            self.checks += 1
+            if self.checks == 1:
                 raise LookupError
-            looked.set()
+            checked.set()
 
     async with Broken(driver, floor=8.0, sleep=sleep):
-        await looked.wait()
+        await checked.wait()
     assert pauses.get() == 2.0
-    assert "could not look" in caplog.records[0].getMessage()
+    assert "the watchdog failed" in caplog.records[0].getMessage()
     for floor, pause in ((0.01, 0.05), (600.0, 5.0)):
-        looked.clear()
+        checked.clear()
         while not pauses.empty():
             pauses.get()
         async with Broken(driver, floor=floor, sleep=sleep):
-            await looked.wait()
+            await checked.wait()
         assert pauses.get() == pause
 
 
@@ -357,11 +359,15 @@ class HeldQueue(SimpleQueue):
         super().put(item)
 
 
-def test_what_comes_to_be_waited_for_meanwhile_is_not_lost(executor):
+def test_what_comes_to_be_waited_for_meanwhile_is_not_lost(monkeypatch):
     """The device's thread hands over a completion while the thread that waits for them is replaced."""
-    queue = HeldQueue()
-    waiting = executor._line.watcher._waiting
-    waiting.queue = queue
+    queues = []
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncpipe.runtime.executor.SimpleQueue", lambda: queues.append(HeldQueue()) or queues[-1])
+        executor = ThreadExecutor("cpu:0")
+    events = SimpleQueue()
+    executor.start(lambda event, *, wake=True: events.put(event))
+    queue = queues[0]  # of the completions
     first, second, step = Queued(), Queued(), Step()
     executor.submit([Assignment(step, 0, lambda: first)])
     assert first.waited.wait(30)
@@ -372,12 +378,14 @@ def test_what_comes_to_be_waited_for_meanwhile_is_not_lost(executor):
     assert executor.give_up(executor.current, told)
     queue.let_go.set()
     second.done.set()
-    assert [executor.events.get(timeout=5) for _ in range(3)] == [
+    assert [events.get(timeout=5) for _ in range(3)] == [
         TaskIssued(3, 0),
         TaskIssued(3, 1),
         TaskCompleted(3, 1, 1.0, 2.0),
     ]
     first.done.set()
+    executor.close()
+    executor.join()
 
 
 def test_a_busy_thread_does_not_hide_a_completion_that_never_comes(executor):
@@ -395,7 +403,7 @@ def test_a_busy_thread_does_not_hide_a_completion_that_never_comes(executor):
 
 
 def test_threads_that_were_given_up_are_told_apart_and_forgotten(executor):
-    step = Step()
+    step, threads = Step(), []
     for number in range(3):
         hung = Hung()
         executor.submit([Assignment(step, number, hung.work)])
@@ -403,9 +411,12 @@ def test_threads_that_were_given_up_are_told_apart_and_forgotten(executor):
         assert executor.give_up(executor.current, told)
         (thread,) = hung.threads
         assert thread.name == "asyncpipe cpu:0 (given up)"
-        assert executor._given_up == [thread]
         hung.let_go.set()
         thread.join(30)
+        threads.append(weakref.ref(thread))
+        del hung, thread
+    gc.collect()
+    assert [ref() is None for ref in threads] == [True, True, False]
 
 
 async def test_what_nobody_watched_does_not_count(driver, clock):
@@ -415,10 +426,10 @@ async def test_what_nobody_watched_does_not_count(driver, clock):
     watchdog = Watchdog(driver, floor=8.0, clock=clock)
     for ahead in (0.0, 1000.0, 1004.0, *range(1006, 1080, 4)):
         clock.ahead = ahead
-        watchdog.look()
+        watchdog.check()
         assert watchdog.hung == 0
     clock.ahead = 1080.1
-    watchdog.look()
+    watchdog.check()
     assert watchdog.hung == 1
     with pytest.raises(TaskError):
         await step

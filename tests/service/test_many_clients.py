@@ -174,7 +174,7 @@ async def finished(service: TrainingService) -> None:
     assert not manager._failures
     assert not service._asked
     driver = manager.pool.driver
-    assert driver._state.idle
+    assert driver.scheduler.idle
     assert not driver._executions
     assert not driver._inbox
     for name, executor in driver._executors.items():
