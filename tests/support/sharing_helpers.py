@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable, Iterable
 
 from asyncpipe.core.engine.events import Command, Dispatch, Event, StepRecord, StepSubmitted, TaskCompleted
-from asyncpipe.core.engine.policies.fair_share import FairShare, Flow
+from asyncpipe.core.engine.policies.fair_share import FairShare
+from asyncpipe.core.engine.policies.flow import Flow
 from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import lower

@@ -24,11 +24,11 @@ holds nothing back: the first step of a job, a pipeline without a job's name, a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Protocol
 
-from asyncpipe.core.engine.policies.policy import Chosen, StepView, TaskState
+from asyncpipe.core.engine.policies.policy import Chosen, LaneView, StepView, TaskState
 from asyncpipe.core.graph.task import Lane
 
 __all__ = ["BackfillLookahead"]
@@ -40,20 +40,21 @@ _MOST_VISITED = 256
 """Tasks looked at for one answer. A background task that is longer than so many others hardly fits anywhere."""
 
 
-class BusyLanes(Protocol):
-    """What is known of every lane that the tasks of named jobs run on."""
+class BusyLane(Protocol):
+    """What is known of a lane that tasks of named jobs run on."""
 
-    def busy(self, lane: Lane, now: float, last: Chosen | None = None) -> tuple[float, float]:
+    @property
+    def lane(self) -> LaneView:
+        """How many tasks its device holds."""
+
+    def busy(self, now: float, last: Chosen | None = None) -> tuple[float, float]:
         """(seconds until it is done with all that it holds, or with ``last``; when its first task should end)."""
-
-    def is_empty(self, lane: Lane) -> bool:
-        """Whether the device holds no task of it."""
 
 
 class BackfillLookahead:
     """What can be said at one moment about when the foreground needs a lane. A query: it changes no state."""
 
-    def __init__(self, now: float, lanes: BusyLanes) -> None:
+    def __init__(self, now: float, lanes: Mapping[Lane, BusyLane]) -> None:
         self._now = now
         self._lanes = lanes
         self._duration = 0.0
@@ -132,14 +133,14 @@ class BackfillLookahead:
             return inf
         if state is TaskState.READY:
             # A rule may have refused it until a micro-batch leaves the device; when that is, is not known.
-            refused = step.graph.rule is not None and self._lanes.is_empty(found.lane)
+            refused = step.graph.rule is not None and not self._lanes[found.lane].lane.in_flight
             return inf if refused else seconds + self._busy(found.lane)
         return seconds
 
     def _busy(self, lane: Lane, last: Chosen | None = None) -> float:
         """The seconds until the lane is done with all that it holds, or with ``last``; infinite if that is not
         known."""
-        seconds, first_ends = self._lanes.busy(lane, self._now, last)
+        seconds, first_ends = self._lanes[lane].busy(self._now, last)
         return inf if first_ends < inf and self._is_overdue(first_ends) else seconds
 
 
