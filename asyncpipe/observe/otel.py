@@ -1,16 +1,14 @@
-"""OpenTelemetry: a span for every completed step, for hosts that trace their requests and jobs.
+"""OpenTelemetry: a span for every completed step, for programs that trace their requests and jobs.
 
-Off unless asked for: give a ``StepSpans`` to a pipeline as an observer. It uses OpenTelemetry's API alone, so the
-host decides whether and where spans go; where it has set up nothing, a step costs two calls that do nothing.
+Give a ``StepSpans`` to a pipeline as an observer. It uses only OpenTelemetry's API, so the program decides whether and
+where spans go; if it has set up nothing, a step costs two calls that do nothing::
 
-::
-
-    asyncpipe.step  ├──────────────────────────┤   a trace of its own for each step, so that sampling takes single
+    asyncpipe.step  ├──────────────────────────┤   each step is a trace of its own, so that sampling selects single
           │ link                                   steps and no trace grows with the training
           ▼
-    the host's span that was current when ``StepSpans`` was made
+    the span that was current when the ``StepSpans`` was made
 
-A span is made when its step has completed, from the record, with the times at which the step was submitted and done.
+A span is made from the record of a completed step, and has the times at which the step was submitted and done.
 """
 
 from __future__ import annotations
@@ -35,12 +33,12 @@ NAME = "asyncpipe.step"
 class StepSpans:
     """An observer that makes a span of every completed step: what ran, how it ended, how busy the devices were.
 
-    ``job``: its name, an attribute of every span. ``tracer``: whose spans they are; by default that of the host's
-    global tracer provider, also of one that is set later. Raises ``OptionError`` where OpenTelemetry is missing.
+    ``job`` is the job's name, an attribute of every span. ``tracer`` makes the spans; the default is that of the global
+    tracer provider, also if it is set later. Raises ``OptionError`` if OpenTelemetry is not installed.
 
     Attributes start with ``asyncpipe.``: job, step, phase, schedule, stages, microbatches, devices, tasks, outcome,
-    tasks_completed and, of steps that are ok, bubble_ratio, busiest_device and busiest_utilization (between 0 and 1).
-    A step that failed has the status *error*, failed_task, and an event ``exception`` with its type and message.
+    tasks_completed and, if the step succeeded, bubble_ratio, busiest_device and busiest_utilization (from 0 to 1).
+    A failed step has the status *error*, failed_task, and an event ``exception`` with its type and message.
     Nothing of a record is kept: neither its error, whose traceback would hold tensors, nor its graph.
     """
 
@@ -56,9 +54,9 @@ class StepSpans:
         self._links = [trace.Link(current)] if current.is_valid else []
 
     def step_completed(self, record: StepRecord) -> None:
-        """Make the span of ``record``: one pass over its journal, and none where the host does not sample it.
+        """Make the span of ``record``, in one pass over its journal, or none if the step is not sampled.
 
-        Takes some 70 µs for 144 tasks with the SDK, and 0.3 µs a task for large graphs.
+        Takes about 70 µs for 144 tasks with the SDK, and 0.3 µs a task for large graphs.
         """
         if not record.journal:
             return
@@ -81,7 +79,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _identity(job: str, record: StepRecord) -> Attributes:
-    """What a host's sampler may decide by, before anything is folded."""
+    """The attributes that are known before the pass over the journal; a sampler may decide by them."""
     graph = record.graph
     return {
         "asyncpipe.job": job,
@@ -97,9 +95,9 @@ def _identity(job: str, record: StepRecord) -> Attributes:
 
 
 def _describe(span: Span, record: StepRecord, to_wall: int) -> float:
-    """Put what the journal says on ``span``; returns when the last task ended.
+    """Set the attributes that follow from the journal; returns the time at which the last task ended.
 
-    ``to_wall`` are the nanoseconds from the journal's clock to the wall's.
+    ``to_wall`` is the difference between the Unix time and the journal's clock, in nanoseconds.
     """
     begin = last = record.journal[0][0]
     graph = record.graph
@@ -121,7 +119,7 @@ def _describe(span: Span, record: StepRecord, to_wall: int) -> float:
 
 
 def _describe_use(span: Span, graph: TaskGraph, busy: list[float], seconds: float) -> None:
-    """Shares of the step's ``seconds``, given those that each lane was ``busy``."""
+    """Set how much of the step's ``seconds`` the devices computed; ``busy`` are the busy seconds of each lane."""
     computed = dict.fromkeys(graph.devices, 0.0)
     for lane, taken in zip(graph.lanes, busy, strict=True):
         if lane.queue is Queue.COMPUTE:

@@ -1,13 +1,13 @@
-"""The timeline of one step as an SVG picture: self-contained, no script, readable on light and dark pages.
+"""The timeline of one step as an SVG picture without script, readable on light and dark pages.
 
-Each device is a row of tasks with its copies as thin bars below; arrows show what travels between devices::
+Each device is a row of tasks with its copies as thin bars below; arrows show transfers between devices::
 
     dev:0  [F0][F1]··········[ B1 ][ B0 ]
              ╲                ↗
     dev:1  ···[F0][F1][ B1 ][ B0 ]·······
            ▔▔
 
-Pictures that are to be compared share a scale: the same time is as long in each of them.
+Pictures that are to be compared share a scale: a second has the same width in each of them.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ from asyncpipe.observe.pictures.waits import Wait, waits
 __all__ = ["PictureScale", "common_scale", "has_few_copies", "svg_timeline"]
 
 TEXT = "#6e7781"
-"""A grey with enough contrast on white and on GitHub's dark background; the page's scheme cannot be asked for."""
+"""A grey with enough contrast on white and on GitHub's dark background: a picture does not know which one it is on."""
 CHARACTER, TITLE_CHARACTER, ROW, BAR, GAP, TOP = 7.0, 7.4, 26.0, 5.0, 12.0, 40.0
-"""Pixels: width of a label's character and of a title's, heights of a compute row and a copy bar, space below a row
-and above all."""
+"""Pixels: the widths of a character of a label and of a title, the heights of a compute row and of a copy bar, the
+space below a row and above the first."""
 NARROWEST, WIDEST = 640.0, 1600.0
 MOST_ARROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PictureScale:
-    """What pictures have in common that are to be compared."""
+    """The horizontal scale that pictures to be compared have in common."""
 
     seconds: float
-    """The time that the whole width stands for."""
+    """The time that ``width`` stands for."""
     left: float
     """Pixels before time 0, for the names of devices."""
     width: float
-    """Pixels of ``seconds``."""
+    """Pixels from time 0 to ``seconds``."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where things are, in pixels."""
+    """The scale and the vertical positions, in pixels."""
 
     scale: PictureScale
     top: dict[str, float]
-    """Of each device's compute row."""
+    """The top of each device's compute row."""
     bottom: float
-    """Of the lowest row."""
+    """The bottom of the lowest row."""
 
     @property
     def per_second(self) -> float:
@@ -82,7 +82,7 @@ class _Layout:
 
 
 def common_scale(records: Sequence[StepRecord]) -> PictureScale:
-    """A scale on which all of ``records`` fit, for ``svg_timeline``; at least one record is needed."""
+    """A scale for ``svg_timeline`` on which all of ``records``, of which there is at least one, fit."""
     fitting = [_scale(report(record), record.graph) for record in records]
     seconds = max(scale.seconds for scale in fitting)
     per_second = max((scale.width / scale.seconds for scale in fitting if scale.seconds), default=0.0)
@@ -91,7 +91,7 @@ def common_scale(records: Sequence[StepRecord]) -> PictureScale:
 
 
 def has_few_copies(graph: TaskGraph) -> bool:
-    """Whether arrows between devices explain a picture of ``graph``, rather than hide it."""
+    """Whether ``graph`` is small enough for arrows between devices; more arrows would hide the tasks."""
     return sum(task.kind is TaskKind.COPY for task in graph.tasks) <= MOST_ARROWS
 
 
@@ -106,12 +106,11 @@ def svg_timeline(
 ) -> str:
     """The step as an SVG document: a row a device, copies below it, a legend, a time axis and the key figures.
 
-    ``title`` stands above it. ``virtual`` times are printed as bare numbers, others as seconds. ``arrows``
-    between devices are drawn in small graphs, unless the caller says ``True`` or ``False``. Hovering over a
-    task shows its id, its times and what it waited for; where a device has several stages, later ones are paler.
-    ``scale`` is given to pictures that are to be compared.
-    ``inline`` makes it a part of a page that has title, legend and figures of its own: they are left out, and ids
-    begin with this text, which must differ from picture to picture.
+    ``virtual`` times are printed as bare numbers, others with units. ``arrows`` between devices are drawn by default in
+    small graphs only. Hovering over a task shows its id, its times and what it waited for. If a device has several
+    stages, later ones are paler. Give pictures that are to be compared the same ``scale``.
+    ``inline`` makes the picture a part of a page: title, legend and key figures are left out, and ids begin with this
+    text, which must differ from picture to picture.
     """
     result = report(record)
     rows = lane_rows(result, record.graph, copies=True)
@@ -136,13 +135,13 @@ def svg_timeline(
 
 
 def _data(name: str, graph: TaskGraph, layout: _Layout) -> str:
-    """What the script of a page needs to know of a picture, and what it is called there."""
+    """Attributes of a picture inside a page: its name, and what the page's script needs."""
     stages = " data-stages" if max(Counter(graph.placement).values()) > 1 else ""
     return f'aria-label="{name}" data-left="{_n(layout.scale.left)}" data-width="{_n(layout.scale.width)}"{stages}'
 
 
 def _opening(layout: _Layout, below: float, attributes: str = "", *, title: str = "") -> str:
-    """The tag of a picture with so many pixels below its lanes, and with room for ``title``."""
+    """The opening tag of a picture with ``below`` pixels below its lanes and room for ``title``."""
     right, bottom = _n(max(layout.right, 8 + TITLE_CHARACTER * len(title)) + 24), _n(layout.bottom + below)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right} {bottom}" width="{right}" height="{bottom}" '
@@ -153,12 +152,12 @@ def _opening(layout: _Layout, below: float, attributes: str = "", *, title: str 
 
 
 def _n(pixels: float) -> str:
-    """A hundredth of a pixel is enough, and half of the file's size."""
+    """``pixels`` to a hundredth, which halves the size of the file."""
     return f"{pixels:.2f}".rstrip("0").rstrip(".")
 
 
 def _scale(result: Report, graph: TaskGraph) -> PictureScale:
-    """The scale that suits one step: as wide as its labels need, where its times have a quantum."""
+    """The scale for one step: as wide as its labels need if its times have a quantum, else 1000 pixels."""
     left = CHARACTER * max(len(device) for device in graph.devices) + 16
     compute = [time for row in lane_rows(result, graph, copies=False) for time in row.times]
     width = 1000.0
@@ -177,7 +176,7 @@ def _layout(graph: TaskGraph, rows: Sequence[LaneRow], scale: PictureScale, top:
 
 
 def _heading(title: str, rows: Sequence[LaneRow], right: float) -> Iterator[str]:
-    """The title on the left, the legend of the kinds that ran on the right."""
+    """The title on the left and the legend of the kinds on the right."""
     yield f'<text x="8" y="16" font-size="12" font-weight="bold">{title}</text>'
     x = right
     for kind in reversed(kinds_of(rows)):
@@ -188,7 +187,7 @@ def _heading(title: str, rows: Sequence[LaneRow], right: float) -> Iterator[str]
 
 
 def _lanes(result: Report, layout: _Layout) -> Iterator[str]:
-    """A band for each device, as long as the step."""
+    """A band for each device, as wide as the step is long."""
     width = layout.x(result.seconds) - layout.scale.left if result.seconds else layout.scale.width
     for device, top in layout.top.items():
         yield f'<text x="8" y="{_n(top + ROW / 2 + 4)}">{escape(device)}</text>'
@@ -224,7 +223,7 @@ def _tasks(
 
 
 def _story(time: TaskTime, waited: Wait | None, longest: float, *, virtual: bool) -> str:
-    """What hovering over a task shows: when it ran, and what it waited for."""
+    """The text that hovering over a task shows: when it ran, and what it waited for."""
 
     def shown(seconds: float) -> str:
         return format_time(seconds, longest, virtual=virtual)
@@ -237,7 +236,7 @@ def _story(time: TaskTime, waited: Wait | None, longest: float, *, virtual: bool
 
 
 def _band(row: LaneRow, layout: _Layout) -> tuple[float, float]:
-    """Top and height of a lane: the compute row, or one of the bars below it."""
+    """The top and the height of a lane: the compute row, or one of the bars below it."""
     top = layout.top[row.lane.device]
     if row.lane.queue is Queue.COMPUTE:
         return top, ROW
@@ -251,7 +250,7 @@ def _label(text: str, x: float, top: float, width: float, height: float) -> str:
 
 
 def _arrows(graph: TaskGraph, result: Report, layout: _Layout, prefix: str) -> Iterator[str]:
-    """From the end of what a copy reads to the start of what reads the copy; drawn below the tasks."""
+    """Arrows from producers to the consumers of their copies; drawn below the tasks."""
     head = f"{prefix}head"
     yield (
         f'<defs><marker id="{head}" viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="5" markerHeight="5" '
@@ -270,7 +269,7 @@ def _arrows(graph: TaskGraph, result: Report, layout: _Layout, prefix: str) -> I
 def _arrow(producer: TaskTime, consumer: TaskTime, layout: _Layout, head: str) -> str:
     above, below = (layout.top[time.task.lane.device] for time in (producer, consumer))
     down = above < below
-    # Two pixels inside the tasks, so that the border between two neighbours does not hide which is meant.
+    # The ends are 3 pixels inside the tasks, so that it is clear which of two neighbours is meant.
     x, y = layout.x(producer.end) - 3, above + (ROW if down else 0)
     to_x, to_y = layout.x(consumer.start) + 3, below + (0 if down else ROW)
     middle = (y + to_y) / 2

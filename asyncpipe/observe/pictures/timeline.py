@@ -1,13 +1,12 @@
-"""Timelines of one step as text: a row a lane, a cell a task, dots where the lane stands idle.
+"""The timeline of one step as text: a row a lane, a cell a task, dots where the lane is idle.
 
-Where all times are whole multiples of one quantum, as in simulations, each cell is exactly as wide as its
-task is long::
+If all times are multiples of one quantum, as in simulations, each cell is exactly as wide as its task is long::
 
     dev:0  F0 F1 F2 ·········B2─── B1─── B0───
     dev:1  ···F0 F1 F2 B2─── B1─── B0─── ······
 
-Otherwise time is cut into columns, and a column shows the task that fills most of it. A terminal may have the
-kinds of tasks in colours.
+Otherwise time is divided into columns, and a column shows the task that fills most of it. In a terminal the kinds of
+tasks may have colours.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ __all__ = [
 ]
 
 DEFAULT_WIDTH = 100
-"""Columns for times without a quantum when no width is given."""
+"""The columns of a timeline without a quantum if no width is given."""
 SHORTEST_TASK = 10
-"""A quantum counts only if the shortest task has at most this many; else an exact picture would be endless."""
+"""The most quanta that the shortest task may have; with more, an exact timeline would be too wide."""
 SELF_EVIDENT = {TaskKind.FORWARD, TaskKind.BACKWARD}
-"""Kinds whose letters need no explanation; a legend of nothing else is left out."""
+"""The kinds whose letters need no explanation; a legend of these alone is left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneRow:
-    """One lane and what ran on it, by start; tasks that took no time are left out."""
+    """One lane and the tasks that ran on it, in the order of their starts; those that took no time are left out."""
 
     lane: Lane
     times: tuple[TaskTime, ...]
@@ -70,10 +69,10 @@ def text_timeline(
 ) -> str:
     """The step as text: a time axis, one row a device, a legend and a line of key figures; ends with a newline.
 
-    ``width`` is the number of columns to fit into; without it an exact timeline is as wide as its labels need
-    and any other 100 columns. ``copies`` adds the copy lanes. ``virtual`` times are printed as bare numbers,
-    others as seconds. Cells read ``F0`` (kind and micro-batch), or ``F0.4`` where a device has several stages;
-    with ``colour`` they have a background for their kind, in ANSI escapes for a terminal of 256 colours.
+    ``width`` is the number of columns to use; the default is what the labels of an exact timeline need, and 100 for
+    others. ``copies`` adds the copy lanes. ``virtual`` times are printed as bare numbers, others with units. Cells read
+    ``F0`` (kind and micro-batch), or ``F0.4`` (with the stage) if a device has several stages. With ``colour``, cells
+    have the background of their kind, by ANSI escapes for a terminal of 256 colours.
     """
     result = report(record)
     rows = lane_rows(result, record.graph, copies=copies)
@@ -94,7 +93,7 @@ def text_timeline(
 
 
 def lane_rows(result: Report, graph: TaskGraph, *, copies: bool) -> list[LaneRow]:
-    """The compute lane of every device, each followed by those of its copy lanes that were busy if ``copies``."""
+    """The compute lane of every device, with ``copies`` each followed by those of its copy lanes that were busy."""
     queues = list(Queue) if copies else [Queue.COMPUTE]
     times: dict[Lane, list[TaskTime]] = {Lane(device, queue): [] for device in graph.devices for queue in queues}
     for time in result.tasks:
@@ -104,13 +103,13 @@ def lane_rows(result: Report, graph: TaskGraph, *, copies: bool) -> list[LaneRow
 
 
 def kinds_of(rows: Sequence[LaneRow]) -> list[TaskKind]:
-    """The kinds of tasks in ``rows``, in the order in which legends name them."""
+    """The kinds of tasks in ``rows``, in the order of legends."""
     shown = {time.task.kind for row in rows for time in row.times}
     return [kind for kind in TaskKind if kind in shown]
 
 
 def summary(result: Report, *, training: bool, virtual: bool) -> str:
-    """Makespan, bubble and, of a ``training`` step, the peak in flight per stage, in one line."""
+    """One line with makespan, bubble and, for a ``training`` step, the peak in flight per stage."""
     makespan = format_time(result.seconds, result.seconds, virtual=virtual)
     line = f"makespan {makespan}, bubble {result.bubble_ratio:.1%}"
     peaks = result.peak_in_flight
@@ -122,16 +121,16 @@ def summary(result: Report, *, training: bool, virtual: bool) -> str:
 
 
 def labels(graph: TaskGraph) -> Callable[[Task], str]:
-    """What to write on a task: kind and micro-batch (``F0``), and its stage where a device has several (``F0.4``)."""
+    """The label of a task: kind and micro-batch (``F0``), and the stage if a device has several (``F0.4``)."""
     if max(Counter(graph.placement).values()) > 1:
         return lambda task: f"{task.label}.{task.stage}"
     return lambda task: task.label
 
 
 def quantum(times: Sequence[TaskTime]) -> float | None:
-    """The largest time of which every start and end is a whole multiple; ``None`` where there is none to speak of.
+    """The largest time that divides every start and end; ``None`` if there is none or it is very short.
 
-    It is a multiple of 0.001: clocks do not hit those by chance, costs written by hand do.
+    It is a multiple of 0.001. Measured times are hardly ever multiples of that; costs written by hand are.
     """
     thousandths = [edge * 1000 for time in times for edge in (time.start, time.end)]
     if not thousandths or any(abs(edge - round(edge)) > 1e-6 for edge in thousandths):
@@ -148,7 +147,7 @@ def tick_step(least: float) -> float:
 
 
 def format_time(seconds: float, longest: float, *, virtual: bool) -> str:
-    """``seconds`` in the unit that suits ``longest``: ``1.25 ms``; a bare number if ``virtual``."""
+    """``seconds`` in a unit that suits ``longest``, such as ``1.25 ms``; a bare number if ``virtual``."""
     if virtual:
         return f"{seconds:.6g}"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
@@ -162,12 +161,12 @@ def _row_name(lane: Lane) -> str:
 
 
 def _scale(result: Report, rows: Sequence[LaneRow], label: Callable[[Task], str], room: int | None) -> _ColumnScale:
-    """An exact scale if the times have a quantum and the room suffices, else the room divided evenly."""
+    """An exact scale if the times have a quantum and there is room for it, else the room divided evenly."""
     times = [time for row in rows for time in row.times]
     unit = quantum(times)
     if unit is not None:
         units = round(result.seconds / unit)
-        # One column more than the label needs: the gap between two cells.
+        # One column more than the label, for the gap between two cells.
         wanted = max(ceil((len(label(time.task)) + 1) / round(time.seconds / unit)) for time in times)
         each = wanted if room is None else min(wanted, room // units)
         if each:
@@ -188,7 +187,7 @@ def _cells(row: LaneRow, scale: _ColumnScale, label: Callable[[Task], str], *, c
 
 
 def _coloured_cell(cell: str, kind: TaskKind) -> str:
-    """``cell`` on the colour of its kind; the gap at its end stays bare, so that neighbours do not run together."""
+    """``cell`` on the colour of its kind; the gap at its end stays bare, so that cells remain separate."""
     drawn = cell.rstrip()
     return _painted(drawn.replace("─", " "), kind) + " " * (len(cell) - len(drawn))
 
@@ -199,14 +198,14 @@ def _painted(text: str, kind: TaskKind) -> str:
 
 
 def _legend(kinds: Sequence[TaskKind], *, colour: bool) -> str:
-    """``F forward, I input gradient``; in colour, each letter on its own."""
+    """``F forward, I input gradient``; with ``colour``, each letter on the colour of its kind."""
     if colour:
         return "   ".join(f"{_painted(f' {kind.value} ', kind)} {kind.word}" for kind in kinds)
     return ", ".join(f"{kind.value} {kind.word}" for kind in kinds)
 
 
 def _columns(times: Sequence[TaskTime], scale: _ColumnScale) -> list[TaskTime | None]:
-    """For each column, the task that fills most of it, or ``None`` where it is idle for more than half."""
+    """For each column the task that fills most of it, or ``None`` if the lane is idle for more than half of it."""
     longest = [0.0] * scale.columns
     busy = [0.0] * scale.columns
     shown: list[TaskTime | None] = [None] * scale.columns
@@ -221,9 +220,9 @@ def _columns(times: Sequence[TaskTime], scale: _ColumnScale) -> list[TaskTime | 
 
 
 def _cell(label: str, width: int) -> str:
-    """``label`` drawn out to ``width``, with a gap at its end; its letter alone where it does not fit.
+    """``label`` extended to ``width``, with a gap at its end; only its letter if it does not fit.
 
-    A label is never cut, since the beginning of another number would be read as a number.
+    A label is never cut: the first digit of a number would be read as another number.
     """
     if width < len(label):
         return label[0].ljust(width, "─")
@@ -233,7 +232,7 @@ def _cell(label: str, width: int) -> str:
 
 
 def _axis(scale: _ColumnScale, longest: float, *, virtual: bool) -> str:
-    """Numbers at the columns where their times begin."""
+    """The time axis: each number stands at the column where its time begins."""
     widest = len(format_time(longest * 0.999, longest, virtual=virtual)) + 2
     step = tick_step(scale.seconds * widest)
     if virtual and step < 1 and scale.seconds * widest <= 1:

@@ -6,12 +6,12 @@
     cpu:0       compute       │ F(0,0) │ F(1,0) │         │ B(0,0) │    a process for each device, a thread for each
                 grad-in                          │ C(0,1>0) ↗             of its lanes, and counters
                 stage 0 …     ▁▁▁▁▁▁▁▁▁▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▁▁
-    cpu:1       compute                │ F(0,1) │ B(0,1) ↗              arrows: what a copy reads → copy → who reads it
+    cpu:1       compute                │ F(0,1) │ B(0,1) ↗              arrows: producer → copy → consumer
     cpu memory  memory …      ▁▁▂▂▂▂▂▂▃▃▃▃▃▃▃▃▄▄▄▄▄▃▃▃▃▃▂▂▂▂            what the process holds of a physical device
 
-Steps lie one after the other on the clock of their journals, from 0. Times in a trace are microseconds, to the
-nanosecond. On a CUDA device nothing more is asked of it: the journal's starts and ends are those of events recorded
-on the lane's stream, read once the device was done and moved to the host's clock (``ops/device/streams.py``).
+Steps are on the clock of their journals, which begins at 0 here. Times are microseconds, to the nanosecond. A trace of
+CUDA devices costs them nothing more: the journal has the times of events that were recorded on the lane's stream, read
+when the device was done, and converted to the host's clock (``ops/device/streams.py``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["to_chrome", "write_trace"]
 
 STEP_COLOURS = {Outcome.OK: "white", Outcome.FAILED: "terrible", Outcome.CANCELLED: "bad"}
 INSIDE = 1e-3
-"""An arrow belongs to the slice around its time, so it leaves a nanosecond before the slice ends."""
+"""Viewers attach an arrow to the slice around its time, so it leaves a nanosecond before its slice ends."""
 
 
 def write_trace(
@@ -46,17 +46,16 @@ def write_trace(
     memory: StageMemory | None = None,
     unit: float = 1.0,
 ) -> None:
-    """Write ``to_chrome(records, …)`` to ``path`` as JSON. Raises ``OSError`` where that cannot be written."""
+    """Write ``to_chrome(records, …)`` to ``path`` as JSON. Raises ``OSError`` if the file cannot be written."""
     trace = to_chrome(records, memory=memory, unit=unit)
     Path(path).write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
 
 
 def to_chrome(records: Iterable[StepRecord], *, memory: StageMemory | None = None, unit: float = 1.0) -> dict[str, Any]:
-    """The steps as a trace object, ready for ``json.dump``; events are in the order of their times.
+    """The steps as a trace object, ready for ``json.dump``, with events in the order of their times.
 
-    ``memory``: sizes of the stages, to predict what each device holds; for simulated steps, which have measured none.
-    ``unit``: the seconds that a unit of the journals' time stands for. Raises ``OptionError`` where ``memory`` is that
-    of another number of stages.
+    ``memory`` are the sizes of the stages, from which the memory of simulated steps is predicted. ``unit`` is how many
+    seconds a unit of the journals' time stands for. Raises ``OptionError`` if ``memory`` has another number of stages.
     """
     kept = list(records)
     clock = TraceClock(kept, unit)
@@ -82,7 +81,7 @@ def to_chrome(records: Iterable[StepRecord], *, memory: StageMemory | None = Non
 
 
 def _step(record: StepRecord, clock: TraceClock) -> TraceEvent:
-    """The slice of a whole step, from its submission until its last device was done; the place is still missing."""
+    """The slice of a whole step, from its submission to the end of its last task, without its place."""
     ended = [event.ended for _, event in record.journal if isinstance(event, TaskCompleted)]
     begin = clock.at(record.journal[0][0]) if record.journal else 0.0
     end = clock.at(max([record.journal[-1][0], *ended])) if record.journal else begin
@@ -125,7 +124,7 @@ def _step_arguments(record: StepRecord) -> TraceEvent:
 
 
 def _rows(steps: Sequence[TraceEvent]) -> list[int]:
-    """Of each step the first row that is free for it: steps overlap where devices run ahead or jobs share them."""
+    """The first free row for each step. Steps overlap if devices run ahead or jobs share devices."""
     ends: list[float] = []
     rows = [0] * len(steps)
     for number in sorted(range(len(steps)), key=lambda number: float(steps[number]["ts"])):
@@ -174,7 +173,7 @@ def _arguments(record: StepRecord, task: Task) -> TraceEvent:
 
 
 def _failures(record: StepRecord, tracks: TraceTracks, clock: TraceClock) -> Iterator[TraceEvent]:
-    """A mark on the lane where a task failed; it has no slice, since nobody knows how long it ran."""
+    """A mark on the lane of each failed task. It has no slice, because its journal does not say when it began."""
     for at, event in record.journal:
         if isinstance(event, TaskFailed):
             task = record.graph.tasks[event.task]
@@ -192,10 +191,10 @@ def _failures(record: StepRecord, tracks: TraceTracks, clock: TraceClock) -> Ite
 
 
 def _flows(record: StepRecord, slices: dict[int, TraceEvent], names: Iterator[int]) -> Iterator[TraceEvent]:
-    """An arrow producer → copy → consumer for every copy that ran and everyone who read what it brought.
+    """An arrow producer → copy → consumer for every copy that ran and every task that read its result.
 
-    Of several producers (of the gradients that a tied weight sums) it is the last one. A slice that takes no time is
-    left out, since nobody could see an end of an arrow there: free copies of a simulation get producer → consumer.
+    If a copy has several producers (it may bring a tied weight's summed gradients), the arrow starts at the last one.
+    Slices without duration are left out, since they are invisible: a free copy of a simulation is skipped.
     """
     tasks, dependencies = record.graph.tasks, record.graph.dependencies
     visible = {number for number, place in slices.items() if place["dur"] > 0}
@@ -210,12 +209,12 @@ def _flows(record: StepRecord, slices: dict[int, TraceEvent], names: Iterator[in
                 yield from _arrow(ends, next(names))
 
 
-def _arrow(tracks: Sequence[TraceEvent], name: int) -> Iterator[TraceEvent]:
-    """An arrow from the end of the first slice, over those between, to the start of the last.
+def _arrow(ends: Sequence[TraceEvent], name: int) -> Iterator[TraceEvent]:
+    """An arrow from the end of the first slice, through those between, to the start of the last.
 
-    ``name`` is a number of its own for each: Perfetto takes no words there.
+    ``name`` is a number, different for each arrow; Perfetto accepts no strings here.
     """
-    for phase, place in zip("s" + "t" * (len(tracks) - 2) + "f", tracks, strict=True):
+    for phase, place in zip("s" + "t" * (len(ends) - 2) + "f", ends, strict=True):
         leaves = round(max(place["ts"], place["ts"] + place["dur"] - INSIDE), 3)
         yield {
             "ph": phase,

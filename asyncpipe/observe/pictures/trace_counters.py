@@ -1,7 +1,7 @@
 """The counters of a Chrome trace: micro-batches in flight per stage, and memory per device.
 
-Memory is what was measured, on physical devices, or what ``core/predict/memory.py`` predicts, on the graph's own;
-either way it is a counter of bytes. Perfetto calls a counter by its name and the key of its value::
+Memory is measured, per physical device, or predicted by ``core/predict/memory.py``, per logical device. Both are
+counters of bytes. Perfetto labels a counter by its name and the key of its value::
 
     measured    notes.samples, after each task         ┐
                 notes.memory, at the end of a step     ├──▶  {"ph": "C", "name": "memory", "args": {"bytes": …}}
@@ -20,7 +20,7 @@ from asyncpipe.observe.pictures.trace_tracks import TraceClock, TraceEvent, Trac
 __all__ = ["in_flight", "measured_memory", "predicted_memory", "sampled_devices"]
 
 _MemorySample = tuple[float, str, int]
-"""(time of a journal, device, bytes)."""
+"""(time of the journal, device, bytes)"""
 
 
 def in_flight(records: Sequence[StepRecord], tracks: TraceTracks, clock: TraceClock) -> Iterator[TraceEvent]:
@@ -37,7 +37,10 @@ def in_flight(records: Sequence[StepRecord], tracks: TraceTracks, clock: TraceCl
 
 
 def _changes(record: StepRecord) -> Iterator[tuple[float, int, int, str]]:
-    """(time, +1 or -1, stage, device); at one instant, ends come first. What a failed step leaves ends with it."""
+    """(time, +1 or -1, stage, device) of each micro-batch that a stage begins or ceases to hold.
+
+    When sorted, ends come before starts of the same time. What a failed step still holds ends with the step.
+    """
     graph = record.graph
     held: set[tuple[int, int]] = set()
     for _, event in record.journal:
@@ -56,14 +59,14 @@ def _changes(record: StepRecord) -> Iterator[tuple[float, int, int, str]]:
 
 
 def sampled_devices(records: Sequence[StepRecord]) -> list[str]:
-    """The physical devices whose memory was measured, by name."""
+    """The names of the physical devices with measured memory."""
     return sorted({device for record in records for _, device, _ in _samples(record)})
 
 
 def measured_memory(records: Sequence[StepRecord], tracks: TraceTracks, clock: TraceClock) -> Iterator[TraceEvent]:
     """Per physical device, the bytes allocated on it, as noted during the steps and at their ends."""
     samples = [sample for record in records for sample in _samples(record)]
-    # Threads note their samples in any order.
+    # Several threads note samples, so they are not in order.
     samples.sort(key=lambda sample: sample[0])
     return _memory("memory", samples, tracks, clock)
 
@@ -78,7 +81,7 @@ def _samples(record: StepRecord) -> Iterator[_MemorySample]:
 def predicted_memory(
     records: Sequence[StepRecord], memory: StageMemory, tracks: TraceTracks, clock: TraceClock
 ) -> Iterator[TraceEvent]:
-    """Per device of the graphs, the bytes that stages of such sizes hold. Raises as ``memory_over_time`` does."""
+    """Per logical device, the bytes that stages of the sizes ``memory`` hold; raises as ``memory_over_time`` does."""
     samples = [
         (at, record.graph.devices[device], held)
         for record in records
@@ -101,9 +104,9 @@ def _memory(
 def _counter(
     name: str, key: str, place: TraceEvent, row: Sequence[tuple[float, int]], clock: TraceClock
 ) -> Iterator[TraceEvent]:
-    """The counter of a row of (time, value), by time: of several at one instant the last, of equal ones the first.
+    """A counter through a row of (time, value): the last value of each instant, where it differs from the one before.
 
-    What ends and what starts at one instant would otherwise be a notch in the picture.
+    Without this, an end and a start at one instant would be a notch in the picture.
     """
     shown = None
     for at, value in {clock.at(time): value for time, value in row}.items():

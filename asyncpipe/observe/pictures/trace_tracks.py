@@ -1,4 +1,4 @@
-"""Where and when things stand in a Chrome trace: numbers and names of processes and threads, and the scale of time."""
+"""Where and when the events of a Chrome trace are: processes, threads, and the time scale."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from asyncpipe.core.engine.events import StepRecord, TaskCompleted
 from asyncpipe.core.graph.task import Lane
 
-__all__ = ["TraceClock", "TraceTracks", "TraceEvent"]
+__all__ = ["TraceClock", "TraceEvent", "TraceTracks"]
 
 TraceEvent = dict[str, Any]
-"""One event of a trace, ready for ``json.dumps``."""
+"""One event of a trace, or a part of one, ready for ``json.dumps``."""
 
 
 class TraceClock:
-    """Turns times of journals into microseconds since the earliest of them, to the nanosecond.
+    """Converts times of journals into microseconds since the earliest of them, to the nanosecond.
 
     ``unit`` is how many seconds a unit of the journals' time stands for.
     """
@@ -30,7 +30,7 @@ class TraceClock:
 
 
 def _starts(record: StepRecord) -> Iterator[float]:
-    """When the step was submitted and, since a device's clock may be a little off, when its tasks began."""
+    """The submission of the step and the starts of its tasks, which a device's clock may put before it."""
     if record.journal:
         yield record.journal[0][0]
     for _, event in record.journal:
@@ -39,15 +39,16 @@ def _starts(record: StepRecord) -> Iterator[float]:
 
 
 class TraceTracks:
-    """Numbers of threads, from 1, since viewers give 0 a meaning of its own, and of processes, on from there.
+    """The numbers of processes (``pid``) and threads (``tid``) in a trace.
 
-    Threads are numbered through all processes: some viewers take a thread's number to be unique. No process has the
-    number of a thread, which Perfetto would call its main thread. A process stands for a logical device, for a
-    physical one whose memory was measured (where no logical one has its name), and for the steps, shown on top.
+    There is a process for each logical device, for each physical device with measured memory (unless a logical device
+    has its name), and for the steps, which are shown on top. Threads are numbered from 1, because viewers treat 0
+    specially, and through all processes, because some viewers expect unique numbers. Processes have the numbers after
+    those of the threads, because Perfetto takes a thread with its process's number for the main thread.
     """
 
     def __init__(self, records: Sequence[StepRecord], rows: int, memories: Iterable[str]) -> None:
-        """``rows`` of steps, that lie side by side where steps overlap; ``memories`` of physical devices."""
+        """``rows`` of steps, which are side by side where steps overlap; ``memories`` are names of physical devices."""
         lanes = dict.fromkeys(lane for record in records for lane in record.graph.lanes)
         self._lanes = {lane: tid for tid, lane in enumerate(lanes, 1)}
         self._rows = range(len(lanes) + 1, len(lanes) + 1 + rows)
@@ -56,19 +57,19 @@ class TraceTracks:
         self._memories = names.keys() - {lane.device for lane in lanes}
 
     def device(self, device: str) -> TraceEvent:
-        """Where counters of a device are, logical or physical."""
+        """The place of the counters of a device, logical or physical."""
         return {"pid": self._devices[device]}
 
     def lane(self, lane: Lane) -> TraceEvent:
-        """Where the tasks of a lane are."""
+        """The place of the tasks of a lane."""
         return {**self.device(lane.device), "tid": self._lanes[lane]}
 
     def step(self, row: int) -> TraceEvent:
-        """Where the steps of a row are, counted from 0."""
+        """The place of the steps of a row, counted from 0."""
         return {"pid": self._rows.stop, "tid": self._rows[row]}
 
     def metadata(self) -> Iterator[TraceEvent]:
-        """Names of processes and threads, and the order to show them in."""
+        """The events that name processes and threads and put them in order."""
         if self._rows:
             yield from _named("process", {"pid": self._rows.stop}, "steps", 1)
         for device, pid in self._devices.items():

@@ -1,4 +1,4 @@
-"""What each task of a step waited for: a fold that pictures show where a task is pointed at."""
+"""What each task of a step waited for; pictures show it when the pointer is on a task."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ __all__ = ["Wait", "waits"]
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What a task waited for last: what it reads, or the task before it on its own lane."""
+    """The last thing that a task waited for: one of its inputs, or the task before it on its lane."""
 
     name: str
     until: float
     """When that ended, in seconds since the step was submitted."""
     idle: float
-    """Seconds that the lane stood idle before the task."""
+    """Seconds that the lane was idle before the task."""
     queue: str
-    """What to call the lane: the device, or a queue of it."""
+    """The lane's name in a sentence: ``device``, or the name of a copy queue."""
 
 
 def waits(result: Report, graph: TaskGraph) -> dict[int, Wait]:
-    """By number of task, what it waited for; tasks that waited for nothing, such as the first one, have none."""
+    """What each task waited for, by task number. Tasks that waited for nothing, such as the first one, are left out."""
     times = {time.task.number: time for time in result.tasks}
     before: dict[Lane, TaskTime] = {}
     found: dict[int, Wait] = {}
     for time in result.tasks:
         number, lane = time.task.number, time.task.lane
-        reads = [_maker(times[read], times, graph) for read in graph.dependencies[number] if read in times]
+        reads = [_producer(times[read], times, graph) for read in graph.dependencies[number] if read in times]
         candidates = [(read.end, read is not before.get(lane), read.task.id) for read in reads]
         if lane in before:
             candidates.append((before[lane].end, False, before[lane].task.id))
@@ -48,9 +48,9 @@ def waits(result: Report, graph: TaskGraph) -> dict[int, Wait]:
     return found
 
 
-def _maker(read: TaskTime, times: dict[int, TaskTime], graph: TaskGraph) -> TaskTime:
-    """``read``, or what a copy without any cost copied: nobody sees such a copy in a picture."""
+def _producer(read: TaskTime, times: dict[int, TaskTime], graph: TaskGraph) -> TaskTime:
+    """``read``, or the producer that it copies from if it is a copy without cost, which pictures do not show."""
     if read.task.kind is not TaskKind.COPY or read.seconds > 0:
         return read
-    makers = [times[number] for number in graph.dependencies[read.task.number] if number in times]
-    return max(makers, key=lambda time: time.end, default=read)
+    producers = [times[number] for number in graph.dependencies[read.task.number] if number in times]
+    return max(producers, key=lambda time: time.end, default=read)
