@@ -233,7 +233,7 @@ class _BackwardPass:
             self._guard.roll_back()
             raise
         self._undo = partial(_undo, resources.ties, tensors)
-        thread = None if any(stage.device.is_cuda for stage in resources.stages) else threading.get_ident()
+        thread = None if any(stage.device.is_accelerator for stage in resources.stages) else threading.get_ident()
         self._abandon: weakref.finalize[..., _BackwardPass] = weakref.finalize(
             self, _abandon, self._execution, self._guard, self._undo, call.tenancy, thread
         )
@@ -331,11 +331,12 @@ def _nothing() -> None:
     """Takes the place of a weak reference while no backward is under way."""
 
 
-def _arrival(gradients: Sequence[Tensor | None]) -> torch.cuda.Event | None:
+def _arrival(gradients: Sequence[Tensor | None]) -> torch.Event | None:
     """An event behind what the current stream has queued for ``gradients``; ``None`` if they are on a CPU."""
-    device = next((gradient.device for gradient in gradients if gradient is not None and gradient.is_cuda), None)
+    device = next((gradient.device for gradient in gradients if gradient is not None and not gradient.is_cpu), None)
     if device is None:
         return None
-    event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
+    module = torch.get_device_module(device)
+    event: torch.Event = module.Event(blocking=True)
+    event.record(module.current_stream(device))
     return event

@@ -86,7 +86,7 @@ class DevicePool:
     def _make_executor(self, device: Device) -> Executor:
         if self._options.executors is not None:
             return self._options.executors(device.name)
-        return ThreadExecutor(device.name, on_start=None if device.is_cuda else self._intra_op.initializer())
+        return ThreadExecutor(device.name, on_start=None if device.is_accelerator else self._intra_op.initializer())
 
 
 class Tenancy:

@@ -232,7 +232,7 @@ class Measuring:
 
     def profile(self) -> Profile:
         """The costs according to the rounds that were kept so far."""
-        instant = not any(device.is_cuda for device in self._devices)
+        instant = not any(device.is_accelerator for device in self._devices)
         measurements: dict[int, Measurement] = {
             number: combine(fine, self._coarse_steps[number], _as_dicts(self._sizes[number]), instant=instant)
             for number, fine in self._fine_steps.items()

@@ -24,12 +24,12 @@ from asyncpipe.core.schedules.backward_first import BackwardFirst
 from asyncpipe.core.schedules.one_f_one_b import OneFOneB
 from asyncpipe.core.schedules.protocol import HintedSchedule
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.ops.device.streams import CudaStream
+from asyncpipe.ops.device.streams import AcceleratorStream
 
 mse = nn.functional.mse_loss
 
 
-class NotingStream(CudaStream):
+class NotingStream(AcceleratorStream):
     """A stream that notes waits and ends; its tasks are done when ``released``."""
 
     device = torch.device("cpu")

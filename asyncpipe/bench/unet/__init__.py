@@ -41,9 +41,9 @@ def run(
     is not there, and ``OptionError`` for an unknown size or if the example with the model is not there.
     """
     target = resolve_devices([device or "cpu:0"])[0]
-    size = size or ("paper" if target.is_cuda else "small")
+    size = size or ("paper" if target.is_accelerator else "small")
     check_choice("size", size, SIZES)
-    timed = target.is_cuda or size == "small"
+    timed = target.is_accelerator or size == "small"
     return {
         "device": target.name,
         "size": size,

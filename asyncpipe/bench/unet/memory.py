@@ -71,7 +71,7 @@ def run(progress: Progress, device: Device, size: UNetMemorySize, *, values: boo
 
     def peak(convs: int, channels: int, mode: TrainingMode | None) -> float:
         progress(f"memory: U-Net ({convs}, {channels}), {mode.name + ' ' + mode.checkpoint if mode else 'bare'}")
-        if device.is_cuda:
+        if device.is_accelerator:
             return _allocated_peak(size, convs, channels, mode, device)
         return counted_peak(size, convs, channels, mode, device, values=values)
 
@@ -90,7 +90,7 @@ def run(progress: Progress, device: Device, size: UNetMemorySize, *, values: boo
         "image": size.image,
         "samples": size.samples,
         "microbatches": size.microbatches,
-        "counted": not device.is_cuda,
+        "counted": not device.is_accelerator,
         "bare": bare,
         "pipelines": pipelines,
         "ratio": best["parameters"] / bare["parameters"],

@@ -133,7 +133,7 @@ class _Arms:
         return {"bare": median(bares), **figures}
 
     def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        seconds, result = _on_cuda(self._device, work) if self._device.is_cuda else _on_cpu(work)
+        seconds, result = _on_cuda(self._device, work) if self._device.is_accelerator else _on_cpu(work)
         self._model.zero_grad()
         return seconds, result
 

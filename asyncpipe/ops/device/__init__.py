@@ -1,0 +1,14 @@
+"""Devices, and how work and tensors get onto them: streams, events, copies, memory.
+
+Imports ``asyncpipe.core`` and torch, and no other folder of ``asyncpipe.ops``. Where to start:
+
+- ``devices``: logical devices from the names that the caller lists;
+- ``streams``: one stream a lane, the events that order them, and the ``Fence`` between a step and its caller;
+- ``copies``: how a tensor gets from one lane's device to another's;
+- ``memory``: bytes that a device has, holds and has held;
+- ``intra_op_threads``: how many threads a CPU stage computes with.
+
+A new type of device needs its name in ``devices.ACCELERATORS``, in the pattern of device names that the service accepts
+(``asyncpipe/service/intake/setting_values.py``), and its generators' states in snapshots
+(``asyncpipe/train/randomness.py``). Everything else asks ``torch.get_device_module``.
+"""

@@ -1,4 +1,4 @@
-"""Logical devices: what the caller lists, made sure to be there."""
+"""Logical devices, from the names that the caller lists; each is checked to be present."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import torch
 
 from asyncpipe.errors import DeviceError
 
-__all__ = ["Device", "resolve_devices"]
+__all__ = ["ACCELERATORS", "Device", "resolve_devices"]
+
+ACCELERATORS = ("cuda",)
+"""The types of devices besides the CPU. Work on them is asynchronous: it is queued on a stream."""
+
+_KNOWN = " and ".join(f"'{kind}:N'" for kind in ("cpu", *ACCELERATORS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +26,15 @@ class Device:
     physical: torch.device
 
     @property
-    def is_cuda(self) -> bool:
+    def is_accelerator(self) -> bool:
         """Whether work on it is asynchronous."""
-        return self.physical.type == "cuda"
+        return self.physical.type in ACCELERATORS
 
 
 def resolve_devices(devices: Sequence[str | torch.device]) -> list[Device]:
     """Logical devices, one an entry: ``cpu``, ``cpu:N`` (any N) and ``cuda:N`` (those present; may repeat).
 
-    Raises ``DeviceError`` for an empty list, an unknown kind of device, or one that is not there.
+    Raises ``DeviceError`` for an empty list, an unknown type of device, or a device that is not present.
     """
     if isinstance(devices, str | torch.device) or not devices:
         raise DeviceError(f"devices must be a list such as ['cpu:0', 'cpu:1'], got {devices!r}")
@@ -46,16 +51,18 @@ def _physical(entry: str | torch.device) -> torch.device:
     try:
         device = torch.device(entry)
     except (RuntimeError, TypeError):
-        raise DeviceError(f"{entry!r} is no device; asyncpipe knows 'cpu:N' and 'cuda:N'") from None
-    if device.type == "cpu":
+        raise DeviceError(f"{entry!r} is no device; asyncpipe knows {_KNOWN}") from None
+    kind = device.type
+    if kind == "cpu":
         return torch.device("cpu")
-    if device.type != "cuda":
-        raise DeviceError(f"{entry!r} is a device of kind {device.type!r}; asyncpipe knows 'cpu:N' and 'cuda:N'")
-    count = torch.cuda.device_count()
-    # Not device.index, which torch keeps in eight bits: cuda:256 would be cuda:0.
+    if kind not in ACCELERATORS:
+        raise DeviceError(f"{entry!r} is a device of type {kind!r}; asyncpipe knows {_KNOWN}")
+    module = torch.get_device_module(kind)
+    count = module.device_count()
+    # Not device.index: torch keeps it in eight bits, so cuda:256 would become cuda:0.
     number = str(entry).partition(":")[2]
-    index = int(number) if number else torch.cuda.current_device() if count else 0
+    index = int(number) if number else module.current_device() if count else 0
     if not 0 <= index < count:
-        there = ", ".join(f"cuda:{k}" for k in range(count)) or "no CUDA device"
-        raise DeviceError(f"{entry!r} is not there; this machine has {there}, and 'cpu:N' for any N")
-    return torch.device("cuda", index)
+        present = ", ".join(f"{kind}:{k}" for k in range(count)) or f"no {kind.upper()} device"
+        raise DeviceError(f"{entry!r} is not there; this machine has {present}, and 'cpu:N' for any N")
+    return torch.device(kind, index)

@@ -1,4 +1,4 @@
-"""Intra-op threads of the threads that run CPU stages."""
+"""How many intra-op threads torch uses on the threads that run CPU stages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["IntraOpThreads"]
 
 
 class IntraOpThreads:
-    """Sets the number of intra-op threads on each device's thread and leaves it as it was everywhere else.
+    """Sets the number of intra-op threads on each device's thread; other threads keep theirs.
 
-    ``torch.set_num_threads`` applies to the calling thread, but also to threads that start later. So ``restore``
-    sets the old number again when every device's thread has set its own.
+    ``torch.set_num_threads`` applies to the calling thread and to threads that start later. So after every device's
+    thread has set its number, ``restore`` sets the old number again.
     """
 
     def __init__(self, threads: int) -> None:
@@ -23,16 +23,18 @@ class IntraOpThreads:
         self._done: list[threading.Event] = []
 
     def initializer(self) -> Callable[[], None]:
-        """A function for one device's thread to call first."""
+        """A function that one device's thread calls before anything else."""
         done = threading.Event()
         self._done.append(done)
 
         def set_threads() -> None:
-            # A thread takes over the global number when it first asks or computes; it must have done so before.
+            # A thread takes over the global number when it first asks for it or computes. Ask before setting: otherwise
+            # that would happen later, and undo the setting.
             torch.get_num_threads()
             torch.set_num_threads(self._threads)
             if done.is_set():
-                # This thread replaces one that was given up: nobody calls restore() again.
+                # This thread replaces one that was abandoned. ``restore`` is over, so restore the old number here, from
+                # a thread of its own, since a thread cannot set the global number without its own.
                 restoring = threading.Thread(target=torch.set_num_threads, args=(self._before,))
                 restoring.start()
                 restoring.join()
@@ -41,7 +43,7 @@ class IntraOpThreads:
         return set_threads
 
     def restore(self) -> None:
-        """Wait until every initializer has run (the threads must have been started), and restore the old number."""
+        """Wait until every initializer has run, then restore the old number. The threads must have been started."""
         for done in self._done:
             done.wait()
         torch.set_num_threads(self._before)

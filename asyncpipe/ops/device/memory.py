@@ -1,4 +1,4 @@
-"""How much memory a physical device has, holds and has held: torch's allocator on CUDA, the process on a CPU."""
+"""Bytes that a physical device has, holds and has held: torch's allocator on accelerators, the process on the CPU."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ __all__ = ["allocated_bytes", "device_memory"]
 
 _STATM = Path("/proc/self/statm")
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Where Linux tells a container's limit: control groups of version 2, then of version 1."""
+"""The files with a Linux container's memory limit: of control groups version 2, then of version 1."""
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Bytes of ``device`` that are allocated now, that were at most, and that there are to allocate.
+    """Bytes of ``device`` that are allocated now, that were allocated at the peak, and that can be allocated at most.
 
-    On CUDA those of torch's allocator in this process, against the whole device's memory; some 100 µs. On a CPU
-    those of this process in memory, against its container's limit or the machine's memory; some 20 µs. Any thread.
+    On an accelerator: this process's allocations by torch, and the memory of the whole device; takes about 100 µs. On
+    the CPU: this process's resident memory, and the limit of its container or the machine's memory; takes about 20 µs.
+    May be called on any thread.
     """
-    if device.type == "cuda":
-        statistics = torch.cuda.memory_stats(device)
-        limit = torch.cuda.get_device_properties(device).total_memory
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        statistics = module.memory_stats(device)
+        limit = module.get_device_properties(device).total_memory
         name = "allocated_bytes.all"
         return DeviceMemory(statistics.get(f"{name}.current", 0), statistics.get(f"{name}.peak", 0), limit)
     allocated = allocated_bytes(device)
@@ -36,16 +38,16 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 def allocated_bytes(device: torch.device) -> int:
     """Bytes of ``device`` that are allocated now, as ``device_memory`` counts them."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).memory_allocated(device))
     try:
         return int(_STATM.read_bytes().split()[1]) * _page_size()
-    except OSError:  # No Linux: the peak is all that can be had.
+    except OSError:  # Not on Linux, where only the peak is known.
         return _process_peak()
 
 
 def _process_peak() -> int:
-    """The most bytes that this process had in memory."""
+    """The peak of this process's resident memory, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -57,11 +59,11 @@ def _page_size() -> int:
 
 @cache
 def _host_limit() -> int:
-    """Bytes that this process may have: its container's limit, or what the machine has."""
+    """The bytes that this process may use: its container's limit, at most the machine's memory."""
     machine = os.sysconf("SC_PHYS_PAGES") * _page_size()
     for path in _LIMITS:
         try:
             return min(int(path.read_text(encoding="ascii")), machine)
-        except (OSError, ValueError):  # Not there, or "max".
+        except (OSError, ValueError):  # No such file, or it says "max".
             continue
     return machine

@@ -1,8 +1,8 @@
-"""Streams and events, for CPU and CUDA behind one face.
+"""Streams and events, with one interface for CPU and accelerators (CUDA).
 
-Each lane has a stream. On a CPU that is the lane's own thread: work is done when the call returns, so there is
-nothing to record, and waiting for a CUDA event blocks that thread (never the loop). On CUDA it is a
-non-default stream, and waiting is queued on the device.
+Each lane has a stream. On a CPU it is the lane's own thread: work is done when the call returns, so there is nothing
+to record, and waiting for an accelerator's event blocks that thread (never the event loop). On an accelerator it is a
+non-default stream: work is queued, and so is waiting.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import finalize
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.ops.device.devices import Device
 
-__all__ = ["CpuStream", "CudaStream", "Fence", "LaneStream", "Timing", "make_streams"]
+__all__ = ["AcceleratorStream", "CpuStream", "Fence", "LaneStream", "Timing", "make_streams"]
 
 
 class LaneStream(Protocol):
@@ -29,16 +29,16 @@ class LaneStream(Protocol):
     device: torch.device
 
     def use(self) -> AbstractContextManager[object]:
-        """Make it the current stream (and device) of the calling thread."""
+        """Make it the current stream, and its device the current device, of the calling thread."""
 
-    def wait(self, event: torch.cuda.Event) -> None:
-        """Order what is queued from now on behind ``event``."""
+    def wait(self, event: torch.Event) -> None:
+        """Run what is queued from now on after ``event``."""
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Do not reuse the memory of ``tensors``, allocated on other streams, before what is queued here is done."""
+        """Keep the memory of ``tensors``, allocated on other streams, until the work queued here now is done."""
 
     def begin(self) -> Timing | None:
-        """Start to time a task; ``None`` where it is done when its call returns."""
+        """Start the clock of a task; ``None`` where the task is done when its call returns."""
 
 
 class CpuStream:
@@ -49,8 +49,8 @@ class CpuStream:
     def use(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def wait(self, event: torch.cuda.Event) -> None:
-        # The tensors come from a copy out of CUDA memory: the host must not read them before it is done.
+    def wait(self, event: torch.Event) -> None:
+        # Hazard: the tensors come from a copy out of an accelerator. The host must not read them before it is done.
         event.synchronize()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
@@ -60,93 +60,96 @@ class CpuStream:
         return None
 
 
-class CudaStream:
-    """A non-default CUDA stream, of its own while this lives (where not more than 32 of a device are in use)."""
+class AcceleratorStream:
+    """A non-default stream of an accelerator, which no other object uses (while at most 32 of the device are used)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = _borrow(device)
         finalize(self, _unused[device].append, self.stream).atexit = False
+        self._use = torch.get_device_module(device).stream
         self._clock = _DeviceClock(self.stream)
 
     def use(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self.stream)
+        context: AbstractContextManager[object] = self._use(self.stream)
+        return context
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: torch.Event) -> None:
         self.stream.wait_event(event)
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            if tensor.is_cuda:
+            if not tensor.is_cpu:
                 tensor.record_stream(self.stream)
 
     def begin(self) -> Timing | None:
         return Timing(self.stream, self._clock)
 
     def tick(self) -> None:
-        """Set the clock of the tasks to come; called once a step."""
+        """Give the tasks from now on a new clock origin; called once a step."""
         self._clock.tick()
 
 
-_unused: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+_unused: defaultdict[torch.device, list[Any]] = defaultdict(list)
 
 
-def _borrow(device: torch.device) -> torch.cuda.Stream:
-    """A stream that no other ``CudaStream`` has.
+def _borrow(device: torch.device) -> Any:
+    """A stream that no other ``AcceleratorStream`` has.
 
-    torch has 32 of a device and hands them out in turn, so in a long process two pipelines would come to share one.
-    One's next task could then reuse gradients that the other's optimizer has freed and, on its caller's stream, still
-    reads: ``Fence.begin`` orders only the streams of its own pipeline behind that.
+    torch has 32 streams a device and hands them out in turn, so in a long process two pipelines would come to share
+    one. Hazard: the optimizer of pipeline A reads gradients on its caller's stream and frees them. The next task of
+    pipeline B on the shared stream could then reuse that memory too early, because ``Fence.begin`` makes only the
+    streams of A wait for the caller of A.
     """
     try:
         return _unused[device].pop()
     except IndexError:
-        stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return stream
+        return torch.get_device_module(device).Stream(device)
 
 
 class Timing:
-    """A task on a CUDA stream: began where this was made, ends at ``end``. A ``Completion`` for the executor."""
+    """The time of a task on an accelerator, from when this is made to ``end``. A ``Completion`` for the executor."""
 
-    def __init__(self, stream: torch.cuda.Stream, clock: _DeviceClock) -> None:
+    def __init__(self, stream: Any, clock: _DeviceClock) -> None:
         self._clock = clock
         self._origin = clock.origin
         self._started = _record(stream)
-        self.ended: torch.cuda.Event | None = None
+        self.ended: torch.Event | None = None
 
-    def end(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Record the task's end on ``stream`` (a copy may end on another one than it began on)."""
+    def end(self, stream: Any) -> torch.Event:
+        """Record the task's end on ``stream`` (a copy may end on another stream than it began on)."""
         self.ended = _record(stream)
         return self.ended
 
     def wait(self) -> tuple[float, float]:
-        """Block until the device is done; start and end in seconds of ``time.perf_counter``."""
+        """Block until the device has finished the task; start and end in seconds of ``time.perf_counter``."""
         assert self.ended is not None
         origin = self._clock.resolve(self._origin)
         self.ended.synchronize()
         return origin + self._since_origin(self._started), origin + self._since_origin(self.ended)
 
-    def _since_origin(self, event: torch.cuda.Event) -> float:
+    def _since_origin(self, event: torch.Event) -> float:
         return max(0.0, float(self._origin.event.elapsed_time(event)) * 1e-3)
 
 
 class _ClockOrigin:
-    """An event that fixes device time to host time; ``host`` is known once the device has reached it."""
+    """An event whose time is known on the device and, once the device has reached it, on the host (``host``)."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: Any) -> None:
         self.recorded = time.perf_counter()
         self.event = _record(stream)
         self.host: float | None = None
 
 
 class _DeviceClock:
-    """Device times as host times. Each step gets an origin near by, since ``elapsed_time`` is a float32 of ms.
+    """Converts device times to host times. Each step gets a new origin: ``elapsed_time``, a float32, stays small.
 
-    An origin's host time is that of an earlier one plus the device's own measure of the distance, kept between
-    when the host recorded it and when the host saw it done. Resolved on the lane's completion thread alone.
+    The host time of an origin is that of the previous origin plus the time between the two on the device, limited to
+    the interval from when the host recorded the event to when the host saw it done. ``resolve`` is called on the lane's
+    completion thread only.
     """
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._resolved: _ClockOrigin | None = None
         self.origin = _ClockOrigin(stream)
@@ -166,9 +169,9 @@ class _DeviceClock:
         return origin.host
 
 
-def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def _record(stream: Any) -> torch.Event:
     # `blocking`: a thread that synchronizes sleeps instead of spinning on a core.
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    event: torch.Event = torch.get_device_module(stream.device).Event(enable_timing=True, blocking=True)
     event.record(stream)
     return event
 
@@ -176,41 +179,41 @@ def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
 def make_streams(devices: Iterable[Device]) -> dict[Lane, LaneStream]:
     """A stream for every lane of every logical device."""
     return {
-        Lane(device.name, queue): CudaStream(device.physical) if device.is_cuda else CpuStream()
+        Lane(device.name, queue): AcceleratorStream(device.physical) if device.is_accelerator else CpuStream()
         for device in devices
         for queue in Queue
     }
 
 
 class Fence:
-    """Orders a step between what its caller queued before it and queues after it; nothing blocks.
+    """Orders a step after what its caller queued before it, and what the caller queues later after the step.
 
-    Made and begun on the caller's thread, ended there when the step's last task is issued.
+    Nothing blocks. Created and begun on the caller's thread, and ended there when the step's last task is issued.
     """
 
     def __init__(self, streams: Iterable[LaneStream]) -> None:
-        self._streams = [stream for stream in streams if isinstance(stream, CudaStream)]
+        self._streams = [stream for stream in streams if isinstance(stream, AcceleratorStream)]
         devices = {stream.device for stream in self._streams}
-        self._callers = [torch.cuda.current_stream(device) for device in devices]
+        self._callers = [torch.get_device_module(device).current_stream(device) for device in devices]
 
     def begin(self) -> None:
-        """Order every lane behind the caller's current streams."""
+        """Make every lane wait for the caller's current streams."""
         for caller in self._callers:
             event = _record(caller)
             for stream in self._streams:
-                # The optimizer has just written the parameters and the batch was just made, both on the caller's
-                # streams: no lane may read them earlier. It also guards gradients that zero_grad freed: their
-                # memory, allocated on a compute stream, is reused there only behind the optimizer that read them.
+                # Hazard: the caller's streams have queued the optimizer's writes to the parameters and what makes the
+                # batch. No lane may read either before. The wait also protects gradients that zero_grad freed: their
+                # memory, allocated on a compute stream, is reused there only after the optimizer has read them.
                 stream.wait(event)
         for stream in self._streams:
             stream.tick()
 
     def end(self, results: Iterable[Tensor] = ()) -> None:
-        """Order the caller's streams behind every lane; ``results`` as in ``hand_over``."""
+        """Make the caller's streams wait for every lane; ``results`` as in ``hand_over``."""
         for stream in self._streams:
             event = _record(stream.stream)
             for caller in self._callers:
-                # The optimizer reads the gradients, and the caller the outputs, that the lanes are still writing.
+                # Hazard: the optimizer reads the gradients, and the caller the outputs, that the lanes still write.
                 caller.wait_event(event)
         self.hand_over(results)
 
@@ -218,6 +221,7 @@ class Fence:
         """Let the caller read ``tensors``, which the lanes have made, on its own streams; after ``end``."""
         for tensor in tensors:
             for caller in self._callers:
-                # Allocated on a compute stream and read on the caller's: freeing it must wait for that read.
-                if tensor.is_cuda and tensor.device == caller.device:
+                # Hazard: the caller's stream reads memory allocated on a compute stream. If the tensor is freed, the
+                # memory must not be reused before that read is done.
+                if tensor.device == caller.device:
                     tensor.record_stream(caller)

@@ -21,7 +21,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.device.copies import Copier
-from asyncpipe.ops.device.streams import CudaStream, LaneStream, Timing
+from asyncpipe.ops.device.streams import AcceleratorStream, LaneStream, Timing
 from asyncpipe.ops.execute.compute import StageCompute
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.instruments import Instruments
@@ -59,7 +59,7 @@ class Binder:
         self._tensors = tensors
         self._resources = resources
         self._compute_of = StageCompute(graph, plan, tensors, resources.stages, resources.streams, context)
-        self._events: dict[int, torch.cuda.Event] = {}
+        self._events: dict[int, torch.Event] = {}
         self._gates = frozenset(graph.gates)
 
     def bind(self, task: Task) -> Callable[[], Timing | None]:
@@ -110,7 +110,7 @@ class Binder:
         self.notes.copied[task.number] = sum(tensor.nbytes for tensor in tensors if tensor is not None)
         side = copier.side(tensors)
         # A copy out of CUDA memory to the CPU is over when its side stream is; every other one when its lane is.
-        stream = side if side is not None and not isinstance(lane, CudaStream) else lane
+        stream = side if side is not None and not isinstance(lane, AcceleratorStream) else lane
         with lane.use(), torch.no_grad():
             self._await_dependencies(task, stream)
             if side is not None and side is not stream:
@@ -161,7 +161,7 @@ class Binder:
 
     def _finish(self, task: Task, timing: Timing | None, stream: LaneStream) -> Timing | None:
         if timing is not None:
-            assert isinstance(stream, CudaStream)
+            assert isinstance(stream, AcceleratorStream)
             self._events[task.number] = timing.end(stream.stream)
         return timing
 
@@ -191,10 +191,10 @@ class Binder:
         """Current streams on which ``task`` may read what the losses counted on another CUDA device."""
         counts = list(self._tensors.counts.values())
         lane = self._resources.streams[task.lane]
-        if not counts or not counts[0].is_cuda or counts[0].device == lane.device:
+        if not counts or counts[0].is_cpu or counts[0].device == lane.device:
             return nullcontext()
         stack = ExitStack()
-        side = CudaStream(counts[0].device)
+        side = AcceleratorStream(counts[0].device)
         last = len(self._resources.stages) - 1
         for counted in self._graph.tasks:
             if counted.kind is TaskKind.FORWARD and counted.stage == last and counted.number in self._events:

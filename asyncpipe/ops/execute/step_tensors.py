@@ -73,7 +73,7 @@ class StepTensors:
     counts: dict[int, Tensor] = field(default_factory=dict)
     """What the loss counted in each micro-batch, if it returns counts."""
     outputs: dict[int, Packet] = field(default_factory=dict)
-    arrivals: dict[int, torch.cuda.Event] = field(default_factory=dict)
+    arrivals: dict[int, torch.Event] = field(default_factory=dict)
     """Behind which the caller's gradient of a micro-batch may be read."""
     retain: bool = False
     """Whether the backward that runs leaves its residues for another one."""

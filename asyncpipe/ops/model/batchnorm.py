@@ -103,9 +103,10 @@ class DeferredBatchNorm(_BatchNorm):
         if gathered is None or self.running_mean is None or self.running_var is None:
             return
         for tensor in (gathered.mean, gathered.deviations):
-            if tensor.is_cuda:
-                # Allocated on a compute stream, read on this one: freeing it must wait for that read.
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            if not tensor.is_cpu:
+                # Hazard: this stream reads memory allocated on a compute stream. Once freed, the memory must not be
+                # reused before that read is done.
+                tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
         with torch.no_grad():
             weight = self._count_update(gathered.mean)
             for running, new in (

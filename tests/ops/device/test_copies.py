@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from asyncpipe.ops.device.copies import Copier, to_device
-from asyncpipe.ops.device.streams import CpuStream, CudaStream
+from asyncpipe.ops.device.streams import AcceleratorStream, CpuStream
 
 CPU = torch.device("cpu")
 
@@ -41,7 +41,7 @@ def cuda() -> torch.device:
     return torch.device("cuda", 0)
 
 
-def produced(stream: CudaStream, value: float) -> tuple[Tensor, torch.cuda.Event]:
+def produced(stream: AcceleratorStream, value: float) -> tuple[Tensor, torch.cuda.Event]:
     """A tensor that ``stream`` is still busy writing, and the event behind it."""
     with stream.use():
         tensor = torch.zeros(1 << 20, device=cuda())
@@ -54,7 +54,7 @@ def produced(stream: CudaStream, value: float) -> tuple[Tensor, torch.cuda.Event
 
 @pytest.mark.cuda
 def test_one_gpu_hands_over_the_same_storage() -> None:
-    lane, compute = CudaStream(cuda()), CudaStream(cuda())
+    lane, compute = AcceleratorStream(cuda()), AcceleratorStream(cuda())
     copier = Copier(lane, compute)
     tensor = torch.ones(4, device=cuda())
     assert copier.side([tensor]) is None
@@ -65,7 +65,7 @@ def test_one_gpu_hands_over_the_same_storage() -> None:
 
 @pytest.mark.cuda
 def test_gpu_to_cpu_is_pinned_and_over_when_its_side_stream_is() -> None:
-    producer, lane = CudaStream(cuda()), CpuStream()
+    producer, lane = AcceleratorStream(cuda()), CpuStream()
     copier = Copier(lane, CpuStream())
     tensor, event = produced(producer, 7.0)
     side = copier.side([None, tensor])
@@ -91,7 +91,7 @@ def test_gpu_to_cpu_is_pinned_and_over_when_its_side_stream_is() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("pinned", [False, True])
 def test_cpu_to_gpu(pinned: bool) -> None:
-    lane, compute = CudaStream(cuda()), CudaStream(cuda())
+    lane, compute = AcceleratorStream(cuda()), AcceleratorStream(cuda())
     copier = Copier(lane, compute)
     tensor = torch.arange(1 << 20, dtype=torch.float32)
     source = tensor.pin_memory() if pinned else tensor

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncpipe.ops.device import streams as stream
-from asyncpipe.ops.device.streams import CudaStream
+from asyncpipe.ops.device.streams import AcceleratorStream
 
 DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -24,9 +24,9 @@ def of_torch(monkeypatch):
 
 
 def test_no_two_pipelines_share_a_stream():
-    lasting = [CudaStream(DEVICE) for _ in range(3)]
+    lasting = [AcceleratorStream(DEVICE) for _ in range(3)]
     for _ in range(40):
-        passing = [CudaStream(device) for device in (DEVICE, OTHER) for _ in range(6)]
+        passing = [AcceleratorStream(device) for device in (DEVICE, OTHER) for _ in range(6)]
         streams = [lane.stream for lane in [*lasting, *passing]]
         assert len(set(streams)) == 15
         assert all(lane.stream[0] == lane.device for lane in passing)
@@ -35,9 +35,9 @@ def test_no_two_pipelines_share_a_stream():
 
 
 def test_streams_that_are_given_back_are_lent_again():
-    first = CudaStream(DEVICE)
+    first = AcceleratorStream(DEVICE)
     handle = first.stream
-    assert CudaStream(DEVICE).stream != handle
+    assert AcceleratorStream(DEVICE).stream != handle
     del first
     gc.collect()
-    assert handle in {lane.stream for lane in [CudaStream(DEVICE) for _ in range(2)]}
+    assert handle in {lane.stream for lane in [AcceleratorStream(DEVICE) for _ in range(2)]}

@@ -13,23 +13,23 @@ from torch import Tensor
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.ops.device.copies import Copier
 from asyncpipe.ops.device.devices import resolve_devices
-from asyncpipe.ops.device.streams import CpuStream, CudaStream, Fence, LaneStream, make_streams
+from asyncpipe.ops.device.streams import AcceleratorStream, CpuStream, Fence, LaneStream, make_streams
 
 SIZE = 1 << 20
 BUSY = 100_000_000
 """Device cycles: some 50 ms, in which a reader that does not wait sees the old value."""
 
 
-def two_devices() -> tuple[Mapping[Lane, LaneStream], CudaStream, CudaStream]:
+def two_devices() -> tuple[Mapping[Lane, LaneStream], AcceleratorStream, AcceleratorStream]:
     """Two logical devices on one GPU: every lane's stream, and their compute streams."""
     streams = make_streams(resolve_devices(["cuda:0", "cuda:0"]))
     left, right = streams[Lane("cuda:0", Queue.COMPUTE)], streams[Lane("cuda:0#1", Queue.COMPUTE)]
-    assert isinstance(left, CudaStream)
-    assert isinstance(right, CudaStream)
+    assert isinstance(left, AcceleratorStream)
+    assert isinstance(right, AcceleratorStream)
     return streams, left, right
 
 
-def recorded(stream: CudaStream) -> torch.cuda.Event:
+def recorded(stream: AcceleratorStream) -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record(stream.stream)
     return event
@@ -58,7 +58,7 @@ def test_a_cpu_lane_is_done_when_its_call_returns() -> None:
 @pytest.mark.cuda
 def test_every_lane_has_a_stream_of_its_own_and_none_is_the_default() -> None:
     streams, _, _ = two_devices()
-    handles = {stream.stream.cuda_stream for stream in streams.values() if isinstance(stream, CudaStream)}
+    handles = {stream.stream.cuda_stream for stream in streams.values() if isinstance(stream, AcceleratorStream)}
     assert len(handles) == 2 * len(Queue)
     assert torch.cuda.default_stream(0).cuda_stream not in handles
 
@@ -68,7 +68,7 @@ def test_a_tensor_crosses_between_two_logical_devices() -> None:
     """F on the left, the copy lane waits for it, the right waits for the copy lane; the host waits for nothing."""
     streams, left, right = two_devices()
     lane = streams[Lane("cuda:0#1", Queue.COPY_IN)]
-    assert isinstance(lane, CudaStream)
+    assert isinstance(lane, AcceleratorStream)
     copier = Copier(lane, right)
     with left.use():
         tensor = late(3.0)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.errors import BalanceError, DeviceError, OptionError, SharedParameterError
+from asyncpipe.ops.device import devices as devices_module
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.sequential import SequentialStage, as_sequential, split, stage_sequence
@@ -42,7 +43,7 @@ def test_logical_devices(entries: Any, names: list[str]) -> None:
     devices = resolve_devices(entries)
     assert [device.name for device in devices] == names
     assert {device.physical for device in devices} == {CPU}
-    assert not any(device.is_cuda for device in devices)
+    assert not any(device.is_accelerator for device in devices)
 
 
 @pytest.mark.parametrize("entries", [[], (), "cpu:0", "cuda", CPU, None])
@@ -62,7 +63,7 @@ def test_what_is_no_device(entry: Any) -> None:
 @pytest.mark.parametrize("entry", ["meta", "mps", "xpu:1", META])
 def test_other_kinds_of_devices(entry: Any) -> None:
     with pytest.raises(
-        DeviceError, match=r"is a device of kind '(meta|mps|xpu)'; asyncpipe knows 'cpu:N' and 'cuda:N'"
+        DeviceError, match=r"is a device of type '(meta|mps|xpu)'; asyncpipe knows 'cpu:N' and 'cuda:N'"
     ):
         resolve_devices([entry])
 
@@ -84,7 +85,16 @@ def test_cuda_devices_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = resolve_devices(["cuda:0", "cuda:0", "cuda", "cpu"])
     assert [device.name for device in devices] == ["cuda:0", "cuda:0#1", "cuda", "cpu"]
     assert [device.physical for device in devices] == [*[torch.device("cuda", 0)] * 2, torch.device("cuda", 1), CPU]
-    assert [device.is_cuda for device in devices] == [True, True, True, False]
+    assert [device.is_accelerator for device in devices] == [True, True, True, False]
+
+
+def test_another_type_of_device_needs_its_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices_module, "ACCELERATORS", ("cuda", "xpu"))
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
+    (device,) = resolve_devices(["xpu:1"])
+    assert (device.name, device.physical, device.is_accelerator) == ("xpu:1", torch.device("xpu", 1), True)
+    with pytest.raises(DeviceError, match="'xpu:2' is not there; this machine has xpu:0, xpu:1, and"):
+        resolve_devices(["xpu:2"])
 
 
 # The model
