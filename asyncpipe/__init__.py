@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     from asyncpipe.ops.model.microbatch import Microbatches as Microbatches
     from asyncpipe.ops.model.microbatch import NoChunk as NoChunk
     from asyncpipe.ops.model.sequential import PipeSequential as PipeSequential
+    from asyncpipe.ops.model.skip_layout import verify_skippables as verify_skippables
     from asyncpipe.ops.model.skips import Namespace as Namespace
     from asyncpipe.ops.model.skips import Skippable as Skippable
     from asyncpipe.ops.model.skips import pop as pop
     from asyncpipe.ops.model.skips import skippable as skippable
     from asyncpipe.ops.model.skips import stash as stash
-    from asyncpipe.ops.model.skips import verify_skippables as verify_skippables
     from asyncpipe.ops.model.trace.trace import trace as trace
     from asyncpipe.pipeline.pipeline import Pipeline as Pipeline
     from asyncpipe.pipeline.pool import DevicePool as DevicePool
@@ -88,7 +88,8 @@ _HOMES = {
     "ops.model.microbatch": ("Arguments", "Microbatches", "NoChunk"),
     "ops.model.measure_layers": ("balance_by_size", "balance_by_time"),
     "ops.model.sequential": ("PipeSequential",),
-    "ops.model.skips": ("Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"),
+    "ops.model.skip_layout": ("verify_skippables",),
+    "ops.model.skips": ("Namespace", "Skippable", "pop", "skippable", "stash"),
     "ops.model.trace.trace": ("trace",),
     "pipeline.pipeline": ("Pipeline",),
     "pipeline.pool": ("DevicePool",),

@@ -174,7 +174,7 @@ class CallBackward:
             self._tensors.gradients[microbatch, CALLER, self._last] = list(gradients)
             event = _arrival(gradients)
             if event is not None:
-                self._tensors.arrivals[microbatch] = event
+                self._tensors.gradients_ready[microbatch] = event
             # The exits run from the last micro-batch to the first. One that was passed over has no gradient.
             running.open([i for i in sorted(running.closed, reverse=True) if i >= microbatch])
 
@@ -321,8 +321,8 @@ def _clear(tensors: StepTensors) -> None:
     """Empty the tables, except for what another backward needs."""
     if tensors.retain:
         tensors.gradients.clear()
-        tensors.arrivals.clear()
-        tensors.tied.clear()
+        tensors.gradients_ready.clear()
+        tensors.tied_gradients.clear()
     else:
         tensors.close()
 

@@ -309,7 +309,7 @@ WRONG = [
     ({"checkpoint": "sometimes"}, ValueError, "one of 'always', 'except_last', 'never'"),
     ({"devices": ["cpu"]}, IndexError, r"2 stages need 2 devices, got 1; give devices, such as \['cpu', 'cpu'\]"),
     ({"devices": "cpu"}, ValueError, "must be a list such as"),
-    ({"devices": ["cpu", "meta"]}, ValueError, "kind 'meta'"),
+    ({"devices": ["cpu", "meta"]}, ValueError, "type 'meta'"),
     ({"module": nn.Linear(1, 1)}, TypeError, r"must be an nn\.Sequential, got Linear"),
     (
         {"module": nn.Sequential(Down(1), nn.Tanh())},

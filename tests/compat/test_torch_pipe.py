@@ -184,7 +184,7 @@ def test_with_device():
     wrapped = WithDevice(linear, "cpu:1")
     assert (wrapped.module, wrapped.device) == (linear, torch.device("cpu:1"))
     assert torch.equal(wrapped(torch.ones(1, 1)), linear(torch.ones(1, 1)))
-    with pytest.raises(ValueError, match="kind 'meta'"):
+    with pytest.raises(ValueError, match="type 'meta'"):
         WithDevice(linear, "meta")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor
 
 from asyncpipe.errors import JobFileError, OptionError
-from asyncpipe.ops.model.skips import skip_layout
+from asyncpipe.ops.model.skip_layout import skip_layout
 from asyncpipe.train.entry import find_entry
 from asyncpipe.train.job_file import load_job
 from asyncpipe.train.progress import ProgressSink, StepProgress

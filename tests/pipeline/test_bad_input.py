@@ -73,7 +73,7 @@ CONSTRUCTOR = [
     ({"devices": []}, e.DeviceError, "must be a list such as"),
     ({"devices": "cpu"}, e.DeviceError, "must be a list such as"),
     ({"devices": ["cpu:0", "tpu:1"]}, e.DeviceError, "'tpu:1' is no device"),
-    ({"devices": ["cpu:0", "meta"]}, e.DeviceError, "kind 'meta'"),
+    ({"devices": ["cpu:0", "meta"]}, e.DeviceError, "type 'meta'"),
     ({"devices": ["cpu:0", "cuda:77"]}, e.DeviceError, "'cuda:77' is not there"),
     ({"schedule": Broken("missing")}, e.ScheduleError, r"device 1: B\(0,1\) is missing"),
     ({"schedule": Broken("duplicate")}, e.ScheduleError, r"device 1: B\(0,1\) is there twice"),

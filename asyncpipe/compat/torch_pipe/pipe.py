@@ -21,7 +21,7 @@ from asyncpipe.compat.module import PipelinedModule, check_sequential
 from asyncpipe.errors import ArgumentTypeError, BatchError, DeviceError
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.model.sequential import PipeSequential
-from asyncpipe.ops.model.skips import verify_skippables
+from asyncpipe.ops.model.skip_layout import verify_skippables
 
 __all__ = ["LocalOutput", "Pipe", "WithDevice"]
 

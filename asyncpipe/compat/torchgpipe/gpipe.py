@@ -12,7 +12,7 @@ from asyncpipe.compat.module import PipelinedModule, check_sequential
 from asyncpipe.core.predict.balance import check_balance
 from asyncpipe.errors import ArgumentTypeError, BalanceError, DeviceError, TooFewDevicesError
 from asyncpipe.ops.model.sequential import split
-from asyncpipe.ops.model.skips import verify_skippables
+from asyncpipe.ops.model.skip_layout import verify_skippables
 
 __all__ = ["GPipe"]
 

@@ -1,4 +1,4 @@
-"""What torch keeps per thread and a task must take with it: grad and inference mode, autocast, device."""
+"""Thread-local state of torch that a task takes over from its caller: grad mode, inference mode, autocast."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncpipe.ops.device.devices import ACCELERATORS
+
 __all__ = ["CallerContext"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Autocast:
-    device_type: str
-    dtype: torch.dtype
-    cache: bool
-
-
-@dataclass(frozen=True, slots=True)
 class CallerContext:
-    """The thread state of the caller of a step, to be entered on the threads that run its tasks."""
+    """The state of the thread that called a step, to be entered on the threads that run its tasks."""
 
     grad: bool
     inference: bool
-    autocasts: tuple[_Autocast, ...]
+    autocasts: tuple[tuple[str, torch.dtype], ...]
+    """(device type, type to cast to) for each device type that has autocast on."""
+    autocast_cache: bool
 
     @classmethod
     def capture(cls) -> CallerContext:
@@ -33,18 +30,19 @@ class CallerContext:
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocasts=tuple(
-                _Autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-                for kind in ("cpu", "cuda")
+                (kind, torch.get_autocast_dtype(kind))
+                for kind in ("cpu", *ACCELERATORS)
                 if torch.is_autocast_enabled(kind)
             ),
+            autocast_cache=torch.is_autocast_cache_enabled(),
         )
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """The caller's autocast and inference mode; grad mode is the task's own business.
+        """Enter the caller's autocast and inference mode. The task sets its grad mode itself.
 
-        Every task enters a fresh autocast, which drops the cache of cast weights at its end: a cast made under
-        no_grad by a checkpointed forward must not serve the recomputation.
+        Every task enters a new autocast, which clears the cache of cast weights at its end. Otherwise a recomputation
+        could use a cast that its first run made under ``no_grad``, and that has no graph.
         """
         if not self.autocasts and not self.inference:
             yield
@@ -52,8 +50,6 @@ class CallerContext:
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
-            for autocast in self.autocasts:
-                stack.enter_context(
-                    torch.autocast(autocast.device_type, dtype=autocast.dtype, cache_enabled=autocast.cache)
-                )
+            for kind, dtype in self.autocasts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
             yield

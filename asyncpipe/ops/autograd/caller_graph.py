@@ -1,9 +1,9 @@
-"""Entry and Exit: where a pipeline's local graphs meet the caller's own autograd graph.
+"""Entry and Exit: the nodes that a pipeline adds to the caller's autograd graph.
 
-``y = pipe(x)`` hangs on one exit node per micro-batch and one entry node. Fork chains the exits, so that the
-engine releases micro-batch m-1 first and 0 last, whatever its own order would be. Each exit hands its gradients to
-the scheduler without blocking; the entry, which runs last, waits for the backward graph and returns the gradients
-of inputs and parameters::
+In the graph of ``y = pipe(x)``, all stages together are one entry node and one exit node per micro-batch. Fork chains
+the exits, so that the engine runs the exit of micro-batch m-1 first and that of 0 last. The backward of an exit hands
+its gradients to the scheduler without blocking. The backward of the entry runs last: it waits until the scheduler has
+run the backward tasks, and returns the gradients of inputs and parameters::
 
     forward    x, parameters ──▶ Entry ─edge─▶ Exit 0 ──▶ Fork ─edge─▶ Exit 1 ──▶ Fork ─edge─▶ Exit 2
                                                             └──▶ y 0                └──▶ y 1     └──▶ y 2
@@ -12,8 +12,9 @@ of inputs and parameters::
                                    ▼             ▼                       ▼                       ▼
                                  the scheduler's backward graph, on the devices' own threads
 
-The engine has one worker thread per CUDA device, and a node that blocks there stops every backward on it. So the
-entry's edge is a phony on the CPU: the engine runs the entry on the thread that called ``backward``.
+The engine has one worker thread per CUDA device. A node that blocks there would stop every other backward on that
+device. The entry's output is therefore a phony on the CPU: the engine then runs the entry on the thread that called
+``backward``.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ _CPU = torch.device("cpu")
 
 
 class Backward(Protocol):
-    """The backward of one forward, as the border sees it."""
+    """The pipeline's backward of one forward, as the entry and the exits use it."""
 
     def release(self, microbatch: int, gradients: Sequence[Tensor | None], *, retain: bool) -> None:
-        """Take the gradients of a micro-batch's outputs to its last stage. Must not block."""
+        """Take the gradients of a micro-batch's outputs, which its backward starts from. Must not block."""
 
     def finish(self) -> list[Tensor | None]:
-        """Block until the backward is done; the gradients of what ``attach`` was given as ``ends``."""
+        """Block until the backward is done; the gradients of the tensors that ``attach`` got as ``ends``."""
 
 
 def attach(backward: Backward, ends: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """The outputs of each micro-batch, tied to ``backward``.
+    """The outputs of each micro-batch, whose gradients go to ``backward``.
 
-    ``ends`` are the tensors that gradients go on to: inputs and parameters. Outputs that require no gradient stay
-    as they are. Runs on the caller's thread, in grad mode.
+    ``ends`` are the tensors that get gradients: inputs and parameters. Outputs that require no gradient still require
+    none. Runs on the caller's thread, in grad mode.
     """
     start = phony(_CPU, requires_grad=True)
     edge: Tensor = _PipelineEntry.apply(start, backward, *ends)  # type: ignore[no-untyped-call]
@@ -55,7 +56,7 @@ def attach(backward: Backward, ends: Sequence[Tensor], outputs: Sequence[Sequenc
         exits: list[Tensor] = list(_PipelineExit.apply(edge, backward, microbatch, *tensors))  # type: ignore[no-untyped-call]
         first = next((k for k, tensor in enumerate(exits) if tensor.requires_grad), None)
         if first is not None:
-            # The fork of an exit is the edge of the next one, whose backward therefore comes first.
+            # The next exit hangs on this fork, so its backward runs before the backward of this exit.
             exits[first], edge = fork(exits[first])
         tied.append(exits)
     return tied

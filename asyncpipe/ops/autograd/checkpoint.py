@@ -1,19 +1,18 @@
 """Checkpoint and Recompute: two autograd functions that share one recomputation.
 
-A checkpointed forward keeps its inputs and drops everything else. Before its backward, the forward runs once
-more with grad, and the backward goes through that second graph. The second run can be started from outside,
-by an R task, while the gradient is still on its way; Fork and Join see to it that it happens at the latest
-when the backward reaches it::
+The first run of a checkpointed forward keeps its inputs and drops its activations. Before the backward, the forward
+runs a second time with a graph, and the backward goes through that graph. An R task may start the second run while
+the gradient is still on its way; otherwise Recompute starts it, which Fork and Join order before Checkpoint::
 
     forward    inputs ──▶ Checkpoint ──▶ Fork ────────────────────▶ Join ──▶ outputs
                                           └── phony ▶ Recompute ▶──┘
     backward   inputs ◀── Checkpoint ◀── Fork ◀─────────────────── Join ◀── gradients
                               ▲           └────── ◀ Recompute ◀────┘
-                              │                        │ runs it, unless an R task did
+                              │                        │ runs it, unless an R task has
                               └──── Recomputation ◀────┘ leaves, outputs
 
-Whatever a second run needs to equal the first (random streams, autocast, device) is part of the function that
-is passed in, so that it holds on every thread, the engine's own ones included.
+The function that is passed in sets up everything that makes the second run equal to the first (random streams,
+autocast, device). So the second run may happen on any thread, including those of the autograd engine.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def is_checkpointing() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Whether this thread is in a second run: side effects of the forward have happened already."""
+    """Whether this thread is in a second run, in which side effects of the forward must not happen again."""
     return getattr(_running, "what", None) == "second"
 
 
@@ -58,7 +57,7 @@ Function = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class Recomputation:
-    """The shared memory of a Checkpoint and its Recompute: from the saved inputs to a graph to go back through."""
+    """What a Checkpoint and its Recompute share: the saved inputs, and later the graph of the second run."""
 
     def __init__(self, function: Function, inputs: Sequence[Tensor]) -> None:
         self._function: Function | None = function
@@ -66,10 +65,10 @@ class Recomputation:
         self._versions = [tensor._version for tensor in inputs]
         self._graph: tuple[list[Tensor], list[Tensor]] | None = None
         self.retain = False
-        """Whether another backward will come for it, and recompute once more."""
+        """Whether another backward may follow, which will recompute again."""
 
     def forward(self) -> list[Tensor]:
-        """The first run: outputs without a graph. Raises ``RecomputeError`` if it overwrote its inputs."""
+        """The outputs of the first run, without a graph. Raises ``RecomputeError`` if it overwrote its inputs."""
         assert self._function is not None
         with _running_as("first"):
             outputs = self._function(self._inputs)
@@ -77,7 +76,7 @@ class Recomputation:
         return outputs
 
     def run(self) -> None:
-        """The second run, with a graph; does nothing if it has run already."""
+        """Do the second run, with a graph, unless it is done already."""
         if self._graph is not None:
             return
         if self._function is None:
@@ -97,7 +96,7 @@ class Recomputation:
             )
 
     def take(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Leaves and outputs of the second run, which is started if need be; they are kept no longer."""
+        """Leaves and outputs of the second run, which is done now if it was not; they are not kept here."""
         self.run()
         assert self._graph is not None
         graph, self._graph = self._graph, None
@@ -107,10 +106,10 @@ class Recomputation:
 
 
 def checkpoint(function: Function, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Recomputation]:
-    """The outputs of ``function`` with its recomputation woven in, and the handle to start that early.
+    """The checkpointed outputs of ``function``, and the recomputation, so that it can be started early.
 
-    ``function`` maps a list of tensors to a list of tensors and must do the same thing when called again.
-    Inputs that require no gradient are allowed, as are outputs that have none.
+    ``function`` maps a list of tensors to a list of tensors and must compute the same when called again. Inputs that
+    require no gradient and outputs that have none are allowed.
     """
     shared = Recomputation(function, inputs)
     device = inputs[0].device if inputs else torch.device("cpu")
@@ -129,9 +128,9 @@ class _Checkpoint(torch.autograd.Function):
     def forward(ctx: Any, _phony: Tensor, shared: Recomputation, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.shared = shared
         ctx.set_materialize_grads(False)
-        # A detached output is no view of an input, whatever the function returned.
+        # Detached, so that no output is a view of an input.
         outputs = tuple(tensor.detach() for tensor in shared.forward())
-        ctx.mark_non_differentiable(*(tensor for tensor in outputs if not _can_differentiate(tensor)))
+        ctx.mark_non_differentiable(*(x for x in outputs if not (x.is_floating_point() or x.is_complex())))
         return outputs
 
     @staticmethod
@@ -153,7 +152,3 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.shared.run()
         return grads[0], None
-
-
-def _can_differentiate(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,12 +1,11 @@
-"""Fork and Join: arbitrary order in a backward graph (torchgpipe, arXiv 2004.09910, section 3.2).
+"""Fork and Join: extra edges that order the nodes of a backward graph (torchgpipe, arXiv 2004.09910, section 3.2).
 
-A *phony* is an empty tensor that only carries an edge of the autograd graph. ``fork`` takes one off a tensor,
-``join`` ties one to a tensor. In backward the engine passes Join before it passes what made the phony, and
-that before Fork::
+A *phony* is an empty tensor that only carries an edge of the autograd graph. ``fork`` makes one from a tensor, ``join``
+makes a tensor depend on one. In backward the engine runs Join first, then the node between the two, then Fork::
 
     forward    x ──▶ Fork ──────────────▶ Join ──▶ y
                       └── phony ▶ Node ▶──┘
-    backward   x ◀── Fork ◀────────────── Join ◀── y      Node's backward precedes everything behind x
+    backward   x ◀── Fork ◀────────────── Join ◀── y      Node's backward runs before every node that x depends on
                       └───── ◀ Node ◀─────┘
 """
 
@@ -21,12 +20,12 @@ __all__ = ["fork", "join", "phony"]
 
 
 def phony(device: torch.device, *, requires_grad: bool) -> Tensor:
-    """An empty tensor on ``device``: no memory, no kernel."""
+    """An empty tensor on ``device``, which takes no memory and no kernel."""
     return torch.empty(0, device=device, requires_grad=requires_grad)
 
 
 def fork(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """``tensor`` again, and a phony whose backward precedes the backward of ``tensor``."""
+    """``tensor``, and a phony; the backward of what uses the phony runs before the backward of ``tensor``."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         result: tuple[Tensor, Tensor] = _Fork.apply(tensor)  # type: ignore[no-untyped-call]
         return result
@@ -34,7 +33,7 @@ def fork(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(tensor: Tensor, phony: Tensor) -> Tensor:
-    """``tensor`` again, now also depending on ``phony``."""
+    """``tensor``, which now also depends on ``phony``."""
     if torch.is_grad_enabled() and (tensor.requires_grad or phony.requires_grad):
         result: Tensor = _Join.apply(tensor, phony)  # type: ignore[no-untyped-call]
         return result
@@ -44,7 +43,7 @@ def join(tensor: Tensor, phony: Tensor) -> Tensor:
 class _Fork(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        # A tensor that nothing used has no gradient, rather than one of zeros.
+        # If nothing uses the tensor, its gradient is None instead of zeros.
         ctx.set_materialize_grads(False)
         return tensor.detach(), phony(tensor.device, requires_grad=False)
 

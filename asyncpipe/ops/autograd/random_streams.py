@@ -1,17 +1,18 @@
-"""Random streams of tasks: the same draws whatever the threads do, and again when recomputing.
+"""Random streams of tasks: the same draws on any thread, in any order, and again in a recomputation.
 
-torch's default generators are global: two stages that draw at the same time would race for them, and a
-recomputation that rewinds them would rewind them for everybody. So every micro-batch has generators of its own
-at every stage, seeded by (step seed, micro-batch, stage). While a task runs, a function mode (thread-local)
-recognises the torch functions that draw and hands them these generators. Functions that take none run under a
-lock, with the default generators set to the task's state and set back behind them.
+torch's default generators are global. Two stages that draw at the same time would race for them, and a recomputation
+that rewinds them would rewind them for every thread. So every micro-batch has its own generators at every stage, seeded
+by (step seed, micro-batch, stage). While a task runs, a thread-local function mode recognises the torch functions that
+draw, and passes them these generators. Functions that take no generator run under a lock: the default generators are
+set to the task's state before, and set back after.
 
-The contract: a step takes one number from the pipeline's CPU generator, torch's default one unless it has its own.
-Draws depend on that number, on the micro-batch and on the stage; not on schedule, device, thread or recomputation.
-They are not those of the unsplit model. Python's ``random``, numpy and custom kernels with generators of their own
-are not replayed. While a step runs, other threads may draw from the default generators; but what they draw *during*
-one of the functions that take no generator (CUDA dropout, recurrent layers and attention with dropout, ``rrelu`` …)
-disturbs it.
+Guarantees: a step takes one number from the pipeline's CPU generator (torch's default one unless the pipeline has its
+own). Draws depend on that number, the micro-batch and the stage, and not on schedule, device, thread or recomputation.
+
+Limits: the draws are not those of the unsplit model. Python's ``random``, numpy, and custom kernels with their own
+generators are not repeated by a recomputation. Other threads may draw from the default generators while a step runs,
+but not *during* a function that takes no generator (CUDA dropout, recurrent layers and attention with dropout,
+``rrelu`` …): each would change the draws of the other.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from asyncpipe.core.splitmix import branch_seed
 from asyncpipe.errors import RecomputeError
+from asyncpipe.ops.device.devices import ACCELERATORS
 
 __all__ = ["RandomStream", "draw_step_seed"]
 
@@ -41,7 +43,7 @@ _TAKES_GENERATOR = frozenset(
     normal_ poisson rand randint randn random_ randperm uniform_
     """.split()
 )
-# Functions that draw and take none. Together these are all that aten tags as `nondeterministic_seeded`.
+# Functions that always draw and take no generator. The two sets are all that aten tags as `nondeterministic_seeded`.
 _DRAWS = frozenset(
     """
     cauchy exponential fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
@@ -49,25 +51,25 @@ _DRAWS = frozenset(
     rrelu rrelu_ rrelu_with_noise rrelu_with_noise_ _sample_dirichlet _standard_gamma uniform
     """.split()
 )
-# Functions that draw only where they are told to drop something: (x, probability, whether to), …
+# Functions that draw only if they drop anything. Arguments: input, probability, training.
 _DROPOUTS = frozenset(
     """
     alpha_dropout alpha_dropout_ dropout dropout_ dropout1d dropout2d dropout3d feature_alpha_dropout
     feature_alpha_dropout_ feature_dropout feature_dropout_ native_dropout
     """.split()
 )
-# The same inside longer functions.
+# Functions with dropout inside; for attention, the position of the probability among the arguments.
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _ATTENTION_DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 
 
 def draw_step_seed(generator: torch.Generator | None = None) -> int:
-    """A number from ``generator`` (the default CPU generator if there is none): the root of all draws of one step."""
+    """A seed for all draws of one step, drawn from ``generator`` (torch's default CPU generator if there is none)."""
     return int(torch.randint(0, 2**62, (), generator=generator).item())
 
 
 class RandomStream(TorchFunctionMode):
-    """The draws of one micro-batch at one stage, as a context for the thread that runs the task."""
+    """The draws of one micro-batch at one stage: a context for the thread that runs the task."""
 
     def __init__(self, step_seed: int, microbatch: int, stage: int, device: torch.device) -> None:
         super().__init__()
@@ -83,7 +85,7 @@ class RandomStream(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # An operator of a traced stage is called after its overload: dropout.default.
+        # The name of an operator in a traced stage includes its overload: dropout.default.
         name = getattr(func, "__name__", "").partition(".")[0]
         if name in _TAKES_GENERATOR:
             _refuse_torch_checkpoint()
@@ -103,17 +105,20 @@ class RandomStream(TorchFunctionMode):
         return self._generators[device]
 
     def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """``functional.dropout`` as aten does it on a CPU, with a generator of our own."""
+        """``functional.dropout`` as aten computes it on a CPU, with this stream's generator."""
         if not 0 < p < 1:
             return functional.dropout(x, p, training, inplace)
         noise = torch.empty_like(x).bernoulli_(1 - p, generator=self._generator(x.device)).div_(1 - p)
         return x.mul_(noise) if inplace else x * noise
 
     def _with_default_generators(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a function that knows only the default generators, lent the state of ours (it lives on the host)."""
+        """Run a function that uses the default generators, which have the state of this stream's meanwhile.
+
+        States are on the host, also those of CUDA generators, so nothing waits for the device.
+        """
         defaults = [torch.default_generator]
-        if self._device.type == "cuda":
-            defaults.append(torch.cuda.default_generators[self._device.index])
+        if self._device.type != "cpu":
+            defaults.append(torch.get_device_module(self._device).default_generators[self._device.index])
         own = [self._generator(default.device) for default in defaults]
         with _lock:
             outside = [default.get_state() for default in defaults]
@@ -144,17 +149,19 @@ def _draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """Where a drawing function draws: where it is told to, else where its first tensor is, else by default."""
+    """The device that a function draws on: its ``device``, else that of its first tensor, else the default device."""
     if kwargs.get("device") is not None:
         device = torch.device(kwargs["device"])
-        return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+        if device.type not in ACCELERATORS or device.index is not None:
+            return device
+        return torch.device(device.type, torch.get_device_module(device).current_device())
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     first = next(tensors, None)
     return torch.get_default_device() if first is None else first.device
 
 
 def _refuse_torch_checkpoint() -> None:
-    """Raise where torch's own checkpoint would recompute a draw: it rewinds the default generators, not these."""
+    """Raise if a draw is inside ``torch.utils.checkpoint``, which rewinds the default generators and not these."""
     if not torch.is_grad_enabled():
         return
     frame = sys._getframe(2)

@@ -1,31 +1,32 @@
 """A backward in two halves: input gradients now (I), weight gradients later (W), on one ordinary autograd graph.
 
-Other stages wait for the input gradients alone, so weight gradients can fill bubbles (zero bubble pipeline
-parallelism, arXiv 2401.10241). A node of the graph is *inside* if the stage's inputs can be reached from it and
-*outside* if only parameters can; a *crossing* is an inside node with an edge that leads outside::
+Earlier stages wait for the input gradients only, so weight gradients can fill bubbles (zero bubble pipeline
+parallelism, arXiv 2401.10241). A node of the backward graph is *inside* if the stage's inputs can be reached from it,
+and *outside* if only parameters can. A *crossing* is an inside node with an edge that leads outside::
 
     outputs ──▶ Gelu ──▶ Addmm ──▶ Add ──▶ LayerNorm ──▶ Addmm ──▶ inputs     inside: run by I
                            │                   │           │
                            ▼                   ▼           ▼                  edges that W follows
                          T, bias             weight     T, bias               outside: run by W
 
-I is ``autograd.grad`` towards the inputs. The engine then runs inside nodes only, and they compute only what leads
-inside; the gradients that arrive at crossings are noted. W runs the crossings again with those, for the edges that
-lead outside alone, and goes on from there with ordinary backwards. So neither half does the other's work, tensor
-hooks fire once, and parameters see one whole gradient each, however often the stage uses them.
+I is ``autograd.grad`` with respect to the inputs. The engine then runs inside nodes only, and these compute gradients
+for their inside edges only. Hooks record the gradients that arrive at crossings. W runs the crossings again with the
+recorded gradients, now for the outside edges only, and runs ordinary backwards from there. So neither half does work
+of the other, tensor hooks fire once, and each parameter gets one whole gradient, however often the stage uses it.
 
-How W makes a crossing compute half of its gradients: a node asks the engine which of its edges the running backward
-needs. ``_while_needing`` starts a backward that needs the outside ends of those edges, and calls the crossings by hand
-from within it. Running them as roots of backwards of their own would do, too; but it takes time quadratic in the
-length of the graph, fires tensor hooks twice, and counts a parameter twice that is also used further inside.
+How W makes a crossing compute only the gradients of its outside edges: a node asks the engine which of its edges the
+running backward needs. ``_while_needing`` starts a backward that needs the ends of the outside edges, and calls the
+crossings from within it. Each crossing could also be the root of a backward of its own, but that takes time quadratic
+in the length of the graph, fires tensor hooks twice, and adds the gradient of a parameter twice that inside nodes
+further on use too.
 
-What does not split: a custom ``autograd.Function`` computes all its gradients at once. One at a crossing runs in I
-alone, and what it makes for parameters is kept for W. ``torch.utils.checkpoint(use_reentrant=True)`` adds to
-parameters behind the engine's back, and refuses to work for inputs alone: with one inside, I is the whole backward and
-W does nothing. ``use_reentrant=False`` works; it recomputes in I and again in W. Hooks of nodes (not of tensors) at
-crossings see I's half of the gradients only.
+Limits: a custom ``autograd.Function`` computes all its gradients at once. At a crossing it runs in I only, and its
+gradients for parameters are kept for W. ``torch.utils.checkpoint(use_reentrant=True)`` adds to ``grad`` of parameters
+itself and does not support ``autograd.grad``: with one inside, I is the whole backward and W does nothing. With
+``use_reentrant=False`` it recomputes in I and again in W. Hooks of nodes (not of tensors) at crossings see only the
+gradients that I computes.
 
-Between I and W no hook is registered anywhere and nothing refers to this object, so dropping it drops the graph.
+Between I and W no hook is registered and nothing else refers to this object, so dropping it frees the graph.
 """
 
 from __future__ import annotations
@@ -54,35 +55,35 @@ class _Crossing(NamedTuple):
 
     node: Node
     positions: tuple[int, ...]
-    """Of those edges among its edges."""
+    """The positions of those edges among its edges."""
     ends: tuple[GradientEdge, ...]
-    """Where they lead."""
+    """The ends of those edges."""
 
     @property
     def runs_once(self) -> bool:
-        """Whether it makes all its gradients in I: a custom function knows no halves."""
+        """Whether I computes all its gradients, as for a custom function."""
         return isinstance(self.node, BackwardCFunction)
 
 
 @dataclass(slots=True, eq=False)
 class _OutsideGroup:
-    """A part of the outside that nothing else of it is tied to: one ordinary backward."""
+    """A connected part of the outside, which W runs as one ordinary backward."""
 
     crossings: deque[tuple[_Crossing, Gradients]] = field(default_factory=deque)
-    """To be run again, with the gradients that arrived there."""
+    """Crossings to run again, with the gradients that arrived there."""
     starts: list[Start] = field(default_factory=list)
 
 
 class SplitBackward:
     """The backward of one local graph in two halves, each called once, on the thread and stream of the stage.
 
-    ``gradients`` are those of the outputs. Outputs that require or have none count for nothing, leaves that require
-    none get none. The graph can be gone back through once. On a CUDA device, what I notes was made on the stage's
-    compute stream, and W reads it on the same stream: no event has to order the two.
+    ``gradients`` are those of the outputs. Outputs that require no gradient or have none are ignored, and leaves that
+    require none get none. The graph is used up. On an accelerator W reads what I recorded on the same compute stream
+    that made it, so no event has to order the two.
     """
 
     def __init__(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> None:
-        # Edges, not tensors: what the stage sent is of no use for its backward.
+        # Edges, not tensors: the backward does not need the values of the outputs, so they are not kept.
         self._starts = [
             (get_gradient_edge(tensor), gradient)
             for tensor, gradient in zip(outputs, gradients, strict=True)
@@ -92,10 +93,10 @@ class SplitBackward:
         self._groups: deque[_OutsideGroup] = deque()
 
     def input_gradients(self) -> list[Tensor | None]:
-        """The gradient of each leaf, ``None`` where no output depends on it. Parameters get nothing yet.
+        """The gradient of each leaf, ``None`` where no output depends on it. Parameters get no gradient yet.
 
-        What ``weight_gradients`` needs is kept. Without leaves that want gradients this does nothing, and W is the
-        whole backward.
+        Keeps what ``weight_gradients`` needs. If no leaf requires a gradient, this does nothing, and W is the whole
+        backward.
         """
         leaves, self._leaves = self._leaves, []
         found = iter(self._split([leaf for leaf in leaves if leaf.requires_grad]))
@@ -117,20 +118,20 @@ class SplitBackward:
         return _apart(found, arrived.values())
 
     def weight_gradients(self) -> None:
-        """Add the other half to the parameters' ``grad``, as ``autograd.backward`` would; then nothing is kept."""
+        """Add the parameters' gradients to their ``grad``, as ``autograd.backward`` does, and drop the graph."""
         try:
-            # Held for as long as the engine may look: what is needed is known by address.
+            # Kept alive until the end: the engine knows the nodes that are needed by their addresses.
             needed = [end for group in self._groups for crossing, _ in group.crossings for end in crossing.ends]
             if needed:
                 _while_needing(needed, self._run_groups)
             else:
                 self._run_groups()
         finally:
-            # After an error, its traceback holds this object.
+            # After an error the traceback refers to this object, which must not keep the graph alive.
             self._groups.clear()
 
     def _run_groups(self) -> None:
-        # Each node and gradient is dropped once it is used, so that W gives memory back while it runs.
+        # Drop each node and gradient as soon as it is used, so that W frees memory while it runs.
         while self._groups:
             group = self._groups.popleft()
             while group.crossings:
@@ -141,7 +142,7 @@ class SplitBackward:
 
 
 class _BackwardGraph:
-    """The nodes behind ``roots``, and which of them lead to ``leaves``. No recursion: graphs are deep."""
+    """The nodes that ``roots`` lead to, and which of them lead to ``leaves``. Not recursive, since graphs are deep."""
 
     def __init__(self, roots: Iterable[Node], leaves: Sequence[Tensor]) -> None:
         self._edges: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
@@ -158,7 +159,7 @@ class _BackwardGraph:
             node = waiting.pop()
             if node in self._edges:
                 continue
-            # Asked for once: each time makes the tuple, and what stands in Python for its nodes, again.
+            # Read only once: every access builds a new tuple and new Python objects for its nodes.
             self._edges[node] = node.next_functions
             for child in self._children(node):
                 self._users.setdefault(child, []).append(node)
@@ -187,7 +188,7 @@ class _BackwardGraph:
         return found
 
     def groups(self) -> dict[Node, int]:
-        """For each outside node its group: nodes that edges between them, or a common crossing, tie share one."""
+        """The group number of each outside node. Nodes connected by edges, or by a common crossing, share a group."""
         groups: dict[Node, int] = {}
         for first in self._edges:
             if first not in self.inside and first not in groups:
@@ -195,7 +196,7 @@ class _BackwardGraph:
         return groups
 
     def _flood(self, first: Node, number: int, groups: dict[Node, int]) -> None:
-        """Give ``number`` to everything outside that is tied to ``first``; through crossings, but no further inside."""
+        """Give ``number`` to the outside nodes connected to ``first``, directly or through crossings."""
         groups[first] = number
         waiting = [first]
         passed: set[Node] = set()
@@ -215,17 +216,17 @@ class _BackwardGraph:
 
 
 def _grad(starts: Sequence[Start], leaves: Sequence[Tensor], crossings: Sequence[_Crossing]) -> Gradients:
-    """The gradients of ``leaves``. What crossings will read again in W is kept, if any will."""
+    """The gradients of ``leaves``. Keeps the buffers of the graph if W will run any crossing again."""
     edges, gradients = _unzipped(starts)
     retain = not all(crossing.runs_once for crossing in crossings)
     return torch.autograd.grad(edges, leaves, gradients, retain_graph=retain, allow_unused=True)
 
 
 def _noting(crossings: Sequence[_Crossing], run: Callable[[], Gradients]) -> tuple[dict[int, Gradients], Gradients]:
-    """What ``run`` returns, and for each crossing that it passed, in that order, what W goes on with.
+    """The gradients that W starts from, by the number of each crossing that ``run`` passed, in order; and its result.
 
-    That is the gradients that arrived at it or, where it runs once, those that it made for its outside edges. The
-    hooks know crossings by number: one that knew a node would be a cycle that no collector sees.
+    They are the gradients that arrived at the crossing or, if it runs once, those it computed for its outside edges.
+    Hooks refer to crossings by number: a reference to the node would be a cycle that the garbage collector cannot see.
     """
     arrived: dict[int, Gradients] = {}
     handles = []
@@ -260,10 +261,10 @@ def _whole_backward(starts: Sequence[Start], leaves: Sequence[Tensor]) -> list[T
 
 
 def _apart(gradients: Gradients, kept: Iterable[Gradients]) -> list[Tensor | None]:
-    """``gradients``, none of which shares memory with another or with what is kept for W.
+    """``gradients``, copied where one shares memory with another or with what is kept for W.
 
-    The engine may make a gradient that it is given a parameter's ``grad`` (or a view of it): the stage that takes this
-    one as its start would then add to it while W of this stage still has to read it.
+    The engine may use a gradient that it gets as a parameter's ``grad`` (or a view of it). The stage whose backward
+    starts from that gradient would then add to it, while W of this stage still has to read it.
     """
     seen = {_memory(gradient) for some in kept for gradient in some if gradient is not None}
     apart: list[Tensor | None] = []
@@ -277,7 +278,7 @@ def _apart(gradients: Gradients, kept: Iterable[Gradients]) -> list[Tensor | Non
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """What tells whether two tensors share memory; ``None`` where a tensor has more than one piece of it."""
+    """The identity of a tensor's storage; ``None`` for a layout with more than one storage."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
@@ -290,7 +291,7 @@ def _grouped(
     arrived: dict[int, Gradients],
     outer: Iterable[Start],
 ) -> deque[_OutsideGroup]:
-    """What W has to do, in the order in which I came by; a parameter's whole gradient is made in one group."""
+    """The work of W, in the order of I. All contributions to a parameter's gradient are in one group."""
     groups: dict[int, _OutsideGroup] = {}
 
     def group_of(end: GradientEdge) -> _OutsideGroup:
@@ -312,10 +313,12 @@ def _grouped(
 
 
 def _while_needing(ends: Sequence[GradientEdge], run: Callable[[], None]) -> None:
-    """Call ``run`` from within a backward that needs gradients at ``ends`` and, being unable to get there, nothing
-    else."""
+    """Call ``run`` from within a backward that needs the gradients of ``ends``, and that runs no other node.
+
+    No path leads from its root to ``ends``, so the engine runs ``_Within`` only.
+    """
     with torch.enable_grad():
-        # On the CPU, so that the engine runs it on this thread, whose current stream is the stage's.
+        # A phony on the CPU: the engine runs the node on this thread, whose current stream is the stage's.
         start = phony(torch.device("cpu"), requires_grad=True)
         result: Tensor = _Within.apply(start, run)  # type: ignore[no-untyped-call]
     needed: Any = [start, *ends]
@@ -337,7 +340,7 @@ class _Within(torch.autograd.Function):
 
 
 def _run_again(crossing: _Crossing, gradients: Gradients) -> list[Start]:
-    """What ``crossing`` makes of the gradients that arrived there, for its outside edges."""
+    """The gradients for the outside edges of ``crossing``, from those that arrived there."""
     made: Any = crossing.node(*gradients)  # type: ignore[operator]
     made = made if isinstance(made, tuple) else (made,)
     return [
@@ -347,7 +350,7 @@ def _run_again(crossing: _Crossing, gradients: Gradients) -> list[Start]:
 
 
 def _fitted(gradient: Tensor, edge: GradientEdge) -> Tensor:
-    """``gradient`` in the shape and type that ``edge`` takes: between two nodes the engine sums over broadcasts."""
+    """``gradient`` in the shape and type that ``edge`` takes, as the engine converts it between two nodes."""
     wanted = edge.node._input_metadata[edge.output_nr]
     if gradient.is_nested or wanted.is_nested_tensor:
         return gradient

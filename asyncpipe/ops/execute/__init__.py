@@ -1,0 +1,12 @@
+"""What the tasks of a step compute: from a ``Task`` of the graph to a callable on its lane's stream.
+
+Imports the other folders of ``asyncpipe.ops`` and ``asyncpipe.core``. Where to start:
+
+- ``binder``: gives each task its computation, its stream, and the events that it waits for; one ``match`` over the
+  kinds of tasks says what computes which;
+- ``compute``: F, R, B, I and W of a stage;
+- ``step_tensors``: the tables of tensors through which the tasks of one step pass values to each other;
+- ``caller_gradients``: gradients of the caller's own input tensors, gathered from those of the micro-batches;
+- ``gradient_guard``: a failed step leaves the parameters' gradients as they were;
+- ``instruments``: names of tasks for profilers, samples of memory.
+"""

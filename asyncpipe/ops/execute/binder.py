@@ -1,4 +1,4 @@
-"""The binder: gives each task of one step its computation on its device's stream.
+"""The binder: gives each task of a step its computation, on the stream of its lane.
 
 Everything here but ``bind`` runs on the thread of the task's device. No locks are needed: the graph orders tasks that
 touch the same tensors (``ops/execute/step_tensors.py``), and dictionary operations are atomic under the GIL. What the
@@ -34,7 +34,7 @@ __all__ = ["Binder", "StageResources", "normalize"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageResources:
-    """What the steps of a pipeline compute with."""
+    """What all steps of a pipeline share: stages, streams, optimizers."""
 
     stages: Sequence[Stage]
     ties: Ties
@@ -42,12 +42,12 @@ class StageResources:
     copiers: Mapping[Lane, Copier]
     guard: GradientGuard
     optimizers: Mapping[int, torch.optim.Optimizer]
-    """One for each stage that is updated inside the step."""
+    """By stage; one for each stage that is updated inside the step."""
     instruments: Instruments
 
 
 class Binder:
-    """Binds the tasks of ``graph``, a step or one of its phases, to the resources and the step's tensors."""
+    """Binds the tasks of ``graph`` (a whole step, or its forward or backward alone) to what they compute with."""
 
     def __init__(
         self, graph: TaskGraph, plan: StepPlan, tensors: StepTensors, resources: StageResources, context: CallerContext
@@ -82,7 +82,8 @@ class Binder:
             return self._finish(task, timing, stream)
 
     def _act(self, task: Task) -> None:
-        # No table of bound methods: it would keep the binder, and the stages with it, for the cycle collector.
+        # Not a table of bound methods: its reference cycle would keep the binder and the stages alive until the garbage
+        # collector runs.
         match task.kind:
             case TaskKind.FORWARD:
                 self._compute_of.forward(task)
@@ -102,14 +103,14 @@ class Binder:
                 raise AssertionError("a copy computes nothing")
 
     def _copy(self, task: Task) -> Timing | None:
-        """Move what stage ``source`` left for ``stage``: an activation onward, or a gradient back."""
+        """Copy between two stages: activations forward or gradients back, of a micro-batch or of tied parameters."""
         assert task.source is not None
         lane = self._resources.streams[task.lane]
         copier = self._resources.copiers[task.lane]
         tensors, put = self._tied(task, task.source) if task.microbatch == WHOLE_STEP else self._sent(task, task.source)
         self.notes.copied[task.number] = sum(tensor.nbytes for tensor in tensors if tensor is not None)
         side = copier.side(tensors)
-        # A copy out of CUDA memory to the CPU is over when its side stream is; every other one when its lane is.
+        # A copy from an accelerator to the CPU is done when its side stream is, every other copy when its lane is.
         stream = side if side is not None and not isinstance(lane, AcceleratorStream) else lane
         with lane.use(), torch.no_grad():
             self._await_dependencies(task, stream)
@@ -120,7 +121,7 @@ class Binder:
             return self._finish(task, timing, stream)
 
     def _sent(self, task: Task, source: int) -> tuple[Sequence[Tensor | None], Callable[[list[Tensor | None]], None]]:
-        """What a link carries for one micro-batch, and how to put back what arrived."""
+        """The tensors of one micro-batch that ``task`` copies, and a function that stores the copies."""
         key = task.microbatch, source, task.stage
         if task.is_gradient_copy:
             return self._tensors.gradients[key], partial(self._tensors.gradients.__setitem__, key)
@@ -132,13 +133,13 @@ class Binder:
         return packet.tensors, put
 
     def _tied(self, task: Task, source: int) -> tuple[Sequence[Tensor | None], Callable[[list[Tensor | None]], None]]:
-        """The owner's values for its replicas, or the replicas' gradients for their owner."""
+        """The tied tensors that ``task`` copies, values or gradients, and a function that stores the copies."""
         if task.is_gradient_copy:
             replicas = self._resources.ties.between(task.stage, source)
             gradients = [replica.tensor.grad for replica in replicas]
             for replica in replicas:
                 replica.tensor.grad = None
-            return gradients, partial(self._tensors.tied.__setitem__, (source, task.stage))
+            return gradients, partial(self._tensors.tied_gradients.__setitem__, (source, task.stage))
         replicas = self._resources.ties.between(source, task.stage)
 
         def put(moved: list[Tensor | None]) -> None:
@@ -149,15 +150,18 @@ class Binder:
         return [replica.owner.detach() for replica in replicas], put
 
     def _await_dependencies(self, task: Task, stream: LaneStream) -> None:
-        """Order the task behind what its dependencies queued on other streams: it reads what they write."""
+        """Make ``stream`` wait for the task's dependencies.
+
+        Hazard: the task reads tensors that its dependencies may still be writing on other streams.
+        """
         if self._events:
             for dependency in self._graph.dependencies[task.number]:
                 event = self._events.get(dependency)
                 if event is not None:
                     stream.wait(event)
-        if task.number in self._gates and task.microbatch in self._tensors.arrivals:
-            # The caller's gradient may still be under way on the stream of the autograd engine.
-            stream.wait(self._tensors.arrivals.pop(task.microbatch))
+        if task.number in self._gates and task.microbatch in self._tensors.gradients_ready:
+            # Hazard: the autograd engine may still be writing the caller's gradient on its own stream.
+            stream.wait(self._tensors.gradients_ready.pop(task.microbatch))
 
     def _finish(self, task: Task, timing: Timing | None, stream: LaneStream) -> Timing | None:
         if timing is not None:
@@ -168,17 +172,21 @@ class Binder:
     # Tasks of the whole step
 
     def _sum(self, task: Task) -> None:
-        """Add what the replicas of this stage's parameters have gathered, in the order of the stages."""
+        """Add the gradients of replicas to those of this stage's parameters, in the order of the stages."""
         with torch.no_grad():
             for owner, user in self._resources.ties.links:
                 if owner == task.stage:
-                    gradients = self._tensors.tied.pop((user, owner))
+                    gradients = self._tensors.tied_gradients.pop((user, owner))
                     replicas = self._resources.ties.between(owner, user)
                     for replica, gradient in zip(replicas, gradients, strict=True):
-                        _add_gradient(replica.owner, gradient)
+                        total = replica.owner
+                        if gradient is not None and total.grad is not None:
+                            total.grad += gradient
+                        elif gradient is not None:
+                            total.grad = gradient
 
     def _update(self, task: Task) -> None:
-        """Run the stage's optimizer on its gradients, which are whole, and clear them."""
+        """Run the stage's optimizer on its complete gradients, and clear them."""
         optimizer = self._resources.optimizers[task.stage]
         parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         with torch.no_grad(), self._beside_counts(task):
@@ -188,7 +196,7 @@ class Binder:
         optimizer.zero_grad()
 
     def _beside_counts(self, task: Task) -> AbstractContextManager[object]:
-        """Current streams on which ``task`` may read what the losses counted on another CUDA device."""
+        """Streams for ``task`` to read the losses' counts from, where these are on another accelerator."""
         counts = list(self._tensors.counts.values())
         lane = self._resources.streams[task.lane]
         if not counts or counts[0].is_cpu or counts[0].device == lane.device:
@@ -198,9 +206,11 @@ class Binder:
         last = len(self._resources.stages) - 1
         for counted in self._graph.tasks:
             if counted.kind is TaskKind.FORWARD and counted.stage == last and counted.number in self._events:
-                # The copy out of that device is queued on its side stream: not before the losses are there.
+                # Hazard: the copy out of that device, on this side stream, reads counts that the last stage's forwards
+                # may still be writing.
                 side.wait(self._events[counted.number])
-        # Allocated on the last stage's compute stream: freed meanwhile, their memory must not be reused.
+        # Hazard: the counts were allocated on the last stage's compute stream and are read on this one. Their memory
+        # must not be reused before that read is done.
         side.keep(counts)
         stack.enter_context(side.use())
         stack.enter_context(lane.use())
@@ -208,7 +218,7 @@ class Binder:
 
 
 def normalize(parameters: Sequence[nn.Parameter], tensors: StepTensors) -> None:
-    """Divide new gradients by what the losses counted, where they count."""
+    """Divide new gradients by the sum of the losses' counts, if the losses return counts."""
     factors: dict[torch.device, Tensor | None] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -219,12 +229,3 @@ def normalize(parameters: Sequence[nn.Parameter], tensors: StepTensors) -> None:
             if factor is None:
                 return
             parameter.grad.mul_(factor)
-
-
-def _add_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    if gradient is None:
-        return
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad += gradient

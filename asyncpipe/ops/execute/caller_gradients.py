@@ -1,4 +1,4 @@
-"""The way back of input gradients: from the stages that took a micro-batch's tensors to the caller's own tensors."""
+"""Gradients of the caller's own input tensors, from those that stages made of the micro-batches' tensors."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ __all__ = ["CallerGradients"]
 
 @dataclass(slots=True, eq=False)
 class _CallerTensor:
-    """A tensor of the caller's that requires a gradient, and what became of it."""
+    """A tensor of the caller's that requires a gradient, and how micro-batches got it."""
 
     tensor: Tensor
     whole: bool
-    """Whether micro-batches got it whole: their gradients are added, else they are put side by side."""
+    """Whether each micro-batch got all of it. Their gradients are then added, and otherwise concatenated."""
     shapes: dict[int, torch.Size] = field(default_factory=dict)
-    """That of what each micro-batch got."""
+    """The shape of what each micro-batch got."""
 
 
 class CallerGradients:
-    """Which tensors of the caller require gradients, and how theirs come from those of the micro-batches."""
+    """Knows which tensors of the caller require gradients, and makes these from the gradients of micro-batches."""
 
     def __init__(self, batch: Any, pieces: Sequence[Any], takes: Sequence[Mapping[int, Any]], dim: int) -> None:
-        """``batch`` as the caller gave it, the micro-batches cut from it, and what each stage takes of them."""
+        """``batch`` as the caller gave it, the micro-batches cut from it, and what each stage takes of each."""
         self._dim = dim
         places = _ends(batch, pieces)
         self._found = list(dict.fromkeys(places.values()))
-        # For each link from the caller, the ends of its tensors in their order.
+        # For each tensor on a link from the caller, the caller's tensor that it comes from.
         self._links: dict[tuple[int, int], list[_CallerTensor | None]] = {
             (i, stage): [places.get((i, id(leaf))) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             for i, takes_of in enumerate(takes)
@@ -48,7 +48,7 @@ class CallerGradients:
         return [end.tensor for end in self._found]
 
     def collect(self, gradients: dict[tuple[int, int, int], list[Tensor | None]]) -> list[Tensor | None]:
-        """The gradients of ``ends``; takes those of the micro-batches, out of the table."""
+        """The gradients of ``ends``. Removes those of the micro-batches from the table ``gradients``."""
         parts: dict[int, dict[int, Tensor]] = {id(end): {} for end in self._found}
         for (i, stage), ends in self._links.items():
             for end, gradient in zip(ends, gradients.pop((i, stage, CALLER), [None] * len(ends)), strict=True):
@@ -68,7 +68,7 @@ class CallerGradients:
 
 
 def _ends(batch: Any, pieces: Sequence[Any]) -> dict[tuple[int, int], _CallerTensor]:
-    """The ends by micro-batch and id of what it got of them."""
+    """The caller's tensors by (micro-batch, id of the tensor that it got)."""
     found: dict[tuple[int, int], _CallerTensor] = {}
     places: dict[tuple[int, int], _CallerTensor] = {}
     ready_made = isinstance(batch, Microbatches)

@@ -1,7 +1,7 @@
-"""What F, R, B, I and W compute: a stage as a function of tensors, and backwards through its own local graph.
+"""What F, R, B, I and W compute: the forward of one stage, and the backward through its local graph.
 
-A stage's graph is cut at its borders: what it receives are leaves, what it sends is detached, and a gradient
-crosses the border as a tensor of the step. Runs on the threads of the stages' devices.
+Each stage has an autograd graph of its own. What it receives are leaves of that graph, what it sends is detached from
+it, and gradients pass from stage to stage through the step's tables. Runs on the threads of the stages' devices.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ __all__ = ["StageCompute"]
 
 
 class _LossResult(NamedTuple):
-    """What the last stage gives the caller in a step with a loss."""
+    """What the last stage returns to the caller in a step with a loss."""
 
     loss: Tensor
     counted: Tensor | None
@@ -41,10 +42,10 @@ class _LossResult(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _StageRun:
-    """A stage (and at the last one the loss) as a function of tensors, the same whenever it is called.
+    """One stage, with the loss if it is the last, as a function of tensors that computes the same at every call.
 
-    A residue keeps it, in an autograd graph that hides what it refers to from the garbage collector: so it knows
-    nothing of the step's tables, nor of what the caller gets.
+    An autograd graph refers to this, which the garbage collector cannot see through. To avoid a cycle, this refers
+    neither to the step's tables nor to the tensors that the caller gets.
     """
 
     plan: StepPlan
@@ -54,12 +55,15 @@ class _StageRun:
     received: Mapping[int, Packet]
     target: Arguments
     packets: dict[int, Packet] = field(default_factory=dict)
-    """What the stage sends, without its tensors: autograd functions carry nothing else."""
+    """What the stage sends, without the tensors, which are the return value: autograd functions return only these."""
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Runs on the device's thread, or on one of the autograd engine's when nothing recomputed it before."""
+        """The tensors that the stage sends.
+
+        Runs on the device's thread; or, for a recomputation that no R task did, on a thread of the autograd engine.
+        """
         plan, stage = self.plan, self.stage
-        # A first operation in place would overwrite what the stage before, or a recomputation, still reads.
+        # Cloned where the stage may overwrite its input in place: the stage before, or a recomputation, reads it too.
         rest = iter([tensor.clone() for tensor in tensors] if stage.module.overwrites_input else tensors)
         random = RandomStream(plan.seed, self.microbatch, stage.index, stage.device.physical)
         with self.context.entered(), random, untouched(stage.statistics if is_recomputing() else ()):
@@ -80,7 +84,7 @@ class _StageRun:
         return _LossResult(loss, count, output if self.plan.keep_outputs else None)
 
     def take_packets(self) -> dict[int, Packet]:
-        """What the stage sends; the caller's will soon hold what hangs on this very backward."""
+        """What the stage sends, which is not kept here: the caller's outputs will refer to this graph, a cycle."""
         packets, self.packets = self.packets, {}
         return packets
 
@@ -110,12 +114,12 @@ class StageCompute:
     # Forward
 
     def forward(self, task: Task) -> None:
-        """Take what the stage receives, leave what it sends, and the residue if a backward follows."""
+        """Take what the stage receives; store what it sends and, if a backward follows, its local graph."""
         i, stage = task.microbatch, self._stages[task.stage]
         received = self._received(i, stage.index)
         leaves = {source: self._leaves(source, packet, stage) for source, packet in received.items()}
         run = _StageRun(self._plan, self._context, stage, i, received, self._target(i, stage))
-        inputs = [leaf for leaves_of_link in leaves.values() for leaf in leaves_of_link]
+        inputs = _flat(leaves)
         recomputation = None
         if self._plan.training and self._plan.checkpoint.recomputes(i, self._microbatches):
             flat, recomputation = checkpoint(run, inputs)
@@ -123,11 +127,11 @@ class StageCompute:
             flat = run(inputs)
         rest = iter(flat)
         packets = run.take_packets()
-        outputs = {user: _some(rest, packet.count) for user, packet in packets.items()}
+        outputs = {user: list(islice(rest, packet.count)) for user, packet in packets.items()}
         for user, packet in packets.items():
             self._send(i, stage.index, user, packet, outputs[user])
         if self._plan.training:
-            self._tensors.residues[i, stage.index] = LocalGraph(leaves, outputs, recomputation)
+            self._tensors.local_graphs[i, stage.index] = LocalGraph(leaves, outputs, recomputation)
 
     def _received(self, i: int, j: int) -> dict[int, Packet]:
         keys = ((source, (i, source, j)) for source in self._sources[j])
@@ -135,18 +139,18 @@ class StageCompute:
         return {source: activations.pop(key) for source, key in keys if source != CALLER or key in activations}
 
     def _leaves(self, source: int, packet: Packet, stage: Stage) -> list[Tensor]:
-        """Inputs that gradients can be taken of, where their maker can use one. Empties the packet."""
+        """The stage's inputs as leaves, which require a gradient where their sender uses it. Empties the packet."""
         tensors: Sequence[Tensor] = packet.tensors
         if source == CALLER:
             tensors = self._from_caller(tensors, stage)
         packet.tensors = []
         wants = packet.wants_gradient
-        # A step of its own ends at its input; the caller's own graph goes on only behind pipe(x).
+        # A whole step makes no gradients of the caller's input; in pipe(x) the caller's graph continues there.
         here = self._plan.training and (source != CALLER or not self._plan.whole_step)
         return [tensor.detach().requires_grad_(here and want) for tensor, want in zip(tensors, wants, strict=True)]
 
     def _target(self, i: int, stage: Stage) -> Arguments:
-        """What the loss takes beside the last stage's output, on that stage's device."""
+        """The arguments of the loss besides the output, on the last stage's device."""
         if stage.index < len(self._stages) - 1 or i not in self._tensors.targets:
             return Arguments.of()
         target = Packet(self._tensors.targets.pop(i))
@@ -155,9 +159,13 @@ class StageCompute:
     def _from_caller(self, tensors: Sequence[Tensor], stage: Stage) -> list[Tensor]:
         """The caller's tensors on the stage's device, safe to read on its compute stream."""
         moved = [to_device(tensor, stage.device.physical) for tensor in tensors]
-        # Allocated on the caller's stream: freed by the caller meanwhile, their memory must not be reused.
-        self._streams[Lane(stage.device.name, Queue.COMPUTE)].keep([*tensors, *moved])
+        # Hazard: the compute stream reads memory allocated on the caller's stream. If the caller frees it meanwhile, it
+        # must not be reused before that read is done.
+        self._compute_stream(stage).keep([*tensors, *moved])
         return moved
+
+    def _compute_stream(self, stage: Stage) -> LaneStream:
+        return self._streams[Lane(stage.device.name, Queue.COMPUTE)]
 
     def _send(self, i: int, j: int, user: int, packet: Packet, outputs: Sequence[Tensor]) -> None:
         packet.wants_gradient = [tensor.requires_grad for tensor in outputs]
@@ -178,68 +186,67 @@ class StageCompute:
     # Backward
 
     def recompute(self, task: Task) -> None:
-        """Run the forward again, if nothing has yet."""
-        recomputation = self._tensors.residues[task.microbatch, task.stage].recomputation
+        """Run the forward again, unless that is done already."""
+        recomputation = self._tensors.local_graphs[task.microbatch, task.stage].recomputation
         assert recomputation is not None
         recomputation.retain = self._tensors.retain
         recomputation.run()
 
     def backward(self, task: Task) -> None:
-        """From the gradients of what the stage sent to those of what it received; parameters' on the way."""
+        """From the gradients of what the stage sent, make those of what it received and of its parameters."""
         i, j = task.microbatch, task.stage
         retain = self._tensors.retain
-        residues = self._tensors.residues
-        residue = residues[i, j] if retain else residues.pop((i, j))
-        if residue.recomputation is not None:
-            residue.recomputation.retain = retain
-        outputs = [tensor for tensors in residue.outputs.values() for tensor in tensors]
+        local_graphs = self._tensors.local_graphs
+        local_graph = local_graphs[i, j] if retain else local_graphs.pop((i, j))
+        if local_graph.recomputation is not None:
+            local_graph.recomputation.retain = retain
+        output_gradients = self._output_gradients(i, j, local_graph)
         pairs = [
             (tensor, gradient)
-            for tensor, gradient in zip(outputs, self._output_gradients(i, j, residue), strict=True)
+            for tensor, gradient in zip(_flat(local_graph.outputs), output_gradients, strict=True)
             if tensor.requires_grad and gradient is not None
         ]
-        leaves = [leaf for leaves_of_link in residue.inputs.values() for leaf in leaves_of_link]
+        leaves = _flat(local_graph.inputs)
         try:
             if pairs:
                 tensors, starts = zip(*pairs, strict=True)
                 with _without_hooks(() if self._plan.whole_step else self._stages[j].module.parameters()):
                     torch.autograd.backward(tensors, starts, retain_graph=retain)
-            self._hand_back(i, j, residue, [leaf.grad for leaf in leaves])
+            self._hand_back(i, j, local_graph, [leaf.grad for leaf in leaves])
         finally:
             for leaf in leaves:
                 leaf.grad = None
 
     def input_gradient(self, task: Task) -> None:
-        """The half of ``backward`` that earlier stages wait for. Part of whole steps alone: nothing is retained."""
+        """The half of ``backward`` that earlier stages wait for. Only in whole steps, so no graph is retained."""
         i, j = task.microbatch, task.stage
-        residue = self._tensors.residues.pop((i, j))
-        gradients = self._output_gradients(i, j, residue)
-        if residue.recomputation is not None:
-            leaves, outputs = residue.recomputation.take()
+        local_graph = self._tensors.local_graphs.pop((i, j))
+        gradients = self._output_gradients(i, j, local_graph)
+        if local_graph.recomputation is not None:
+            leaves, outputs = local_graph.recomputation.take()
         else:
-            leaves = [leaf for leaves_of_link in residue.inputs.values() for leaf in leaves_of_link]
-            outputs = [tensor for tensors in residue.outputs.values() for tensor in tensors]
+            leaves, outputs = _flat(local_graph.inputs), _flat(local_graph.outputs)
         split = SplitBackward(outputs, gradients, leaves)
-        self._hand_back(i, j, residue, split.input_gradients())
-        self._tensors.halves[i, j] = split
+        self._hand_back(i, j, local_graph, split.input_gradients())
+        self._tensors.split_backwards[i, j] = split
 
     def weight_gradient(self, task: Task) -> None:
-        """The other half of ``backward``: parameters' gradients, from what ``input_gradient`` left."""
-        self._tensors.halves.pop((task.microbatch, task.stage)).weight_gradients()
+        """The other half of ``backward``: the parameters' gradients, from what ``input_gradient`` stored."""
+        self._tensors.split_backwards.pop((task.microbatch, task.stage)).weight_gradients()
 
-    def _output_gradients(self, i: int, j: int, residue: LocalGraph) -> list[Tensor | None]:
-        """Taken from where the stages that got the outputs have left them."""
+    def _output_gradients(self, i: int, j: int, local_graph: LocalGraph) -> list[Tensor | None]:
+        """The gradients of what the stage sent, taken from the tables."""
         return [
             gradient
-            for user, tensors in residue.outputs.items()
+            for user, tensors in local_graph.outputs.items()
             for gradient in self._gradients_of(i, j, user, tensors)
         ]
 
-    def _hand_back(self, i: int, j: int, residue: LocalGraph, gradients: Sequence[Tensor | None]) -> None:
-        """Leave the gradients of what the stage received to the stages that sent it."""
+    def _hand_back(self, i: int, j: int, local_graph: LocalGraph, gradients: Sequence[Tensor | None]) -> None:
+        """Store the gradients of what the stage received, for the stages that sent it."""
         rest = iter(gradients)
-        for source, leaves in residue.inputs.items():
-            mine = [next(rest) for _ in leaves]
+        for source, leaves in local_graph.inputs.items():
+            mine = list(islice(rest, len(leaves)))
             if source != CALLER or any(leaf.requires_grad for leaf in leaves):
                 self._tensors.gradients[i, j, source] = mine
 
@@ -249,9 +256,9 @@ class StageCompute:
         gradients = self._tensors.gradients.pop((i, user, j), [None] * len(outputs))
         if user != CALLER:
             return gradients
-        there = [gradient for gradient in gradients if gradient is not None]
-        # Allocated on a stream of the caller or of the autograd engine, read on this compute stream.
-        self._streams[Lane(self._stages[j].device.name, Queue.COMPUTE)].keep(there)
+        # Hazard: this compute stream reads memory allocated on a stream of the caller or of the autograd engine. Its
+        # memory must not be reused before that read is done.
+        self._compute_stream(self._stages[j]).keep(gradient for gradient in gradients if gradient is not None)
         return gradients
 
     def _loss_gradient(self, outputs: Sequence[Tensor], i: int) -> list[Tensor | None]:
@@ -265,7 +272,7 @@ class StageCompute:
 
 @contextmanager
 def _without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """The caller's engine passes on the whole gradients of ``parameters``: their hooks are not for parts of them."""
+    """Disable the hooks of ``parameters`` inside: the caller's backward calls them, once, with the whole gradients."""
     aside = [
         (hooks, dict(hooks))
         for parameter in parameters
@@ -281,15 +288,15 @@ def _without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             hooks.update(kept)
 
 
-def _some(tensors: Iterator[Tensor], count: int) -> list[Tensor]:
-    return [next(tensors) for _ in range(count)]
+def _flat(tensors_by_link: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+    return list(chain.from_iterable(tensors_by_link.values()))
 
 
 def _check_tensors(index: int, sent: Mapping[int, Any], packets: Mapping[int, Packet]) -> None:
     if any(packet.count for packet in packets.values()):
         return
     value = next(iter(sent.values()), None)
-    # What travels between stages is wrapped; say what the module itself returned.
+    # Between stages the output is wrapped; name the type that the module itself returned.
     kind = type(getattr(value, "output", value)).__name__
     raise StageError(
         f"stage {index} returned {kind} without any tensor; a stage must return a tensor, or a nested tuple, list or "
@@ -298,7 +305,7 @@ def _check_tensors(index: int, sent: Mapping[int, Any], packets: Mapping[int, Pa
 
 
 def _loss_and_count(returned: Any) -> tuple[Tensor, Tensor | None]:
-    """What a loss function returned: the loss, or (mean loss, over how many)."""
+    """The loss and its count, from what a loss function returned: a loss, or (mean loss, number of samples)."""
     loss, count = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(loss, Tensor) or loss.dim():
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

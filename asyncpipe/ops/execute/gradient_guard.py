@@ -1,4 +1,4 @@
-"""All or nothing: what a failed step has added to the gradients does not stay."""
+"""A failed step leaves the gradients of the parameters as they were before it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["GradientGuard"]
 
 
 class GradientGuard:
-    """Sets earlier gradients aside while steps make their own, then adds them up or puts them back.
+    """Sets earlier gradients aside while a step makes new ones; then adds them to the new ones, or restores them.
 
-    One for a pipeline. Costs nothing after ``zero_grad()``; when gradients are accumulated over steps, memory for
-    a second set of gradients. Backwards that the caller starts (``loss.backward()``) may overlap; they then make
-    one sum, which the last to end commits. ``begin`` and the ends are for the caller's thread and streams, inside
-    the step's fence; ``commit_some`` is for a stage's own thread.
+    A pipeline has one. It costs nothing after ``zero_grad()``, and memory for a second set of gradients where gradients
+    are accumulated over steps. Backwards that the caller starts (``loss.backward()``) may overlap. Their gradients are
+    then one sum, which the last backward to end commits. Call ``begin``, ``commit``, ``take`` and ``roll_back`` on the
+    caller's thread and streams, inside the step's fence, and ``commit_some`` on a stage's thread.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class GradientGuard:
         self._failed = False
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """No parameter has a gradient. What an interrupt cuts short, ``roll_back`` can still undo."""
+        """Set the gradients of ``parameters`` aside. ``roll_back`` also undoes a call that was interrupted."""
         with self._lock:
             self._running += 1
             if self._running > 1:
@@ -40,15 +40,15 @@ class GradientGuard:
                 parameter.grad = None
 
     def commit_some(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These parameters' gradients are whole: earlier ones plus the new ones. There is no way back for them."""
+        """Add the earlier gradients of ``parameters`` to the new ones, which are complete. Cannot be rolled back."""
         for parameter in parameters:
             _, before = self._before.pop(id(parameter), (None, None))
             _add_up(parameter, before)
 
     def commit(self) -> None:
-        """The step went well: earlier gradients plus the new ones, in the earlier tensors.
+        """The step succeeded: add the new gradients to the earlier ones, in the earlier tensors.
 
-        Raises ``BackwardError`` if another one failed meanwhile: the two can no longer be told apart.
+        Raises ``BackwardError`` if an overlapping backward failed: the gradients of the two cannot be separated.
         """
         with self._lock:
             if self._is_last():
@@ -57,9 +57,9 @@ class GradientGuard:
                 self._before.clear()
 
     def take(self) -> dict[int, Tensor | None]:
-        """The step went well: the new gradients by ``id`` of their parameter; the earlier ones are in place again.
+        """The step succeeded: the new gradients by ``id`` of their parameter; the earlier ones are restored.
 
-        Empty while another backward goes on: that one takes the sum. Raises as ``commit``.
+        Empty if another backward is still running, which will take the sum. Raises as ``commit``.
         """
         with self._lock:
             if not self._is_last():
@@ -69,7 +69,7 @@ class GradientGuard:
             return taken
 
     def roll_back(self) -> None:
-        """The step failed: the gradients are what they were before it."""
+        """The step failed: restore the gradients that were there before it."""
         with self._lock:
             self._failed = True
             self._running = max(0, self._running - 1)
@@ -77,19 +77,19 @@ class GradientGuard:
                 self._restore()
 
     def abandon(self) -> None:
-        """Note that nobody waits for a running step any more. ``end_abandoned`` is called when its tasks have ended."""
+        """A step is abandoned while its tasks still run; ``end_abandoned`` must be called when they have ended."""
         with self._lock:
             self._abandoned += 1
 
     def end_abandoned(self) -> None:
-        """Roll back a step that was abandoned and has ended; from any thread."""
+        """The tasks of an abandoned step have ended: roll it back. May be called on any thread."""
         self.roll_back()
         with self._lock:
             self._abandoned -= 1
             self._lock.notify_all()
 
     def wait_for_abandoned(self) -> None:
-        """Wait until every abandoned step has ended. Not on a thread that their tasks may need."""
+        """Wait until the tasks of all abandoned steps have ended. Not for a thread that those tasks may need."""
         with self._lock:
             self._lock.wait_for(lambda: not self._abandoned)
 

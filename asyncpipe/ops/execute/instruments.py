@@ -1,6 +1,6 @@
-"""What a pipeline shows of its tasks to other tools: names in profilers, memory in traces.
+"""Names of tasks for profilers, and samples of memory for traces.
 
-``torch.profiler`` looks at the thread that starts it only, and tasks run on threads of their devices. To see them::
+``torch.profiler`` records only the thread that starts it, but tasks run on the threads of their devices. To see them::
 
     everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(experimental_config=everywhere) as profiler: ...
@@ -21,7 +21,7 @@ from asyncpipe.ops.device.memory import allocated_bytes
 
 __all__ = ["Instruments"]
 
-# The fast one costs 0.3 µs where nothing profiles, the public one 6 µs.
+# While no profiler runs, the fast one costs 0.3 µs and the public one 6 µs.
 _record_function: Callable[[str], AbstractContextManager[object]] = getattr(
     torch._C._profiler, "_RecordFunctionFast", torch.profiler.record_function
 )
@@ -29,7 +29,10 @@ _record_function: Callable[[str], AbstractContextManager[object]] = getattr(
 
 @dataclass(frozen=True, slots=True)
 class Instruments:
-    """How tasks are shown. Used on the threads of their devices; raises ``OptionError`` for what torch cannot do."""
+    """What is recorded around each task, on the thread of its device.
+
+    Raises ``OptionError`` for an instrument that this build of torch lacks.
+    """
 
     nvtx: bool = False
     """Whether each task is an NVTX range, for Nsight Systems."""
@@ -47,17 +50,20 @@ class Instruments:
                 ) from error
 
     def named(self, name: str) -> AbstractContextManager[object]:
-        """Everything inside runs under ``name``, for ``torch.profiler`` and, if asked for, for NVTX."""
+        """A context that ``torch.profiler`` and, with ``nvtx``, Nsight Systems show as ``name``."""
         return _NamedNvtxRange(name) if self.nvtx else _record_function(name)
 
     def sample(self, device: torch.device, notes: StepNotes) -> None:
-        """Note what is allocated on ``device`` now, if asked for. On CUDA the host is ahead of the device's work."""
+        """With ``sample_memory``: note the bytes allocated on ``device`` now.
+
+        On an accelerator the host is ahead of the device, so the task may not have run yet.
+        """
         if self.sample_memory:
             notes.samples.append((time.perf_counter(), str(device), allocated_bytes(device)))
 
 
 class _NamedNvtxRange:
-    """A name for ``torch.profiler`` and an NVTX range."""
+    """A range for ``torch.profiler`` and an NVTX range of the same name."""
 
     def __init__(self, name: str) -> None:
         self._name = name

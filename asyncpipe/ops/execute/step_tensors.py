@@ -1,20 +1,20 @@
-"""What a step is to compute, and every tensor that it keeps meanwhile.
+"""What a step computes, and the tables of tensors through which its tasks pass values to each other.
 
-A forward leaves values for later stages and a *residue* for its own backward. Both are taken out where they are
-used, so that nothing lives longer than the graph says::
+A task removes an entry when it uses it, so no tensor lives longer than the task graph needs it::
 
-    activations[i, s, j]   what stage s sent to stage j; put by F(i, s), moved by C(i, s>j), taken by F(i, j)
-    residues[i, j]         put by F(i, j), recomputed by R(i, j), taken by B(i, j) or I(i, j)
-    gradients[i, j, s]     gradients of what s sent to j; put by B(i, j), moved by C(i, j>s), taken by B(i, s)
-    halves[i, j]           what I(i, j), in the place of B(i, j), leaves for W(i, j)
+    activations[i, s, j]    what stage s sent to stage j; put by F(i, s), moved by C(i, s>j), taken by F(i, j)
+    local_graphs[i, j]      put by F(i, j), recomputed by R(i, j), taken by B(i, j) or I(i, j)
+    gradients[i, j, s]      gradients of what s sent to j; put by B(i, j), moved by C(i, j>s), taken by B(i, s)
+    split_backwards[i, j]   put by I(i, j), which replaces B(i, j), and taken by W(i, j)
 
-The caller stands among the stages as ``CALLER``. A forward and a backward that are two graphs share these tables.
+``CALLER`` is the index of the caller where one of a stage stands. Where forward and backward are two task graphs
+(``pipe(x)``), both use the same tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -31,25 +31,25 @@ __all__ = ["LocalGraph", "StepPlan", "StepTensors"]
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a step is to compute."""
+    """What a step computes, besides the model."""
 
     loss: Callable[..., Any] | None
     """Called with the last stage's output, and with the target if there are targets."""
     weights: Sequence[float]
-    """By how much each micro-batch's loss counts, unless the loss returns a count: its gradient's start."""
+    """The weight of each micro-batch's loss, which its gradient starts from; unused where the loss returns counts."""
     scale: Tensor | None
-    """By what every gradient is multiplied (a ``GradScaler``'s)."""
+    """What every gradient is multiplied by (the scale of a ``GradScaler``)."""
     seed: int
     checkpoint: CheckpointMode
     keep_outputs: bool
     training: bool
     whole_step: bool
-    """Whether losses and backwards are part of it, rather than the caller's business."""
+    """Whether losses and backwards are part of it. In ``pipe(x)`` they are the caller's."""
 
 
 @dataclass(slots=True, eq=False)
 class LocalGraph:
-    """What a forward keeps for its backward: the ends of the stage's local graph, by link."""
+    """What a forward keeps for its backward: the inputs and outputs of the stage's autograd graph, by link."""
 
     inputs: dict[int, list[Tensor]]
     outputs: dict[int, list[Tensor]]
@@ -58,29 +58,29 @@ class LocalGraph:
 
 @dataclass(slots=True, eq=False)
 class StepTensors:
-    """The tables of one step. Filled on the devices' threads; the graph orders whoever touches the same entry."""
+    """The tables of one step, used on the devices' threads; the task graph orders the tasks that use one entry."""
 
     activations: dict[tuple[int, int, int], Packet] = field(default_factory=dict)
-    residues: dict[tuple[int, int], LocalGraph] = field(default_factory=dict)
+    local_graphs: dict[tuple[int, int], LocalGraph] = field(default_factory=dict)
     gradients: dict[tuple[int, int, int], list[Tensor | None]] = field(default_factory=dict)
-    halves: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
-    """By micro-batch and stage: backwards whose second half is still to come."""
+    split_backwards: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
+    """By micro-batch and stage: backwards whose W is still to come."""
     targets: dict[int, Any] = field(default_factory=dict)
-    """By micro-batch; empty where the loss needs none. F at the last stage brings them to its device."""
-    tied: dict[tuple[int, int], list[Tensor | None]] = field(default_factory=dict)
-    """(user, owner): gradients of replicas on their way to their owner."""
+    """By micro-batch; empty where the loss needs none. F of the last stage moves them to its device."""
+    tied_gradients: dict[tuple[int, int], list[Tensor | None]] = field(default_factory=dict)
+    """By (user, owner): gradients of replicas, copied to the owner's device and not added to its gradients yet."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
-    """What the loss counted in each micro-batch, if it returns counts."""
+    """The count that the loss returned for each micro-batch, if it returns counts."""
     outputs: dict[int, Packet] = field(default_factory=dict)
-    arrivals: dict[int, torch.Event] = field(default_factory=dict)
-    """Behind which the caller's gradient of a micro-batch may be read."""
+    gradients_ready: dict[int, torch.Event] = field(default_factory=dict)
+    """By micro-batch: the event after which the gradients of its outputs, which the caller made, may be read."""
     retain: bool = False
-    """Whether the backward that runs leaves its residues for another one."""
+    """Whether the backward that runs keeps the local graphs for another backward."""
 
     @classmethod
     def of(cls, takes: Sequence[Mapping[int, Any]], targets: Sequence[Any] = ()) -> StepTensors:
-        """The tables of a step that begins, from what stages receive of each micro-batch and from its target."""
+        """The tables of a new step, from what stages take of each micro-batch, and the targets."""
         tensors = cls(targets=dict(enumerate(targets)))
         for i, takes_of in enumerate(takes):
             for stage, value in takes_of.items():
@@ -88,24 +88,14 @@ class StepTensors:
         return tensors
 
     def normalizer(self, device: torch.device) -> Tensor | None:
-        """One over everything that the losses counted, on ``device``; ``None`` if they count nothing."""
+        """One over the sum of all counts, on ``device``; ``None`` if the losses return no counts."""
         if not self.counts:
             return None
         total = torch.stack([count.to(torch.float64) for _, count in sorted(self.counts.items())]).sum()
         return total.reciprocal().to(device, non_blocking=True)
 
     def close(self) -> None:
-        """Drop every tensor that is left; the tracebacks of a failed step may keep the tables alive."""
-        for table in (
-            self.activations,
-            self.residues,
-            self.gradients,
-            self.halves,
-            self.targets,
-            self.tied,
-            self.losses,
-            self.counts,
-            self.outputs,
-            self.arrivals,
-        ):
-            table.clear()
+        """Drop every tensor that is left: the traceback of a failed step may keep this object alive."""
+        for table in fields(self):
+            if table.name != "retain":
+                getattr(self, table.name).clear()

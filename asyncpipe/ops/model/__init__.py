@@ -1,0 +1,13 @@
+"""A model as stages: how it is cut, what its stages pass to each other, and where they are placed.
+
+Imports ``asyncpipe.core``, ``asyncpipe.ops.device``, ``asyncpipe.ops.autograd`` and torch. Where to start:
+
+- ``stage``: what every model is cut into; ``sequential`` cuts a sequence of layers, ``trace`` any module;
+- ``microbatch``: cuts a mini-batch into micro-batches, and gathers their outputs;
+- ``ties``: places stages on devices, with replicas of parameters that stages on several devices share;
+- ``skips`` and ``skip_layout``: tensors that a layer passes to a later layer, and between which stages they travel;
+- ``batchnorm``: batch norms that update their running statistics once a mini-batch; ``running_statistics``: how a
+  recomputation leaves them unchanged;
+- ``measure_layers``: time and memory of each layer, to balance stages by; ``byte_recorder``: bytes of each layer while
+  a pipeline runs.
+"""

@@ -1,14 +1,14 @@
-"""Batch norm whose running statistics follow mini-batches, not micro-batches.
+"""Batch norms that update their running statistics once a mini-batch.
 
-A bare layer in a pipeline would update its running statistics once a micro-batch, that is m times a step, and with
-variances of a few samples each: evaluation would then depend on how the mini-batch was cut. A deferred layer
-gathers what the whole mini-batch's update needs and makes that one update when the step is over::
+In a pipeline an ordinary layer updates its running statistics once a micro-batch, so m times a step and from few
+samples each time. Evaluation would then depend on how the mini-batch was cut. A deferred layer gathers the moments of
+all micro-batches and makes one update when the step is over::
 
     F(0) ── count, mean, squared deviations ─┐
     F(1) ── count, mean, squared deviations ─┼─▶ merged ──commit()──▶ running_mean, running_var, num_batches_tracked
     F(2) ── count, mean, squared deviations ─┘          └─discard()─▶ nothing, where the step failed
 
-Each micro-batch is still normalised with its own statistics, so outputs and gradients are those of small batches.
+Each micro-batch is still normalised with its own statistics, so outputs and gradients are those of the small batches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moments:
-    """Values per channel, their mean, and the sum of their squared deviations from it; without a graph."""
+    """The moments of a set of values, by channel: how many, their mean, and the sum of squared deviations from it."""
 
     count: int
     mean: Tensor
@@ -43,14 +43,14 @@ class _Moments:
 
     @classmethod
     def of(cls, batch: Tensor) -> _Moments:
-        """Those of ``batch``, whose channels are dimension 1, in float32 or wider."""
+        """The moments of ``batch``, whose channels are dimension 1, in float32 or wider and without a graph."""
         wide = batch.detach().to(torch.promote_types(batch.dtype, torch.float32))
         variance, mean = torch.var_mean(wide, [0, *range(2, batch.dim())], correction=0)
         count = batch.numel() // batch.size(1)
         return cls(count, mean, variance * count)
 
     def merged(self, other: _Moments) -> _Moments:
-        """Those of both sets of values, without the cancellation that sums of squares suffer from.
+        """The moments of both sets together, without the cancellation of a difference of sums of squares.
 
         T. F. Chan, G. H. Golub and R. J. LeVeque, Updating formulae and a pairwise algorithm for computing sample
         variances, Stanford STAN-CS-79-773 (1979).
@@ -64,26 +64,26 @@ class _Moments:
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """A batch norm that gathers the statistics of micro-batches and updates its running ones when told to.
+    """A batch norm that gathers the moments of micro-batches, and updates its running statistics on ``commit``.
 
-    Base of ``DeferredBatchNorm1d``, ``2d`` and ``3d``, each of which is also a ``BatchNorm1d``, ``2d`` or ``3d``
-    with its arguments, state-dict keys and, in evaluation or with ``track_running_stats=False``, its behaviour.
+    Base of ``DeferredBatchNorm1d``, ``2d`` and ``3d``. Each is also a ``BatchNorm1d``, ``2d`` or ``3d``, with the same
+    arguments and state-dict keys. In evaluation, or with ``track_running_stats=False``, it behaves the same.
 
-    In training, ``forward`` runs on the thread and stream of the layer's device, once for each micro-batch; what
-    a recomputation runs again is not counted again. ``commit`` and ``discard`` are for the caller of the step
-    afterwards, on streams that are ordered behind the device's. Nothing here locks. A layer that is called twice
-    in one model gets one update from all of its calls, where a bare layer makes one each.
+    In training, ``forward`` runs on the thread and stream of the layer's device, once for each micro-batch; a
+    recomputation gathers nothing. ``commit`` and ``discard`` are called after the step by its caller, on streams that
+    wait for the device's. Nothing is locked. A layer that the model calls twice makes one update from all its calls,
+    where an ordinary layer makes one a call.
 
-    What is gathered is no buffer: it is in no state dict, but copies and pickles of the layer have it.
+    The gathered moments are not in the state dict, but in copies and pickles of the layer.
     """
 
     _gathered: _Moments | None = None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, which callers may use
-        """``input`` normalised: (samples, channels, …); in training with its own statistics, which are gathered.
+        """``input`` (samples, channels, …), normalised; in training with its own statistics, which are gathered.
 
-        Raises ``ValueError`` as the bare layer does, for a wrong number of dimensions and for a micro-batch with
-        only one value per channel. It is not gathered then.
+        Raises ``ValueError`` as the ordinary layer does, for a wrong number of dimensions and for a micro-batch with
+        only one value per channel, and gathers nothing then.
         """
         if not (self.training and self.track_running_stats):
             return super().forward(input)
@@ -95,9 +95,9 @@ class DeferredBatchNorm(_BatchNorm):
         return output
 
     def commit(self) -> None:
-        """Update the running statistics as the bare layer would for all micro-batches at once; gather anew.
+        """Update the running statistics as the ordinary layer does for the whole mini-batch, and gather anew.
 
-        The variance is the unbiased one, over all values of the mini-batch. Does nothing if nothing was gathered.
+        The variance is the unbiased one over all values of the mini-batch. Does nothing if nothing was gathered.
         """
         gathered, self._gathered = self._gathered, None
         if gathered is None or self.running_mean is None or self.running_var is None:
@@ -114,15 +114,15 @@ class DeferredBatchNorm(_BatchNorm):
                 (self.running_var, gathered.deviations / (gathered.count - 1)),
             ):
                 new = new.to(running.device)
-                # In the wide type: a product in half precision would round twice.
+                # Computed in the wide type, since a product in half precision would round twice.
                 running.copy_(weight * new + (1 - weight) * running.to(new.dtype))
 
     def discard(self) -> None:
-        """Forget what was gathered since the last commit."""
+        """Forget what was gathered since the last ``commit``."""
         self._gathered = None
 
     def _count_update(self, like: Tensor) -> float | Tensor:
-        """Count one update; the weight of the new statistics in it, which no host waits for."""
+        """Count one update; the weight of the new statistics in it, as a tensor where the host would have to wait."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if self.momentum is not None:
@@ -153,14 +153,15 @@ _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 
 
 def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
-    """``module`` with every ``BatchNorm1d``, ``2d`` and ``3d`` in it deferred; the deferred one if it is one itself.
+    """``module`` with every ``BatchNorm1d``, ``2d`` and ``3d`` replaced by a deferred one.
 
-    Layers are replaced in their parents. A new layer shares all state with the one that it replaces (parameters,
-    buffers, hooks, the very objects), so optimizers stay valid and the state dict has the same keys. A layer that
-    is used in several places stays one. Layers that track no running statistics, and deferred ones, are left.
+    Layers are replaced in their parents; if ``module`` is such a layer itself, its replacement is returned. A new layer
+    has the same parameters, buffers and hooks (the same objects) as the one that it replaces, so optimizers stay valid
+    and the state dict keeps its keys. A layer used in several places is replaced by one new layer. Layers that track no
+    running statistics, and deferred ones, are not replaced.
 
-    Raises ``OptionError``, with nothing replaced, for one that does track them and is a ``SyncBatchNorm``, a lazy
-    batch norm that has not run yet, or another subclass of the three: what its own code does would be lost.
+    Raises ``OptionError``, before anything is replaced, for a layer that tracks running statistics and is a
+    ``SyncBatchNorm``, a lazy batch norm that has not run yet, or another subclass, whose own code would be lost.
     """
     for path, layer in module.named_modules():
         _check_layer(path, layer)
@@ -175,7 +176,7 @@ def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
 
 
 def deferred_layers(module: nn.Module) -> list[DeferredBatchNorm]:
-    """The deferred batch norms in ``module``, each once: those to ``commit`` or ``discard`` when a step is over."""
+    """The deferred batch norms in ``module``, each once, to ``commit`` or ``discard`` after a step."""
     return [layer for layer in module.modules() if isinstance(layer, DeferredBatchNorm)]
 
 
@@ -187,7 +188,7 @@ def _deferred(layer: nn.Module, converted: dict[nn.Module, nn.Module]) -> nn.Mod
     if layer not in converted:
         kind = _DEFERRED[type(layer)]
         twin = kind.__new__(kind)
-        # The dictionaries too, so that whoever still holds the bare layer, or a handle of a hook, sees the same.
+        # The same dictionaries, so that the replaced layer and handles of its hooks see changes of the new one.
         vars(twin).update(vars(layer))
         converted[layer] = twin
     return converted[layer]

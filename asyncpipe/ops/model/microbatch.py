@@ -1,4 +1,4 @@
-"""CutBatch a mini-batch into micro-batches, and gather their outputs again."""
+"""Cuts a mini-batch into micro-batches, and gathers their outputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
 from asyncpipe.errors import BatchError, StageError
 
@@ -21,6 +21,7 @@ __all__ = [
     "cut",
     "cut_alike",
     "gather",
+    "without_no_chunk",
 ]
 
 
@@ -37,12 +38,12 @@ class Arguments(NamedTuple):
 
     @classmethod
     def wrap(cls, value: Any) -> Arguments:
-        """``value`` if it is arguments, else those of a call with ``value`` alone."""
+        """``value`` if it is ``Arguments``, else the arguments of a call with ``value`` alone."""
         return value if isinstance(value, Arguments) else cls((value,), {})
 
 
 class NoChunk:
-    """A tensor that every micro-batch gets whole, in place of its share: ``NoChunk(mask)``."""
+    """A tensor that is not cut: every micro-batch gets all of it. ``NoChunk(mask)``."""
 
     def __init__(self, tensor: Tensor) -> None:
         """Raises ``BatchError`` for anything but a tensor: other values are never cut."""
@@ -52,14 +53,14 @@ class NoChunk:
 
 
 class Microbatches:
-    """Micro-batches that the caller has made: their tensors may differ in every dimension.
+    """Micro-batches that the caller has cut. Their tensors may differ in every dimension.
 
-    Each is what a mini-batch may be (a nested value or ``Arguments``) and has as many samples as its first tensor.
-    The outputs come back as a list.
+    Each is a nested value or ``Arguments``, as a mini-batch is, and has as many samples as its first tensor. The step's
+    outputs are then a list.
     """
 
     def __init__(self, pieces: Iterable[Any]) -> None:
-        """Raises ``BatchError`` if there is none."""
+        """Raises ``BatchError`` if ``pieces`` is empty."""
         self.pieces = list(pieces)
         if not self.pieces:
             raise BatchError("Microbatches needs at least one micro-batch, got none")
@@ -70,19 +71,19 @@ class Microbatches:
 
 @dataclass(frozen=True, slots=True)
 class CutBatch:
-    """A mini-batch in micro-batches."""
+    """A mini-batch, cut into micro-batches."""
 
     pieces: list[Any]
     sizes: list[int]
     """Samples of each."""
     ready_made: bool
-    """Whether the caller has made them."""
+    """Whether the caller has cut them (``Microbatches``)."""
 
 
 class Packet:
-    """A nested value taken apart: its tensors in one list, the rest as it was.
+    """A nested value whose tensors are in one list. This is what stages send to each other.
 
-    This is what crosses stage borders. ``tensors`` may be replaced by others of the same number.
+    ``tensors`` may be replaced by a list of the same length.
     """
 
     __slots__ = ("_rest", "_spec", "count", "tensors", "wants_gradient")
@@ -92,26 +93,27 @@ class Packet:
         self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.count = len(self.tensors)
         self.wants_gradient = [tensor.requires_grad for tensor in self.tensors]
-        """Which of the tensors their maker can use a gradient of."""
+        """For each tensor, whether its sender uses a gradient of it."""
         self._rest = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
 
     def rebuild(self, tensors: Iterable[Tensor]) -> Any:
-        """The nested value with ``tensors`` in place of its own."""
+        """The nested value, with ``tensors`` in place of its own."""
         remaining = iter(tensors)
         return tree_unflatten([next(remaining) if rest is None else rest[0] for rest in self._rest], self._spec)
 
 
 def cut(batch: Any, microbatches: int, *, dim: int = 0, name: str = "the input") -> CutBatch:
-    """``batch`` in micro-batches as even as can be, larger ones first; fewer of them for a small batch.
+    """``batch`` cut into ``microbatches`` micro-batches, whose sizes differ by at most one, larger ones first.
 
-    The batch is dimension ``dim``, of the same size in all tensors but those in ``NoChunk``; micro-batches get
-    views of them, and everything else as it is. ``Microbatches`` are taken as they are. Raises ``BatchError``
-    where there is no tensor to cut, one without that dimension, an empty batch or a disagreement.
+    A batch with fewer samples gives one micro-batch a sample. Samples are along dimension ``dim``, whose size is the
+    same in all tensors but those in ``NoChunk``. Micro-batches get views of the tensors, and other values unchanged.
+    ``Microbatches`` are not cut again. Raises ``BatchError`` if there is no tensor to cut, if a tensor lacks that
+    dimension, if the batch is empty, or if tensors differ in their number of samples.
     """
     if isinstance(batch, Microbatches):
         places = [f"micro-batch {i} of {name}" for i in range(len(batch))]
         sizes = [_sizes(piece, dim, place)[0][1] for piece, place in zip(batch.pieces, places, strict=True)]
-        return CutBatch([_unwrapped(piece) for piece in batch.pieces], sizes, ready_made=True)
+        return CutBatch([without_no_chunk(piece) for piece in batch.pieces], sizes, ready_made=True)
     size = _batch_size(batch, dim, name)
     count = min(microbatches, size)
     sizes = [size // count + (i < size % count) for i in range(count)]
@@ -119,15 +121,15 @@ def cut(batch: Any, microbatches: int, *, dim: int = 0, name: str = "the input")
 
 
 def cut_alike(batch: Any, like: CutBatch, *, dim: int = 0, name: str = "the target") -> list[Any]:
-    """``batch`` in as many micro-batches as ``like`` has, of the same sizes.
+    """``batch`` cut into micro-batches of the same sizes as those of ``like``.
 
-    Raises ``BatchError`` if its tensors have another number of samples, or if it is another number of
-    ``Microbatches``. A value without tensors is given to every micro-batch.
+    A value without tensors goes to every micro-batch. Raises ``BatchError`` if its tensors have another number of
+    samples, or if it is another number of ``Microbatches``.
     """
     if isinstance(batch, Microbatches):
         if len(batch) != len(like.pieces):
             raise BatchError(f"{name} has {len(batch)} micro-batches, but the input has {len(like.pieces)}")
-        return [_unwrapped(piece) for piece in batch.pieces]
+        return [without_no_chunk(piece) for piece in batch.pieces]
     if any(isinstance(leaf, Tensor) for leaf in tree_flatten(batch)[0]):
         size = _batch_size(batch, dim, name)
         if size != sum(like.sizes):
@@ -143,9 +145,9 @@ def _split(batch: Any, sizes: list[int], dim: int) -> list[Any]:
     return [tree_unflatten([column[i] for column in columns], spec) for i in range(len(sizes))]
 
 
-def _unwrapped(piece: Any) -> Any:
-    leaves, spec = tree_flatten(piece)
-    return tree_unflatten([_bare(leaf) for leaf in leaves], spec)
+def without_no_chunk(value: Any) -> Any:
+    """``value`` with the tensors of ``NoChunk`` in place of them."""
+    return tree_map(_bare, value)
 
 
 def _bare(leaf: Any) -> Any:
@@ -164,7 +166,7 @@ def _batch_size(batch: Any, dim: int, name: str) -> int:
 
 
 def _sizes(batch: Any, dim: int, name: str) -> list[tuple[str, int]]:
-    """The batch sizes of the tensors in ``batch``, and where each is."""
+    """For each tensor in ``batch``: where it is, and its number of samples."""
     tensors = [(path, leaf) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor)]
     if not tensors:
         raise BatchError(f"{name} holds no tensor, got {type(batch).__name__}; micro-batches are cut from tensors")
@@ -181,11 +183,11 @@ def _sizes(batch: Any, dim: int, name: str) -> list[tuple[str, int]]:
 
 
 def gather(outputs: Sequence[Any], dim: int = 0) -> Any:
-    """One nested value from those of the micro-batches.
+    """One nested value from the outputs of the micro-batches.
 
-    Tensors are concatenated along dimension ``dim`` (those without dimensions are stacked), ``None`` stays, and
-    everything else becomes a list with one entry per micro-batch. Raises ``StageError`` if the micro-batches
-    differ in structure, or in shape beside that dimension.
+    Tensors are concatenated along dimension ``dim`` (tensors without dimensions are stacked), ``None`` stays ``None``,
+    and other values become a list with one entry per micro-batch. Raises ``StageError`` if the outputs differ in
+    structure, or in their shapes besides that dimension.
     """
     flat: list[tuple[list[Any], TreeSpec]] = [tree_flatten(output) for output in outputs]
     leaves, spec = flat[0]

@@ -1,4 +1,4 @@
-"""Running statistics under recomputation: a micro-batch counts once, not again when its forward runs again."""
+"""Running statistics of batch norms: a recomputation does not update them a second time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ StatisticsOf = Sequence[tuple[nn.Module, str]]
 
 
 def statistics_of(stage: nn.Module) -> StatisticsOf:
-    """The running statistics of the batch norms, and of layers with buffers of the same names, inside ``stage``."""
+    """The running statistics inside ``stage``: of batch norms, and of other layers with buffers of these names."""
     return [(module, name) for module in stage.modules() for name in _NAMES if module._buffers.get(name) is not None]
 
 
 @contextmanager
 def untouched(statistics: StatisticsOf) -> Iterator[None]:
-    """The statistics stay what they are: what runs here updates copies. On the stage's own thread."""
+    """Keep ``statistics`` unchanged: the forward inside updates copies. For the stage's thread."""
     kept = [(module._buffers, name, module._buffers[name]) for module, name in statistics]
     try:
         for buffers, name, value in kept:

@@ -1,6 +1,7 @@
-"""A sequence of layers as stages: the output of each stage is the input of the next one; skips go straight.
+"""A sequence of layers as stages: the output of each stage is the input of the next.
 
-Beside its output, a link carries what ``stash`` left for a layer of its user (``ops/model/skips.py``)::
+A link also carries the skips that its source stashes and its user pops (``ops/model/skips.py``), directly from one
+stage to the other::
 
     stage 0 ──output, skips──▶ stage 1 ──output, skips──▶ stage 2
        └──────────────────── skips ────────────────────────▲
@@ -18,17 +19,18 @@ from torch import Tensor, nn
 from asyncpipe.core.predict.balance import check_balance, even_balance
 from asyncpipe.errors import BalanceError, BatchError, OptionError
 from asyncpipe.ops.model.microbatch import Arguments
-from asyncpipe.ops.model.skips import SkipKey, SkipStore, skip_layout, use_skips
+from asyncpipe.ops.model.skip_layout import skip_layout
+from asyncpipe.ops.model.skips import SkipKey, SkipStore, use_skips
 from asyncpipe.ops.model.stage import CALLER, StagedModel, StageModule
 
 __all__ = ["PipeSequential", "SequentialStage", "as_sequential", "split", "stage_parts", "stage_sequence"]
 
 
 class PipeSequential(nn.Sequential):
-    """A sequence that hands a tuple on as several arguments, as torch's former ``Pipe`` did."""
+    """A sequence that passes a tuple on as several arguments, as torch's former ``Pipe`` did."""
 
     def forward(self, *args: Any) -> Any:
-        """The layers, called one after the other; a tuple that one returns is the next one's arguments."""
+        """Call the layers in order. If one returns a tuple, its items are the arguments of the next."""
         for layer in self:
             output = layer(*args)
             args = output if isinstance(output, tuple) else (output,)
@@ -36,15 +38,15 @@ class PipeSequential(nn.Sequential):
 
 
 class _LinkValue(NamedTuple):
-    """What travels on a link."""
+    """What one stage sends to another."""
 
     output: Any
-    """The input of the next stage; ``None`` on a link that jumps stages."""
+    """The input of the next stage; ``None`` on a link to any later stage."""
     skips: list[Tensor | None]
 
 
 class SequentialStage(StageModule):
-    """Consecutive layers. Stage 0 takes the caller's arguments, the others the output of the one before."""
+    """Consecutive layers. Stage 0 takes the caller's arguments, every other stage the output of the one before."""
 
     def __init__(
         self, layers: nn.Sequential, index: int, stages: int, skips: Mapping[SkipKey, tuple[int, int]]
@@ -63,7 +65,7 @@ class SequentialStage(StageModule):
                 self._stashed.setdefault(user, []).append(key)
 
     def forward(self, received: Mapping[int, Any]) -> dict[int, Any]:
-        """The layers, called one after the other."""
+        """Call the layers in order."""
         store = SkipStore(
             {
                 key: tensor
@@ -88,7 +90,7 @@ class SequentialStage(StageModule):
         args, kwargs = received[CALLER]
         if (len(args) == 1 or unpacks) and not kwargs:
             return self.layers(*args)
-        # nn.Sequential takes one argument; its first layer may take any.
+        # nn.Sequential takes one argument, but its first layer may take several.
         first, *others = self.layers
         value = first(*args, **kwargs)
         for layer in others:
@@ -97,17 +99,17 @@ class SequentialStage(StageModule):
 
 
 def stage_sequence(model: nn.Sequential, balance: str | Sequence[int], stages: int) -> StagedModel:
-    """``model`` cut into ``stages`` stages of consecutive layers.
+    """``model`` cut into ``stages`` stages of consecutive layers; ``balance`` as in ``split``.
 
-    Raises ``BalanceError``, and ``TypeError`` that lists every skip without its counterpart.
+    Raises ``BalanceError``, and ``SkipLayoutError`` that lists every stash without a pop and every pop without a stash.
     """
     return stage_parts(model, split(model, balance, stages))
 
 
 def stage_parts(module: nn.Module, parts: Sequence[nn.Sequential]) -> StagedModel:
-    """``parts`` as the stages of ``module``, which owns their parameters; each part is called as it is, hooks too.
+    """``parts`` as the stages of ``module``, which owns their parameters. The parts are called with their hooks.
 
-    Raises ``TypeError`` that lists every skip without its counterpart.
+    Raises ``SkipLayoutError`` as ``stage_sequence`` does.
     """
     skips = skip_layout(parts)
     links = {(j, j + 1) for j in range(len(parts) - 1)} | {ends for ends in skips.values() if ends[0] != ends[1]}
@@ -120,14 +122,14 @@ def stage_parts(module: nn.Module, parts: Sequence[nn.Sequential]) -> StagedMode
 
 
 def _take_all(arguments: Arguments) -> dict[int, Any]:
-    """The first layer takes every argument."""
+    """What each stage takes of the caller's arguments: stage 0 takes all of them."""
     if not arguments.args and not arguments.kwargs:
         raise BatchError("the model was called without arguments; give its first layer at least one")
     return {0: arguments}
 
 
 def as_sequential(model: nn.Module | Sequence[nn.Module]) -> nn.Sequential:
-    """The model as a sequence of layers: an ``nn.Sequential`` as it is, a list of modules wrapped in one."""
+    """The model as a sequence of layers: an ``nn.Sequential`` itself, a list of modules in a new one."""
     if isinstance(model, nn.Sequential):
         sequence = model
     elif isinstance(model, Sequence) and all(isinstance(layer, nn.Module) for layer in model):
@@ -143,12 +145,12 @@ def as_sequential(model: nn.Module | Sequence[nn.Module]) -> nn.Sequential:
 
 
 def split(model: nn.Sequential, balance: str | Sequence[int], stages: int) -> list[nn.Sequential]:
-    """``stages`` consecutive parts of ``model``, with the names of its layers.
+    """``stages`` consecutive parts of ``model``, whose layers keep their names.
 
-    ``balance`` gives the number of layers of each, or is ``"auto"``: parameters spread as evenly as can be.
+    ``balance`` is the number of layers of each part, or ``"auto"``, which spreads the parameters as evenly as possible.
     Raises ``BalanceError``.
     """
-    layers = list(model._modules.items())  # named_children() leaves out a layer that is there twice.
+    layers = list(model._modules.items())  # named_children() omits the second occurrence of a layer.
     if isinstance(balance, str):
         if balance != "auto":
             raise BalanceError(f"balance must be 'auto' or a list of integers, got {balance!r}")

@@ -1,7 +1,7 @@
-"""Skip connections: a layer of a sequence hands a tensor to a later layer, past those in between.
+"""Skip connections: a layer of a sequence passes a tensor directly to a later layer.
 
-A sequence passes one value from layer to layer, so a U-shaped network would carry every skip through every
-layer, and in a pipeline through every stage. Here a layer says by name what it puts aside and what it takes::
+A sequence passes one value from layer to layer, so a U-shaped network would carry every skip through every layer, and
+in a pipeline through every stage. With skips, a layer stashes a tensor under a name, and a later layer pops it::
 
     Down ──▶ Middle ──▶ Up        Down:  yield stash("a", x)
       └────── "a" ──────▲         Up:    a = yield pop("a")
@@ -12,13 +12,13 @@ layer, and in a pipeline through every stage. Here a layer says by name what it 
             yield stash("a", x)                        a = yield pop("a")
             return self.conv(x)                        return self.conv(x) + a
 
-The names are declared on the class, so that it is known before anything runs which stage sends a skip to which
-(``skip_layout``). What runs a layer decides where the tensors are kept (``use_skips``); without a pipeline that
-is a store of the thread, and the model works as it is. Tensors flow as they are: nothing is detached or copied.
+The names are declared on the class, so the stages between which skips travel are known before anything runs
+(``skip_layout.py``). Who runs the layers chooses the store that keeps the tensors (``use_skips``). Without a pipeline
+it is a store of the thread, so the model also works alone. Tensors are neither detached nor copied.
 
-A decorated class stays the class that it was, changed in place: its modules can be pickled and copied, and the
-names in their state dicts do not change. Only ``forward`` is replaced, by one that drives the generator and
-returns its value, so that hooks and ``super().forward(x)`` see values too.
+The decorator changes a class in place: its modules can still be pickled and copied, and their state dicts keep their
+names. It replaces ``forward`` by a function that runs the generator and returns its value, so hooks and
+``super().forward(x)`` get values too.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from torch import Tensor, nn
 
-from asyncpipe.errors import ArgumentTypeError, OptionError, SkipError, SkipLayoutError
+from asyncpipe.errors import ArgumentTypeError, OptionError, SkipError
 
 __all__ = [
     "Namespace",
     "SkipKey",
     "SkipStore",
     "Skippable",
+    "describe_skip",
     "pop",
-    "skip_layout",
     "skippable",
     "stash",
     "use_skips",
-    "verify_skippables",
 ]
 
 M = TypeVar("M", bound=nn.Module)
@@ -54,7 +53,7 @@ S = TypeVar("S", bound="Skippable")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class stash:
-    """What a forward yields to put ``tensor`` (or None) aside as ``name``; the ``yield`` gives None."""
+    """A command that a forward yields to store ``tensor`` (or None) as ``name``. The ``yield`` returns None."""
 
     name: str
     tensor: Tensor | None
@@ -62,15 +61,15 @@ class stash:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class pop:
-    """What a forward yields to take what was stashed as ``name``; the ``yield`` gives it."""
+    """A command that a forward yields to take what was stashed as ``name``. The ``yield`` returns it."""
 
     name: str
 
 
 class Namespace:
-    """An identity that keeps skips of one name apart: layers that share it see each other's skips.
+    """Keeps skips of the same name apart: only layers that share a namespace see each other's skips.
 
-    Two namespaces are never equal. Layers that share one still do after their whole model was copied or pickled.
+    Two namespaces are never equal. Layers that share one still share one after their model was copied or pickled.
     """
 
     __slots__ = ()
@@ -80,49 +79,53 @@ class Namespace:
 
 
 SkipKey = tuple[Namespace | None, str]
-"""What names a skip in a model: its namespace, None where the layer was not isolated, and its name."""
+"""What identifies a skip in a model: its namespace (None where the layer is not isolated) and its name."""
 
 
 class SkipStore:
-    """Where the skips of one run of some layers are: what came in, and what they leave for others.
+    """The skips of one run of some layers: those that earlier layers stashed, and those for later layers.
 
-    Used by one thread at a time.
+    For one thread at a time.
     """
 
     def __init__(self, incoming: Mapping[SkipKey, Tensor | None] | None = None) -> None:
         self.incoming: dict[SkipKey, Tensor | None] = dict(incoming or {})
-        """What earlier layers stashed; it stays as it was given, popped or not."""
+        """What earlier layers stashed. A pop does not remove it."""
         self.outgoing: dict[SkipKey, Tensor | None] = {}
-        """What was stashed and not popped here."""
+        """What these layers stashed and did not pop."""
         self._taken: set[SkipKey] = set()
 
     def stash(self, key: SkipKey, tensor: Tensor | None) -> None:
-        """``tensor`` is outgoing under ``key``; ``SkipError`` if another one is that nobody popped."""
+        """Store ``tensor`` under ``key``. Raises ``SkipError`` if one is stored there that was not popped."""
         if key in self.outgoing:
-            raise SkipError(f"{_skip(key)} is stashed again before it was popped; pop it first, or isolate one of them")
+            raise SkipError(
+                f"{describe_skip(key)} is stashed again before it was popped; pop it first, or isolate one of them"
+            )
         self.outgoing[key] = tensor
 
     def pop(self, key: SkipKey) -> Tensor | None:
-        """What was stashed here under ``key``, else what came in; ``SkipError`` if neither or popped already."""
+        """What these or earlier layers stashed under ``key``. Raises ``SkipError`` if nothing, or if popped before."""
         if key in self.outgoing:
             return self.outgoing.pop(key)
         if key in self._taken:
-            raise SkipError(f"{_skip(key)} is popped a second time; stash it under one name for each layer that pops")
+            raise SkipError(
+                f"{describe_skip(key)} is popped a second time; stash it under one name for each layer that pops"
+            )
         if key not in self.incoming:
-            raise SkipError(f"{_skip(key)} is popped, but no layer before has stashed it")
+            raise SkipError(f"{describe_skip(key)} is popped, but no layer before has stashed it")
         self._taken.add(key)
         return self.incoming[key]
 
 
 class _ThreadStore(SkipStore):
-    """A thread's own store. A forward that failed may have left skips in it, so that a new one replaces an old one."""
+    """A thread's own store. A stash may replace another one, which a failed forward can have left."""
 
     def stash(self, key: SkipKey, tensor: Tensor | None) -> None:
         self.outgoing[key] = tensor
 
 
 class _ThreadState(threading.local):
-    """What each thread has: the store in use, and the forward that is being run."""
+    """What each thread has: the store in use, and the forward that is running."""
 
     def __init__(self) -> None:
         self.store: SkipStore = _ThreadStore()
@@ -134,7 +137,7 @@ _local = _ThreadState()
 
 @contextmanager
 def use_skips(store: SkipStore) -> Iterator[SkipStore]:
-    """``store`` serves this thread's stashes and pops inside; the former one does again afterwards."""
+    """Inside, the stashes and pops of this thread use ``store``."""
     before = _local.store
     _local.store = store
     try:
@@ -144,23 +147,26 @@ def use_skips(store: SkipStore) -> Iterator[SkipStore]:
 
 
 class Skippable:
-    """A base that ``skippable`` gives the classes that it decorates, so that their modules are known by it.
+    """The base class that ``skippable`` adds to the classes that it decorates.
 
-    Name it as a base yourself, beside ``nn.Module``, only where a type checker should know ``isolate``.
+    Name it as a base yourself, after ``nn.Module``, only if a type checker should know ``isolate``.
     """
 
     skip_stashes: ClassVar[tuple[str, ...]] = ()
+    """The names that ``forward`` stashes."""
     skip_pops: ClassVar[tuple[str, ...]] = ()
+    """The names that ``forward`` pops."""
     skip_namespaces: Mapping[str, Namespace] = MappingProxyType({})
+    """By name, for the names that are isolated in this module."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _drive_forward(cls)
 
     def isolate(self: S, namespace: Namespace, *, only: Iterable[str] | None = None) -> S:
-        """This module, whose skips (all, or those named in ``only``) are in ``namespace`` from now on.
+        """Put the skips of this module (all, or those named in ``only``) into ``namespace``; returns the module.
 
-        Layers see each other's skips only within one namespace, so that a block with skips can be used twice.
+        Layers see only the skips of their own namespace, so a block with skips can be used twice in one model. Raises
         ``OptionError`` for a name that the class does not declare.
         """
         if not isinstance(namespace, Namespace):
@@ -172,16 +178,20 @@ class Skippable:
         self.skip_namespaces = {**self.skip_namespaces, **dict.fromkeys(names, namespace)}
         return self
 
+    def skip_key(self, name: str) -> SkipKey:
+        """The key of this module's skip ``name``."""
+        return self.skip_namespaces.get(name), name
+
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[M]], type[M]]:
-    """A decorator for a module's class whose forward yields ``stash`` and ``pop`` commands of these names.
+    """A decorator for the class of a module whose forward yields ``stash`` and ``pop`` commands with these names.
 
-    The class is changed in place: ``Skippable`` becomes a base of it, which adds ``isolate``, and its ``forward``
-    returns the generator's value. Every forward must use every name once, else it raises ``SkipError``.
+    The class is changed in place: ``Skippable`` becomes one of its bases, which adds ``isolate``, and its ``forward``
+    returns the value of the generator. A forward that does not use every name exactly once raises ``SkipError``.
 
-    A subclass has the same names unless it is decorated itself: its own names then replace them. It may override
-    forward with a generator or an ordinary function, in which ``super().forward(x)`` returns a value (so there is
-    no ``yield from``) and uses up the names that it stashes and pops.
+    A subclass has the same names, unless it is decorated itself with other names. It may override ``forward`` with a
+    generator or an ordinary function. In that, ``super().forward(x)`` returns a value (so ``yield from`` is wrong), and
+    the names that it uses count as used.
     """
     stashes, pops = _names(stash, "stash"), _names(pop, "pop")
 
@@ -189,8 +199,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise ArgumentTypeError(f"@skippable decorates a subclass of nn.Module, got {cls!r}")
         if not issubclass(cls, Skippable):
-            # A class derived from this one would have to take its name, and then super(Name, self).__init__() in
-            # its methods would call itself.
+            # Not a derived class of the same name: super(Name, self).__init__() in its methods would call itself.
             cls.__bases__ = (*cls.__bases__, Skippable)
         marked = cast("type[Skippable]", cls)
         marked.skip_stashes, marked.skip_pops = stashes, pops
@@ -208,7 +217,8 @@ def _names(names: Iterable[str], option: str) -> tuple[str, ...]:
     return listed
 
 
-def _skip(key: SkipKey) -> str:
+def describe_skip(key: SkipKey) -> str:
+    """What error messages call a skip."""
     namespace, name = key
     return f"skip {name!r}" if namespace is None else f"skip {name!r} in {namespace!r}"
 
@@ -219,7 +229,7 @@ _DRIVES = "__drives_skips__"
 
 
 def _drive_forward(cls: type[Any]) -> None:
-    """Have ``cls.forward``, own or inherited, return the value of the generator that it may be."""
+    """Replace ``cls.forward``, own or inherited, by one that runs the generator which it may return."""
     written = cls.forward
     if getattr(written, _DRIVES, None) is written:
         return
@@ -228,8 +238,8 @@ def _drive_forward(cls: type[Any]) -> None:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         outer = _local.call
         if outer is not None and outer.module is self and outer.written is not written:
-            # super().forward() of an overriding class: the names belong to the one forward that runs. The same
-            # function once more is no such call but a module that calls itself.
+            # super().forward() of an overriding class: its commands belong to the forward that runs already. (The same
+            # function again would be a module that calls itself.)
             return outer.value_of(written(self, *args, **kwargs))
         call = _local.call = _SkippableForward(self, written)
         try:
@@ -239,13 +249,13 @@ def _drive_forward(cls: type[Any]) -> None:
         call.check_all_used()
         return value
 
-    # Whoever wraps this function copies its attributes: only on the function itself does the mark hold.
+    # The mark is the function itself, because a wrapper (functools.wraps) copies the attribute but is another function.
     forward.__dict__[_DRIVES] = forward
     cls.forward = forward
 
 
 class _SkippableForward:
-    """One forward of one module: answers what it yields, and knows which declared names it has used."""
+    """One forward of one module: executes the commands that it yields, and knows which names it has used."""
 
     __slots__ = ("_class", "_popped", "_stashed", "module", "written")
 
@@ -257,7 +267,7 @@ class _SkippableForward:
         self._popped: set[str] = set()
 
     def value_of(self, output: Any) -> Any:
-        """``output``, or what it returns if it is a generator. Errors are raised where the generator yielded."""
+        """``output``, or if it is a generator, its return value. Errors are raised inside it, at the ``yield``."""
         if not isinstance(output, Generator):
             return output
         resume: Callable[[Any], Any] = output.send
@@ -289,10 +299,10 @@ class _SkippableForward:
         if name in used:
             raise SkipError(f"{verb}({name!r}) was yielded twice; use a name for each tensor")
         used.add(name)
-        return self.module.skip_namespaces.get(name), name
+        return self.module.skip_key(name)
 
     def check_all_used(self) -> None:
-        """``SkipError`` that names what is declared and was not yielded."""
+        """Raise ``SkipError`` if a declared name was not yielded."""
         unused = [f"stash({name!r})" for name in self.module.skip_stashes if name not in self._stashed]
         unused += [f"pop({name!r})" for name in self.module.skip_pops if name not in self._popped]
         if unused:
@@ -300,97 +310,3 @@ class _SkippableForward:
                 f"in the forward of {self._class}: {', '.join(unused)} is declared but was not yielded; "
                 f"yield every declared name once, with None where there is no tensor"
             )
-
-
-# Matching stashes with pops
-
-
-@dataclass(frozen=True, slots=True)
-class _SkippableModule:
-    """A module with skips: its number among them, its stage, what a message calls it, and its skips."""
-
-    number: int
-    stage: int
-    label: str
-    stashes: tuple[SkipKey, ...]
-    pops: tuple[SkipKey, ...]
-
-
-def verify_skippables(model: Iterable[nn.Module]) -> None:
-    """Nothing, if every stash in ``model`` has exactly one pop after it; else ``SkipLayoutError`` with every mismatch.
-
-    ``model`` is an ``nn.Sequential`` or any modules in the order in which they are called. Modules inside a layer
-    count as called in the order of ``layer.modules()``. The message has one line for each mismatch, which calls
-    a layer by its name, or by its position where it has none.
-    """
-    _matched(_places([model]))
-
-
-def skip_layout(stages: Sequence[Iterable[nn.Module]]) -> dict[SkipKey, tuple[int, int]]:
-    """For each skip, in the order of the stashes, the stage that stashes it and the stage that pops it.
-
-    ``stages`` are the layers of each stage in call order; both stages are the same for a skip within a stage.
-    ``SkipLayoutError`` as from ``verify_skippables`` for all layers together; positions are counted over all stages.
-    """
-    return {key: (source.stage, target.stage) for key, (source, target) in _matched(_places(stages)).items()}
-
-
-def _places(stages: Sequence[Iterable[nn.Module]]) -> list[_SkippableModule]:
-    """The modules with skips, in call order."""
-    places: list[_SkippableModule] = []
-    position = 0
-    for stage, layers in enumerate(stages):
-        for name, layer in _named(layers, position):
-            position += 1
-            if not isinstance(layer, nn.Module):
-                raise ArgumentTypeError(f"layer {name} must be an nn.Module, got a {type(layer).__name__}")
-            for path, module in layer.named_modules(prefix=name):
-                if isinstance(module, Skippable):
-                    label = f"layer {path} ({type(module).__name__})"
-                    stashes, pops = _keys(module, module.skip_stashes), _keys(module, module.skip_pops)
-                    places.append(_SkippableModule(len(places), stage, label, stashes, pops))
-    return places
-
-
-def _named(layers: Iterable[nn.Module], first: int) -> Iterable[tuple[str, nn.Module]]:
-    if isinstance(layers, nn.Sequential | nn.ModuleList):
-        # Not named_children(), which leaves out a layer that is there twice.
-        return zip(layers._modules, layers, strict=True)
-    return ((str(position), layer) for position, layer in enumerate(layers, first))
-
-
-def _keys(module: Skippable, names: Iterable[str]) -> tuple[SkipKey, ...]:
-    return tuple((module.skip_namespaces.get(name), name) for name in names)
-
-
-def _matched(places: Sequence[_SkippableModule]) -> dict[SkipKey, tuple[_SkippableModule, _SkippableModule]]:
-    """Who stashes and who pops each skip, or ``SkipLayoutError``.
-
-    The first stash of a skip and the first pop after it are a pair, so that a mistake does not make others.
-    """
-    sources: dict[SkipKey, _SkippableModule] = {}
-    targets: dict[SkipKey, _SkippableModule] = {}
-    wrong: list[tuple[int, str]] = []
-    for place in places:
-        for key in place.pops:
-            if key in place.stashes:
-                wrong.append((place.number, f"{place.label} both stashes and pops {_skip(key)}"))
-            elif key not in sources:
-                wrong.append((place.number, f"{place.label} pops {_skip(key)}, which no layer before it stashes"))
-            elif targets.setdefault(key, place) is not place:
-                wrong.append((place.number, f"{place.label} pops {_skip(key)}, as {targets[key].label} does"))
-        for key in place.stashes:
-            if key in place.pops:
-                continue
-            if sources.setdefault(key, place) is not place:
-                wrong.append((place.number, f"{place.label} stashes {_skip(key)}, as {sources[key].label} does"))
-    for key, place in sources.items():
-        if key not in targets:
-            wrong.append((place.number, f"{place.label} stashes {_skip(key)}, which no layer after it pops"))
-    if wrong:
-        lines = "".join(f"\n  {line}" for _, line in sorted(wrong, key=lambda entry: entry[0]))
-        raise SkipLayoutError(
-            f"stashes and pops do not match:{lines}\nEvery skip needs one stash and one pop in a later layer; where a "
-            f"name is used by several pairs, give each pair its own with isolate(Namespace())."
-        )
-    return {key: (source, targets[key]) for key, source in sources.items()}

@@ -1,12 +1,12 @@
-"""What every kind of model is cut into: stages that exchange values, and where they are placed.
+"""What every kind of model is cut into: stages that send each other values.
 
-A stage is a function of what it receives. Values come from earlier stages or from the caller, and go to later
-stages or back to the caller, each pair of ends being a *link*::
+A stage is a function of what it receives. Values come from earlier stages or the caller, and go to later stages or back
+to the caller. A pair of source and user is a *link*::
 
     caller ──▶ stage 0 ──▶ stage 1 ──▶ stage 2 ──▶ caller
                   └───── a skip ─────────▲
 
-``ops/model/sequential.py`` makes stages of a sequence of layers, ``ops/model/trace/trace.py`` of any module.
+``ops/model/sequential.py`` makes stages from a sequence of layers, ``ops/model/trace/trace.py`` from any module.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from asyncpipe.ops.model.running_statistics import StatisticsOf
 __all__ = ["CALLER", "Stage", "StageModule", "StagedModel"]
 
 CALLER = -1
-"""Stands for the caller where a stage's index stands: as the source of a value, and as where one goes."""
+"""The index that stands for the caller, as the source or the user of a link."""
 
 
 class StageModule(nn.Module):
-    """One stage's part of a model. Its parameters and buffers are those of the unsplit model, the same objects."""
+    """One stage's part of a model. Its parameters and buffers are the same objects as those of the unsplit model."""
 
     overwrites_input = False
-    """Whether it may overwrite in place what it receives, which others still read."""
+    """Whether it may overwrite in place what it receives. It then gets a copy, since others still read the original."""
 
     def forward(self, received: Mapping[int, Any]) -> dict[int, Any]:
-        """From the values received, by the stage that they come from, to those sent, by the stage that they go to.
+        """The values that the stage sends, by user, from those that it receives, by source.
 
-        Values are nested (torch's pytree); tensors in them may require gradients. Called on the stage's thread,
-        and again, with the same input, to recompute.
+        Values are nested (torch's pytree), and their tensors may require gradients. Called on the stage's thread; and
+        called again with the same input by a recomputation.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedModel:
-    """A model cut into stages that are not placed yet."""
+    """A model cut into stages, which are not placed on devices yet."""
 
     module: nn.Module
-    """The unsplit model: it owns parameters and buffers, and its names are those of the state dict."""
+    """The unsplit model. It owns the parameters and buffers, and the state dict has its names."""
     stages: Sequence[StageModule]
     links: tuple[tuple[int, int], ...]
-    """(source, user) for each pair of stages between which values travel; sources come before users."""
+    """(source, user) for each pair of stages between which values travel, with source < user."""
     takes: Callable[[Arguments], dict[int, Any]]
-    """What each stage receives from the caller, of a micro-batch's arguments; called on the caller's thread.
+    """What each stage receives from the caller, given a micro-batch's arguments; called on the caller's thread.
 
-    Only stages that take something are in it. Tensors are passed on as the objects that they are.
+    Stages that take nothing are left out. Tensors are passed on as the same objects.
     """
 
 
@@ -66,4 +66,4 @@ class Stage:
     module: StageModule
     device: Device
     statistics: StatisticsOf
-    """Its running statistics, which a recomputation must not update again."""
+    """The buffers that a recomputation must not update again."""

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.errors import OptionError, SkipError
+from asyncpipe.ops.model.skip_layout import skip_layout, verify_skippables
 from asyncpipe.ops.model.skips import (
     Namespace,
     SkipKey,
     SkipStore,
     pop,
-    skip_layout,
     skippable,
     stash,
     use_skips,
-    verify_skippables,
 )
 
 ONE = torch.ones(())

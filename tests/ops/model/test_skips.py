@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.errors import AsyncpipeError, OptionError, SkipError
+from asyncpipe.ops.model.skip_layout import verify_skippables
 from asyncpipe.ops.model.skips import (
     Namespace,
     SkipKey,
@@ -25,7 +26,6 @@ from asyncpipe.ops.model.skips import (
     skippable,
     stash,
     use_skips,
-    verify_skippables,
 )
 
 Skips = Generator[Any, Any, Any]
