@@ -1,18 +1,18 @@
-"""The service as a component: jobs that train for weeks, inside whatever application embeds it.
+"""The training service as a component of an application: it trains jobs that may take weeks.
 
 ::
 
-    async with TrainingService(settings) as service:        # opens the store, goes on with what was running
+    async with TrainingService(settings) as service:        # opens the store and resumes the jobs that were running
         job, _ = await service.submit({...})
         async for event in service.follow(job.id): ...
                                                             # drains: every job ends its step and takes a snapshot
 
     the host's loop ── submit, pause … ──▶ TrainingService ──hop──▶ the service's loop: Manager, DevicePool
-                    ── status ───────────▶ (plain values)               ▲ beats, so that status knows that it answers
+                    ── status ───────────▶ (plain values)               ▲ a timer there shows that the loop runs
 
-The service's loop is in a thread of its own unless ``settings.loop`` says otherwise, so a handler of the host that
-blocks does not stop training. Every method may be called from any loop; whoever is cancelled in one does not learn what
-became of it, and it is done all the same.
+The service's loop runs in a thread of its own unless ``settings.loop`` says otherwise, so a blocking handler of the
+host does not stop training. Methods may be called from any loop. A caller that is cancelled does not learn the result
+of a request that changes a job; the request is carried out nevertheless.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from asyncpipe.observe.live import LiveView
 from asyncpipe.runtime.portal import Portal, PortalCall
 from asyncpipe.runtime.waiting import wait_uncancelled
 from asyncpipe.service.job_states import JobRecord, JobState, Transition
-from asyncpipe.service.jobs.job_control import JobControl
 from asyncpipe.service.jobs.job_log import JobEvent, JobLog, LossRow, read_losses
 from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
@@ -49,71 +48,79 @@ _T = TypeVar("_T")
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 10.0
-"""A service's loop that has not beaten for so long is taken for stuck."""
+"""A service's loop without a heartbeat for this long counts as stuck."""
 _CLOSED = "is closed"
 
 MOST_LOSSES = 10_000
-"""Rows of a loss curve in one answer."""
+"""The most rows of a loss curve that one call returns."""
 
 
 class ServiceDrainingError(AsyncpipeError, RuntimeError):
-    """The service is not open, or shuts down and takes no more jobs; the message says which."""
+    """The service is not open, or is shutting down and takes no more jobs; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """How a service stands."""
+    """The state of a service."""
 
     ready: bool
     """Whether it takes new jobs."""
     live: bool
-    """False only where a restart would help."""
+    """False only if a restart of the process would help."""
     reason: str
-    """In words, what ``ready`` and ``live`` say."""
+    """Why ``ready`` and ``live`` are what they are."""
     running: int
     queued: int
 
 
 class TrainingService:
-    """Trains the jobs that it is given; ``async with`` opens it once, and its end drains it.
+    """Trains submitted jobs; an async context manager that opens once and drains at its end.
 
-    Methods that change a job return when that is on disk, and raise ``UnknownJobError``, ``JobStateError`` for what a
-    job cannot do in its state, and ``StoreError`` where the store cannot keep it: nothing was changed then.
+    Methods that change a job return when the change is on disk. They raise ``UnknownJobError``, ``JobStateError`` if
+    the job's state does not allow the change, and ``StoreError`` if the store cannot record it; nothing was changed
+    then.
     """
 
     def __init__(self, settings: ServiceSettings, *, entries: Entries | None = None, **options: Any) -> None:
-        """``entries`` are those of ``settings`` by default. ``options`` are ``Manager``'s, for tests."""
+        """``entries`` replaces those of ``settings``. ``options`` are passed to ``Manager``, for tests."""
         self.settings = settings
         self._entries = entries
         self._options = options
         self._metrics = ServiceMetrics()
         self._metrics.is_ready = lambda: self.status().ready
         self._manager: Manager | None = None
-        self._control: JobControl | None = None
         self._portal: Portal | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stack = AsyncExitStack()
-        self._asked: set[asyncio.Task[Any]] = set()
-        self._beat = 0.0
-        self._beats: asyncio.TimerHandle | None = None
-        self._state = "is not open; use 'async with'"
+        self._local_requests: set[asyncio.Task[Any]] = set()
+        self._last_heartbeat = 0.0
+        self._heartbeat: asyncio.TimerHandle | None = None
+        self._not_open: str = "is not open; use 'async with'"
+        """Why the service cannot be used; empty while it is open."""
         self._calls: set[Future[Any]] = set()
-        """What other loops have asked and wait for."""
+        """Calls from other loops that have not ended."""
         self._calling = Lock()
 
     @property
     def collector(self) -> Collector:
-        """What Prometheus is told of the service and its jobs; for a registry of the caller's."""
+        """The metrics of the service and its jobs, for a Prometheus registry of the caller."""
         return self._metrics
+
+    @property
+    def manager(self) -> Manager:
+        """The manager of the jobs, while the service is open; it belongs to the service's loop."""
+        if self._manager is None or self._not_open:
+            raise ServiceDrainingError(f"the service {self._not_open or 'opens'}")
+        return self._manager
 
     @property
     def entries(self) -> Entries:
         """The entries that jobs may name, once the service is open."""
         if self._entries is None:
-            raise ServiceDrainingError(f"the service {self._state}")
+            raise ServiceDrainingError(f"the service {self._not_open}")
         return self._entries
 
-    # Life
+    # Opening and closing
 
     async def __aenter__(self) -> TrainingService:
         if self._loop is not None:
@@ -128,18 +135,18 @@ class TrainingService:
         except BaseException:
             await self._close_portal()
             raise
-        self._state = ""
+        self._not_open = ""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._state = "is closing"
+        self._not_open = "is closing"
         try:
             await self._hop(self._close())
         finally:
             with self._calling:
-                self._state = _CLOSED
+                self._not_open = _CLOSED
                 calls = [asyncio.wrap_future(call) for call in self._calls]
-            if calls:  # Of followers, which end by themselves now.
+            if calls:  # Followers, which end now that their logs are closed.
                 await asyncio.wait(calls)
             await self._close_portal()
 
@@ -154,18 +161,17 @@ class TrainingService:
             self._metrics.commits = lambda: store.commits
             self._metrics.hung_tasks = lambda: manager.watchdog.hung
             self._manager = await stack.enter_async_context(manager)
-            self._control = JobControl(manager.jobs, settings.max_queued)
-            self._heart()
+            self._beat()
             self._stack = stack.pop_all()
 
     async def _close(self) -> None:
         try:
             await self._stack.aclose()
-            if self._asked:
-                await asyncio.wait(self._asked)
+            if self._local_requests:
+                await asyncio.wait(self._local_requests)
         finally:
-            if self._beats is not None:
-                self._beats.cancel()
+            if self._heartbeat is not None:
+                self._heartbeat.cancel()
 
     async def _close_portal(self) -> None:
         if self._portal is not None:
@@ -173,74 +179,71 @@ class TrainingService:
             await in_thread(self._portal.join)
 
     def take_no_more(self, cause: str) -> None:
-        """Take no more jobs, from now on; ``drain`` does the rest. From any thread."""
-        self._opened()[0].take_no_more(cause)
+        """Take no more jobs from now on, without waiting for anything. From any thread."""
+        self.manager.take_no_more(cause)
 
     async def drain(self, cause: str) -> None:
-        """Take no more jobs, and let every one end after its step with a snapshot; they go on at the next start.
+        """Take no more jobs, and end every running one after its step with a snapshot; the next start resumes them.
 
-        ``cause`` is what their history says. Those that have not ended after ``settings.grace_seconds`` are cancelled.
+        ``cause`` goes into their histories. Runs that have not ended after ``settings.grace_seconds`` are cancelled.
         """
-        await self._hop(self._opened()[0].drain(cause))
+        await self._hop(self.manager.drain(cause))
 
     # Jobs
 
     async def submit(
         self, submission: Submission | Mapping[str, Any], idempotency_key: str | None = None
     ) -> tuple[JobRecord, bool]:
-        """The job, and whether it is new: the same key and submission again give the job that they made before.
+        """The job, and whether it is new: the same key and submission again return the job that they created before.
 
         Raises ``SubmissionError`` that names every wrong key, ``IdempotencyConflictError``, ``QueueFullError``,
-        ``ServiceDrainingError`` and ``OptionError`` for a key that is none.
+        ``ServiceDrainingError``, and ``OptionError`` for an invalid idempotency key.
         """
-        manager, requests = self._opened()
+        manager = self.manager
         if manager.shutdown is not None:
             raise ServiceDrainingError(f"the service takes no more jobs: {manager.shutdown}")
         spec = check_submission(submission, self.settings, self.entries)
-        return await self._do(requests.submit(spec, idempotency_key))
+        return await self._do(manager.control.submit(spec, idempotency_key))
 
     async def pause(self, job: str, cause: str = "asked to pause") -> JobRecord:
-        """The job, paused, or running and ``asked`` to pause: it ends after its step, with a snapshot."""
-        return await self._do(self._opened()[1].pause(job, cause))
+        """The job, paused; or running and asked to pause after its step, with a snapshot."""
+        return await self._do(self.manager.control.pause(job, cause))
 
     async def resume(self, job: str, cause: str = "asked to go on") -> JobRecord:
-        """The job, in the queue again; or running, where it had been asked to pause and has not yet.
-
-        Raises ``QueueFullError``.
-        """
-        return await self._do(self._opened()[1].resume(job, cause))
+        """The job, queued; or still running, if it had been asked to pause. Raises ``QueueFullError``."""
+        return await self._do(self.manager.control.resume(job, cause))
 
     async def cancel(self, job: str, cause: str = "asked to end") -> JobRecord:
-        """The job, cancelled, or running and ``asked`` to be: it ends between two tasks, without a snapshot."""
-        return await self._do(self._opened()[1].cancel(job, cause))
+        """The job, cancelled; or running and asked to end between two tasks, without a snapshot."""
+        return await self._do(self.manager.control.cancel(job, cause))
 
     async def change_schedule(self, job: str, schedule: str) -> JobRecord:
         """The job, which follows ``schedule`` from its next step on, also after a restart.
 
-        Raises ``SubmissionError`` for one that is not registered or does not fit the job, ``ScheduleError`` where the
-        running pipeline cannot follow it; nothing was changed then.
+        Raises ``SubmissionError`` for a schedule that is not registered or does not fit the job, ``ScheduleError`` if
+        the running pipeline cannot follow it; nothing was changed then.
         """
-        return await self._do(self._opened()[1].change_schedule(job, schedule))
+        return await self._do(self.manager.control.change_schedule(job, schedule))
 
-    # Looking
+    # Reading
 
     async def get(self, job: str) -> JobRecord:
         """The job of this id. Raises ``UnknownJobError``."""
-        return await self._opened()[0].jobs.store.get(job)
+        return await self.manager.jobs.store.get(job)
 
     async def list(
         self, states: Collection[JobState] | None = None, limit: int = 100, after: str | None = None
     ) -> tuple[JobRecord, ...]:
         """Jobs in the order of submission, as ``JobStore.list``."""
-        return await self._opened()[0].jobs.store.list(states, limit, after)
+        return await self.manager.jobs.store.list(states, limit, after)
 
     async def history(self, job: str) -> tuple[Transition, ...]:
         """Every transition of ``job``, its submission first. Raises ``UnknownJobError``."""
-        return await self._opened()[0].jobs.store.history(job)
+        return await self.manager.jobs.store.history(job)
 
     async def waits_for(self, job: str) -> str | None:
-        """Why a queued job has not begun, in words; ``None`` for any other one."""
-        manager = self._opened()[0]
+        """Why a queued job has not started, in words; ``None`` for any other job."""
+        manager = self.manager
 
         async def ask() -> str | None:
             return manager.waits_for(job)
@@ -248,12 +251,12 @@ class TrainingService:
         return await self._hop(ask())
 
     async def follow(self, job: str, after: int = 0) -> AsyncIterator[JobEvent]:
-        """What happened to ``job`` behind event ``after``, then what happens, its steps from now on.
+        """The past events of ``job`` after event ``after``, then new ones as they happen; steps from now on only.
 
-        Ends when nothing more will come: the job is at its end, or the service. Whoever is slow misses steps, never a
-        state. Raises ``UnknownJobError``.
+        Ends when the job has reached a final state, or the service closes. A slow reader misses steps, never a state.
+        Raises ``UnknownJobError``.
         """
-        manager, _ = self._opened()
+        manager = self.manager
         store = manager.jobs.store
         await store.get(job)
         use = manager.logs.use(job, lambda: store.history(job))
@@ -264,58 +267,53 @@ class TrainingService:
                 for event in events:
                     yield event
         finally:
-            with suppress(ServiceDrainingError):  # It was closed meanwhile.
+            with suppress(ServiceDrainingError):  # The service was closed meanwhile.
                 await self._hop(use.__aexit__(None, None, None))
 
     async def losses(self, job: str, after: int = 0, limit: int = 1000) -> Sequence[LossRow]:
-        """At most ``limit`` steps of the job's curve, from the first one behind step ``after`` on.
+        """At most ``limit`` steps of the job's loss curve, after step ``after``.
 
-        Each step is there once, with the numbers that a run that was never interrupted has. Raises ``UnknownJobError``.
+        Each step is there once, with the numbers of a run without interruption. Raises ``UnknownJobError``.
         """
-        manager = self._opened()[0]
+        manager = self.manager
         await manager.jobs.store.get(job)
         folder = manager.logs.folder / job
         return await in_thread(lambda: read_losses(folder, after, min(limit, MOST_LOSSES)))
 
     def view(self, job: str) -> LiveView | None:
-        """What a live page shows of a job that runs; ``None`` for any other one. From any thread."""
+        """The state of a running job's live page; ``None`` for any other job. From any thread."""
         run = None if self._manager is None else self._manager.jobs.running.get(job)
         return None if run is None else run.view
 
     def status(self) -> ServiceStatus:
-        """How the service stands. From any thread; blocks never."""
+        """The state of the service. From any thread; never blocks."""
         manager = self._manager
-        if manager is None or self._state:
-            return ServiceStatus(False, True, f"the service {self._state or 'opens'}", 0, 0)
+        if manager is None or self._not_open:
+            return ServiceStatus(False, True, f"the service {self._not_open or 'opens'}", 0, 0)
         running, queued = len(manager.jobs.running), len(manager.jobs.queued)
-        silence = 0.0 if _is_running(self._loop) else time.monotonic() - self._beat
-        trouble = manager.broken()
-        if trouble is None and silence > SILENCE_SECONDS:
-            trouble = f"the service's loop has not answered for {silence:.0f} s"
-        if trouble is not None:
-            return ServiceStatus(False, False, trouble, running, queued)
+        silence = 0.0 if _is_running(self._loop) else time.monotonic() - self._last_heartbeat
+        failure = manager.broken()
+        if failure is None and silence > SILENCE_SECONDS:
+            failure = f"the service's loop has not answered for {silence:.0f} s"
+        if failure is not None:
+            return ServiceStatus(False, False, failure, running, queued)
         if manager.shutdown is not None:
             return ServiceStatus(False, True, f"takes no more jobs: {manager.shutdown}", running, queued)
         return ServiceStatus(True, True, "takes jobs", running, queued)
 
     # The service's loop
 
-    def _opened(self) -> tuple[Manager, JobControl]:
-        if self._manager is None or self._control is None or self._state:
-            raise ServiceDrainingError(f"the service {self._state or 'opens'}")
-        return self._manager, self._control
-
     async def _do(self, request: Coroutine[Any, Any, _T]) -> _T:
-        """What ``request`` returns; it is done to its end, whoever is cancelled meanwhile."""
+        """Carry out ``request`` on the service's loop, also if the caller is cancelled meanwhile."""
         if asyncio.get_running_loop() is self._loop:
             task = asyncio.create_task(request)
-            self._asked.add(task)
-            task.add_done_callback(self._asked.discard)
+            self._local_requests.add(task)
+            task.add_done_callback(self._local_requests.discard)
             return await asyncio.shield(task)
         return await asyncio.shield(asyncio.wrap_future(self._call(request).future))
 
     async def _hop(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Await ``coroutine`` on the service's loop; a cancellation goes through to it."""
+        """Await ``coroutine`` on the service's loop; a cancellation of the caller cancels it."""
         if asyncio.get_running_loop() is self._loop:
             return await coroutine
         call = self._call(coroutine)
@@ -328,14 +326,15 @@ class TrainingService:
             future.cancelled() or future.exception()  # Retrieved: the cancellation is what the caller learns.
             raise
         finally:
-            # An exception holds the frames it passed; one that held it in turn would wait for the cycle collector.
+            # An exception refers to this frame; the frame must not refer to the exception, or both wait for the cycle
+            # collector.
             del call, future
 
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> PortalCall[_T]:
-        """Have ``coroutine`` begin on the service's loop, from another one."""
+        """Start ``coroutine`` on the service's loop, from another loop."""
         assert self._loop is not None
         with self._calling:
-            if self._state == _CLOSED:
+            if self._not_open == _CLOSED:
                 coroutine.close()
                 raise ServiceDrainingError(f"the service {_CLOSED}")
             call = PortalCall(self._loop, coroutine)
@@ -344,13 +343,13 @@ class TrainingService:
             call.start()
         return call
 
-    def _heart(self) -> None:
-        self._beat = time.monotonic()
-        self._beats = asyncio.get_running_loop().call_later(BEAT_SECONDS, self._heart)
+    def _beat(self) -> None:
+        self._last_heartbeat = time.monotonic()
+        self._heartbeat = asyncio.get_running_loop().call_later(BEAT_SECONDS, self._beat)
 
 
 def _is_running(loop: asyncio.AbstractEventLoop | None) -> bool:
-    """Whether ``loop`` is what runs the caller, and so is not stuck."""
+    """Whether the caller runs on ``loop``, which is then not stuck."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -47,7 +48,7 @@ def counted(**environment: str) -> str:
     return ended.stdout.strip()
 
 
-@pytest.mark.skipif(not malloc._is_glibc(), reason="this C library is not glibc")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this C library is not glibc")
 def test_threads_share_a_few_heaps():
     assert counted() == "3 3"
     assert counted(MALLOC_ARENA_MAX="6") == "None 6"

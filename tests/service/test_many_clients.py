@@ -161,9 +161,11 @@ class Client:
 
 
 async def finished(service: TrainingService) -> None:
-    """When nothing of any job is left in the service."""
-    manager = service._manager
-    assert manager is not None
+    """When nothing of any job is left in the service.
+
+    Reads private tables: one that keeps an entry for every job shows nowhere else before weeks have passed.
+    """
+    manager = service.manager
     await until(lambda: not manager._runs and not manager.logs._open)
     assert not manager.jobs.queued
     assert not manager.jobs.running
@@ -172,7 +174,7 @@ async def finished(service: TrainingService) -> None:
     assert not manager.logs._turns
     assert not manager._peaks
     assert not manager._failures
-    assert not service._asked
+    assert not service._local_requests
     driver = manager.pool.driver
     assert driver.scheduler.idle
     assert not driver._executions

@@ -54,7 +54,7 @@ async def test_a_follower_whose_log_opens_while_the_service_closes_ends(tmp_path
         await service.pause(job.id)
         while (await service.get(job.id)).state is not JobState.PAUSED:
             pass
-        await until(lambda: service._manager.logs.of(job.id) is None)
+        await until(lambda: service.manager.logs.of(job.id) is None)
         monkeypatch.setattr(JobLog, "open", opens)
         follower = asyncio.create_task(told_to(service, job.id))
         await until(opening.is_set)

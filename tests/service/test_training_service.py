@@ -15,7 +15,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from torch import Generator, Tensor, nn
 
+from asyncpipe.errors import OptionError
+from asyncpipe.service import training_service
 from asyncpipe.service.job_states import JobState, JobStateError, check_history
+from asyncpipe.service.jobs import manager
 from asyncpipe.service.store.job_store import IdempotencyConflictError, JobStore, UnknownJobError
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import SubmissionError
@@ -198,7 +201,7 @@ async def test_a_task_that_hangs_costs_a_snapshot_and_no_more(tmp_path, monkeypa
             await ended(opened, record.id)
             causes = [each.cause for each in await opened.history(record.id)]
             assert (await opened.get(record.id)).state is FINISHED, causes
-            assert opened._manager.watchdog.hung >= (blocks > 0)
+            assert opened.manager.watchdog.hung >= (blocks > 0)
             assert any("did not end within" in cause for cause in causes) or not blocks
             return await curve(opened, record.id)
 
@@ -218,7 +221,7 @@ async def test_a_schedule_is_changed_between_steps_and_stays_changed(tmp_path):
         await moved(opened, record.id)
     async with service(tmp_path) as opened:
         await moved(opened, record.id)
-        assert opened._manager.jobs.running[record.id].job.pipeline.schedule == "gpipe"
+        assert opened.manager.jobs.running[record.id].job.pipeline.schedule == "gpipe"
         await opened.cancel(record.id)
         await comes(opened, record.id, CANCELLED)
 
@@ -324,14 +327,27 @@ async def test_prometheus_is_told_of_all_jobs_at_once(tmp_path):
 
 
 async def test_a_service_that_does_not_answer_is_not_live(tmp_path, monkeypatch):
-    async with service(tmp_path) as opened:
+    monkeypatch.setattr(training_service, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(training_service, "BEAT_SECONDS", 0.01)
+    blocked, go_on = threading.Event(), threading.Event()
+
+    def blocking(*_: object, **__: object) -> None:
+        blocked.set()
+        go_on.wait(50)
+        raise OptionError("enough")
+
+    entries = Entries({ENTRY: mlp})
+    async with TrainingService(make_settings(tmp_path), entries=entries, make_trainer=blocking) as opened:
         assert opened.status().live
-        opened._beat -= 60
-        stuck = opened.status()
-        assert (stuck.ready, stuck.live) == (False, False)
-        assert "has not answered for 6" in stuck.reason
-        opened._beat += 60
-        assert opened.status().live
+        await opened.submit(job())
+        try:
+            await until(lambda: blocked.is_set() and not opened.status().live)
+            stuck = opened.status()
+            assert (stuck.ready, stuck.live) == (False, False)
+            assert "the service's loop has not answered for" in stuck.reason
+        finally:
+            go_on.set()
+        await until(lambda: opened.status().live)
         monkeypatch.setattr(JobStore, "is_alive", property(lambda store: False))
         assert "store's thread" in opened.status().reason
         monkeypatch.undo()
@@ -346,7 +362,7 @@ async def test_a_scheduler_of_jobs_that_broke_is_told(tmp_path, monkeypatch):
         def broken(*_: object) -> None:
             raise RuntimeError("a mistake")
 
-        monkeypatch.setattr(opened._manager, "_decide", broken)
+        monkeypatch.setattr(manager, "decide", broken)
         await opened.submit(job())
         await until(lambda: not opened.status().live)
         assert opened.status().reason == "the job scheduler has failed"

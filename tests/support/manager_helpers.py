@@ -152,9 +152,12 @@ class Service:
 
     manager: Manager
     store: JobStore
-    control: JobControl
     fakes: Fakes
     entries: Entries
+
+    @property
+    def control(self) -> JobControl:
+        return self.manager.control
 
     async def submit(self, name: str = "job", **changed: Any) -> JobRecord:
         spec = check_submission(submission(name, **changed), self.manager.settings, self.entries)
@@ -188,10 +191,15 @@ async def opened(
     async with JobStore(folder / "jobs.sqlite3") as store:
         manager = Manager(settings, entries, store, make_trainer=fakes, retry_seconds=0.01, **(options or {}))
         async with manager:
-            yield Service(manager, store, JobControl(manager.jobs, settings.max_queued), fakes, entries)
+            yield Service(manager, store, fakes, entries)
 
 
 async def until(true: Callable[[], object]) -> None:
     """Turn the loop until ``true``; a test's own time limit ends what never comes."""
     while not true():  # noqa: ASYNC110 - there is no event for everything that a test waits for
         await asyncio.sleep(0)
+
+
+def tasks_named(start: str) -> list[asyncio.Task[Any]]:
+    """The running tasks of this loop whose names begin with ``start``."""
+    return [task for task in asyncio.all_tasks() if task.get_name().startswith(start)]

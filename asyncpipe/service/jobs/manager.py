@@ -24,6 +24,7 @@ from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, PriorityClass, Transition
 from asyncpipe.service.jobs.admission import Admission, Candidate, Decision, decide, place_of
+from asyncpipe.service.jobs.job_control import JobControl
 from asyncpipe.service.jobs.job_log import JobLog, JobLogs
 from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer, RunEnding, RunOutcome, is_permanent, next_state
 from asyncpipe.service.jobs.job_table import JobTable
@@ -68,10 +69,11 @@ class Manager:
         self.metrics = metrics or ServiceMetrics()
         self.logs = JobLogs(settings.folder / "jobs", self._log_failed)
         self.jobs = JobTable(store, self.logs, self.metrics, self._forget)
+        self.control = JobControl(self.jobs, settings.max_queued)
+        """The requests of clients."""
         self.pool = DevicePool()
         self.watchdog = Watchdog(self.pool.driver, factor=settings.watchdog_factor, floor=settings.watchdog_floor)
         self._entries = entries
-        self._store = store
         self._make_trainer = make_trainer
         self._measure = measure
         self._retry_seconds = retry_seconds
@@ -159,7 +161,7 @@ class Manager:
             return "the job scheduler has failed"
         if self.pool.is_broken:
             return "the task scheduler has failed"
-        return None if self._store.is_alive else "the job store's thread has ended"
+        return None if self.jobs.store.is_alive else "the job store's thread has ended"
 
     def waits_for(self, job: str) -> str | None:
         """Why a queued job has not started; ``None`` for any other job. On the loop."""
@@ -229,7 +231,7 @@ class Manager:
             running = await self.jobs.become(current, JobState.RUNNING, decision.reason)
             collector = self.metrics.collector_of(running)
             peaks = self._peaks.get(record.id, {})
-            run = JobRun(running, job, collector, self._store, peaks, lambda: self.metrics.retried("step"))
+            run = JobRun(running, job, collector, self.jobs.store, peaks, lambda: self.metrics.retried("step"))
             self.jobs.running[record.id] = run
             task = asyncio.create_task(self._live(run, make_workload), name=f"asyncpipe run of {record.id}")
             self._runs.add(task)
@@ -290,7 +292,7 @@ class Manager:
         job = run.record.id
 
         async def history() -> Sequence[Transition]:
-            return await self._store.history(job)
+            return await self.jobs.store.history(job)
 
         try:
             async with self.logs.use(job, history) as log:

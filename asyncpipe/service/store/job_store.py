@@ -83,31 +83,32 @@ class JobStore:
         def closed() -> StoreError:
             return StoreError(path, StoreProblem.CLOSED, "is not open", "use it inside 'async with', which opens once")
 
-        self._thread = DatabaseThread(
+        self.thread = DatabaseThread(
             "asyncpipe job store",
             connect=lambda: open_database(path, busy_seconds),
             explain=lambda error: explain(path, error),
             closed=closed,
         )
+        """Runs any function on the store's connection."""
         # Ends the thread when the store is collected without having been closed, or the interpreter exits.
-        weakref.finalize(self, self._thread.stop)
+        weakref.finalize(self, self.thread.stop)
 
     @property
     def commits(self) -> int:
         """Transactions since the store was opened; requests that wait at the same time share one."""
-        return self._thread.commits
+        return self.thread.commits
 
     @property
     def is_alive(self) -> bool:
         """Whether the store's thread runs; from any thread."""
-        return self._thread.is_alive
+        return self.thread.is_alive
 
     async def __aenter__(self) -> JobStore:
-        await self._thread.open()
+        await self.thread.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._thread.close()
+        await self.thread.close()
 
     # Changing
 
@@ -137,7 +138,7 @@ class JobStore:
             record = queries.add_job(connection, job, text, spec.priority_class, at, idempotency_key, most_queued)
             return record, record.id == job
 
-        return await self._thread.run(change, writes=True)
+        return await self.thread.run(change, writes=True)
 
     async def transition(
         self, job: str, to: JobState, cause: str, *, expect: JobState | None = None, most_queued: int | None = None
@@ -196,7 +197,7 @@ class JobStore:
         called when a service starts, before any job runs. Changes all of them or none.
         """
 
-        return await self._thread.run(lambda db: queries.recover_jobs(db, self._clock(), RECOVERED), writes=True)
+        return await self.thread.run(lambda db: queries.recover_jobs(db, self._clock(), RECOVERED), writes=True)
 
     # Reading
 
@@ -221,7 +222,7 @@ class JobStore:
 
     async def count(self) -> dict[JobState, int]:
         """How many jobs are in each state, 0 included."""
-        return await self._thread.run(queries.count_jobs, writes=False)
+        return await self.thread.run(queries.count_jobs, writes=False)
 
     async def history(self, job: str) -> tuple[Transition, ...]:
         """Every transition of ``job``, its submission first. Raises ``UnknownJobError``."""
@@ -231,7 +232,7 @@ class JobStore:
         """What ``function`` returns. Raises ``UnknownJobError`` for a ``job`` that cannot be passed to SQLite."""
         if job is not None and not _is_text(job):
             raise UnknownJobError(job)
-        return await self._thread.run(function, writes=writes)
+        return await self.thread.run(function, writes=writes)
 
 
 def _is_plain(text: str, longest: int) -> bool:

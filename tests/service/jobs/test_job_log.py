@@ -200,18 +200,17 @@ def test_the_file_is_bounded_and_keeps_states(tmp_path, monkeypatch):
 def test_a_disk_that_fails_is_told_once_and_what_was_lost_is_written_later(tmp_path, monkeypatch):
     troubles: list[str] = []
     log = opened(tmp_path, troubles, states=(QUEUED,))
-    real, path_write = job_log.JobLog._write, Path.write_bytes
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(job_log.JobLog, "_write", full)
+    monkeypatch.setattr(job_log, "write_whole", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     for number in range(5):
         log.note(20, str(number))
     assert troubles == ["the job's events cannot be written: No space left on device"]
     assert len(events(log)) == 6
-    monkeypatch.setattr(job_log.JobLog, "_write", real)
-    assert path_write is Path.write_bytes
+    monkeypatch.undo()
     log.note(20, "there is room")
     log.close()
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 7

@@ -6,11 +6,12 @@ import asyncio
 import random
 
 import pytest
-from manager_helpers import Fakes, opened, until
+from manager_helpers import Fakes, opened, tasks_named, until
 
 from asyncpipe.errors import ScheduleError
 from asyncpipe.service.job_states import JobState, JobStateError, PriorityClass, check_history
 from asyncpipe.service.store.job_store import QueueFullError, UnknownJobError
+from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import SubmissionError
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
@@ -150,7 +151,7 @@ async def test_a_job_that_cannot_be_built_any_more_fails_with_the_reason(tmp_pat
     async with opened(tmp_path, max_running=1) as service:
         await service.running("first")
         job = await service.submit("second")
-        service.entries._entries.clear()  # As after a restart with other settings.
+        service.entries.make = Entries({}).make  # As after a restart with other settings.
         service.fakes["first"].go()
         failed = await service.comes(job.id, FAILED)
         assert "cannot be built" in failed.cause
@@ -228,13 +229,12 @@ async def test_what_ran_goes_on_by_itself_after_a_restart(tmp_path):
 
 async def test_what_was_asked_is_done_after_a_kill(tmp_path):
     fakes = Fakes()
-    async with opened(tmp_path, fakes, max_running=4) as service:
+    async with opened(tmp_path, fakes, max_running=4, grace_seconds=0.01) as service:
         jobs = {name: (await service.running(name)).id for name in ("paused", "cancelled", "asked nothing")}
         # As if the process had been killed behind the commit: nobody hears of it.
         await service.store.ask(jobs["paused"], PAUSED, "ann asked")
         await service.store.ask(jobs["cancelled"], CANCELLED, "bob asked")
-        service.manager._store = service.manager.jobs.store = Deaf()  # type: ignore[assignment]
-        service.manager._give_up()
+        service.manager.jobs.store = Deaf()  # type: ignore[assignment]
     async with opened(tmp_path, fakes) as service:
         assert (await service.store.get(jobs["paused"])).cause == "ann asked"
         states = [(await service.store.get(job)).state for job in jobs.values()]
@@ -318,7 +318,7 @@ async def test_fifty_jobs_and_five_clients_who_want_something_else_all_the_time(
             assert record.attempts == len(service.fakes.made[record.spec.name])
         assert not service.manager.jobs.running
         assert not service.manager.jobs.queued
-        await until(lambda: not service.manager._runs)
+        await until(lambda: not tasks_named("asyncpipe run"))
         counted = {
             sample.labels["state"]: sample.value
             for family in service.manager.metrics.collect()

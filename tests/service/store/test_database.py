@@ -46,7 +46,7 @@ async def filled(path: Path, jobs: int = 1) -> list[str]:
 
 
 async def pragma(store: JobStore, name: str) -> object:
-    return await store._thread.run(lambda connection: connection.execute(f"PRAGMA {name}").fetchone()[0], writes=False)
+    return await store.thread.run(lambda connection: connection.execute(f"PRAGMA {name}").fetchone()[0], writes=False)
 
 
 async def test_nobody_else_may_read_it(path):
@@ -141,7 +141,7 @@ async def test_damage_that_is_met_later_is_a_typed_error_and_the_store_closes(pa
     ids = await filled(path)
     async with JobStore(path) as store:
         damage = "UPDATE jobs SET spec = '{}'"
-        await store._thread.run(lambda connection: connection.execute(damage).rowcount, writes=True)
+        await store.thread.run(lambda connection: connection.execute(damage).rowcount, writes=True)
         with pytest.raises(StoreError, match=f"job {ids[0]}: a stored specification cannot be read") as caught:
             await store.get(ids[0])
         assert caught.value.problem is StoreProblem.DAMAGED

@@ -202,7 +202,7 @@ class Held(JobStore):
             loop.call_soon_threadsafe(begun.set)
             assert release.wait(30)
 
-        holding = asyncio.create_task(self._thread.run(stand_still, writes=False))
+        holding = asyncio.create_task(self.thread.run(stand_still, writes=False))
         await begun.wait()
         return holding, release
 
@@ -247,7 +247,7 @@ async def test_a_request_that_fails_half_way_is_undone_alone(path, raised):
 
     async with Held(path) as store:
         good = await store.submit(SPEC)
-        answers = await held(store, store.submit(SPEC), store._thread.run(broken, writes=True), store.submit(SPEC))
+        answers = await held(store, store.submit(SPEC), store.thread.run(broken, writes=True), store.submit(SPEC))
         assert raised.__name__ in repr(answers[1])
         assert isinstance(answers[1], KeyError | RuntimeError)
         assert [job.cause for job in await store.list()] == ["submitted"] * 3
@@ -255,14 +255,15 @@ async def test_a_request_that_fails_half_way_is_undone_alone(path, raised):
 
 
 async def test_an_error_of_sqlite_fails_only_the_request_that_made_it(path):
-    async with Held(path, make_id=numbered()) as store:
+    make_id, same = numbered(), list[str]()
+    async with Held(path, make_id=lambda at: same[0] if same else make_id(at)) as store:
         await store.submit(SPEC)
         answers = await held(
             store,
             store.submit(SPEC),
-            store._thread.run(lambda connection: connection.execute("no SQL"), writes=True),
+            store.thread.run(lambda connection: connection.execute("no SQL"), writes=True),
             store.submit(SPEC),
-            store._thread.run(lambda connection: connection.execute("ROLLBACK"), writes=True),
+            store.thread.run(lambda connection: connection.execute("ROLLBACK"), writes=True),
             store.get("job-1"),
         )
         assert [type(answer).__name__ for answer in answers] == [
@@ -270,7 +271,7 @@ async def test_an_error_of_sqlite_fails_only_the_request_that_made_it(path):
         ]  # fmt: skip
         assert len(await store.list()) == 3
         # An id that is there already is refused, not doubled.
-        store._make_id = lambda at: "job-1"
+        same.append("job-1")
         with pytest.raises(StoreError, match="refused a request"):
             await store.submit(SPEC)
 
@@ -315,7 +316,7 @@ async def test_closing_finishes_what_waits_and_takes_no_more(path):
         release.set()
         with pytest.raises(asyncio.CancelledError):
             await closing
-        assert not store._thread._thread.is_alive()
+        assert not store.is_alive
         ids = {(await job).id for job in waiting}
     with pytest.raises(StoreError, match="is not open"):
         await store.__aenter__()
@@ -339,7 +340,8 @@ def test_a_store_that_is_dropped_lets_its_thread_end(path, new_threads):
     async def drop() -> threading.Thread:
         store = await JobStore(path).__aenter__()
         await store.submit(SPEC)
-        return store._thread._thread
+        (thread,) = [each for each in threading.enumerate() if each.name == "asyncpipe job store"]
+        return thread
 
     thread = asyncio.run(drop())
     thread.join(10)
