@@ -1,18 +1,18 @@
-"""The HTTP API of a training service, safe by design: what it lets in is little, and stated in one place each.
+"""The HTTP API of a training service: the checks that a request passes, one module for each.
 
 ::
 
-    a connection        connection.py   how many, how slow a head may be, how long an answer may stay untaken
-      └ a request       guard.py        whom it was sent to, from where, by whom, how often  (hosts.py, limits.py)
-          └ a body      body.py         how large, how slow, which JSON
-              └ a job   routes.py       the service decides; models.py says what is answered
-    an error            problems.py     one form for all of them; redact.py keeps paths and secrets out of it
-    what was changed    audit.py        a line for each, beside what was refused
-    what happens        stream.py       server-sent events
-    a person            pages.py        a page with all jobs, and the live page of each
-    a program           openapi.py      the same, described
+    app.py                  puts the application together, and serves it. Start here.
+    connection.py           limits of a connection: how many, how slow its request head, how slowly it reads
+      └ access_control.py   limits of a request: its host, its origin, its token, its rate (rate_limits.py)
+          └ json_body.py    limits of a body: how large, how slow, which JSON
+              └ routes.py   the handlers; openapi.py has the table of routes, models.py the responses
+    problems.py             every error in one form; redact.py removes paths and secrets from texts
+    audit.py                a log line for each change and each refusal
+    event_stream.py         server-sent events
+    pages.py                a page with all jobs, and the live page of each
 
-``app.py`` puts it together. This module needs no aiohttp; the others do.
+May import everything below it in the service. This module needs no aiohttp; the others do.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["make_api", "serve_api"]
 
 
 def make_api(service: TrainingService, settings: ServiceSettings) -> web.Application:
-    """The aiohttp application with the API and its pages, to serve by itself or as a sub-application of a host's own.
+    """The aiohttp application with the API and its pages, to be served alone or mounted in a host's application.
 
-    In a host's application the host bounds connections and slow request heads, and may hand lines of the logger
-    ``asyncpipe.audit`` to a file; ``serve_api`` does both. Raises ``OptionError`` without aiohttp.
+    A host that mounts it limits connections and slow request heads itself, and writes the lines of the logger
+    ``asyncpipe.audit`` where it wants them; ``serve_api`` does both. Raises ``OptionError`` without aiohttp.
     """
     _check_aiohttp()
     from asyncpipe.service.http import app
@@ -45,10 +45,10 @@ def make_api(service: TrainingService, settings: ServiceSettings) -> web.Applica
 
 
 def serve_api(service: TrainingService, settings: ServiceSettings) -> AbstractAsyncContextManager[str]:
-    """Serves the API on ``settings.address`` and ``settings.port`` during the block, and gives its URL.
+    """Serves the API on ``settings.address`` and ``settings.port`` during the block; yields its URL.
 
-    It runs on the running loop; port 0 takes a free one; signals are left to the host program. Raises ``OptionError``
-    where it cannot listen, for an address that others can reach without a token, and without aiohttp.
+    It uses the running loop and handles no signals; port 0 takes a free one. Raises ``OptionError`` if it cannot
+    listen, for an address that others can reach if there is no token, and without aiohttp.
     """
     return _serve(service, settings)
 

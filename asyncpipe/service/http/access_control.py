@@ -1,15 +1,15 @@
-"""Who may ask: the first thing that happens to a request, in this order.
+"""Access control: the checks that every request passes first, in this order.
 
 ::
 
-    429  too often                             before the token: guessing is asking, too
-    421  a name that is not this server's      DNS rebinding
-    401  no token, or another one
-    403  a change that a foreign page sends    it may ride on a browser's stored password
+    429  too many requests                     before the token, since guessing tokens takes requests, too
+    421  a host that is not this server        against DNS rebinding
+    401  the token is missing or wrong
+    403  a change sent by a foreign page       a browser may add a stored password to it
 
-A 429 leaves no line in the audit, so a client has no more lines than requests. What a foreign page *reads* its browser
-keeps from it (``hosts.py``). Probes of ``livez`` and ``readyz``, by a name of this server's, need no token and are not
-counted: whoever floods this address shall not get the process restarted.
+A 429 leaves no line in the audit, so a client cannot cause more lines than its rate allows. Browsers do not let foreign
+pages *read* the answers (``observe/http_hosts.py``). Probes of ``livez`` and ``readyz`` under this server's names need
+no token and are not counted: many requests from one address must not get the process restarted.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ CHALLENGES = [
     ("WWW-Authenticate", f'Basic realm="{REALM}", charset="UTF-8"'),
 ]
 OWN = frozenset({"", "same-origin", "none"})
-"""What ``Sec-Fetch-Site`` may say of a change; another port of the same host is ``same-site``, and foreign."""
+"""Values of ``Sec-Fetch-Site`` that a change may have; ``same-site`` may be another port of the host, so foreign."""
 
 _logger = logging.getLogger("asyncpipe.service.http")
 
 
 class AccessControl:
-    """Lets requests through, or refuses them with a ``Problem`` and, where that matters, a line in the audit."""
+    """Checks requests; refuses them with a ``Problem`` and, except for the rate, a line in the audit."""
 
     def __init__(self, hosts: Collection[str], token: SecretStr | None, buckets: TokenBuckets, audit: Audit) -> None:
-        """``hosts`` are further names of this server; without a ``token`` everybody may do everything."""
+        """``hosts`` are further names of this server; without a ``token`` every client may do everything."""
         self._hosts = frozenset(host.lower().strip("[]") for host in hosts)
-        # Digests are as long as one another, so a comparison does not tell how long the token is.
+        # Digests have equal lengths, so the time of a comparison does not reveal the token's length.
         self._token = None if token is None else _digest(token.get_secret_value().encode())
         self._buckets = buckets
         self._audit = audit
         self._probes: set[web.AbstractResource | None] = set()
 
     def free(self, *routes: web.AbstractRoute) -> None:
-        """These need no token and are not counted."""
+        """Let requests of these routes through without a token, and do not count them."""
         self._probes |= {route.resource for route in routes}
 
     @property
     def middleware(self) -> Middleware:
-        """To be the first of an application, behind what turns a ``Problem`` into an answer."""
+        """The middleware; it follows ``catch_problems`` and precedes all others."""
 
         @web.middleware
-        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
             self.check(request)
             return await handler(request)
 
-        return guard
+        return check
 
     def check(self, request: web.Request) -> None:
         """Raise a ``Problem`` unless ``request`` may be answered."""
@@ -81,12 +81,12 @@ class AccessControl:
         wait = self._buckets.take(client_of(request.remote))
         if wait:
             headers = [("Retry-After", retry_after(wait))]
-            raise Problem(429, "too-many-requests", "this client asks too often", headers=headers)
+            raise Problem(429, "too-many-requests", "this client sends too many requests", headers=headers)
         if not is_own:
-            detail = "this server is not known under that name; ask for it by its address"
+            detail = "this server does not have that name; use its address"
             raise self._refused(request, Problem(421, "foreign-host", detail))
         if self._token is not None and not self._is_right(request):
-            detail = "show the token: 'Authorization: Bearer TOKEN', or as the password of any user"
+            detail = "send the token: 'Authorization: Bearer TOKEN', or as the password of any user"
             raise self._refused(request, Problem(401, "unauthorized", detail, headers=CHALLENGES))
         self._check_page(request)
 
@@ -94,11 +94,11 @@ class AccessControl:
         origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site", "").lower()
         foreign = origin is not None and not is_own_page(origin, request.headers.get("Host", ""), self._hosts)
         if foreign or (request.method not in READING and site not in OWN):
-            raise self._refused(request, Problem(403, "foreign-page", "pages of other servers may not ask this one"))
+            raise self._refused(request, Problem(403, "foreign-page", "pages of other servers are refused"))
 
     def _is_right(self, request: web.Request) -> bool:
-        shown = request.headers.getall("Authorization", [])
-        token = _shown_token(shown[0]) if len(shown) == 1 else None
+        sent = request.headers.getall("Authorization", [])
+        token = _sent_token(sent[0]) if len(sent) == 1 else None
         return token is not None and hmac.compare_digest(_digest(token), self._token or b"")
 
     def _refused(self, request: web.Request, problem: Problem) -> Problem:
@@ -112,8 +112,8 @@ def _digest(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
 
 
-def _shown_token(header: str) -> bytes | None:
-    """The token in an ``Authorization`` header: of ``Bearer`` itself, of ``Basic`` the password."""
+def _sent_token(header: str) -> bytes | None:
+    """The token in an ``Authorization`` header: the value of ``Bearer``, or the password of ``Basic``."""
     scheme, _, rest = header.partition(" ")
     shown = rest.strip().encode("utf-8", "surrogateescape")
     match scheme.lower():

@@ -1,10 +1,9 @@
-"""The application put together, and a server for it."""
+"""The aiohttp application with all its parts, and a server for it."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from aiohttp import web
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.http_hosts import is_loopback, shown_address
 from asyncpipe.observe.live.handlers import add_headers
-from asyncpipe.service.http import openapi
 from asyncpipe.service.http.access_control import AccessControl
 from asyncpipe.service.http.audit import Audit, audit_files
 from asyncpipe.service.http.connection import connections
@@ -29,26 +27,25 @@ from asyncpipe.service.training_service import TrainingService
 __all__ = ["make_api", "serve_api"]
 
 SHUTDOWN_SECONDS = 1.0
-"""For requests that are still being answered when a server closes."""
+"""How long a server that closes waits for requests that are being answered."""
 BACKLOG = 128
 STREAM_SHARE = 4
-"""One connection in so many may be an event stream."""
+"""One in so many of the allowed connections may be an event stream."""
 
 _AUDIT = web.AppKey("audit", Audit)
 
 
 def make_api(service: TrainingService, settings: ServiceSettings) -> web.Application:
-    """The application; see the package."""
+    """The aiohttp application; as ``asyncpipe.service.http.make_api``."""
     redact, audit = _redactor(settings), Audit()
     buckets = TokenBuckets(settings.requests_per_second, settings.burst)
-    guard = AccessControl(settings.hosts, settings.token, buckets, audit)
-    places = ConcurrencyLimit(max(1, settings.max_connections // STREAM_SHARE))
-    streams, pages = EventStreams(places, redact), Pages(service, places)
+    access = AccessControl(settings.hosts, settings.token, buckets, audit)
+    stream_limit = ConcurrencyLimit(max(1, settings.max_connections // STREAM_SHARE))
+    streams, pages = EventStreams(stream_limit, redact), Pages(service, stream_limit)
     routes = Routes(service, settings, streams, audit, redact)
-    app = web.Application(middlewares=[catch_problems(redact), guard.middleware])
+    app = web.Application(middlewares=[catch_problems(redact), access.middleware])
     app[_AUDIT] = audit
-    guard.free(*routes.add_to(app.router))
-    app.router.add_get("/v1/openapi.json", _describe(service, settings))
+    access.free(*routes.add_to(app.router))
     pages.add_to(app.router)
     app.on_response_prepare.append(add_headers)
     app.on_shutdown.append(streams.close)
@@ -58,7 +55,7 @@ def make_api(service: TrainingService, settings: ServiceSettings) -> web.Applica
 
 @asynccontextmanager
 async def serve_api(service: TrainingService, settings: ServiceSettings) -> AsyncIterator[str]:
-    """Serves the application; see the package."""
+    """Serves the application; as ``asyncpipe.service.http.serve_api``."""
     _check_address(settings)
     app, redact = make_api(service, settings), _redactor(settings)
     runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
@@ -66,7 +63,7 @@ async def serve_api(service: TrainingService, settings: ServiceSettings) -> Asyn
         try:
             await runner.setup()
             assert runner.server is not None
-            _tidy(runner.server, redact)
+            _answer_refusals(runner.server, redact)
             make = connections(runner.server, settings.max_connections, settings.header_seconds, redact)
             listening = await _listen(make, settings)
             try:
@@ -83,36 +80,24 @@ def _redactor(settings: ServiceSettings) -> Redactor:
     return Redactor(folders, [None if settings.token is None else settings.token.get_secret_value()])
 
 
-def _describe(service: TrainingService, settings: ServiceSettings) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """The handler of ``v1/openapi.json``."""
-
-    async def handle(request: web.Request) -> web.Response:
-        below = request.path.removesuffix("/v1/openapi.json")
-        # In a thread: it looks for installed schedules, and makes a schema of every model.
-        document = await asyncio.to_thread(openapi.describe, settings, service.entries.names, below)
-        return web.Response(body=json.dumps(document).encode(), content_type="application/json")
-
-    return handle
-
-
-def _tidy(server: web.Server, redact: Redactor) -> None:
-    """Give the form of all errors to what aiohttp refuses before a middleware runs: expectations, which it quotes."""
+def _answer_refusals(server: web.Server, redact: Redactor) -> None:
+    """Make problems of what aiohttp refuses before any middleware runs (``Expect`` headers, which it would quote)."""
     handle = server.request_handler
 
-    async def tidy(request: web.BaseRequest) -> web.StreamResponse:
+    async def handle_or_refuse(request: web.BaseRequest) -> web.StreamResponse:
         try:
             return await handle(request)
         except web.HTTPException as error:
             return Problem(error.status, "refused", error.reason, close=True).answer(redact)
 
-    server.request_handler = tidy
+    server.request_handler = handle_or_refuse
 
 
 def _check_address(settings: ServiceSettings) -> None:
-    """The settings have checked it, too; this is the last moment before others can reach the service."""
+    """Refuse to listen without a token where others can reach the service; ``ServiceSettings`` checks it too."""
     if settings.token is not None:
         if not settings.token.get_secret_value():
-            raise OptionError("the token is empty: anybody could show it")
+            raise OptionError("the token is empty: anybody could send it")
     elif not is_loopback(settings.address):
         rule = "needs a token: give one, or listen on 127.0.0.1"
         raise OptionError(f"address {settings.address}, which others can reach, {rule}")

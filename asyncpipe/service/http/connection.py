@@ -1,14 +1,14 @@
-"""What a connection may cost before a request is understood, and while its answer is not taken.
+"""Limits of a connection: before a request is understood, and while its answer is not read.
 
 ::
 
-    connected ──▶ waits for a head ──── header_seconds ────▶ closed       (aiohttp's keep-alive timer runs from here)
+    connected ──▶ waits for a head ──── header_seconds ────▶ closed       (aiohttp's keep-alive timer)
         │             │      ▲
         │             ▼      │
-        │         is answered ──── the client takes nothing for UNTAKEN_SECONDS ────▶ cut
-        └─ one too many: 503, closed
+        │         is answered ──── the client reads nothing for UNREAD_SECONDS ────▶ aborted
+        └─ too many connections: 503, closed
 
-These are a server's matters, so they are here and not in the application: a host that mounts the API has its own.
+These belong to the server, not to the application: a host that mounts the API has its own.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from asyncpipe.service.http.redact import Redactor
 
 __all__ = ["ClientConnection", "connections"]
 
-UNTAKEN_SECONDS = 30.0
-"""A client that takes nothing of its answer for so long is gone, or holds the connection on purpose."""
+UNREAD_SECONDS = 30.0
+"""A client that reads nothing of its answer for so long has gone, or holds the connection on purpose."""
 LINGER_SECONDS = 2.0
-"""For a client to stop sending the body that it was refused for, and to read why."""
+"""How long a client whose body was refused may go on sending it and read the answer."""
 MOST_HEAD = 8190
-"""Bytes of a request line, and of a header."""
+"""The most bytes of a request line, and of a header."""
 
 _logger = logging.getLogger("asyncpipe.service.http")
 
@@ -50,8 +50,8 @@ class ClientConnection(web.RequestHandler):
         self._cut: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to serve, or refuse to."""
-        transport = cast(asyncio.Transport, transport)  # uvloop's is one, and does not inherit it.
+        """Serve the connection, or refuse it if there are too many."""
+        transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit asyncio.Transport.
         if len(self._held) >= self._most:
             transport.write(_refusal(self._redact))
             transport.close()
@@ -60,24 +60,24 @@ class ClientConnection(web.RequestHandler):
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """The client has gone, or was cut off."""
+        """The connection has ended."""
         self._held.discard(self)
         self._stop_waiting()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a request; those of a client that was refused are nobody's."""
+        """Process bytes of a request; drop those of a refused connection."""
         if self in self._held:
             super().data_received(data)
 
     def pause_writing(self) -> None:
-        """The client does not take what was sent."""
+        """Begin to wait for the client to read."""
         super().pause_writing()
         if self.transport is not None:
-            self._cut = asyncio.get_running_loop().call_later(UNTAKEN_SECONDS, self.transport.abort)
+            self._cut = asyncio.get_running_loop().call_later(UNREAD_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has begun to."""
+        """The client reads again."""
         self._stop_waiting()
         super().resume_writing()
 
@@ -88,9 +88,9 @@ class ClientConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to what is no HTTP; without what it was, which aiohttp would quote, and log with a traceback."""
+        """The answer to malformed HTTP; unlike aiohttp's, it does not quote the request and is not logged."""
         if status >= 500:
-            # A client that has gone is no trouble of ours.
+            # A client that has gone is not an error of the service.
             level = logging.DEBUG if isinstance(exc, ConnectionError) else logging.ERROR
             _logger.log(level, "a request could not be answered", exc_info=exc)
             return Problem(500, "internal", "something went wrong", close=True).answer(self._redact)
@@ -108,7 +108,7 @@ class ClientConnection(web.RequestHandler):
 def connections(
     server: web.Server, most: int, header_seconds: float, redact: Redactor
 ) -> Callable[[], asyncio.Protocol]:
-    """Makes the connections of ``server``: at most ``most``, each waiting ``header_seconds`` for a request's head."""
+    """A factory of connections for ``server``: at most ``most``; each waits ``header_seconds`` for a request's head."""
     held: set[ClientConnection] = set()
     loop = asyncio.get_running_loop()
 
@@ -131,7 +131,7 @@ def connections(
 
 
 def _refusal(redact: Redactor) -> bytes:
-    """A whole answer: there is no request yet that aiohttp could answer."""
+    """The bytes of a whole response, since there is no request yet that aiohttp could answer."""
     problem = Problem(503, "too-many-connections", "all connections are in use; try again")
     body = json.dumps(problem.document(redact)).encode()
     lines = [

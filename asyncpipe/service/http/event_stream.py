@@ -1,12 +1,12 @@
-"""Server-sent events: what happens to a job, as it happens, until it is over or this server is.
+"""Server-sent events: the events of a job as they happen, until the job has ended or the server closes.
 
 ::
 
-    service.follow(job, after) ──▶ event ──▶ "id: 7", "event: state", "data: {…}" ──▶ the client takes it ──▶ the next
+    service.follow(job, after) ──▶ event ──▶ "id: 7", "event: state", "data: {…}" ──▶ the client reads it ──▶ the next
 
-There is no queue here. A client that comes back says the last id that it saw and goes on behind it. The last event of a
-job that is over is ``end``; a stream that ends without it was cut off, or the service shuts down. Comments keep the
-line open meanwhile.
+There is no queue: the next event is fetched when the client has taken the last one. A client that reconnects sends the
+last id that it received and continues after it. The last event of a job that has ended is ``end``; a stream without it
+was cut off, or the service shuts down. Comments keep the connection open meanwhile.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from asyncpipe.service.jobs.job_log import JobEvent
 __all__ = ["EventStreams"]
 
 KEEP_ALIVE_SECONDS = 15.0
-"""Proxies close connections on which nothing happens for a minute or so."""
+"""Less than the minute or so after which proxies close idle connections."""
 KEEP_ALIVE = b": nothing new\n\n"
 RETRY = b"retry: 1000\n\n"
-"""Milliseconds after which a page whose connection broke tries again."""
+"""Milliseconds after which a browser reconnects."""
 END = b"event: end\ndata: {}\n\n"
 GOODBYE_SECONDS = 1.0
-"""For clients to take what was sent, when the server closes."""
+"""How long clients may still read what was sent, when the server closes."""
 
 
 class EventStreams:
-    """All event streams of an API: not more than ``places`` at once, and ``close`` ends them."""
+    """The event streams of an API, at most as many as ``limit`` allows; ``close`` ends them."""
 
-    def __init__(self, places: ConcurrencyLimit, redact: Redactor) -> None:
-        self._places = places
+    def __init__(self, limit: ConcurrencyLimit, redact: Redactor) -> None:
+        self._limit = limit
         self._redact = redact
         self._closing = asyncio.Event()
         self._open: dict[asyncio.Transport, None] = {}
@@ -49,21 +49,21 @@ class EventStreams:
     async def send(
         self, request: web.Request, events: AsyncIterator[JobEvent], is_over: Callable[[], Awaitable[bool]]
     ) -> web.StreamResponse:
-        """Answer ``request`` with ``events``; ``is_over`` says behind them whether more can ever come.
+        """Answer ``request`` with ``events``; after the last one, ``is_over`` says whether the job has ended.
 
         Raises ``Problem`` if there are too many streams.
         """
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
-        line = request.transport
-        if request.method == "HEAD" or line is None:
+        transport = request.transport
+        if request.method == "HEAD" or transport is None:
             return response
         try:
-            with self._places.one():
-                self._open[line] = None
+            with self._limit.hold():
+                self._open[transport] = None
                 try:
                     await self._send(request, response, self._parts(events, is_over))
                 finally:
-                    self._open.pop(line, None)
+                    self._open.pop(transport, None)
                     self._left.set()
         except LimitReachedError:
             raise too_many() from None
@@ -114,19 +114,19 @@ class EventStreams:
         return f"id: {event.id}\nevent: {event.kind}\ndata: {data}\n\n".encode()
 
     async def close(self, _: web.Application) -> None:
-        """End every stream; lines that do not take it are cut."""
+        """End every stream, and abort connections whose clients do not read."""
         self._closing.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS):
                 while self._open:
                     self._left.clear()
                     await self._left.wait()
-        for line in list(self._open):
-            line.abort()
+        for transport in list(self._open):
+            transport.abort()
 
 
 def too_many() -> Problem:
-    """A 503: every place is taken."""
+    """A 503: all event streams are in use."""
     return Problem(503, "too-many-streams", "all event streams are in use", headers=[("Retry-After", "10")])
 
 

@@ -1,7 +1,7 @@
-"""A request's JSON, read under limits: bytes, seconds, depth, and only what every reader takes for the same.
+"""Reads the JSON body of a request within limits of bytes, seconds and depth, and refuses ambiguous JSON.
 
-``{"a": 1, "a": 2}``, ``NaN``, numbers that overflow, NUL and halves of surrogate pairs are refused: the next program
-to read the document might see something else, or nothing at all.
+``{"a": 1, "a": 2}``, ``NaN``, numbers that overflow, NUL and unpaired surrogates are refused: another program that
+reads the document could read something else, or fail.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from asyncpipe.service.job_states import JSON
 __all__ = ["MOST_DEPTH", "parse_json", "read_json"]
 
 MOST_DEPTH = 32
-"""Lists and objects within one another."""
+"""How deeply lists and objects may be nested."""
 
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-"""A string literal; one without an end is taken whole, so that a search never begins again inside it."""
+"""A string literal. One without an end matches up to the end, so that the search takes linear time."""
 _PAIR = re.compile(rb"\[\]|\{\}")
 _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 _NEITHER_IN_TEXT = re.compile("[\0\ud800-\udfff]")
@@ -33,8 +33,8 @@ _NEITHER_IN_TEXT = re.compile("[\0\ud800-\udfff]")
 async def read_json(request: web.Request, most_bytes: int, seconds: float) -> JSON:
     """The request's body as JSON.
 
-    Raises ``Problem``: 415 unless it is said to be plain JSON, 413 above ``most_bytes``, 408 if it takes more than
-    ``seconds`` to arrive, 400 for what is no JSON or not safely so.
+    Raises ``Problem``: 415 for another content type or encoding, 413 above ``most_bytes``, 408 if the body takes more
+    than ``seconds`` to arrive, 400 for malformed or ambiguous JSON.
     """
     _check_type(request)
     if (request.content_length or 0) > most_bytes:
@@ -54,7 +54,7 @@ async def _read(request: web.Request, most_bytes: int, seconds: float) -> bytes:
         detail = f"the body did not arrive within {seconds:g} s"
         raise Problem(408, "slow-body", detail, close=True) from None
     except (web.RequestPayloadError, ValueError):
-        raise Problem(400, "malformed", "the body was not sent as HTTP demands", close=True) from None
+        raise Problem(400, "malformed", "the body is not valid HTTP", close=True) from None
     return bytes(body)
 
 
@@ -67,7 +67,7 @@ def _check_type(request: web.Request) -> None:
 
 
 def _too_large(most_bytes: int) -> Problem:
-    return Problem(413, "too-large", f"a body may have {most_bytes} bytes", close=True)
+    return Problem(413, "too-large", f"a body may have at most {most_bytes} bytes", close=True)
 
 
 def parse_json(body: bytes) -> JSON:
@@ -82,7 +82,7 @@ def parse_json(body: bytes) -> JSON:
         raise _malformed("the body is not UTF-8") from None
     except json.JSONDecodeError as error:
         raise _malformed(f"the body is not JSON: {error.msg}, at line {error.lineno} column {error.colno}") from None
-    except ValueError as error:  # Integers of thousands of digits, and what the functions below refuse.
+    except ValueError as error:  # Integers of thousands of digits, and the errors of the functions below.
         raise _malformed(f"the body cannot be read: {shorten(str(error), 200)}") from None
     _check_texts(value)
     return value
@@ -91,7 +91,7 @@ def parse_json(body: bytes) -> JSON:
 def _too_deep(body: bytes) -> bool:
     """Whether brackets outside of strings are nested too deeply, or do not match.
 
-    Each turn takes away the innermost pairs; all of it is done in C, however the body is made.
+    Each round removes the innermost pairs. The work is done in C, in a time that no body can make long.
     """
     brackets = _STRINGS.sub(b"", body).translate(None, _OTHERS)
     for _ in range(MOST_DEPTH):
@@ -110,12 +110,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {shorten(twice, 50)!r} is there twice")
+        raise ValueError(f"the key {shorten(twice, 50)!r} occurs twice")
     return found
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _finite(text: str) -> float:
@@ -131,7 +131,7 @@ def _check_texts(value: JSON) -> None:
         match waiting.pop():
             case str(text):
                 if _NEITHER_IN_TEXT.search(text):
-                    raise _malformed("a text holds NUL or half of a surrogate pair")
+                    raise _malformed("a text contains NUL or an unpaired surrogate")
             case list(items):
                 waiting += items
             case dict(table):

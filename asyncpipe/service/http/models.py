@@ -1,17 +1,16 @@
-"""What the API answers, as pydantic models: the answers are made of them, and so is the OpenAPI document."""
+"""The API's responses as pydantic models, from which responses and the OpenAPI document are made."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationInfo
 
 from asyncpipe.service.http.redact import Redactor
-from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass, Transition
-from asyncpipe.service.jobs.job_log import JobEvent, LossRow
+from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass
 
 __all__ = [
     "ID",
@@ -21,8 +20,8 @@ __all__ = [
     "ErrorAnswer",
     "EventAnswer",
     "HistoryAnswer",
-    "JobSummary",
     "JobDetails",
+    "JobSummary",
     "JobsAnswer",
     "LossAnswer",
     "LossesAnswer",
@@ -33,18 +32,39 @@ __all__ = [
 ]
 
 ID = "^[0-9a-hjkmnp-tv-z]{26}$"
-"""A job's id."""
+"""The pattern of a job's id."""
 SCHEDULE = r"^[A-Za-z0-9_.-]+(\([A-Za-z0-9_ =,-]*\))?$"
-"""A schedule's name, with its options: no module, no file."""
+"""The pattern of a schedule's name with its options; it matches no module and no file."""
 MOST_LISTED = 1000
-"""Rows of one answer."""
+"""Rows of one response."""
 MOST_CAUSE = 300
 
-Time = Annotated[float, Field(description="Unix time in seconds")]
+
+def _redacted(value: Any, info: ValidationInfo) -> Any:
+    redact: Any = info.context  # A Redactor.
+    return redact(value) if isinstance(value, str) else value
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _event_data(data: Mapping[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    return {key: _redacted(_finite(value), info) for key, value in data.items()}
+
+
+Time: TypeAlias = Annotated[float, Field(description="Unix time in seconds")]
+Redacted: TypeAlias = Annotated[str, AfterValidator(_redacted)]
+FiniteNumber: TypeAlias = Annotated[float | None, BeforeValidator(_finite)]
 
 
 class _ResponseModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, from_attributes=True)
+
+    @classmethod
+    def of(cls, source: object, redact: Redactor | None = None) -> Self:
+        """The response for an object with attributes of the fields' names; texts go through ``redact``."""
+        return cls.model_validate(source, context=redact)
 
 
 class JobSummary(_ResponseModel):
@@ -54,14 +74,16 @@ class JobSummary(_ResponseModel):
     name: str
     entry: str
     state: JobState
-    asked: JobState | None = Field(description="What a running job was asked to become, and has not become yet.")
+    asked: JobState | None = Field(
+        description="The state that a running job was asked to enter, and has not entered yet."
+    )
     cause: str = Field(description="Why it is in this state.")
     priority_class: PriorityClass
     weight: float
-    schedule: str | None = Field(description="What its next step runs by.")
+    schedule: str | None = Field(description="The schedule of its next step.")
     submitted: Time
     updated: Time
-    attempts: int = Field(ge=0, description="How often it has begun to run, resumptions included.")
+    attempts: int = Field(ge=0, description="How often it was started, resumptions included.")
     step: int = Field(ge=0, description="Steps done, as last reported.")
     steps: int | None = Field(description="Steps in all.")
     snapshot: str | None = Field(description="Name of the newest snapshot.")
@@ -70,46 +92,40 @@ class JobSummary(_ResponseModel):
 class JobDetails(JobSummary):
     """A job, with what was submitted."""
 
-    waits_for: str | None = Field(description="Why a queued job has not begun.")
+    waits_for: str | None = Field(description="Why a queued job has not started.")
     document: dict[str, JsonValue]
 
     @classmethod
-    def of(cls, record: JobRecord, waits_for: str | None, redact: Redactor) -> JobDetails:
-        """What is told of ``record`` alone."""
+    def of_record(cls, record: JobRecord, waits_for: str | None, redact: Redactor) -> JobDetails:
+        """The response for one job; ``waits_for`` is why it has not started."""
         waiting = None if waits_for is None else redact(waits_for, MOST_CAUSE)
-        return cls(**_facts(record, redact, 2000), waits_for=waiting, document=dict(record.spec.document))
+        return cls(**_summary(record, redact, 2000), waits_for=waiting, document=dict(record.spec.document))
 
 
 class JobsAnswer(_ResponseModel):
     """Jobs in the order of submission."""
 
     jobs: list[JobSummary]
-    next: str | None = Field(description="Ask for what comes behind it, as `after`; null at the end.")
+    next: str | None = Field(description="The value of `after` for the next page; null at the end.")
 
     @classmethod
-    def of(cls, records: list[JobRecord], redact: Redactor, limit: int) -> JobsAnswer:
-        """One page; a full one may have a next."""
-        jobs = [JobSummary(**_facts(record, redact, MOST_CAUSE)) for record in records]
+    def of_records(cls, records: list[JobRecord], redact: Redactor, limit: int) -> JobsAnswer:
+        """One page of at most ``limit`` jobs; a full page may have a next one."""
+        jobs = [JobSummary(**_summary(record, redact, MOST_CAUSE)) for record in records]
         return cls(jobs=jobs, next=jobs[-1].id if len(jobs) >= limit else None)
 
 
-def _facts(record: JobRecord, redact: Redactor, longest: int) -> dict[str, Any]:
+def _summary(record: JobRecord, redact: Redactor, longest: int) -> dict[str, Any]:
+    """The fields of a ``JobSummary``, with a cause of at most ``longest`` characters."""
+    equal = ("id", "state", "asked", "priority_class", "weight", "submitted", "updated", "attempts", "step")
     pipeline, training = (_table(record.spec.document, key) for key in ("pipeline", "training"))
     snapshot = record.snapshot
     return {
-        "id": record.id,
+        **{name: getattr(record, name) for name in equal},
         "name": record.spec.name,
         "entry": record.spec.entry,
-        "state": record.state,
-        "asked": record.asked,
         "cause": redact(record.cause, longest),
-        "priority_class": record.priority_class,
-        "weight": record.weight,
         "schedule": record.schedule or pipeline.get("schedule"),
-        "submitted": record.submitted,
-        "updated": record.updated,
-        "attempts": record.attempts,
-        "step": record.step,
         "steps": training.get("steps"),
         "snapshot": None if snapshot is None else PureWindowsPath(PurePosixPath(snapshot).name).name,
     }
@@ -124,22 +140,10 @@ class TransitionAnswer(_ResponseModel):
     """One change of a job's state."""
 
     sequence: int = Field(description="Counts over all jobs.")
-    from_state: JobState | None = Field(serialization_alias="from", description="null: it was submitted.")
+    from_state: JobState | None = Field(serialization_alias="from", description="null for the submission.")
     to_state: JobState = Field(serialization_alias="to")
     at: Time
-    cause: str
-
-    @classmethod
-    def of(cls, transition: Transition, redact: Redactor) -> TransitionAnswer:
-        """What is told of ``transition``."""
-        cause = redact(transition.cause)
-        return cls(
-            sequence=transition.sequence,
-            from_state=transition.from_state,
-            to_state=transition.to_state,
-            at=transition.at,
-            cause=cause,
-        )
+    cause: Redacted
 
 
 class HistoryAnswer(_ResponseModel):
@@ -149,31 +153,20 @@ class HistoryAnswer(_ResponseModel):
 
 
 class LossAnswer(_ResponseModel):
-    """One training step. Numbers that are not finite are null."""
+    """One training step. Infinite numbers and NaN are null."""
 
     step: int
-    loss: float | None
-    learning_rate: float | None
-    seconds: float | None
+    loss: FiniteNumber
+    learning_rate: FiniteNumber
+    seconds: FiniteNumber
     tokens: int
-
-    @classmethod
-    def of(cls, row: LossRow) -> LossAnswer:
-        """What is told of ``row``."""
-        return cls(
-            step=row.step,
-            loss=finite(row.loss),
-            learning_rate=finite(row.learning_rate),
-            seconds=finite(row.seconds),
-            tokens=row.tokens,
-        )
 
 
 class LossesAnswer(_ResponseModel):
     """Steps of a job."""
 
     losses: list[LossAnswer]
-    next: int | None = Field(description="Ask for what comes behind it, as `after`; null at the end, for now.")
+    next: int | None = Field(description="The value of `after` for the next page; null at the end, for now.")
 
 
 class EventAnswer(_ResponseModel):
@@ -182,30 +175,11 @@ class EventAnswer(_ResponseModel):
     id: int
     at: Time
     kind: Literal["state", "note", "snapshot", "step"]
-    data: dict[str, JsonValue]
-
-    @classmethod
-    def of(cls, event: JobEvent, redact: Redactor) -> EventAnswer:
-        """What is told of ``event``."""
-        return cls(
-            id=event.id,
-            at=event.at,
-            kind=event.kind,
-            data={key: _told(value, redact) for key, value in event.data.items()},
-        )
-
-
-def _told(value: Any, redact: Redactor) -> Any:
-    return redact(value) if isinstance(value, str) else finite(value) if isinstance(value, float) else value
-
-
-def finite(value: float) -> float | None:
-    """``value``, if JSON can say it."""
-    return value if math.isfinite(value) else None
+    data: Annotated[dict[str, JsonValue], BeforeValidator(_event_data)]
 
 
 class ScheduleRequest(BaseModel):
-    """The schedule that a job's next steps shall run by."""
+    """The schedule that a job follows from its next step on."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -234,14 +208,14 @@ class EntriesAnswer(_ResponseModel):
 
 
 class ReadyAnswer(_ResponseModel):
-    """How the service stands."""
+    """The state of the service."""
 
     ready: bool
     reason: str
 
 
 class WrongKeyAnswer(_ResponseModel):
-    """One thing that is wrong with a request."""
+    """One wrong key of a request."""
 
     key: str
     text: str
@@ -254,8 +228,8 @@ class ErrorAnswer(BaseModel):
     title: str
     status: int
     detail: str
-    problems: list[WrongKeyAnswer] | None = Field(default=None, description="With 422: each thing that is wrong.")
-    job: str | None = Field(default=None, description="With 409: the job that is in the way.")
+    problems: list[WrongKeyAnswer] | None = Field(default=None, description="With 422: each wrong key.")
+    job: str | None = Field(default=None, description="With 409: the job that caused the conflict.")
     state: JobState | None = Field(default=None, description="With 409: its state.")
     possible: list[JobState] | None = Field(default=None, description="With 409: the states that may follow.")
-    error: str | None = Field(default=None, description="With 500: what the log has it under.")
+    error: str | None = Field(default=None, description="With 500: the number of the error in the log.")

@@ -1,6 +1,7 @@
-"""The API described for programs: an OpenAPI 3.1 document, made of the models that answers are made of.
+"""The table of the API's operations, and the OpenAPI 3.1 document that is made from it and the response models.
 
-Every status that a route can answer with is in it, so that whether the API keeps to it can be tested.
+``routes.py`` registers its handlers by the same table, so every route is described. The document lists every status
+that a route can answer with, so that tests can check responses against it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.submission.submission import Submission, SubmittedPipeline
 from asyncpipe.train.job_file import AUTO
 
-__all__ = ["describe"]
+__all__ = ["OPERATIONS", "Operation", "describe"]
 
 REF = "#/components/schemas/{model}"
 PROBLEM = "application/problem+json"
@@ -28,18 +29,18 @@ BODY = (400, 408, 413, 415)
 ALWAYS = (421, 500, 503)
 GUARDED = (401, 403, 429)
 WORDS = {
-    400: "The body is not JSON, or not safely so",
-    401: "No token, or another one",
-    403: "Sent by a foreign page",
+    400: "The body is not JSON, or JSON that parsers read differently",
+    401: "The token is missing or wrong",
+    403: "Sent by a page of another server",
     404: "There is no such job",
-    408: "The body came too slowly",
-    409: "Not in the job's state, or not with this idempotency key",
+    408: "The body arrived too slowly",
+    409: "The job's state or the idempotency key does not allow it",
     413: "The body is too large",
     415: "The body is not application/json",
-    421: "Asked for under a name that is not this server's",
-    422: "Something is wrong with what was asked; problems lists it",
-    429: "This client asks too often",
-    500: "A mistake of the service, which its log has",
+    421: "The Host header does not name this server",
+    422: "The request has wrong keys; problems lists them",
+    429: "Too many requests of this client",
+    500: "An error of the service; its log has the details",
     503: "Shutting down, or the queue is full, or out of connections or streams; see Retry-After",
     507: "The disk of the job store is full",
 }
@@ -52,7 +53,9 @@ SUBMISSION = "Submission"
 
 
 @dataclass(frozen=True)
-class _Operation:
+class Operation:
+    """One route: its handler is the method ``name`` of ``Routes``."""
+
     method: str
     path: str
     name: str
@@ -62,11 +65,18 @@ class _Operation:
     parameters: Sequence[Mapping[str, Any]] = ()
     body: type[BaseModel] | str | None = None
     guarded: bool = True
+    """Whether it needs the token and is counted."""
+
+    @property
+    def id(self) -> str:
+        """The ``operationId``, in camel case."""
+        first, *words = self.name.split("_")
+        return first + "".join(word.capitalize() for word in words)
 
 
-def _act(name: str, summary: str) -> _Operation:
+def _act(name: str, summary: str) -> Operation:
     done = {200: models.JobDetails}
-    return _Operation("post", f"/v1/jobs/{{id}}/{name}", name, summary, done, (404, 409, 422, 507), [JOB], NOTHING)
+    return Operation("post", f"/v1/jobs/{{id}}/{name}", name, summary, done, (404, 409, 422, 507), [JOB], NOTHING)
 
 
 def _parameter(name: str, where: str, description: str, **schema: Any) -> dict[str, Any]:
@@ -74,24 +84,26 @@ def _parameter(name: str, where: str, description: str, **schema: Any) -> dict[s
 
 
 JOB = _parameter("id", "path", "The job's id", type="string", pattern=models.ID)
-LIMIT = _parameter("limit", "query", "At most so many", type="integer", minimum=1, maximum=models.MOST_LISTED)
-AFTER_STEP = _parameter("after", "query", "Only what comes behind it", type="integer", minimum=0, maximum=2**63 - 1)
+LIMIT = _parameter(
+    "limit", "query", "The most rows of the response", type="integer", minimum=1, maximum=models.MOST_LISTED
+)
+AFTER_STEP = _parameter("after", "query", "Only what follows it", type="integer", minimum=0, maximum=2**63 - 1)
 STATES = {
     **_parameter("state", "query", "Only jobs in these states", type="array", items={"enum": list(map(str, JobState))}),
     "explode": True,
 }
-AFTER_JOB = _parameter("after", "query", "The job behind which to begin", type="string", pattern=models.ID)
+AFTER_JOB = _parameter("after", "query", "Only jobs that follow this one", type="string", pattern=models.ID)
 LAST_EVENT = _parameter(
-    "Last-Event-ID", "header", "The last event that was seen; wins over after", type="integer", minimum=0,
+    "Last-Event-ID", "header", "The last event that the client has; overrides after", type="integer", minimum=0,
     maximum=2**63 - 1,
 )  # fmt: skip
 KEY = _parameter(
-    "Idempotency-Key", "header", "With the same one again there is no second job", type="string", minLength=1,
+    "Idempotency-Key", "header", "With the same key again there is no second job", type="string", minLength=1,
     maxLength=200, pattern="^[!-~]([ -~]*[!-~])?$",
 )  # fmt: skip
 NOTHING = "nothing"
 EVENT = {
-    "description": "An event of the stream; behind that which is called end, nothing comes.",
+    "description": "An event of the stream; the event end is the last.",
     "type": "object",
     "properties": {
         "id": {"type": "string", "pattern": "^[0-9]+$"},
@@ -111,34 +123,34 @@ EVENT = {
 }
 
 OPERATIONS = [
-    _Operation("post", "/v1/jobs", "submit", "Submit a job",
+    Operation("post", "/v1/jobs", "submit", "Submit a job",
                {201: models.JobDetails, 200: models.JobDetails}, (409, 422, 507), [KEY], SUBMISSION),
-    _Operation("get", "/v1/jobs", "list", "Jobs in the order of submission",
+    Operation("get", "/v1/jobs", "list", "Jobs in the order of submission",
                {200: models.JobsAnswer}, (422,), [STATES, LIMIT, AFTER_JOB]),
-    _Operation("get", "/v1/jobs/{id}", "show", "A job", {200: models.JobDetails}, (404, 422), [JOB]),
-    _Operation("get", "/v1/jobs/{id}/history", "history", "Every transition of a job",
+    Operation("get", "/v1/jobs/{id}", "show", "A job", {200: models.JobDetails}, (404, 422), [JOB]),
+    Operation("get", "/v1/jobs/{id}/history", "history", "Every transition of a job",
                {200: models.HistoryAnswer}, (404, 422), [JOB]),
-    _Operation("get", "/v1/jobs/{id}/losses", "losses", "Steps of a job",
+    Operation("get", "/v1/jobs/{id}/losses", "losses", "Steps of a job",
                {200: models.LossesAnswer}, (404, 422), [JOB, AFTER_STEP, LIMIT]),
-    _Operation("get", "/v1/jobs/{id}/events", "events", "What happens to a job, as it happens",
+    Operation("get", "/v1/jobs/{id}/events", "events", "Events of a job as they happen",
                {200: STREAM}, (404, 422), [JOB, AFTER_STEP, LAST_EVENT]),
     _act("pause", "Pause a job after its step"),
-    _act("resume", "Let a paused job go on"),
+    _act("resume", "Resume a paused job"),
     _act("cancel", "Cancel a job for good"),
-    _Operation("put", "/v1/jobs/{id}/schedule", "changeSchedule", "Go on by another schedule after this step",
+    Operation("put", "/v1/jobs/{id}/schedule", "change_schedule", "Change the schedule after the current step",
                {200: models.JobDetails}, (404, 409, 422, 507), [JOB], models.ScheduleRequest),
-    _Operation("get", "/v1/schedules", "schedules", "Schedules that jobs may name", {200: models.SchedulesAnswer},
+    Operation("get", "/v1/schedules", "schedules", "Schedules that jobs may name", {200: models.SchedulesAnswer},
                (422,)),
-    _Operation("get", "/v1/entries", "entries", "Entries that jobs may name", {200: models.EntriesAnswer}, (422,)),
-    _Operation("get", "/v1/openapi.json", "describe", "This document", {200: "application/json"}),
-    _Operation("get", "/livez", "alive", "Fails where a restart would help", {200: models.ReadyAnswer}, guarded=False),
-    _Operation("get", "/readyz", "ready", "Fails while no jobs can be submitted", {200: models.ReadyAnswer},
+    Operation("get", "/v1/entries", "entries", "Entries that jobs may name", {200: models.EntriesAnswer}, (422,)),
+    Operation("get", "/v1/openapi.json", "describe", "This document", {200: "application/json"}),
+    Operation("get", "/livez", "alive", "Fails if a restart would help", {200: models.ReadyAnswer}, guarded=False),
+    Operation("get", "/readyz", "ready", "Fails while no jobs can be submitted", {200: models.ReadyAnswer},
                guarded=False),
 ]  # fmt: skip
 
 
 def describe(settings: ServiceSettings, entries: Sequence[str], below: str = "") -> dict[str, Any]:
-    """The document of a service with these ``entries``, whose routes are ``below`` a path of the host's."""
+    """The document of a service with these ``entries``; ``below`` is the path under which a host mounts the API."""
     from asyncpipe import __version__
 
     document: dict[str, Any] = {
@@ -159,8 +171,8 @@ def describe(settings: ServiceSettings, entries: Sequence[str], below: str = "")
     return document
 
 
-def _described(operation: _Operation, has_token: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"operationId": operation.name, "summary": operation.summary}
+def _described(operation: Operation, has_token: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"operationId": operation.id, "summary": operation.summary}
     if operation.parameters:
         found["parameters"] = list(operation.parameters)
     if operation.body is not None:
@@ -208,7 +220,7 @@ def _schemas(settings: ServiceSettings, entries: Sequence[str]) -> dict[str, Any
     _, found = models_json_schema(wanted, ref_template=REF)
     schemas: dict[str, Any] = found["$defs"]
     schemas[SUBMISSION]["properties"]["entry"]["enum"] = list(entries)
-    # What is None in an error is left out of it.
+    # A problem leaves out members that are None.
     for member in schemas[models.ErrorAnswer.__name__]["properties"].values():
         member.pop("default", None)
     pipeline = schemas[SubmittedPipeline.__name__]["properties"]

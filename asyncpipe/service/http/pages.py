@@ -1,7 +1,7 @@
-"""Pages for people: all jobs at ``/``, and the live page of each at ``/jobs/ID/``.
+"""Pages for people: all jobs at ``/``, and the live page of each job at ``/jobs/ID/``.
 
-The list is made in the browser, from the API that programs use. A live page needs a feed of its job's view; there is
-one for each job that somebody looks at, and those that nobody looks at are closed when others are wanted.
+The list is made in the browser from the API. A live page needs a feed, which encodes the view of its job; a job that
+somebody watches has one. Feeds that nobody watches are closed when there are more than ``MOST_FEEDS``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncpipe.service.training_service import TrainingService
 __all__ = ["Pages"]
 
 MOST_FEEDS = 4
-"""Of jobs that nobody looks at any more; each has a thread, which mostly sleeps."""
+"""Feeds beyond this number are closed if nobody watches; each has a thread, which mostly sleeps."""
 OWN_FILES = {
     "/": ("jobs.html", "text/html"),
     "/jobs.css": ("jobs.css", "text/css"),
@@ -34,11 +34,11 @@ SHARED_FILES = {"/live_draw.js": FILES["/live_draw.js"]}
 class Pages:
     """The pages of one service."""
 
-    def __init__(self, service: TrainingService, places: ConcurrencyLimit) -> None:
+    def __init__(self, service: TrainingService, limit: ConcurrencyLimit) -> None:
         self._service = service
-        self._places = places
+        self._limit = limit
         self._feeds: OrderedDict[str, tuple[LiveView, LiveFeed]] = OrderedDict()
-        """By job; who was looked at last is last."""
+        """By job; the one that was requested last is last."""
         self._closing = False
         self._live = LiveHandlers(self._feed)
 
@@ -52,19 +52,19 @@ class Pages:
         router.add_get("/jobs/{id}/events", self._events)
 
     async def close(self, _: web.Application) -> None:
-        """Tell every open page that this is the end."""
+        """End every open page."""
         self._closing = True
         while self._feeds:
             await self._feeds.popitem()[1][1].close()
         await self._live.close()
 
     async def _to_page(self, request: web.Request) -> web.StreamResponse:
-        # Relative, so that it is right below any prefix; the page asks for its files relative to itself.
+        # Relative, so that it is right where a host mounts the API; so are the page's references to its files.
         return web.Response(status=308, headers={"Location": f"{job_id(request)}/"})
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         try:
-            with self._places.one():
+            with self._limit.hold():
                 return await self._live.events(request)
         except LimitReachedError:
             raise too_many() from None
@@ -79,7 +79,7 @@ class Pages:
             return known[1]
         view = view or _resting(record)
         feed = LiveFeed(view)
-        if self._closing:  # Nobody would close it.
+        if self._closing:  # ``close`` has passed and will not close it.
             await feed.close()
             return feed
         feed.start()
@@ -100,7 +100,7 @@ class Pages:
 
 
 def _resting(record: JobRecord) -> LiveView:
-    """What is shown of a job that does not run: its name, and that nothing moves."""
+    """The view of a job that does not run: its name, and that it has ended."""
     view = LiveView(record.spec.name)
     view.end()
     return view

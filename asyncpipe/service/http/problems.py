@@ -1,8 +1,8 @@
-"""Errors as the API tells them: ``application/problem+json`` (RFC 9457), one form for every one of them.
+"""Errors of the API: ``application/problem+json`` (RFC 9457) for every one of them.
 
-A ``Problem`` is raised wherever a request cannot be served, and becomes the answer in ``catch_problems``. What the
-service raises is translated by ``problem_of``: the caller's mistakes by what they are, everything else a 500 that says
-nothing but an id, under which the log has the rest.
+Code that cannot serve a request raises a ``Problem``, which ``catch_problems`` turns into the response. ``problem_of``
+translates errors of the service. Any other error is a 500 with nothing but a number, under which the log has the
+details.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from asyncpipe.service.training_service import ServiceDrainingError
 __all__ = ["Problem", "catch_problems", "invalid", "problem_of"]
 
 RETRY_SECONDS = 10
-"""After which it may be worth asking a service that is shutting down, or one with a locked store, again."""
+"""``Retry-After`` of a service that is shutting down, or whose store cannot be used."""
 QUEUE_SECONDS = 60
-"""The same for a full queue."""
+"""``Retry-After`` of a full queue."""
 MOST_PROBLEMS = 50
 MOST_DETAIL = 600
 TYPE = "urn:asyncpipe:problem:"
@@ -44,9 +44,9 @@ _logger = logging.getLogger("asyncpipe.service.http")
 
 
 class Problem(Exception):
-    """A request that is not served: ``status``, a ``kind`` that programs can compare, and a sentence for people.
+    """A request that cannot be served: a ``status``, a ``kind`` for programs and a sentence for people.
 
-    ``more`` are further members of the answer, ``headers`` go with it. ``close`` ends the connection after it.
+    ``more`` has further members of the response, ``headers`` its headers. ``close`` closes the connection afterwards.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Problem(Exception):
         self.close = close
 
     def document(self, redact: Redactor) -> dict[str, Any]:
-        """The members of the answer."""
+        """The members of the response."""
         return {
             "type": f"{TYPE}{self.kind}",
             "title": HTTPStatus(self.status).phrase,
@@ -91,14 +91,14 @@ class Problem(Exception):
 
 
 def invalid(*problems: tuple[str, str]) -> Problem:
-    """A 422 that names every key and what is wrong with its value."""
+    """A 422 that lists every wrong key."""
     listed = [{"key": key, "text": text} for key, text in problems[:MOST_PROBLEMS]]
-    many = f"{len(problems)} things are" if len(problems) != 1 else "one thing is"
-    return Problem(422, "invalid", f"{many} wrong with the request; see problems", more={"problems": listed})
+    keys = "a wrong key" if len(problems) == 1 else f"{len(problems)} wrong keys"
+    return Problem(422, "invalid", f"the request has {keys}; see problems", more={"problems": listed})
 
 
 def problem_of(error: BaseException, redact: Redactor) -> Problem | None:
-    """What ``error`` of the service means to a client; ``None`` for one that is no fault of the request."""
+    """The problem for an error of the service; ``None`` if the request is not its cause."""
     match error:
         case SubmissionError():
             return invalid(*((redact(key, 100), redact(text, 300)) for key, text in error.problems))
@@ -110,12 +110,12 @@ def problem_of(error: BaseException, redact: Redactor) -> Problem | None:
             more = {"job": error.job, "state": state, "possible": possible}
             return Problem(409, "job-state", str(error), more=more)
         case IdempotencyConflictError():
-            detail = "the idempotency key belongs to a job that was specified otherwise"
+            detail = "the idempotency key belongs to a job with another specification"
             return Problem(409, "idempotency-conflict", detail, more={"job": error.job})
         case QueueFullError():
             return Problem(503, "queue-full", str(error), headers=[("Retry-After", str(QUEUE_SECONDS))])
         case ServiceDrainingError():
-            return draining("the service is shutting down; jobs that were acknowledged go on after its restart")
+            return draining("the service is shutting down; submitted jobs continue after its restart")
         case StoreError():
             return _store_problem(error)
         case ScheduleError():
@@ -126,22 +126,22 @@ def problem_of(error: BaseException, redact: Redactor) -> Problem | None:
 
 
 def draining(detail: str) -> Problem:
-    """A 503 that says when to ask again."""
+    """A 503 that says when to try again."""
     return Problem(503, "draining", detail, headers=[("Retry-After", str(RETRY_SECONDS))])
 
 
 def _store_problem(error: StoreError) -> Problem:
     _logger.error("%s", error)
     if error.problem is StoreProblem.FULL:
-        return Problem(507, "store-full", "the job store has no room; nothing of the request was kept")
+        return Problem(507, "store-full", "the disk of the job store is full; the request changed nothing")
     if error.problem is StoreProblem.CLOSED:
         return draining("the service is closed")
-    detail = f"the job store cannot be used ({error.problem}); nothing of the request was kept"
+    detail = f"the job store cannot be used ({error.problem}); the request changed nothing"
     return Problem(503, "store", detail, headers=[("Retry-After", str(RETRY_SECONDS))])
 
 
 def catch_problems(redact: Redactor) -> Middleware:
-    """The middleware that turns everything that is raised into an answer in this form."""
+    """The middleware that turns every exception into a response."""
 
     @web.middleware
     async def catch(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -152,7 +152,7 @@ def catch_problems(redact: Redactor) -> Middleware:
         except web.HTTPException as error:
             return _http_problem(error).answer(redact)
         except Exception as error:
-            if isinstance(error, ConnectionError):  # The client has gone; aiohttp knows what to do.
+            if isinstance(error, ConnectionError):  # The client has gone; aiohttp handles that.
                 raise
             return (problem_of(error, redact) or _unexpected(request)).answer(redact)
 
@@ -160,7 +160,7 @@ def catch_problems(redact: Redactor) -> Middleware:
 
 
 def _http_problem(error: web.HTTPException) -> Problem:
-    """aiohttp's own refusals: no such route, no such method."""
+    """The problem for an error of aiohttp, such as an unknown route or method."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
         return Problem(405, "method", f"allowed here: {allowed}", headers=[("Allow", allowed)])

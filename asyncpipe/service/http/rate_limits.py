@@ -1,7 +1,7 @@
-"""How much one client may ask for: a bucket of tokens for each address, and a number of places for all.
+"""How much clients may request: a token bucket for each address, and a limit on concurrent streams of all clients.
 
-The table of buckets is bounded, since addresses are a client's choice where it has many (an IPv6 network counts as
-one). What drops out has been quiet longest and would be full again soon.
+The table of buckets is bounded, since a client may have many addresses; an IPv6 /64 network counts as one. The bucket
+that leaves the table is that of the client that was silent longest, and would soon be full anyway.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["TokenBuckets", "LimitReachedError", "ConcurrencyLimit", "client_of",
 
 MOST_CLIENTS = 4096
 IPV6_NETWORK = 64
-"""Bits of an address that its owner does not choose."""
+"""Bits of the network prefix; the owner of a network chooses the other bits."""
 
 
 class TokenBuckets:
-    """Who may ask now: ``rate`` requests a second for each client in the long run, ``burst`` at once."""
+    """A token bucket for each client: ``rate`` requests a second on average, ``burst`` at once."""
 
     def __init__(
         self, rate: float, burst: int, *, most: int = MOST_CLIENTS, clock: Callable[[], float] = monotonic
@@ -31,13 +31,13 @@ class TokenBuckets:
         self._most = most
         self._clock = clock
         self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """What was left, and when that was, by client; who asked last is last."""
+        """(tokens, time of the last request) by client, in the order of their last requests."""
 
     def __len__(self) -> int:
         return len(self._levels)
 
     def take(self, client: str) -> float:
-        """0 if ``client`` may ask now; otherwise nothing is taken, and it is the seconds until it may."""
+        """Take a token and return 0; or return how many seconds ``client`` has to wait, and take nothing."""
         now = self._clock()
         left, at = self._levels.pop(client, (float(self._burst), now))
         left = min(self._burst, left + (now - at) * self._rate)
@@ -49,19 +49,19 @@ class TokenBuckets:
 
 
 class LimitReachedError(Exception):
-    """There is no place left."""
+    """A ``ConcurrencyLimit`` is reached."""
 
 
 class ConcurrencyLimit:
-    """A number of places; each is held for the length of a block."""
+    """At most ``most`` blocks at once; does not wait."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.held = 0
 
     @contextmanager
-    def one(self) -> Iterator[None]:
-        """Holds a place during the block. Raises ``LimitReachedError``."""
+    def hold(self) -> Iterator[None]:
+        """Counts as one during the block. Raises ``LimitReachedError``."""
         if self.held >= self.most:
             raise LimitReachedError
         self.held += 1
@@ -72,7 +72,7 @@ class ConcurrencyLimit:
 
 
 def client_of(remote: str | None) -> str:
-    """What stands for the client at the address ``remote``."""
+    """The bucket key of the client at the address ``remote``."""
     try:
         address = ip_address((remote or "").partition("%")[0])
     except ValueError:
@@ -83,5 +83,5 @@ def client_of(remote: str | None) -> str:
 
 
 def retry_after(seconds: float) -> str:
-    """``seconds`` as the header ``Retry-After`` has it: whole, and at least 1."""
+    """``seconds`` as a ``Retry-After`` header: a whole number, at least 1."""
     return str(max(1, math.ceil(seconds)))

@@ -1,12 +1,13 @@
-"""The API's handlers: read what was asked, ask the service, say what came of it.
+"""The handlers of the API: each one reads a request, calls the service, and makes the response.
 
-Nothing is decided here but what a request means. What the service raises becomes an answer in ``problems.py``; whoever
-may not ask has been refused in ``guard.py``.
+``problems.py`` turns errors of the service into responses; ``access_control.py`` has refused unauthorised requests
+before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -16,7 +17,8 @@ from typing import Any
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from asyncpipe.service.http import models
+from asyncpipe.core.schedules.registry import known_schedules
+from asyncpipe.service.http import models, openapi
 from asyncpipe.service.http.audit import Audit
 from asyncpipe.service.http.event_stream import EventStreams
 from asyncpipe.service.http.json_body import read_json
@@ -49,49 +51,43 @@ class Routes:
         self._audit = audit
         self._redact = redact
 
-    def add_to(self, router: web.UrlDispatcher) -> tuple[web.AbstractRoute, ...]:
-        """Add all routes; gives those of probes."""
-        router.add_post("/v1/jobs", self.submit)
-        router.add_get("/v1/jobs", self.list)
-        router.add_get("/v1/jobs/{id}", self.show, name="job")
-        router.add_get("/v1/jobs/{id}/history", self.history)
-        router.add_get("/v1/jobs/{id}/losses", self.losses)
-        router.add_get("/v1/jobs/{id}/events", self.events)
-        router.add_post("/v1/jobs/{id}/pause", self.pause)
-        router.add_post("/v1/jobs/{id}/resume", self.resume)
-        router.add_post("/v1/jobs/{id}/cancel", self.cancel)
-        router.add_put("/v1/jobs/{id}/schedule", self.change_schedule)
-        router.add_get("/v1/schedules", self.schedules)
-        router.add_get("/v1/entries", self.entries)
-        return router.add_get("/livez", self.alive), router.add_get("/readyz", self.ready)
+    def add_to(self, router: web.UrlDispatcher) -> list[web.AbstractRoute]:
+        """Add a route for each of ``OPERATIONS``; returns those that need no token."""
+        free: list[web.AbstractRoute] = []
+        for operation in openapi.OPERATIONS:
+            add = {"get": router.add_get, "post": router.add_post, "put": router.add_put}[operation.method]
+            route = add(operation.path, getattr(self, operation.name), name=operation.name)
+            if not operation.guarded:
+                free.append(route)
+        return free
 
     # Changing
 
     async def submit(self, request: web.Request) -> web.Response:
-        """A new job, or the one that the idempotency key has made before."""
+        """A new job, or the job that the idempotency key created before."""
         key = _idempotency_key(request)
         body = await self._body(request)
         if not isinstance(body, dict):
             raise invalid(("", "must be a JSON object"))
         record, new = await self._audited(request, "submit", None, lambda: self._service.submit(body, key))
-        # The route's own name, so that it is right below a host's prefix.
-        place = request.app.router["job"].url_for(id=record.id)
-        return await self._details(record, status=201 if new else 200, headers={"Location": str(place)})
+        # By the route's name, so that it includes the path under which a host mounts the API.
+        location = request.app.router["show"].url_for(id=record.id)
+        return await self._details(record, status=201 if new else 200, headers={"Location": str(location)})
 
     async def pause(self, request: web.Request) -> web.Response:
-        """The job, which pauses after its step."""
+        """The job, paused or asked to pause after its step."""
         return await self._act(request, "pause", lambda job: self._service.pause(job, CAUSE))
 
     async def resume(self, request: web.Request) -> web.Response:
-        """The job, which waits for its turn."""
+        """The job, queued again."""
         return await self._act(request, "resume", lambda job: self._service.resume(job, CAUSE))
 
     async def cancel(self, request: web.Request) -> web.Response:
-        """The job, which ends after its step."""
+        """The job, cancelled or asked to end after its current tasks."""
         return await self._act(request, "cancel", lambda job: self._service.cancel(job, CAUSE))
 
     async def change_schedule(self, request: web.Request) -> web.Response:
-        """The job, whose next step runs by another schedule."""
+        """The job, which follows another schedule from its next step on."""
         job = job_id(request)
         body = await self._body(request)
         try:
@@ -110,7 +106,7 @@ class Routes:
     async def _audited(
         self, request: web.Request, what: str, job: str | None, act: Callable[[], Awaitable[Any]]
     ) -> Any:
-        """What ``act`` gives, with a line in the audit, also for what was tried in vain."""
+        """What ``act`` returns; writes a line to the audit, also if ``act`` raises."""
         try:
             done = await act()
         except Exception as error:
@@ -126,7 +122,7 @@ class Routes:
     async def _body(self, request: web.Request) -> JSON:
         return await read_json(request, self._settings.max_body, self._settings.body_seconds)
 
-    # Looking
+    # Reading
 
     async def list(self, request: web.Request) -> web.Response:
         """Jobs in the order of submission."""
@@ -138,8 +134,8 @@ class Routes:
         try:
             records = await self._service.list(states, limit, after)
         except UnknownJobError:
-            raise invalid(("after", "must be the id of a job, and there is none of this one")) from None
-        return _answer(models.JobsAnswer.of(list(records), self._redact, limit))
+            raise invalid(("after", "must be the id of a job, and no job has this one")) from None
+        return _answer(models.JobsAnswer.of_records(list(records), self._redact, limit))
 
     async def show(self, request: web.Request) -> web.Response:
         """One job, with what was submitted."""
@@ -147,11 +143,11 @@ class Routes:
         return await self._details(await self._service.get(job_id(request)))
 
     async def history(self, request: web.Request) -> web.Response:
-        """Every transition of a job."""
+        """All transitions of a job."""
         _query(request)
         found = await self._service.history(job_id(request))
-        of = models.TransitionAnswer.of
-        return _answer(models.HistoryAnswer(transitions=[of(each, self._redact) for each in found]))
+        transitions = [models.TransitionAnswer.of(each, self._redact) for each in found]
+        return _answer(models.HistoryAnswer(transitions=transitions))
 
     async def losses(self, request: web.Request) -> web.Response:
         """Steps of a job."""
@@ -163,7 +159,7 @@ class Routes:
         return _answer(models.LossesAnswer(losses=[models.LossAnswer.of(row) for row in rows], next=following))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """What happens to a job, as it happens."""
+        """The events of a job as they happen."""
         job, query = job_id(request), _query(request, "after")
         after = _whole(query, "after", 0, 0, MOST_STEP)
         if (seen := request.headers.get("Last-Event-ID")) is not None:
@@ -178,55 +174,54 @@ class Routes:
             return False
 
     async def schedules(self, request: web.Request) -> web.Response:
-        """Schedules that jobs may name."""
+        """The schedules that jobs may name."""
         _query(request)
-        names = await asyncio.to_thread(_schedules)
-        return _answer(models.SchedulesAnswer(schedules=names))
+        return _answer(models.SchedulesAnswer(schedules=await asyncio.to_thread(known_schedules)))
 
     async def entries(self, request: web.Request) -> web.Response:
-        """Entries that jobs may name."""
+        """The entries that jobs may name."""
         _query(request)
-        found = [models.EntryAnswer(name=name, parameters=schema) for name, schema in schemas(self._service).items()]
+        entries = self._service.entries
+        found = [models.EntryAnswer(name=name, parameters=entries.schema(name)) for name in entries.names]
         return _answer(models.EntriesAnswer(entries=found))
 
+    async def describe(self, request: web.Request) -> web.Response:
+        """The OpenAPI document."""
+        below = request.path.removesuffix("/v1/openapi.json")
+        # In a thread: it looks for installed schedules, and makes a schema of every model.
+        names = self._service.entries.names
+        document = await asyncio.to_thread(openapi.describe, self._settings, names, below)
+        return web.Response(body=json.dumps(document).encode(), content_type="application/json")
+
     async def alive(self, _: web.Request) -> web.Response:
-        """Whether a restart would not help."""
+        """Fails if a restart would help."""
         status = self._service.status()
+        reason = self._redact(status.reason, 300)
         if not status.live:
-            raise Problem(503, "not-alive", self._redact(status.reason, 300))
-        return _answer(models.ReadyAnswer(ready=status.ready, reason=self._redact(status.reason, 300)))
+            raise Problem(503, "not-alive", reason)
+        return _answer(models.ReadyAnswer(ready=status.ready, reason=reason))
 
     async def ready(self, _: web.Request) -> web.Response:
-        """Whether jobs can be submitted."""
+        """Fails while no jobs can be submitted."""
         status = self._service.status()
+        reason = self._redact(status.reason, 300)
         if not status.ready:
-            raise draining(self._redact(status.reason, 300))
-        return _answer(models.ReadyAnswer(ready=True, reason=self._redact(status.reason, 300)))
+            raise draining(reason)
+        return _answer(models.ReadyAnswer(ready=True, reason=reason))
 
     async def _details(
         self, record: JobRecord, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> web.Response:
         waits_for = await self._service.waits_for(record.id) if record.state is JobState.QUEUED else None
-        return _answer(models.JobDetails.of(record, waits_for, self._redact), status, headers)
+        return _answer(models.JobDetails.of_record(record, waits_for, self._redact), status, headers)
 
 
 def job_id(request: web.Request) -> str:
-    """The id in the request's path; whatever cannot be one is the id of no job. Raises ``UnknownJobError``."""
+    """The id in the request's path. Raises ``UnknownJobError`` for a text that cannot be an id."""
     job = request.match_info["id"]
     if not _ID.match(job):
         raise UnknownJobError(job[:100])
     return job
-
-
-def schemas(service: TrainingService) -> dict[str, dict[str, Any]]:
-    """The JSON schema of each entry's parameters."""
-    return {name: service.entries.schema(name) for name in service.entries.names}
-
-
-def _schedules() -> list[str]:
-    from asyncpipe.core.schedules.registry import known_schedules
-
-    return known_schedules()
 
 
 def _answer(model: BaseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -234,15 +229,15 @@ def _answer(model: BaseModel, status: int = 200, headers: Mapping[str, str] | No
     return web.Response(body=text.encode(), status=status, content_type="application/json", headers=headers)
 
 
-# What was asked
+# Parsing requests
 
 
 def _query(request: web.Request, *known: str) -> dict[str, list[str]]:
-    """The values of each key. Raises ``Problem`` for a key that is not known, or a text that is none."""
+    """The query's values by key. Raises ``Problem`` for an unknown key."""
     query: dict[str, list[str]] = {}
     for key, value in request.query.items():
         if key not in known:
-            rule = f"known keys: {', '.join(known)}" if known else "there are no keys here"
+            rule = f"known keys: {', '.join(known)}" if known else "this route has no keys"
             raise invalid((key[:50], f"unknown key; {rule}"))
         query.setdefault(key, []).append(value)
     return query
@@ -251,7 +246,7 @@ def _query(request: web.Request, *known: str) -> dict[str, list[str]]:
 def _last(query: Mapping[str, list[str]], key: str) -> str | None:
     values = query.get(key, [])
     if len(values) > 1:
-        raise invalid((key, "must be there once"))
+        raise invalid((key, "must be given once"))
     return values[0] if values else None
 
 
@@ -276,4 +271,4 @@ def _idempotency_key(request: web.Request) -> str | None:
         return None
     if len(keys) == 1 and 0 < len(keys[0]) <= MOST_KEY and keys[0].isascii() and keys[0].isprintable():
         return keys[0]
-    raise invalid(("Idempotency-Key", f"must be there once, of 1 to {MOST_KEY} printable ASCII characters"))
+    raise invalid(("Idempotency-Key", f"must be given once, with 1 to {MOST_KEY} printable ASCII characters"))

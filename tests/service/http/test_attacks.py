@@ -328,7 +328,7 @@ async def test_one_connection_too_many_is_told_so(tmp_path: Path) -> None:
 
 
 async def test_a_client_that_takes_nothing_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "UNTAKEN_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "UNREAD_SECONDS", 0.2)
     async with served(tmp_path) as api:
         job = await api.submitted()
         _reader, writer = await asyncio.open_connection("127.0.0.1", int(api.base.rpartition(":")[2]))

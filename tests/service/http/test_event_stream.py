@@ -15,7 +15,7 @@ from http_helpers import NOBODY, Api, fake, mounted, served, submission
 
 from asyncpipe.observe.live import LiveView
 from asyncpipe.observe.live import handlers as live_http
-from asyncpipe.service.http import pages, serve_api, stream
+from asyncpipe.service.http import event_stream, pages, serve_api
 from asyncpipe.service.job_states import JobState
 
 pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
@@ -130,11 +130,11 @@ async def test_a_client_that_goes_is_not_followed_any_more(tmp_path: Path) -> No
 
 
 async def test_a_quiet_stream_is_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "KEEP_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_SECONDS", 0.01)
     async with mounted(tmp_path) as api:
         job = await api.submitted()
         async with follow(api, job) as answer, asyncio.timeout(10):
-            while await answer.content.readline() != stream.KEEP_ALIVE[:-1]:
+            while await answer.content.readline() != event_stream.KEEP_ALIVE[:-1]:
                 pass
 
 

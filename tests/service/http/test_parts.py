@@ -96,12 +96,12 @@ def test_a_network_is_one_client() -> None:
 
 
 def test_places_are_given_back() -> None:
-    places = ConcurrencyLimit(1)
-    with places.one(), pytest.raises(LimitReachedError), places.one():
+    limit = ConcurrencyLimit(1)
+    with limit.hold(), pytest.raises(LimitReachedError), limit.hold():
         pass
-    with places.one():
-        assert places.held == 1
-    assert places.held == 0
+    with limit.hold():
+        assert limit.held == 1
+    assert limit.held == 0
 
 
 @pytest.mark.parametrize(
