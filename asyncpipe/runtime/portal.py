@@ -44,11 +44,6 @@ class Portal:
         )
         self._thread.start()
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The portal's event loop."""
-        return self._loop
-
     async def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run ``coroutine`` on the portal's loop, from a coroutine of another loop.
 
