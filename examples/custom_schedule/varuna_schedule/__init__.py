@@ -1,8 +1,7 @@
 """Varuna's rule (Athlur et al. 2022, arXiv 2111.04007) as a plug-in for asyncpipe.
 
-A device that is free finishes what it has begun before it begins anything new: weight gradients first, then input
-gradients, then forwards. Weight gradients first means the least memory, not the smallest bubble: zero-bubble schedules
-put them off to fill idle time. Change ``RANKS`` and see.
+A free device runs weight gradients first, then input gradients, then forwards. Running weight gradients first minimises
+memory, not the bubble: zero-bubble schedules defer them to fill idle time. Change ``RANKS`` to compare.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ RANKS = {TaskKind.WEIGHT_GRADIENT: 0, TaskKind.INPUT_GRADIENT: 1, TaskKind.FORWA
 
 
 class Varuna(RuledSchedule):
-    """Finish before you begin: W before I before F, with at most p micro-batches on a device."""
+    """A rule that runs W before I before F, with at most p micro-batches on a device."""
 
     name = "varuna"
     splits_backward = True
 
     def priority(self, action: Action, shape: Shape) -> Any:
-        """The oldest micro-batch first among actions of a kind."""
+        """By kind; among actions of a kind, the oldest micro-batch first."""
         return RANKS[action.kind], action.microbatch
 
     def admit(self, action: Action, live: int, shape: Shape) -> bool:
-        """At most as many micro-batches as there are devices."""
+        """Allow as many micro-batches as there are devices."""
         return live < shape.devices

@@ -1,4 +1,4 @@
-"""Balance: even_balance against an exact dynamic programme and its promises; what check_balance says of bad ones."""
+"""Balance: even_balance against an exact dynamic programme and its three properties; the errors of check_balance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stage_costs(costs: Sequence[float], sizes: Sequence[int]) -> list[Fraction]:
 
 
 def least_dearest(costs: Sequence[float], stages: int) -> Fraction:
-    """The cost of the dearest stage in the best split into non-empty stages, by dynamic programming over prefixes."""
+    """The highest cost of a stage in the best split into non-empty stages, by dynamic programming over prefixes."""
     prefix = [Fraction(0)]
     for cost in costs:
         prefix.append(prefix[-1] + Fraction(cost))
@@ -104,6 +104,7 @@ def any_start(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 def test_the_local_search_alone_evens_out_any_split(case: tuple[list[int], list[int]]) -> None:
     costs, borders = case
     before = stage_costs(costs, [end - start for start, end in pairwise(borders)])
+    # Private: even_balance starts so near to even that the search of the proof rarely has anything to do.
     _even_out([0, *accumulate(costs)], borders)
     sizes = [end - start for start, end in pairwise(borders)]
     assert check_balance(sizes, len(costs)) == sizes

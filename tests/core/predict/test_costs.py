@@ -1,4 +1,4 @@
-"""Cost models: what they say of a task, by hand; that chance is fair, and the same under every schedule."""
+"""Cost models: costs of tasks, by hand; random factors have their mean, and are equal under every schedule."""
 
 from __future__ import annotations
 

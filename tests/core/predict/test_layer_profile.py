@@ -1,4 +1,4 @@
-"""Profiles: what stages cost follows from layers, files keep it, and journals are taken apart rightly."""
+"""Profiles: costs of stages from those of layers, files, and costs of layers from journals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CSV notation: what is written is read back, and what cannot be read is refused with its row and column."""
+"""The CSV notation: reading returns what was written, and errors name the row and column."""
 
 from __future__ import annotations
 
