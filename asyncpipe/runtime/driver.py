@@ -227,7 +227,14 @@ class Driver:
 
     def _handle(self, event: Event) -> None:
         now = self._clock()
-        self._proceed(self.scheduler.handle(event, now), now)
+        try:
+            commands = self.scheduler.handle(event, now)
+        except InvalidTransition:  # Nothing was changed.
+            raise
+        except BaseException as error:
+            self._break(error)
+            raise
+        self._proceed(commands, now)
 
     def _wake(self) -> None:
         self._alarm = None

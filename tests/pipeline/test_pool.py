@@ -223,32 +223,38 @@ async def test_a_copy_is_by_itself(workload, no_leaks):
 
 
 class Broken(Policy):
-    """Chooses what is not ready, once it was asked three times."""
+    """Does one thing wrong, when it has been told of so many tasks."""
 
-    def __init__(self, lane):
-        self.ready_tasks, self.asked = [], 0
+    def __init__(self, lane, wrong, after):
+        self.tasks, self.wrong, self.after = [], wrong, after
 
     def ready(self, step, task, now):
-        self.ready_tasks.append((step, task))
+        self.tasks.append((step, task))
+        self.after -= 1
+        if self.after < 0 and self.wrong == "raises when told":
+            raise ZeroDivisionError
 
     def choose(self, now):
-        self.asked += 1
-        if self.asked > 3:
+        if self.after < 0 and self.wrong == "raises when asked":
+            raise ZeroDivisionError
+        if self.after < 0:
             return "nonsense", 0
-        return self.ready_tasks.pop(0) if self.ready_tasks else None
+        return self.tasks.pop(0) if self.tasks else None
 
     def drop(self, step):
-        self.ready_tasks = []
+        self.tasks = []
 
 
-async def test_a_policy_that_chooses_wrongly_ends_every_step_and_nobody_waits(workload, no_leaks):
-    async with DevicePool(policy=Broken) as pool:
+@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.parametrize("wrong", ["raises when told", "raises when asked", "chooses nonsense"])
+async def test_a_policy_that_is_wrong_ends_every_step_and_nobody_waits(workload, no_leaks, wrong, after):
+    async with DevicePool(policy=lambda lane: Broken(lane, wrong, after)) as pool:
         pipes = [pipeline(workload.model(), pool, share=Share(name)) for name in ("a", "b")]
         for pipe in pipes:
             await pipe.__aenter__()
         steps = [pipe.step(workload.x, workload.target) for pipe in pipes]
         for error in await asyncio.gather(*steps, return_exceptions=True):
-            assert isinstance(error, PolicyError | PipelineClosedError)
+            assert isinstance(error, PolicyError | ZeroDivisionError | PipelineClosedError)
         assert pool.is_broken
         for pipe in pipes:
             await pipe.aclose()
