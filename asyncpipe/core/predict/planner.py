@@ -72,7 +72,7 @@ class Plan:
         }
 
 
-class _Candidate(NamedTuple):
+class _PlanCandidate(NamedTuple):
     schedule: str
     stages: int
     microbatches: int
@@ -124,9 +124,9 @@ def plan(
 
 def best_of_each(plans: Sequence[Plan]) -> list[Plan]:
     """The first plan of each schedule, number of stages, number of micro-batches and mode, in the order given."""
-    first: dict[_Candidate, Plan] = {}
+    first: dict[_PlanCandidate, Plan] = {}
     for each in plans:
-        first.setdefault(_Candidate(each.schedule, len(each.balance), each.microbatches, each.checkpoint), each)
+        first.setdefault(_PlanCandidate(each.schedule, len(each.balance), each.microbatches, each.checkpoint), each)
     return list(first.values())
 
 
@@ -161,11 +161,11 @@ class _Search:
         self._schedules = schedules
         self._scale = parameter_scale
         self._limit = inf if limit is None else limit
-        self._graphs: dict[tuple[_Candidate, Wiring], TaskGraph] = {}
-        self._plans: dict[tuple[_Candidate, tuple[int, ...]], Plan] = {}
+        self._graphs: dict[tuple[_PlanCandidate, Wiring], TaskGraph] = {}
+        self._plans: dict[tuple[_PlanCandidate, tuple[int, ...]], Plan] = {}
         self._refusals: dict[str, str] = {}
 
-    def candidates(self, numbers: Sequence[int], modes: Sequence[CheckpointMode]) -> Iterator[_Candidate]:
+    def candidates(self, numbers: Sequence[int], modes: Sequence[CheckpointMode]) -> Iterator[_PlanCandidate]:
         """Every candidate whose shape its schedule supports."""
         for name, schedule in self._schedules.items():
             for virtual in sorted({schedule.virtual, *range(1, MOST_VIRTUAL + 1)}):
@@ -179,14 +179,14 @@ class _Search:
                     except ScheduleError as error:
                         self._refusals.setdefault(name, str(error))
                     else:
-                        yield from (_Candidate(name, stages, number, mode) for mode in modes)
+                        yield from (_PlanCandidate(name, stages, number, mode) for mode in modes)
 
     def refusal(self) -> str:
         """Why there is no candidate."""
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self._refusals.items())
         return f"no schedule serves {self._devices} devices and {len(self._profile.layers)} layers: {reasons}"
 
-    def begin(self, candidate: _Candidate, balances: Sequence[Sequence[int]]) -> None:
+    def begin(self, candidate: _PlanCandidate, balances: Sequence[Sequence[int]]) -> None:
         """Try the candidate with these balances, except where it cannot be among the best."""
         fitting = [seconds for excess, seconds in self._best().values() if not excess]
         slowest_of_best = max(nsmallest(REFINED, fitting)) if len(fitting) >= REFINED else inf
@@ -194,7 +194,7 @@ class _Search:
             if len(balance) == candidate.stages and self._bound(candidate, balance) < slowest_of_best:
                 self._try(candidate, tuple(check_balance(balance, len(self._profile.layers))))
 
-    def _bound(self, candidate: _Candidate, balance: Sequence[int]) -> float:
+    def _bound(self, candidate: _PlanCandidate, balance: Sequence[int]) -> float:
         """Seconds that no step of this plan is shorter than."""
         m = candidate.microbatches
         placement = self._schedules[candidate.schedule].placement(Shape(candidate.stages, m, self._devices))
@@ -202,7 +202,7 @@ class _Search:
         costs = self._profile.costs(balance, m, candidate.checkpoint)
         return busiest_device(costs, placement, m, recomputed) + self._profile.measurement(m).step
 
-    def _try(self, candidate: _Candidate, balance: tuple[int, ...]) -> Plan:
+    def _try(self, candidate: _PlanCandidate, balance: tuple[int, ...]) -> Plan:
         key = candidate, balance
         if key not in self._plans:
             schedule, _, m, mode = candidate
@@ -216,7 +216,7 @@ class _Search:
             )
         return self._plans[key]
 
-    def _graph(self, candidate: _Candidate, balance: tuple[int, ...]) -> TaskGraph:
+    def _graph(self, candidate: _PlanCandidate, balance: tuple[int, ...]) -> TaskGraph:
         schedule, stages, m, mode = candidate
         wiring = self._profile.wiring(balance)
         if (candidate, wiring) not in self._graphs:
@@ -225,19 +225,19 @@ class _Search:
             )
         return self._graphs[candidate, wiring]
 
-    def _best(self) -> dict[_Candidate, tuple[float, float]]:
+    def _best(self) -> dict[_PlanCandidate, tuple[float, float]]:
         """The rank of each candidate's best plan."""
-        best: dict[_Candidate, tuple[float, float]] = {}
+        best: dict[_PlanCandidate, tuple[float, float]] = {}
         for (candidate, _), each in self._plans.items():
             best[candidate] = min(self._rank(each), best.get(candidate, (inf, inf)))
         return best
 
-    def promising(self) -> list[_Candidate]:
+    def promising(self) -> list[_PlanCandidate]:
         """The candidates with the best plans so far."""
         best = self._best()
         return nsmallest(REFINED, best, key=best.__getitem__)
 
-    def refine(self, candidate: _Candidate) -> None:
+    def refine(self, candidate: _PlanCandidate) -> None:
         """Move one layer over a border of the candidate's best plan, again and again while the plan gets better."""
         best = min((each for (of, _), each in self._plans.items() if of == candidate), key=self._rank)
         for _ in range(MOST_MOVES):
@@ -265,7 +265,7 @@ class _Search:
         )
 
 
-def _even_balances(profile: Profile, candidate: _Candidate) -> list[list[int]]:
+def _even_balances(profile: Profile, candidate: _PlanCandidate) -> list[list[int]]:
     """The balances that are even by time and even by memory; one if they are the same."""
     _, stages, microbatches, mode = candidate
     by_time = even_balance(profile.layer_seconds(microbatches, mode), stages)
