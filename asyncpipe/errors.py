@@ -1,7 +1,7 @@
-"""Every exception the package raises, in one place.
+"""Every exception that the package raises.
 
-Each class says who made the mistake: the caller (``ValueError``/``TypeError`` subclasses, raised before
-anything runs), a task (``TaskError``, raised by a step), or asyncpipe itself (``InvalidTransition``).
+Subclasses of ``ValueError`` and ``TypeError`` are mistakes of the caller and are raised before anything runs.
+``TaskError`` means that a task of a step failed. ``InvalidTransition`` is a bug in asyncpipe.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ __all__ = [
 
 
 class AsyncpipeError(Exception):
-    """Base of every error raised by asyncpipe."""
+    """Base class of all errors raised by asyncpipe."""
 
 
 class OptionError(AsyncpipeError, ValueError):
-    """An argument has a value outside what is allowed; the message lists what is allowed."""
+    """An argument has a value that is not allowed. The message lists the allowed values."""
 
 
 class BalanceError(OptionError):
-    """The balance does not describe a split of the model."""
+    """The balance is not a valid split of the model's layers into stages."""
 
 
 class PlanError(OptionError):
-    """No plan serves these devices, or none fits into the memory; the message says the smallest that was found."""
+    """No plan works for these devices, or none fits into memory. The message names the smallest plan that was found."""
 
 
 class ProfileError(AsyncpipeError, ValueError):
-    """A profile cannot be read, or does not know what it is asked for; the message says what it knows."""
+    """A profile cannot be read, or lacks the requested measurement. The message says what it contains."""
 
 
 class MicrobatchError(OptionError):
@@ -64,7 +64,7 @@ class MicrobatchError(OptionError):
 
 
 class DeviceError(OptionError):
-    """A device is not there, or the list of devices cannot hold the stages."""
+    """A device does not exist, or the stages cannot be placed on the list of devices."""
 
 
 class BatchError(OptionError):
@@ -80,27 +80,27 @@ class TooFewDevicesError(DeviceError, IndexError):
 
 
 class ArgumentTypeError(AsyncpipeError, TypeError):
-    """An argument is of a type that cannot be used; the message says which can."""
+    """An argument has a type that is not supported. The message says which types are."""
 
 
 class MoveError(AsyncpipeError, TypeError):
-    """A pipeline was told to move to another device; its stages stay on theirs."""
+    """A pipeline was told to move to another device, which it cannot: its stages stay on their devices."""
 
 
 class ScheduleError(OptionError):
-    """A schedule yields lists of actions that cannot be run as a step."""
+    """A schedule's lists of actions are not a valid step."""
 
 
 class UnknownScheduleError(ScheduleError):
-    """No schedule has this name; the message lists the known ones."""
+    """No schedule has this name. The message lists the known names."""
 
 
 class StageError(AsyncpipeError, TypeError):
-    """A stage took or returned something that cannot cross a stage border."""
+    """A stage received or returned a value that cannot be passed between stages."""
 
 
 class TraceError(AsyncpipeError, ValueError):
-    """A module could not be traced, or its trace cannot be cut where it was told to be."""
+    """A module could not be traced, or its trace cannot be cut at the requested places."""
 
 
 class LossError(AsyncpipeError, ValueError):
@@ -108,23 +108,23 @@ class LossError(AsyncpipeError, ValueError):
 
 
 class SkipLayoutError(AsyncpipeError, TypeError):
-    """Skips of a model have no counterpart; the message lists every one."""
+    """Skip connections of a model are stashed and not popped, or the reverse. The message lists all of them."""
 
 
 class SkipError(AsyncpipeError, RuntimeError):
-    """A skip connection is stashed or popped otherwise than it was declared."""
+    """A skip connection is stashed or popped twice, not at all, or without being declared."""
 
 
 class RecomputeError(AsyncpipeError, RuntimeError):
-    """A recomputation did not, or could not, repeat the forward that it stands for."""
+    """A recomputation differed from its forward, or could not repeat it."""
 
 
 class BackwardError(AsyncpipeError, RuntimeError):
-    """Autograd was asked for a backward that a pipeline cannot give; the message says what it can."""
+    """Autograd asked for a backward that a pipeline does not support. The message says what is supported."""
 
 
 class PipelineClosedError(AsyncpipeError, RuntimeError):
-    """The pipeline was used before ``async with`` entered it, or after its closing began."""
+    """The pipeline was used before it was opened, or after closing began."""
 
 
 class JobFileError(AsyncpipeError, ValueError):
@@ -138,8 +138,8 @@ class PolicyError(AsyncpipeError, RuntimeError):
 class TaskError(AsyncpipeError, RuntimeError):
     """One task of a step failed; the original exception is the ``__cause__``.
 
-    ``kind`` is the task's letter (``"F"``, ``"R"``, ``"B"``, ``"C"`` …), ``microbatch`` and ``stage`` count
-    from 0 and ``device`` is the logical device whose thread ran the task.
+    ``kind`` is the task's letter (``"F"``, ``"R"``, ``"B"``, ``"C"`` …). ``microbatch`` and ``stage`` count from 0.
+    ``device`` is the logical device whose thread ran the task.
     """
 
     def __init__(self, task_id: str, kind: str, microbatch: int, stage: int, device: str, cause: BaseException) -> None:
@@ -159,12 +159,12 @@ class TaskError(AsyncpipeError, RuntimeError):
 
 
 class HungTaskError(AsyncpipeError, RuntimeError):
-    """A task ran for so long that it was given up; the cause of its step's ``TaskError``.
+    """A task ran for so long that the watchdog gave it up; the cause of its step's ``TaskError``.
 
-    Nobody can end a thread, so the task may still run, on a thread that its device no longer uses, and what it computes
-    goes nowhere; but until it returns it holds its tensors, and it may still write to those of the model. So the model
-    must be made anew, from a snapshot. ``seconds`` it ran, ``expected`` are those that it took before (``None`` if that
-    is not known).
+    Python cannot kill a thread, so the task may still run, on a thread that its device no longer uses. Its result is
+    ignored, but until it returns it keeps its tensors alive and may write to those of the model. Therefore make a new
+    model, from a snapshot. ``seconds`` is how long the task ran, ``expected`` its mean time in earlier steps (``None``
+    if that is not known).
     """
 
     def __init__(self, task_id: str, device: str, seconds: float, expected: float | None) -> None:
@@ -183,12 +183,12 @@ class HungTaskError(AsyncpipeError, RuntimeError):
 
 
 class InvalidTransition(AsyncpipeError, RuntimeError):
-    """An event reached the scheduler that cannot follow what happened before; nothing was changed.
+    """The scheduler got an event that is not valid in its state, and changed nothing.
 
     ``story`` is the part of the step's journal that concerns the task, oldest first.
     """
 
     def __init__(self, message: str, story: Sequence[tuple[float, object]] = ()) -> None:
         lines = "".join(f"\n  {at:.6f} {event}" for at, event in story)
-        super().__init__(f"{message}; its story:{lines or ' nothing yet'}")
+        super().__init__(f"{message}; its journal:{lines or ' empty'}")
         self.story = tuple(story)

@@ -1,6 +1,11 @@
-"""Programs written for an ancestor run here with another import: ``torchgpipe`` and ``torch_pipe``.
+"""The APIs of torchgpipe 0.0.7 and of torch's former ``Pipe``: a program for one of them runs here with another import.
 
-Both are thin: they check and arrange what the ancestor took, and a ``Pipeline`` does the rest (``module.py``). What
-differs on purpose is in ``docs/migration.md``. ``partition`` and ``chunk`` are the ancestors' words for what is a
-stage and a micro-batch everywhere else; here they occur as names of their API.
+Start with ``module.py``: the base class of both modules, which makes a ``Pipeline`` and calls it in its forward.
+
+``torchgpipe/``    ``GPipe``, and the names of its submodules ``balance`` and ``skip``
+``torch_pipe/``    ``Pipe``, ``WithDevice``, and the names of its submodules ``skip`` and ``utils``
+
+Both check their arguments and leave the rest to ``Pipeline``. ``docs/migration.md`` lists the intended differences.
+``partition`` and ``chunk`` are these APIs' words for a stage and a micro-batch. The folder may import ``pipeline`` and
+everything below it.
 """

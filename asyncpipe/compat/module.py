@@ -1,7 +1,7 @@
-"""What both ancestors' modules are: a module with stages that calls a pipeline, which nobody opens or closes.
+"""``PipelinedModule``: the base class of ``GPipe`` and ``Pipe``, a module whose forward calls a pipeline.
 
-The module owns the layers and thereby the state; the pipeline is made from it and can be made again at any time, so
-that copies and pickles leave it out::
+The module owns the layers and thereby the state. The pipeline is made from them, opened by the first forward and closed
+when the module is dropped. It can be made again at any time, so copies and pickles leave it out::
 
     PipelinedModule ── partitions ──▶ stage 0, stage 1, …      parameters, modes, hooks, state dict
           └─────────── Pipeline ─────────▲                     threads, from the first forward until it is dropped
@@ -29,10 +29,10 @@ __all__ = ["PipelinedModule", "check_sequential"]
 
 
 class PipelinedModule(nn.Module):
-    """A module whose forward is a pipeline's, and which otherwise is like the sequence of its layers.
+    """A module whose forward runs as a pipeline, and which otherwise behaves like the sequence of its layers.
 
-    Its threads start with the first forward and end when it is dropped. Copies and pickles have the state of the
-    module alone, at any time. ``chunks``, ``checkpoint`` and layers that are exchanged count from the next forward.
+    Its threads start with the first forward and end when it is dropped. Copies and pickles contain the module's state
+    only. Changes of ``chunks``, ``checkpoint`` and layers take effect at the next forward.
     """
 
     partitions: nn.ModuleList
@@ -45,7 +45,7 @@ class PipelinedModule(nn.Module):
     """Which micro-batches are recomputed in training: ``"always"``, ``"except_last"`` or ``"never"``."""
 
     def __init__(self, chunks: int, checkpoint: str) -> None:
-        """Raises ``MicrobatchError``, ``OptionError``, and ``ArgumentTypeError`` for ``chunks`` that are no number."""
+        """Raises ``MicrobatchError``, ``OptionError``, and ``ArgumentTypeError`` if ``chunks`` is not a number."""
         super().__init__()
         try:
             number = int(chunks)
@@ -54,48 +54,48 @@ class PipelinedModule(nn.Module):
         self.chunks = check_positive("microbatches", number, MicrobatchError)
         self.checkpoint = CheckpointMode.parse(str(checkpoint)).value
         self._pipeline: Pipeline | None = None
-        self._face: SyncPipeline | None = None
+        self._sync: SyncPipeline | None = None
         self._made_from: tuple[Any, ...] = ()
 
     def _arrange(self, parts: Sequence[nn.Sequential], devices: Sequence[str], *, deferred_batch_norm: bool) -> None:
-        """Take ``parts`` as stages, and move each to its device; without parts there is nothing to arrange."""
+        """Make ``parts`` the stages, and move each to its device. There may be no parts."""
         self._device_names = list(devices)
         self.devices = [device.physical for device in resolve_devices(devices)] if devices else []
         self.partitions = nn.ModuleList(parts)
         if deferred_batch_norm:
             convert_deferred_batch_norm(self)
         if parts:
-            self._current()
+            self._update_pipeline()
 
     # Calls
 
     def _run(self, *args: Any) -> Any:
-        """The output of the pipeline; an exception of a layer is raised as it is, with a note of its task."""
-        self._current()
+        """The output of the pipeline. An exception of a layer is raised unchanged, with a note that names the task."""
+        self._update_pipeline()
         assert self._pipeline is not None
-        if self._face is None:
-            self._face = self._pipeline.sync().__enter__()
+        if self._sync is None:
+            self._sync = self._pipeline.sync().__enter__()
         try:
-            return self._face(*args)
+            return self._sync(*args)
         except TaskError as error:
             failure = error.__cause__
-            # Not what would end the program, a thread or a coroutine: only the layer was to end by it.
+            # Not a BaseException such as SystemExit: raised here, it would end the caller's program, not the layer.
             if not isinstance(failure, Exception):
                 raise
             where = f"micro-batch {error.microbatch}, stage {error.stage}, device {error.device}"
             failure.add_note(f"raised by {error.task_id}: {where}")
-            # Its frames hold it, and it holds the failure, whose frames hold this module.
+            # Otherwise a cycle keeps this module alive: error -> failure -> traceback -> frames -> module and error.
             error.__traceback__ = None
         try:
             raise failure
         finally:
             del failure
 
-    def _current(self) -> None:
-        """See to it that the pipeline is one of this module as it is now."""
+    def _update_pipeline(self) -> None:
+        """Make a new pipeline if ``chunks``, ``checkpoint`` or layers have changed since the last one was made."""
         made_from = (self.chunks, self.checkpoint, *self)
         if self._pipeline is None or made_from != self._made_from:
-            self._face = None
+            self._sync = None
             self._pipeline = Pipeline(
                 stage_parts(self.partitions, [cast("nn.Sequential", part) for part in self.partitions]),
                 self._device_names,
@@ -105,14 +105,14 @@ class PipelinedModule(nn.Module):
             )
             self._made_from = made_from
 
-    # Like the sequence
+    # Methods of a sequence
 
     def __len__(self) -> int:
         """How many layers there are in all stages."""
         return sum(1 for _ in self)
 
     def __getitem__(self, index: int) -> nn.Module:
-        """The layer at ``index``, from the end if it is negative; ``IndexError`` if there is none."""
+        """The layer at ``index``; a negative index counts from the end. Raises ``IndexError`` if there is none."""
         return list(self)[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -123,16 +123,16 @@ class PipelinedModule(nn.Module):
     # State
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: everything but the pipeline."""
-        return {**self.__dict__, "_pipeline": None, "_face": None, "_made_from": ()}
+        """For pickle and deepcopy: everything except the pipeline."""
+        return {**self.__dict__, "_pipeline": None, "_sync": None, "_made_from": ()}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        _rename_ancestors_keys(self, state_dict, prefix)
+        _rename_foreign_keys(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # A cast replaces buffers, of which a pipeline may have replicas; and a module around this one may move it.
-        self._pipeline = self._face = None
+        # A cast replaces buffers of which the pipeline may have replicas. A module around this one may also move it.
+        self._pipeline = self._sync = None
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def cuda(self, device: int | torch.device | None = None) -> Self:
@@ -144,8 +144,8 @@ class PipelinedModule(nn.Module):
         raise self._denied()
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """This module with another dtype, as ``nn.Module.to``; raises ``MoveError`` for a device."""
-        # Where there is no accelerator, torch cannot parse the number of a device.
+        """Cast the module, as ``nn.Module.to(dtype)``. Raises ``MoveError`` for a device."""
+        # Without an accelerator, torch cannot parse a device that is given as a number.
         number = isinstance(kwargs.get("device", args[0] if args else None), int)
         if number or torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
             raise self._denied()
@@ -169,11 +169,11 @@ def check_sequential(module: object) -> nn.Sequential:
     return module
 
 
-def _rename_ancestors_keys(root: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Give entries of ``state`` that an ancestor has saved the names that they have here.
+def _rename_foreign_keys(root: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Rename the entries of a ``state`` that torchgpipe or torch's ``Pipe`` has saved to the names that they have here.
 
-    An ancestor keeps a module with skips inside another one, as its ``module``; and what its deferred batch norms
-    have gathered is in its state dict.
+    In these, a module with skips is the ``module`` of another one, and the sums that deferred batch norms have gathered
+    are part of the state dict.
     """
     for name, module in root.named_modules():
         own = f"{prefix}{name}."

@@ -1,0 +1,15 @@
+"""``Pipeline`` and what it consists of: here ``core``, ``ops`` and ``runtime`` meet. Imports these and ``errors`` only.
+
+Start with ``pipeline.py``, then follow a step:
+
+``options.py``, ``pool_options.py``   every option: declared, documented and checked
+``build.py``                          from model and options to the parts that all steps share
+``graph_cache.py``                    lowered task graphs by shape
+``step.py``                           ``StepProtocol``: begin, run, finish or abandon; one whole step
+``call.py``                           ``y = pipe(x)``, whose loss and backward are the caller's
+``result.py``                         what a step returns
+``sync.py``                           the same without ``await``
+``model_proxy.py``                    the model's own methods on a pipeline
+``pool.py``                           devices that several pipelines share
+``profiling.py``                      measures layers, and chooses schedule and balance by prediction
+"""

@@ -20,7 +20,7 @@ __all__ = ["PoolOptions", "takes"]
 
 _Parameters = ParamSpec("_Parameters")
 _Self = TypeVar("_Self")
-_Arguments = TypeVar("_Arguments")
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +46,14 @@ class PoolOptions:
 
 
 def takes(
-    make: Callable[_Parameters, _Arguments],
-) -> Callable[[Callable[[_Self, _Arguments], None]], Callable[Concatenate[_Self, _Parameters], None]]:
+    make: Callable[_Parameters, _Made],
+) -> Callable[[Callable[[_Self, _Made], None]], Callable[Concatenate[_Self, _Parameters], None]]:
     """Decorator of an ``__init__``: callers give the arguments of ``make``, and ``__init__`` gets what it returns.
 
     The signature is that of ``make``, for type checkers, editors and ``inspect``.
     """
 
-    def decorate(init: Callable[[_Self, _Arguments], None]) -> Callable[Concatenate[_Self, _Parameters], None]:
+    def decorate(init: Callable[[_Self, _Made], None]) -> Callable[Concatenate[_Self, _Parameters], None]:
         def construct(self: _Self, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
             init(self, make(*args, **kwargs))
 

@@ -186,7 +186,7 @@ class ThreadExecutor:
             _logger.warning("%d threads of tasks that were given up still run: %s", len(left), ", ".join(left))
 
 
-class _ThreadState:
+class _QueueState:
     """What one thread works on. The queue outlives the thread: a successor takes it over."""
 
     def __init__(self, queue: SimpleQueue[Any], batch: deque[Assignment]) -> None:
@@ -200,9 +200,9 @@ class _QueueThread:
     """A thread that serves a queue, and can be replaced by another one while it hangs."""
 
     def __init__(self, name: str) -> None:
-        self.state = _ThreadState(SimpleQueue(), deque())
+        self.state = _QueueState(SimpleQueue(), deque())
         self.thread: threading.Thread | None = None
-        self.serve: Callable[[_ThreadState], None]
+        self.serve: Callable[[_QueueState], None]
         self._name = name
 
     def start(self) -> None:
@@ -213,14 +213,14 @@ class _QueueThread:
         """Start a successor, and return the hung thread, which has lost its token."""
         assert self.thread is not None
         old, hung = self.thread, self.state
-        self.state = _ThreadState(hung.queue, hung.batch)
+        self.state = _QueueState(hung.queue, hung.batch)
         hung.current = None
         self.start()
         return old
 
 
 def _run_tasks(
-    post: PostEvent, completions: _QueueThread, on_start: Callable[[], None] | None, state: _ThreadState
+    post: PostEvent, completions: _QueueThread, on_start: Callable[[], None] | None, state: _QueueState
 ) -> None:
     """The function of a device's thread."""
     if on_start is not None:
@@ -238,7 +238,7 @@ def _run_tasks(
     completions.state.queue.put(None)
 
 
-def _run(state: _ThreadState, assignment: Assignment, post: PostEvent, completions: _QueueThread) -> bool:
+def _run(state: _QueueState, assignment: Assignment, post: PostEvent, completions: _QueueThread) -> bool:
     """Run a task and report it; false if it was given up meanwhile."""
     step, task, function, awaited = assignment
     if step.aborted:
@@ -274,7 +274,7 @@ def _run(state: _ThreadState, assignment: Assignment, post: PostEvent, completio
     return True
 
 
-def _wait_for_completions(post: PostEvent, state: _ThreadState) -> None:
+def _wait_for_completions(post: PostEvent, state: _QueueState) -> None:
     """The function of the thread that waits for an asynchronous device's tasks, in the order of their issue."""
     while (item := state.queue.get()) is not None:
         step, task, completion = item

@@ -44,6 +44,7 @@ def layers(kind=PipeSequential):
 
 
 def names(pipe):
+    # Private: the public ``devices`` are physical, without the numbers of CPU devices.
     return [stage.device.name for stage in pipe._pipeline.stages]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from asyncpipe.core.engine.events import Command, Event, StepCancelled
+from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.graph.task import Task
 from asyncpipe.ops.execute.binder import Binder
 
@@ -76,3 +79,18 @@ def before_task(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[
     monkeypatch.setattr(Binder, "bind", bind)
     yield lambda hook: hooks.__setitem__(slice(None), [hook])
     hooks.clear()
+
+
+@pytest.fixture
+def cancelled(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a driver cancels a step."""
+    event = threading.Event()
+    handle = SchedulerState.handle
+
+    def noting(self: SchedulerState, happened: Event, now: float) -> list[Command]:
+        if isinstance(happened, StepCancelled):
+            event.set()
+        return handle(self, happened, now)
+
+    monkeypatch.setattr(SchedulerState, "handle", noting)
+    return event

@@ -15,7 +15,6 @@ from torch import nn
 
 from asyncpipe import Microbatches, Pipeline, TaskError, is_recomputing
 from asyncpipe.errors import PipelineClosedError
-from asyncpipe.runtime.driver import Driver
 from asyncpipe.testing import EmulatedExecutor
 
 MODES = ("always", "except_last", "never")
@@ -63,20 +62,6 @@ class Gradients:
         for parameter, (grad, value) in zip(self._model.parameters(), self._kept, strict=True):
             assert parameter.grad is grad
             assert grad is None or torch.equal(grad, value)
-
-
-@pytest.fixture
-def cancelled(monkeypatch):
-    """Set when the driver cancels something."""
-    event = threading.Event()
-    cancel = Driver._cancel
-
-    async def noting(self, execution):
-        event.set()
-        await cancel(self, execution)
-
-    monkeypatch.setattr(Driver, "_cancel", noting)
-    return event
 
 
 # Faults of the model

@@ -50,20 +50,6 @@ class Gradients:
             assert grad is None or torch.equal(grad, value)
 
 
-@pytest.fixture
-def cancelled(monkeypatch):
-    """Set when the driver cancels something."""
-    event = threading.Event()
-    cancel = Driver._cancel
-
-    async def noting(self, execution):
-        event.set()
-        await cancel(self, execution)
-
-    monkeypatch.setattr(Driver, "_cancel", noting)
-    return event
-
-
 def threads_of_asyncpipe():
     return [thread for thread in threading.enumerate() if thread.name.startswith("asyncpipe")]
 

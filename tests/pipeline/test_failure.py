@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from asyncpipe import Pipeline, TaskError
-from asyncpipe.runtime.driver import Driver
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 mse = nn.functional.mse_loss
@@ -250,20 +249,11 @@ async def test_cancellation_with_a_loop_of_its_own(workload, before_task, no_lea
 
 
 @pytest.mark.parametrize("task_id", ["F(0,0)", "C(1,0>1)", "R(2,1)", "B(3,2)", "B(3,0)"])
-def test_keyboard_interrupt_in_the_sync_face(workload, before_task, no_leaks, monkeypatch, task_id):
-    reached = threading.Event()
-    cancel = Driver._cancel
-
-    async def seen_cancel(self, execution):
-        reached.set()
-        await cancel(self, execution)
-
-    monkeypatch.setattr(Driver, "_cancel", seen_cancel)
-
+def test_keyboard_interrupt_in_a_blocking_step(workload, before_task, no_leaks, cancelled, task_id):
     def hook(task):
         if task.id == task_id:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            assert reached.wait(30)
+            assert cancelled.wait(30)
 
     model = workload.model()
     with pipeline(model).sync() as pipe:

@@ -144,6 +144,7 @@ async def test_a_task_that_fails_ends_its_range(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_names_cost_little_in_any_torch() -> None:
+    # Private: which function is used cannot be seen from outside.
     assert instruments._record_function is getattr(
         torch._C._profiler, "_RecordFunctionFast", torch.profiler.record_function
     )

@@ -84,14 +84,16 @@ async def test_a_failure_ends_its_own_step_only(driver):
 async def test_tasks_that_wait_in_an_executor_are_dropped(driver, monkeypatch):
     """F(2,0) is in the device's queue when F(1,0) has the step cancelled, and must not run."""
     ran, cancelled = [], threading.Event()
-    loop, handle = asyncio.get_running_loop(), driver._handle
+    loop = asyncio.get_running_loop()
 
-    def seen(event):
-        handle(event)
+    def seen(event, now):
+        commands = handle(event, now)
         if isinstance(event, StepCancelled):
-            cancelled.set()
+            loop.call_soon(cancelled.set)
+        return commands
 
-    monkeypatch.setattr(driver, "_handle", seen)
+    handle = driver.scheduler.handle
+    monkeypatch.setattr(driver.scheduler, "handle", seen)
 
     def bind(task):
         def work():

@@ -216,6 +216,7 @@ def test_its_thread_keeps_no_record_while_it_waits(opened: Callable[..., Observe
     queue = Queue([StepRecord(1, GRAPH, kept, Outcome.OK)])
     del kept
     keeper = Keeper()
+    # Private: from outside it cannot be seen when the thread waits.
     observing._serve(queue, keeper, opened())  # type: ignore[arg-type]
     assert keeper.steps == [1]
 

@@ -1,6 +1,6 @@
-"""torch's former ``Pipe``: a sequence whose layers the caller has placed, called with several arguments.
+"""torch's former ``Pipe``: a sequence whose layers the caller has placed on devices, called with several arguments.
 
-Stages follow from where the layers are::
+The devices of the layers determine the stages::
 
     children   Linear on cuda:0, ReLU, Linear on cuda:0 │ Linear on cuda:1, Dropout │ Linear on the CPU │ another
     stages     0, on cuda:0                             │ 1, on cuda:1              │ 2, on cpu:0       │ 3, on cpu:1
@@ -26,40 +26,40 @@ from asyncpipe.ops.model.skip_layout import verify_skippables
 __all__ = ["LocalOutput", "Pipe", "WithDevice"]
 
 ANY_CPU = "cpu"
-"""A CPU device of the stage's own, which gets a number later."""
+"""Stands for a CPU device of the stage's own, whose number is chosen later."""
 
 
 class WithDevice(nn.Module):
-    """A child for ``Pipe`` that goes to ``device``, whatever device it is on; else the same as ``module``.
+    """A child for ``Pipe`` that is placed on ``device``, wherever it is now. It otherwise behaves as ``module``.
 
     Consecutive children with one numbered device, such as ``"cpu:1"``, form a stage.
     """
 
     def __init__(self, module: nn.Module, device: str | torch.device) -> None:
-        """Raises ``DeviceError`` for a device that is not there."""
+        """Raises ``DeviceError`` for a device that does not exist."""
         super().__init__()
         resolve_devices([device])
         self._module = module
         self._device = torch.device(device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``module`` returns."""
+        """The output of ``module``."""
         return self._module(*args, **kwargs)
 
     @property
     def module(self) -> nn.Module:
-        """The child itself."""
+        """The wrapped child."""
         return self._module
 
     @property
     def device(self) -> torch.device:
-        """Where it goes."""
+        """The device that it is placed on."""
         return self._device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalOutput:
-    """What ``Pipe`` returns in place of a reference to a remote value: the value is here."""
+    """What ``Pipe`` returns in place of torch's reference to a remote value. The value is local."""
 
     value: Any
 
@@ -73,16 +73,16 @@ class LocalOutput:
 
 
 class Pipe(PipelinedModule):
-    """A pipeline in place of ``module``: the same layers, output and gradients, with each layer where it is.
+    """A pipeline in place of ``module``: the same layers, output and gradients. Layers stay on their devices.
 
     ``module``: an ``nn.Sequential`` whose children have been placed, each on one device. Consecutive children on one
     CUDA device form a stage; each child on the CPU is a stage of its own, with a thread of its own. A child
-    without parameters and buffers goes to the stage before it (or after it, if it is the first), unless it is in
-    ``WithDevice``. The layers of a child that is a plain ``nn.Sequential`` count as the children's own.
+    without parameters and buffers joins the stage before it (or after it, if it is the first), unless it is in
+    ``WithDevice``. A child that is a plain ``nn.Sequential`` contributes its layers.
     ``chunks``, ``checkpoint``, ``deferred_batch_norm``: as for ``asyncpipe.compat.torchgpipe.GPipe``.
 
-    Nothing of ``torch.distributed`` has to be initialised. Raises ``TypeError`` for another module, ``chunks`` that
-    are no number, and skips that do not match, ``ValueError`` for other values and for a child on several devices.
+    ``torch.distributed`` need not be initialised. Raises ``TypeError`` for another type of module, for ``chunks`` that
+    is not a number and for skips that do not match, ``ValueError`` for other values and a child on several devices.
     """
 
     def __init__(
@@ -101,13 +101,12 @@ class Pipe(PipelinedModule):
     def forward(self, *inputs: Any) -> LocalOutput:
         """The output for a mini-batch, in a ``LocalOutput``; ``inputs`` are the first layer's arguments.
 
-        A tuple that a layer returns is the next one's arguments. Tensors have the batch as dimension 0 and are cut,
-        but those in ``NoChunk``; every micro-batch gets everything else whole. Outputs are gathered again: tensors
-        concatenated, ``None`` as it is, other values in a list with one for each micro-batch.
+        If a layer returns a tuple, its elements are the next layer's arguments. Tensors are cut along dimension 0;
+        every micro-batch gets tensors in ``NoChunk`` and other values whole. Outputs are gathered again: tensors are
+        concatenated, ``None`` stays, other values make a list with one entry per micro-batch.
 
-        Raises ``TypeError`` without a tensor to cut, ``ValueError`` for a tensor on another device than the first
-        stage, or for tensors that cannot be cut, and whatever a layer raises; from ``backward`` that is the cause
-        of a ``TaskError``.
+        Raises ``TypeError`` without a tensor to cut, ``ValueError`` for a tensor that is not on the first stage's
+        device or cannot be cut, and whatever a layer raises. An error in ``backward`` is the cause of a ``TaskError``.
         """
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         if not tensors:
@@ -124,7 +123,7 @@ class Pipe(PipelinedModule):
 
 
 def _stages(module: nn.Sequential) -> list[tuple[list[nn.Module], str]]:
-    """The layers of each stage, and its device, ``ANY_CPU`` where no number is given."""
+    """The layers and the device of each stage; the device is ``ANY_CPU`` if it has no number."""
     stages: list[tuple[list[nn.Module], str]] = []
     waiting: list[nn.Module] = []
     for name, child in module._modules.items():
@@ -144,7 +143,7 @@ def _stages(module: nn.Sequential) -> list[tuple[list[nn.Module], str]]:
 
 
 def _place(name: str, child: nn.Module) -> str | None:
-    """The device of ``child``, or ``None`` if it has nothing that could be on one."""
+    """The device of ``child``, or ``None`` if it has neither parameters nor buffers."""
     if isinstance(child, WithDevice):
         physical = resolve_devices([child.device])[0].physical
         return str(physical) if physical.type == "cuda" else str(child.device)
@@ -159,7 +158,7 @@ def _place(name: str, child: nn.Module) -> str | None:
 
 
 def _layers(child: nn.Module) -> Iterator[nn.Module]:
-    """``child`` without what only groups or places it; a subclass may do more than that."""
+    """The layers in ``child``: wrappers that only group or place layers are removed, but no subclasses of them."""
     if isinstance(child, WithDevice):
         yield from _layers(child.module)
     elif isinstance(child, nn.Sequential) and type(child) in (nn.Sequential, PipeSequential):
@@ -169,6 +168,6 @@ def _layers(child: nn.Module) -> Iterator[nn.Module]:
 
 
 def _numbered(places: list[str]) -> list[str]:
-    """``places`` with the first free numbers for CPU devices that have none."""
+    """``places``, where CPU devices without a number get the first free ones."""
     free = (name for number in count() if (name := f"cpu:{number}") not in places)
     return [next(free) if place == ANY_CPU else place for place in places]

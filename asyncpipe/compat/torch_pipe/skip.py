@@ -1,4 +1,4 @@
-"""The names for skip connections of torch's former ``Pipe``, which ``asyncpipe.ops.model.skips`` has too."""
+"""The names of torch's former module for skip connections. They are those of ``asyncpipe.ops.model.skips``."""
 
 from __future__ import annotations
 

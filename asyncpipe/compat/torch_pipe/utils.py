@@ -1,4 +1,4 @@
-"""The helper of torch's former ``Pipe`` that places a model."""
+"""``partition_model``: torch's former helper that places the layers of a model on devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def partition_model(
 ) -> nn.Sequential:
     """A sequence of ``len(balance)`` sequences with that many layers of ``module``, each moved to its device.
 
-    ``devices``: one for each, by default the CUDA devices 0, 1, …. Raises ``TypeError`` for another module,
+    ``devices``: one for each, by default the CUDA devices 0, 1, …. Raises ``TypeError`` for another type of module,
     ``ValueError`` for a wrong balance and for too few devices.
     """
     parts = split(check_sequential(module), balance, len(balance))

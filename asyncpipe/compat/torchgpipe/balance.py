@@ -1,4 +1,4 @@
-"""torchgpipe's tools that find a balance, under its names for their arguments."""
+"""torchgpipe's functions that find a balance, with torchgpipe's names of arguments."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def balance_by_time(
 ) -> list[int]:
     """How many layers each of ``partitions`` stages gets, so that they take about the same time.
 
-    ``timeout``: seconds in which forwards and backwards are repeated. ``device``: where layers are measured,
-    wherever the model is; by default the current CUDA device, or the CPU where there is none. Errors are those of
+    ``timeout``: for how many seconds forwards and backwards are repeated. ``device``: where layers are measured,
+    wherever the model is; by default the current CUDA device, or the CPU if there is none. Raises as
     ``asyncpipe.balance_by_time``.
     """
     return profile.balance_by_time(partitions, module, sample, seconds=timeout, device=_device(device))
@@ -42,9 +42,9 @@ def balance_by_size(
 ) -> list[int]:
     """How many layers each of ``partitions`` stages gets, so that they need about the same memory.
 
-    ``input``: a mini-batch, which is cut into ``chunks`` micro-batches. ``param_scale``: how much memory a
-    parameter takes in training, with its gradient and the optimizer's state, in multiples of its own. ``device``
-    as for ``balance_by_time``; errors are those of ``asyncpipe.balance_by_size``.
+    ``input``: a mini-batch, which is cut into ``chunks`` micro-batches. ``param_scale``: the memory of a parameter
+    with its gradient and the optimizer's state, in multiples of the parameter's size. ``device`` as for
+    ``balance_by_time``. Raises as ``asyncpipe.balance_by_size``.
     """
     return profile.balance_by_size(
         partitions, module, input, microbatches=chunks, parameter_scale=param_scale, device=_device(device)

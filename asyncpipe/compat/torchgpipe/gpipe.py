@@ -22,14 +22,14 @@ class GPipe(PipelinedModule):
 
     ``module``: an ``nn.Sequential``, whose layers are moved in place and stay the objects that they are.
     ``balance``: the number of layers in each stage.
-    ``devices``: one a stage, by default all CUDA devices; any number of them may be ``"cpu"``, each with a thread of
-    its own; those left over are not used.
-    ``chunks``: into how many micro-batches a mini-batch is cut; a smaller one makes fewer.
+    ``devices``: one per stage, by default all CUDA devices; extra ones are not used. Several may be ``"cpu"``, each
+    with a thread of its own.
+    ``chunks``: into how many micro-batches a mini-batch is cut; a mini-batch with fewer samples makes fewer.
     ``checkpoint``: which micro-batches are recomputed in training: ``"always"``, ``"except_last"``, ``"never"``.
-    ``deferred_batch_norm``: batch norms update their running statistics once a mini-batch.
+    ``deferred_batch_norm``: whether batch norms update their running statistics once per mini-batch.
 
     Raises ``ValueError`` for a wrong balance, ``chunks`` or ``checkpoint``, ``IndexError`` for fewer devices than
-    stages, ``TypeError`` for another module and for skips that do not match. A parameter may be shared.
+    stages, ``TypeError`` for another type of module and for skips that do not match. Stages may share a parameter.
     """
 
     balance: list[int]
@@ -55,8 +55,8 @@ class GPipe(PipelinedModule):
     def forward(self, input: Any) -> Any:  # noqa: A002 - torchgpipe's name, which callers may use
         """The output for a mini-batch: a tensor, or a tuple, which the first layer gets as one argument.
 
-        Tensors have the batch as dimension 0. Raises ``TypeError`` for another input, ``ValueError`` for one that
-        cannot be cut, and whatever a layer raises; from ``backward`` that is the cause of a ``TaskError``.
+        Tensors are cut along dimension 0. Raises ``TypeError`` for an input of another type, ``ValueError`` for one
+        that cannot be cut, and whatever a layer raises. An error in ``backward`` is the cause of a ``TaskError``.
         """
         if not isinstance(input, Tensor | tuple):
             raise ArgumentTypeError(f"the input must be a tensor or a tuple of tensors, got {type(input).__name__}")
@@ -67,7 +67,7 @@ def _checked(balance: Iterable[int] | None, layers: int) -> list[int]:
     tool = "asyncpipe.compat.torchgpipe.balance finds one: balance_by_time(partitions, module, sample)"
     if balance is None:
         raise BalanceError(f"balance is required: the number of layers in each stage; {tool}")
-    # Integers of other libraries too, but no fractions.
+    # Accepts integers of other libraries, but no fractions.
     sizes = [size.__index__() if hasattr(size, "__index__") else size for size in balance]
     try:
         return check_balance(sizes, layers) if sizes or layers else []

@@ -1,4 +1,4 @@
-"""torchgpipe's names for skip connections, which ``asyncpipe.ops.model.skips`` has too."""
+"""The names of torchgpipe's module for skip connections. They are those of ``asyncpipe.ops.model.skips``."""
 
 from __future__ import annotations
 
