@@ -1,7 +1,7 @@
 """A dashboard around its panels: the grid, the variables, the links between the dashboards.
 
-Sections are stacked, with a row as heading where they have a title; a section is a stack of bands, and a band is
-panels of one height side by side that fill the 24 columns. So there are neither holes nor overlaps::
+Sections are stacked; those with a title have a heading. A section is a stack of bands. A band is a row of panels of
+one height that fill the 24 columns, so there are neither holes nor overlaps::
 
     ┌ section ───────────────────────────┐
     │ band   panel, 8 │ panel, 8 │ 8     │ 8 rows
@@ -35,7 +35,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Bands one below the other, under a heading if there is a title."""
+    """Bands one below the other, with a heading if there is a title."""
 
     title: str
     bands: Sequence[Band]
@@ -63,7 +63,7 @@ def board(
 
 
 def chosen(name: str, label: str, query: str) -> build.QueryVariable:
-    """A variable of which one may choose several values or, as at first, all."""
+    """A variable with any number of chosen values; the default is all."""
     variable = build.QueryVariable(name).label(label).datasource(SOURCE).multi(True).include_all(True).all_value(".*")
     variable.query({"qryType": 1, "query": query, "refId": "PrometheusVariableQueryEditor-VariableQuery"})
     variable.sort(model.VariableSort.NATURAL_ASC)
@@ -72,7 +72,7 @@ def chosen(name: str, label: str, query: str) -> build.QueryVariable:
 
 
 def _alerts() -> build.AnnotationQuery:
-    """Marks on every time axis where an alert began to fire."""
+    """Marks on every time axis at the times when alerts fired."""
     firing = 'ALERTS{alertname=~"Asyncpipe.+", alertstate="firing", job=~"$job|"}'
     annotation = build.AnnotationQuery().name("Alerts").datasource(SOURCE).enable(True).icon_color("red")
     target = prometheus.Dataquery().expr(firing).ref_id("Alerts").datasource(SOURCE).range()
@@ -85,7 +85,7 @@ def _siblings() -> build.DashboardLink:
 
 
 def _placed(sections: Sequence[Section]) -> list[Panel | model.RowPanel]:
-    """The panels and rows of all sections with their numbers and places."""
+    """The panels and headings of all sections with their ids and positions."""
     found: dict[int, Panel | model.RowPanel] = {}
     y = 0
     for section in sections:

@@ -1,4 +1,4 @@
-"""Writes the dashboards and the rules: ``python -m dashboards.build``; ``--check`` only says which file differs.
+"""Writes the dashboards and the rules: ``python -m dashboards.build``; ``--check`` only reports files that differ.
 
 ::
 
@@ -6,7 +6,7 @@
     service.py, RUNBOOK.md ──┼──▶ build.py ──▶ pipeline.json, service.json, rules/asyncpipe.rules.yml
     rules.py ────────────────┘
 
-The files are committed, so that one needs nothing but them to provision a Grafana; a test builds them again.
+The files are committed, so that Grafana can be provisioned without Python; a test builds them again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FOLDER = Path(__file__).parent
 
 
 def built() -> dict[str, Dashboard]:
-    """Both dashboards by their names. Raises ``OptionError`` where one links to a runbook entry that is not there."""
+    """Both dashboards by name. Raises ``OptionError`` if a panel links to a runbook entry that does not exist."""
     markdown = runbook.RUNBOOK.read_text(encoding="utf-8")
     found = {"pipeline": pipeline(), "service": service(runbook.bands(markdown))}
     known = {f"Runbook: {entry}" for entry in runbook.entries(markdown)}
@@ -40,12 +40,12 @@ def built() -> dict[str, Dashboard]:
         for panel in _panels(dashboard):
             for link in panel.links or ():
                 if link.title not in known:
-                    raise OptionError(f"{panel.title!r} of {name} links to {link.title!r}, which RUNBOOK.md has not")
+                    raise OptionError(f"{panel.title!r} of {name} links to {link.title!r}, which is not in RUNBOOK.md")
     return found
 
 
 def rendered() -> dict[str, str]:
-    """The text of every file that is generated, by its path in this folder."""
+    """The text of every generated file, by its path in this folder."""
     files = {
         f"{name}.json": json.dumps(_cleaned(dashboard), indent=2, ensure_ascii=False) + "\n"
         for name, dashboard in built().items()
@@ -54,7 +54,7 @@ def rendered() -> dict[str, str]:
 
 
 def expressions() -> list[Expression]:
-    """Every query of every panel, with Grafana's variables in it (``substituted`` replaces them)."""
+    """Every query of every panel; it contains Grafana's variables, which ``substituted`` replaces."""
     return [
         Expression(name, panel.title or "", target.ref_id or "", target.expr)
         for name, dashboard in built().items()
@@ -87,10 +87,10 @@ def _panels(dashboard: Dashboard) -> Iterator[Panel]:
 
 
 def _cleaned(dashboard: Dashboard) -> dict[str, Any]:
-    """The dashboard as JSON without what the SDK adds to everything of a kind.
+    """The dashboard as JSON, without properties that the SDK adds where Grafana's schema does not have them.
 
-    ``auto`` and its like belong to variables of intervals alone, and a table's footer to its fields: Grafana's schema
-    has neither there. The placement would hide the links between the dashboards in a menu.
+    ``auto`` and its like belong to interval variables only, and the footer of a table to its fields. ``placement``
+    would hide the links between the dashboards in a menu.
     """
     plain: dict[str, Any] = json.loads(JSONEncoder().encode(dashboard))
     for variable in plain["templating"]["list"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncpipe.core.kinds import COMPUTE_KINDS, TaskKind
 from dashboards.board import Band
-from dashboards.panels import Face, Query, heat, lines
+from dashboards.panels import PanelOptions, Query, heat, lines
 from dashboards.queries import mean, quantile, rate, series, total
 from dashboards.sdk import Panel
 
@@ -17,24 +17,24 @@ ACROSS = 3
 
 
 def tasks() -> tuple[Band, ...]:
-    """How long tasks of each kind take, where recomputation goes, and what stages hold."""
-    spread = Face(
+    """Durations of tasks by kind, the share of recomputation, and what stages and devices hold."""
+    spread = PanelOptions(
         title="Task duration, $kind",
-        about=f"How many tasks took how long, over all stages: {KINDS} Two bands are two kinds of stages, or a device "
-        "that slows down now and then. A bucket ends at twice the duration of the one below.",
+        about=f"How many tasks took how long, over all stages: {KINDS} Two bands mean two kinds of stages, or a "
+        "device that is slow at times. Each bucket ends at twice the duration of the one below.",
         unit="s",
         low=None,
     )
-    even = Face(
+    even = PanelOptions(
         title="Task duration",
         about=f"Mean duration by stage and kind (exact, unlike quantiles): {KINDS} Equal stages have equal lines.",
         unit="s",
         runbook=("Unbalanced stages",),
     )
-    late = Face(
+    late = PanelOptions(
         title="Task duration, median and 95th percentile",
-        about="By stage and kind, as far as buckets tell (each ends at twice the one below). The 95th percentile far "
-        "above the median: tasks of different length, or a device that others use.",
+        about="By stage and kind, to the precision of the buckets (each ends at twice the one below). A 95th "
+        "percentile far above the median means tasks of different length, or a device that other programs use.",
         unit="s",
     )
     by = "job, stage, kind"
@@ -53,18 +53,18 @@ def tasks() -> tuple[Band, ...]:
 
 
 def _held() -> tuple[tuple[Panel, int], ...]:
-    recompute = Face(
+    recompute = PanelOptions(
         title="Recompute share",
-        about="Part of the computing time that repeats forwards, to save memory. It is busy, and spent twice.",
+        about="Share of the computing time that is spent on repeating forwards in order to save memory.",
         unit="percentunit",
         high=1,
         runbook=("Bubble",),
     )
     spent = total("job", rate("task_duration_seconds_sum", COMPUTE))
     again = total("job", rate("task_duration_seconds_sum", 'kind="R"'))
-    # A job without recomputation has no such series, and its share is 0.
+    # A job without recomputation has no series of kind R; its share is 0.
     part = Query(f"({again} or 0 * {spent})\n  / ({spent} > 0)", "{{job}}")
-    inflight = Face(
+    inflight = PanelOptions(
         title="In-flight micro-batches",
         about="Most micro-batches that a stage held between forward and backward in the last step: activations in "
         "memory. GPipe holds all of them, 1F1B as many as stages follow.",
@@ -72,10 +72,10 @@ def _held() -> tuple[tuple[Panel, int], ...]:
         decimals=0,
         runbook=("AsyncpipeMemoryNearLimit",),
     )
-    ready = Face(
+    ready = PanelOptions(
         title="Ready tasks",
-        about="How many tasks waited for their device with everything there, on average over the last step. Many: the "
-        "device is the bottleneck. None: it waits for others.",
+        about="How many tasks were ready and waited for their device, on average over the last step. Many: the device "
+        "is the bottleneck. None: it waits for others.",
         unit="none",
         runbook=("Waiting for the scheduler",),
     )
@@ -85,11 +85,11 @@ def _held() -> tuple[tuple[Panel, int], ...]:
 
 
 def steps() -> tuple[Band, ...]:
-    """How long steps take, and what goes through."""
-    time = Face(
+    """How long steps take, and the throughput."""
+    time = PanelOptions(
         title="Step time",
-        about="From a step's submission to the end of its last task. The last line has the optimizer and the loading "
-        "of data in it: far above the mean, time is lost outside of the pipeline.",
+        about="From a step's submission to the end of its last task. The last line includes the optimizer and the "
+        "loading of data: if it is far above the mean, time is lost outside the pipeline.",
         unit="s",
         runbook=("AsyncpipeStalled",),
     )
@@ -99,8 +99,10 @@ def steps() -> tuple[Band, ...]:
     ]
     counted = total("job", rate("training_seconds_total")), total("job", rate("step_duration_seconds_count"))
     whole = Query(f"{counted[0]}\n  / ({counted[1]} > 0)", "with optimizer and data {{job}}")
-    samples = Face(title="Samples per second", about="Training samples consumed per second.", unit="si:samples/s")
-    tokens = Face(title="Token throughput", about="Training tokens consumed per second.", unit="si:tok/s")
+    samples = PanelOptions(
+        title="Samples per second", about="Training samples consumed per second.", unit="si:samples/s"
+    )
+    tokens = PanelOptions(title="Token throughput", about="Training tokens consumed per second.", unit="si:tok/s")
     return (
         Band(
             8,
@@ -116,17 +118,17 @@ def steps() -> tuple[Band, ...]:
 def devices() -> tuple[Band, ...]:
     """Copies, memory, and the threads that drive the devices."""
     way = "job, src, dst"
-    bytes_copied = Face(
+    bytes_copied = PanelOptions(
         title="Copies",
-        about="Bytes per second from one device to another. Between CPU devices tensors are handed over, and count all "
-        "the same. Neighbouring stages should have even lines.",
+        about="Bytes per second from one device to another. Between CPU devices tensors are handed over without "
+        "copying, and are counted too. All pairs of neighbouring stages should have similar lines.",
         unit="binBps",
         runbook=("Waiting for a copy",),
     )
-    busy = Face(
+    busy = PanelOptions(
         title="Copy time",
-        about="Seconds that copies between two devices took, per second. Near 1 the path is full, and the next device "
-        "waits.",
+        about="Seconds per second that copies between two devices took. Near 1 the path is saturated, and the "
+        "receiving device waits.",
         unit="percentunit",
         runbook=("Waiting for a copy",),
     )
@@ -144,10 +146,10 @@ def devices() -> tuple[Band, ...]:
 
 
 def _memory() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Memory",
-        about="Of physical devices, as the process sees them after each step: in use, the most ever used, and what "
-        "there is. Jobs of one process share them.",
+        about="Memory of physical devices, as the process sees it after each step: in use, the most ever used, and "
+        "the limit. Jobs of one process share them.",
         unit="bytes",
         runbook=("AsyncpipeMemoryNearLimit",),
         names=(("/^limit/", (("custom.lineStyle", {"fill": "dash", "dash": [8, 6]}), ("custom.fillOpacity", 0))),),
@@ -156,16 +158,17 @@ def _memory() -> Panel:
         Query(f"max by (device) ({series(f'memory_{metric}_bytes')})", f"{called} {{{{device}}}}")
         for metric, called in (("allocated", "in use"), ("peak", "peak"), ("limit", "limit"))
     ]
-    return lines(face, *queries, beside=True)
+    return lines(options, *queries, beside=True)
 
 
 def _executors() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Executor busy",
         about="Share of its time that each device's host thread spends on tasks: running them on a CPU, queueing them "
-        "on CUDA. On CUDA near 1, the host holds the device back. On CPUs their sum cannot exceed the free cores.",
+        "on CUDA. On CUDA a value near 1 means that the host slows the device down. On CPUs the sum cannot exceed the "
+        "free cores.",
         unit="percentunit",
         runbook=("Waiting for the scheduler",),
     )
     query = Query(total("job, device", rate("executor_busy_seconds_total")), "{{device}}")
-    return lines(face, query, beside=True)
+    return lines(options, query, beside=True)

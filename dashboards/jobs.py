@@ -1,33 +1,33 @@
-"""The part of the dashboard *Service* about jobs as a service has them: how many, how long they wait, what is retried.
+"""The part of the dashboard *Service* about the jobs of a service: how many there are, how long they wait, retries.
 
-Its metrics are the service's own. They say nothing of single jobs, so the choice of a job above leaves them as they
-are; several services are told apart by their address only where it matters, and summed elsewhere.
+These metrics are about the service, not about single jobs, so the variable *Job* does not filter them. Panels show
+several services separately, by their addresses, only where that matters; elsewhere they show sums.
 """
 
 from __future__ import annotations
 
 from dashboards.board import Band
-from dashboards.panels import Face, Query, called, lines, number
+from dashboards.panels import PanelOptions, Query, lines, number, series_style
 from dashboards.queries import increase, quantile_of_range, rate, series, total
 from dashboards.sdk import Panel
 
 __all__ = ["jobs"]
 
 STATES = (
-    called("queued", "queued", "#E69F00"),
-    called("running", "running", "#0072B2"),
-    called("paused", "paused", "#CC79A7"),
-    called("finished", "finished", "#009E73"),
-    called("failed", "failed", "red"),
-    called("cancelled", "cancelled", "#8C8C8C"),
+    series_style("queued", "queued", "#E69F00"),
+    series_style("running", "running", "#0072B2"),
+    series_style("paused", "paused", "#CC79A7"),
+    series_style("finished", "finished", "#009E73"),
+    series_style("failed", "failed", "red"),
+    series_style("cancelled", "cancelled", "#8C8C8C"),
 )
 GOING_ON = 'state=~"queued|running|paused"'
 EVER = ((None, "text"), (0.5, "red"))
-"""From one on it is red; increases over a range are no integers."""
+"""Red from one event on. The threshold is 0.5 because increases over a range are not integers."""
 
 
 def jobs() -> tuple[Band, ...]:
-    """What there is and what becomes of it, then what should be zero, then how long it takes."""
+    """Numbers of jobs and their transitions, then values that should be zero, then waits, retries and commits."""
     return (
         Band(8, ((_states(), 12), (_transitions(), 12))),
         Band(4, ((_takes_jobs(), 8), (_hung_tasks(), 8), (_log_failures(), 8))),
@@ -36,9 +36,9 @@ def jobs() -> tuple[Band, ...]:
 
 
 def _states() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Jobs by state",
-        about="Jobs that are not at their end, of all services that are scraped. A queue that only grows: jobs come "
+        about="Jobs that have not ended, of all services that are scraped. If the queue only grows, jobs arrive "
         "faster than they end.",
         unit="none",
         decimals=0,
@@ -46,83 +46,84 @@ def _states() -> Panel:
         names=STATES[:3],
     )
     query = Query(total("state", series("jobs", GOING_ON)), "{{state}}")
-    return lines(face, query, stacked=True, held=True)
+    return lines(options, query, stacked=True, held=True)
 
 
 def _transitions() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Transitions of jobs",
-        about="Jobs per minute that came into each state. The same job again and again queued and running: it fails "
-        "and goes back to its snapshot.",
+        about="Jobs per minute that entered each state. A job that alternates between queued and running fails and "
+        "goes back to its snapshot.",
         unit="suffix: /min",
         runbook=("AsyncpipeJobRetries",),
         names=STATES,
     )
-    return lines(face, Query(f"60 * {total('to', rate('job_transitions_total'))}", "{{to}}"))
+    return lines(options, Query(f"60 * {total('to', rate('job_transitions_total'))}", "{{to}}"))
 
 
 def _takes_jobs() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Takes jobs",
-        about="Whether each service takes new jobs. Not while it starts or is told to end; otherwise it is broken.",
+        about="Whether each service accepts new jobs. It does not while it starts and while it shuts down; at any "
+        "other time, No means that it is broken.",
         unit="bool_yes_no",
         steps=((None, "red"), (1, "green")),
         runbook=("AsyncpipeServiceNotReady",),
     )
     query = Query(f"min by (instance) ({series('service_ready')})", "{{instance}}")
-    return number(face, query, instant=True, named=True)
+    return number(options, query, instant=True, named=True)
 
 
 def _hung_tasks() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Hung tasks",
-        about="Tasks within the time range that ran so much longer than before that they were given up.",
+        about="Tasks within the time range that were abandoned because they ran much longer than before.",
         unit="none",
         decimals=0,
         steps=EVER,
         runbook=("AsyncpipeHungTasks",),
     )
-    return number(face, Query(total("instance", increase("hung_tasks_total")), "{{instance}}"), instant=True)
+    return number(options, Query(total("instance", increase("hung_tasks_total")), "{{instance}}"), instant=True)
 
 
 def _log_failures() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Log failures",
-        about="Times within the time range that a job's log could not be written, mostly since the disk is full. The "
-        "job trains on; what is missing there afterwards is what happened meanwhile.",
+        about="How often, within the time range, a job's log could not be written, usually because the disk is full. "
+        "The job continues; the log lacks the entries of that time.",
         unit="none",
         decimals=0,
         steps=EVER,
     )
-    return number(face, Query(total("instance", increase("job_log_failures_total")), "{{instance}}"), instant=True)
+    return number(options, Query(total("instance", increase("job_log_failures_total")), "{{instance}}"), instant=True)
 
 
 def _waiting() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Time in the queue",
-        about="How long jobs had waited that began within the time range; those that still wait do not count yet.",
+        about="How long the jobs that began within the time range had waited. Jobs that still wait are not counted.",
         unit="s",
         runbook=("AsyncpipeJobsWaitTooLong",),
     )
     shares = (0.5, "median"), (0.95, "95 %")
-    return lines(face, *(Query(quantile_of_range(share, "job_queue_seconds"), name) for share, name in shares))
+    return lines(options, *(Query(quantile_of_range(share, "job_queue_seconds"), name) for share, name in shares))
 
 
 def _retries() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Retries",
-        about="Failures per minute that were tried again: a step with the same batch, or a job from its last snapshot.",
+        about="Retries per minute: of a step with the same batch, or of a job from its last snapshot.",
         unit="suffix: /min",
         runbook=("AsyncpipeJobRetries", "AsyncpipeTaskFailures"),
     )
-    return lines(face, Query(f"60 * {total('how', rate('job_retries_total'))}", "from its {{how}}"))
+    return lines(options, Query(f"60 * {total('how', rate('job_retries_total'))}", "from its {{how}}"))
 
 
 def _commits() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Store commits",
-        about="Transactions of the job store per second, each of which waits for the disk. A running job makes one a "
-        "second at most.",
+        about="Transactions of the job store per second; each waits for the disk. A running job makes at most one per "
+        "second.",
         unit="suffix: /s",
     )
-    return lines(face, Query(total("instance", rate("store_commits_total")), "{{instance}}"))
+    return lines(options, Query(total("instance", rate("store_commits_total")), "{{instance}}"))

@@ -1,7 +1,7 @@
-"""Panels as one calls them here: a line chart, a stat, a table; each a few words, with everything else set alike.
+"""The kinds of panels: line chart, stat, table and so on, each with the same settings wherever it is used.
 
-The SDK leaves legends off and tooltips single; these functions set what every panel of its kind has, from a ``Face``
-(what one reads) and ``Query`` objects (what is asked).
+A function makes a panel of its kind from ``PanelOptions`` (title, description, unit …) and ``Query`` objects. It sets
+what the SDK leaves out by default, such as the legend and a tooltip for all series.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from dashboards.states import STATES, State
 __all__ = [
     "SERVICE",
     "SOURCE",
-    "Face",
+    "PanelOptions",
     "Property",
     "Query",
     "bars",
-    "called",
+    "series_style",
     "columns",
     "heat",
     "lines",
-    "named",
+    "state_styles",
     "number",
     "panel_id",
     "panel_link",
@@ -79,38 +79,40 @@ P = TypeVar(
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A PromQL expression and how its series are called (``{{label}}`` stands for a label's value)."""
+    """A PromQL expression and the names of its series, where ``{{label}}`` stands for a label's value."""
 
     expr: str
     legend: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Face:
-    """What every panel with numbers has."""
+class PanelOptions:
+    """What every panel with numbers has: title, description, unit, thresholds and links."""
 
     title: str
     about: str
-    """How to read it."""
+    """The panel's description: how to read it."""
     unit: str
     low: float | None = 0
     high: float | None = None
     decimals: int | None = None
     steps: tuple[tuple[float | None, str], ...] = ((None, "text"),)
-    """Thresholds: from which value on (the first: ``None``) there is which colour."""
+    """Thresholds: (least value, colour); the first value is ``None``."""
     runbook: tuple[str, ...] = ()
-    """Headings of the runbook's entries that help when this panel looks bad."""
+    """Headings of the runbook's entries that the panel links to."""
     names: tuple[tuple[str, tuple[Property, ...]], ...] = ()
     """Overrides by regular expression on the series' names."""
 
 
-def lines(face: Face, *queries: Query, stacked: bool = False, beside: bool = False, held: bool = False) -> Panel:
+def lines(
+    options: PanelOptions, *queries: Query, stacked: bool = False, beside: bool = False, held: bool = False
+) -> Panel:
     """Lines over time.
 
-    ``stacked`` areas; the legend ``beside`` as a table of last values, where there are many; values ``held`` until the
-    next one, where they count something.
+    ``stacked`` fills and stacks the areas. ``beside`` puts the legend to the right, as a table of last values, for many
+    series. ``held`` draws steps instead of slopes, for counts.
     """
-    panel = _faced(timeseries.Panel(), face).targets(_targets(queries))
+    panel = _with_options(timeseries.Panel(), options).targets(_targets(queries))
     panel.color_scheme(build.FieldColor().mode(model.FieldColorModeId.PALETTE_CLASSIC))
     panel.legend(_legend(beside)).tooltip(_tooltip()).line_width(1).fill_opacity(70 if stacked else 8)
     panel.show_points(kinds.VisibilityMode.AUTO).point_size(4)
@@ -121,26 +123,26 @@ def lines(face: Face, *queries: Query, stacked: bool = False, beside: bool = Fal
     return panel.build()
 
 
-def number(face: Face, *queries: Query, instant: bool = False, named: bool = False) -> Panel:
-    """The last value, large; ``named`` shows the series' name with it."""
-    panel = _faced(stat.Panel(), face).targets(_targets(queries, instant=instant))
+def number(options: PanelOptions, *queries: Query, instant: bool = False, named: bool = False) -> Panel:
+    """The last value in large digits; ``named`` adds the name of the series."""
+    panel = _with_options(stat.Panel(), options).targets(_targets(queries, instant=instant))
     panel.reduce_options(_last()).color_mode(kinds.BigValueColorMode.VALUE)
     panel.graph_mode(kinds.BigValueGraphMode.NONE if instant else kinds.BigValueGraphMode.AREA)
     panel.text_mode(kinds.BigValueTextMode.VALUE_AND_NAME if named else kinds.BigValueTextMode.AUTO)
     return panel.build()
 
 
-def bars(face: Face, *queries: Query, colour: str) -> Panel:
+def bars(options: PanelOptions, *queries: Query, colour: str) -> Panel:
     """A horizontal bar for each series' last value."""
-    panel = _faced(bargauge.Panel(), face).targets(_targets(queries)).color_scheme(_fixed(colour))
+    panel = _with_options(bargauge.Panel(), options).targets(_targets(queries)).color_scheme(_fixed(colour))
     panel.reduce_options(_last()).orientation(kinds.VizOrientation.HORIZONTAL).legend(_legend())
     panel.display_mode(kinds.BarGaugeDisplayMode.BASIC).name_placement(kinds.BarGaugeNamePlacement.LEFT)
     return panel.build()
 
 
-def columns(face: Face, by: str, *queries: tuple[str, Query]) -> Panel:
+def columns(options: PanelOptions, by: str, *queries: tuple[str, Query]) -> Panel:
     """A stacked horizontal bar for each value of the label ``by``, from instant queries with their colours."""
-    panel = _faced(barchart.Panel(), face).targets(_targets([query for _, query in queries], Format.TABLE))
+    panel = _with_options(barchart.Panel(), options).targets(_targets([query for _, query in queries], Format.TABLE))
     panel.transformations(_merged([query.legend for _, query in queries], hidden=("Time", "job")))
     for colour, query in queries:
         panel.override_by_name(query.legend, _properties([("color", _fixed(colour).build())]))
@@ -149,21 +151,21 @@ def columns(face: Face, by: str, *queries: tuple[str, Query]) -> Panel:
     return panel.show_value(kinds.VisibilityMode.NEVER).build()
 
 
-def states(face: Face, query: Query) -> Panel:
+def states(options: PanelOptions, query: Query) -> Panel:
     """A row for each series of state codes, over time, in the states' colours."""
     results = {str(s.code): model.ValueMappingResult(text=s.name, color=s.colour, index=s.code) for s in STATES}
-    panel = _faced(statetimeline.Panel(), face).targets(_targets([query]))
+    panel = _with_options(statetimeline.Panel(), options).targets(_targets([query]))
     panel.mappings([model.ValueMap(options=results)]).legend(_legend()).tooltip(_tooltip())
     panel.color_scheme(build.FieldColor().mode(model.FieldColorModeId.THRESHOLDS))
     panel.show_value(kinds.VisibilityMode.NEVER).fill_opacity(85).line_width(0).row_height(0.85).merge_values(True)
     return panel.build()
 
 
-def heat(face: Face, query: Query, repeat: str, across: int) -> Panel:
-    """Classic histogram buckets over time, once for each value of the variable ``repeat``, ``across`` side by side."""
-    panel = _faced(heatmap.Panel(), face).targets(_targets([query], Format.HEATMAP))
+def heat(options: PanelOptions, query: Query, repeat: str, across: int) -> Panel:
+    """A heat map of histogram buckets over time, for each value of the variable ``repeat``, ``across`` side by side."""
+    panel = _with_options(heatmap.Panel(), options).targets(_targets([query], Format.HEATMAP))
     panel.calculate(False).show_legend()
-    panel.y_axis(heatmap.YAxisConfig().unit(face.unit).axis_placement(kinds.AxisPlacement.LEFT))
+    panel.y_axis(heatmap.YAxisConfig().unit(options.unit).axis_placement(kinds.AxisPlacement.LEFT))
     colours = heatmap.HeatmapColorOptions().mode(heats.HeatmapColorMode.SCHEME).scheme("Viridis")
     panel.color(colours.fill("dark-blue").scale(heats.HeatmapColorScale.EXPONENTIAL).exponent(0.5).steps(64))
     panel.tooltip(heatmap.HeatmapTooltip().mode(kinds.TooltipDisplayMode.SINGLE).y_histogram(True))
@@ -171,14 +173,14 @@ def heat(face: Face, query: Query, repeat: str, across: int) -> Panel:
 
 
 def table(
-    face: Face, *queries: tuple[Query, Sequence[Property]], first: Sequence[tuple[str, Sequence[Property]]]
+    options: PanelOptions, *queries: tuple[Query, Sequence[Property]], first: Sequence[tuple[str, Sequence[Property]]]
 ) -> Panel:
-    """A row for each set of labels: the labels ``first``, then a column for each query, with its legend as heading.
+    """A table with a row for each set of labels: the labels ``first``, then a column for each query.
 
-    A query without a legend is asked for its labels alone.
+    A column's heading is the legend of its query. A query without a legend only contributes its labels.
     """
     titles = [query.legend for query, _ in queries]
-    panel = _faced(tables.Panel(), face).targets(_targets([query for query, _ in queries], Format.TABLE))
+    panel = _with_options(tables.Panel(), options).targets(_targets([query for query, _ in queries], Format.TABLE))
     panel.transformations(_merged(titles, hidden=("Time",), first=[name for name, _ in first]))
     for heading, (_, properties) in zip((*(name for name, _ in first), *titles), (*first, *queries), strict=True):
         if properties:
@@ -191,23 +193,23 @@ def text(title: str, content: str) -> Panel:
     return texts.Panel().title(title).mode(TextMode.MARKDOWN).content(content).build()
 
 
-def called(series: str, name: str, colour: str) -> tuple[str, tuple[Property, ...]]:
-    """An override that gives the series of that legend a name and a colour."""
+def series_style(series: str, name: str, colour: str) -> tuple[str, tuple[Property, ...]]:
+    """An override that gives the series with the legend ``series`` a name and a colour."""
     return f"/^{series}$/", (("displayName", name), ("color", _fixed(colour).build()))
 
 
-def named(*shown: State, suffix: str = "") -> tuple[tuple[str, tuple[Property, ...]], ...]:
-    """Overrides that give series called by a state's label its name (and ``suffix``) and its colour."""
-    return tuple(called(state.label, state.name + suffix, state.colour) for state in shown)
+def state_styles(*shown: State, suffix: str = "") -> tuple[tuple[str, tuple[Property, ...]], ...]:
+    """Overrides that give series whose legend is a state's label the state's name (with ``suffix``) and colour."""
+    return tuple(series_style(state.label, state.name + suffix, state.colour) for state in shown)
 
 
 def thresholds(*steps: tuple[float | None, str]) -> Property:
-    """A property of a table's column: from which value on (the first: ``None``) it has which colour."""
+    """The thresholds of a table's column: (least value, colour); the first value is ``None``."""
     return "thresholds", _thresholds(steps).build()
 
 
 def panel_id(title: str) -> int:
-    """The number of the panel of that title: of the title itself, so that links outlive a change of the layout."""
+    """The id of the panel with that title. It depends only on the title, so links survive changes of the layout."""
     return 1 + crc32(title.encode()) % 99_999
 
 
@@ -217,21 +219,21 @@ def panel_link(title: str, url: str) -> build.DashboardLink:
 
 
 def runbook_url(entry: str) -> str:
-    """Where Grafana shows an entry of the runbook. Of a panel's links it fills in time and variables by these names."""
+    """The address of a runbook entry in Grafana, which fills in the time range and the variables in panels' links."""
     return f"/d/{SERVICE}?viewPanel=panel-{panel_id(entry)}&${{__url_time_range}}&${{__all_variables}}"
 
 
-def _faced(panel: P, face: Face) -> P:
-    panel.title(face.title).description(face.about).datasource(SOURCE).unit(face.unit)
-    panel.links([panel_link(f"Runbook: {entry}", runbook_url(entry)) for entry in face.runbook])
-    panel.thresholds(_thresholds(face.steps))
-    if face.low is not None:
-        panel.min(face.low)
-    if face.high is not None:
-        panel.max(face.high)
-    if face.decimals is not None:
-        panel.decimals(face.decimals)
-    for pattern, properties in face.names:
+def _with_options(panel: P, options: PanelOptions) -> P:
+    panel.title(options.title).description(options.about).datasource(SOURCE).unit(options.unit)
+    panel.links([panel_link(f"Runbook: {entry}", runbook_url(entry)) for entry in options.runbook])
+    panel.thresholds(_thresholds(options.steps))
+    if options.low is not None:
+        panel.min(options.low)
+    if options.high is not None:
+        panel.max(options.high)
+    if options.decimals is not None:
+        panel.decimals(options.decimals)
+    for pattern, properties in options.names:
         panel.override_by_regexp(pattern, _properties(properties))
     return panel
 
@@ -239,7 +241,7 @@ def _faced(panel: P, face: Face) -> P:
 def _targets(
     queries: Sequence[Query], form: Format = Format.TIME_SERIES, instant: bool = False
 ) -> list[Builder[Dataquery]]:
-    """The queries as A, B, C …; tables are of one instant and named by their columns."""
+    """The queries with the ids A, B, C …; queries of tables are instant and have no legend."""
     found: list[Builder[Dataquery]] = []
     for ref, query in zip(REFS, queries, strict=False):
         target = prometheus.Dataquery().expr(query.expr).ref_id(ref).datasource(SOURCE).format(form)
@@ -256,7 +258,7 @@ def _targets(
 def _merged(
     titles: Sequence[str], hidden: Iterable[str], first: Sequence[str] = ()
 ) -> list[model.DataTransformerConfig]:
-    """One table of several instant queries: joined on their labels, the columns named and put in order."""
+    """Transformations that join instant queries on their labels, and name and order the columns."""
     values = {f"Value #{REFS[place]}" if len(titles) > 1 else "Value": title for place, title in enumerate(titles)}
     hidden = (*hidden, *(name for name, title in values.items() if not title))
     options = {

@@ -1,14 +1,14 @@
 """The dashboard *Pipeline*: which stage holds the pipeline back, and why.
 
-It is read from the top: six numbers, then who computes and what the others wait for. What tasks, steps and devices do
-in detail comes below (``details.py``).
+It is read from the top: six numbers, then which devices compute and what the others wait for. Details of tasks, steps
+and devices are below (``details.py``).
 """
 
 from __future__ import annotations
 
 from dashboards.board import Band, Section, board, chosen
 from dashboards.details import devices, steps, tasks
-from dashboards.panels import Face, Query, bars, columns, lines, named, number, states
+from dashboards.panels import PanelOptions, Query, bars, columns, lines, number, state_styles, states
 from dashboards.queries import mean, rate, series, total
 from dashboards.sdk import Dashboard, Panel
 from dashboards.states import BUSY, STATES, WAITING, dominating, dominating_code, in_steps, share
@@ -36,9 +36,9 @@ def pipeline() -> Dashboard:
 
 
 def _numbers() -> Band:
-    step = Face(title="Mean step time", about="Mean time of the steps that ended lately.", unit="s")
-    tokens = Face(title="Tokens per second", about="Training tokens consumed per second.", unit="si:tok/s")
-    loss = Face(title="Loss", about="Loss of the last step.", unit="none", low=None, decimals=3)
+    step = PanelOptions(title="Mean step time", about="Mean duration of the latest steps.", unit="s")
+    tokens = PanelOptions(title="Tokens per second", about="Training tokens consumed per second.", unit="si:tok/s")
+    loss = PanelOptions(title="Loss", about="Loss of the last step.", unit="none", low=None, decimals=3)
     return Band(
         4,
         (
@@ -53,34 +53,35 @@ def _numbers() -> Band:
 
 
 def _bubble_and_ideal() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Bubble and its ideal",
-        about="Idle share of the devices' time in steps, and what the schedule would have with equal stages.",
+        about="Idle share of the devices' time in steps, and the share that the schedule would have with equal stages.",
         unit="percentunit",
         high=1,
         decimals=0,
         runbook=("Bubble",),
     )
-    return number(face, Query(_bubble(), "measured {{job}}"), Query(IDEAL, "ideal {{job}}"), named=True)
+    return number(options, Query(_bubble(), "measured {{job}}"), Query(IDEAL, "ideal {{job}}"), named=True)
 
 
 def _most_idle_time() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Most idle time",
         about="The reason for which devices wait most, and its share of their time in steps.",
         unit="percentunit",
         high=1,
         decimals=0,
         runbook=REASONS,
-        names=named(*WAITING, suffix=OF_JOB),
+        names=state_styles(*WAITING, suffix=OF_JOB),
     )
-    return number(face, Query(dominating("job"), "{{reason}}"), instant=True, named=True)
+    return number(options, Query(dominating("job"), "{{reason}}"), instant=True, named=True)
 
 
 def _imbalance() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Imbalance",
-        about="Busy time of the busiest device against the mean: 1 is even. No schedule makes up for the rest.",
+        about="Busy time of the busiest device divided by the mean: 1 is even. No schedule can compensate for "
+        "imbalance.",
         unit="suffix: ×",
         low=1,
         decimals=2,
@@ -88,31 +89,32 @@ def _imbalance() -> Panel:
         runbook=("Unbalanced stages",),
     )
     busy = total("job, device", rate("stage_busy_seconds_total"))
-    return number(face, Query(f"max by (job) ({busy})\n  / (avg by (job) ({busy}) > 0)", "{{job}}"))
+    return number(options, Query(f"max by (job) ({busy})\n  / (avg by (job) ({busy}) > 0)", "{{job}}"))
 
 
 def _why() -> tuple[Band, ...]:
     busy_share = f"{total('job, stage, device', rate('stage_busy_seconds_total'))}\n  / on (job, device) group_left () "
     utilization = Query(busy_share + in_steps("job, device"), "stage {{stage}}, {{device}}")
-    use = Face(
+    use = PanelOptions(
         title="Stage utilization",
         about="Share of its device's time in steps that each stage computes. The longest bar is the stage that the "
-        "others wait for. Stages of one device add up.",
+        "others wait for. The bars of one device's stages add up to its busy share.",
         unit="percentunit",
         high=1,
         decimals=0,
         runbook=("Unbalanced stages",),
     )
-    over_time = Face(
+    over_time = PanelOptions(
         title="Stage utilization over time",
-        about="The same over time: one line that rises while the others fall is a stage that became slow.",
+        about="The same over time. If one line rises while the others fall, that stage became slow.",
         unit="percentunit",
         high=1,
         runbook=("AsyncpipeUnbalancedStages", "AsyncpipeStarvedStage"),
     )
-    timeline = Face(
+    timeline = PanelOptions(
         title="State timeline",
-        about="What each device spends most of its time in. A device that waits for data waits for one that is busy.",
+        about="The state in which each device spends most of its time. A device that waits for data waits for a busy "
+        "one.",
         unit="none",
         runbook=REASONS,
     )
@@ -124,45 +126,45 @@ def _why() -> tuple[Band, ...]:
 
 
 def _time_by_reason() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Idle time by reason",
-        about="Where every second of each device goes: busy, idle in steps by reason, and between steps (optimizer, "
-        "data, or nothing to do). Of several jobs each has bars of its own; choose one to tell them apart.",
+        about="How each device spends its time: busy, idle in steps by reason, and between steps (optimizer, data, or "
+        "nothing to do). Each job has bars of its own; choose one job to distinguish them.",
         unit="percentunit",
         high=1,
         decimals=0,
         runbook=REASONS,
     )
-    return columns(face, "device", *((state.colour, Query(share(state), state.name)) for state in STATES))
+    return columns(options, "device", *((state.colour, Query(share(state), state.name)) for state in STATES))
 
 
 def _reasons_over_time() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Idle time by reason over time",
         about="Idle shares of the time in steps, over the chosen devices; their sum is the bubble. Every schedule has "
-        "some waiting for data and some drain: compare with the ideal beside.",
+        "some waiting for data and some drain: compare with the ideal in the next panel.",
         unit="percentunit",
         high=1,
         runbook=REASONS,
-        names=named(*WAITING, suffix=OF_JOB),
+        names=state_styles(*WAITING, suffix=OF_JOB),
     )
     waiting = total("job, reason", rate("stage_idle_seconds_total"))
     expression = f"{waiting}\n  / on (job) group_left () {in_steps('job')}"
-    return lines(face, Query(expression, "{{reason}}"), stacked=True)
+    return lines(options, Query(expression, "{{reason}}"), stacked=True)
 
 
 def _against_ideal() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Bubble against the ideal",
-        about="Idle share of all devices' time in steps. Ideal is the same schedule with equal stages and copies that "
-        "cost nothing. A gap has a reason, beside; without a gap it is the schedule itself.",
+        about="Idle share of all devices' time in steps. The ideal is the same schedule with equal stages and free "
+        "copies. The panel to the left gives the reasons of a gap; without a gap, the bubble is the schedule's own.",
         unit="percentunit",
         high=1,
         runbook=("Bubble",),
         names=(("/^ideal/", (("custom.lineStyle", {"fill": "dash", "dash": [8, 6]}),)),),
     )
     return lines(
-        face,
+        options,
         Query(_bubble(), "measured {{job}}"),
         Query(f"max by (job) ({series('bubble_ratio')})", "last step {{job}}"),
         Query(IDEAL, "ideal {{job}}"),

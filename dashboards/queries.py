@@ -1,7 +1,7 @@
-"""PromQL in small pieces, so that every query filters by the dashboards' variables and takes its rates alike.
+"""Functions that write PromQL, so that all queries filter by the dashboards' variables and take rates the same way.
 
-Metrics are named as they are served, without the prefix ``asyncpipe_``. A name that asyncpipe does not serve is an
-error here, when the dashboards are built, and not an empty panel later.
+Metrics are named without their prefix ``asyncpipe_``. A name that asyncpipe does not serve raises an error when the
+dashboards are built, instead of leaving a panel empty later.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OF_SERVICE: dict[str, tuple[str, ...]] = {
     for family in ServiceMetrics().collect()
     for sample in family.samples
 }
-"""Every series that a service tells of itself, and its labels: no job's. One without jobs serves no others."""
+"""Every series about the service itself, which has no label ``job``, and its labels."""
 HISTOGRAM_LABELS = {"bucket": ("le",), "sum": (), "count": ()}
 SERVED: dict[str, tuple[str, ...]] = {
     **{f"{name}_total": labels for name, (_, labels) in COUNTERS.items()},
@@ -49,11 +49,11 @@ SERVED: dict[str, tuple[str, ...]] = {
 }
 """Every series that asyncpipe serves, without its prefix, and its labels besides the job."""
 PHYSICAL = "memory_"
-"""Begins the names of metrics whose device is a physical one: the variable has logical ones."""
+"""The prefix of metrics whose label ``device`` is a physical device; the variable ``$device`` has logical ones."""
 
 
 class Expression(NamedTuple):
-    """One query of one panel, its variables not yet replaced."""
+    """One query of one panel, with Grafana's variables."""
 
     dashboard: str
     panel: str
@@ -62,9 +62,9 @@ class Expression(NamedTuple):
 
 
 def series(metric: str, *matchers: str) -> str:
-    """The selector of ``metric`` for the jobs that are chosen, and for the devices where it has them.
+    """The selector of ``metric`` for the chosen jobs and, if it has the label ``device``, the chosen devices.
 
-    What a service tells of itself is there whatever is chosen. ``matchers`` are further conditions, such as
+    Metrics about the service itself are not filtered. ``matchers`` are further conditions, such as
     ``'reason="copy"'``. Raises ``OptionError`` for a metric or a label that is not served.
     """
     labels = SERVED.get(metric)
@@ -83,12 +83,12 @@ def series(metric: str, *matchers: str) -> str:
 
 
 def rate(metric: str, *matchers: str) -> str:
-    """What a counter gains in a second."""
+    """The increase of a counter per second."""
     return f"rate({series(metric, *matchers)}[$__rate_interval])"
 
 
 def increase(metric: str, *matchers: str) -> str:
-    """What a counter gains in the time range that is shown."""
+    """The increase of a counter in the time range that is shown."""
     return f"increase({series(metric, *matchers)}[$__range])"
 
 
@@ -98,31 +98,31 @@ def total(by: str, expression: str) -> str:
 
 
 def mean(histogram: str, by: str, *matchers: str) -> str:
-    """The mean of what a histogram counted, by the labels in ``by``: exact, whatever its buckets; none of nothing."""
+    """The mean of a histogram's values, by the labels in ``by``: exact, and no series where there are no values."""
     counted = total(by, rate(f"{histogram}_count", *matchers))
     return f"{total(by, rate(f'{histogram}_sum', *matchers))}\n  / ({counted} > 0)"
 
 
 def quantile(share: float, histogram: str, by: str, *matchers: str) -> str:
-    """The value that ``share`` of what a histogram counted does not exceed, by the labels in ``by``."""
+    """The quantile ``share`` of a histogram's values, by the labels in ``by``."""
     return f"histogram_quantile({share}, {total(f'{by}, le', rate(f'{histogram}_bucket', *matchers))})"
 
 
 def quantile_of_all(share: float, histogram: str, by: str, *matchers: str) -> str:
-    """The same of everything since the job began: of what happens too rarely to be in every interval."""
+    """The quantile of all values since the job began, for events that are too rare for an interval."""
     return f"histogram_quantile({share}, {total(f'{by}, le', series(f'{histogram}_bucket', *matchers))})"
 
 
 def quantile_of_range(share: float, histogram: str, *matchers: str) -> str:
-    """The same within the time range that is shown, over all that there is: of what happens a few times a day."""
+    """The quantile of all series together in the time range that is shown, for events of a few times a day."""
     return f"histogram_quantile({share}, {total('le', increase(f'{histogram}_bucket', *matchers))})"
 
 
 def substituted(expression: str, rate_interval: str = "1m", **variables: str) -> str:
-    """``expression`` as Prometheus gets it: with Grafana's intervals filled in and variables replaced.
+    """``expression`` as Prometheus gets it: Grafana's macros and variables are replaced.
 
-    A variable becomes what ``variables`` has under its name, or ``.*`` as if all were chosen. ``range`` and
-    ``interval`` among them stand for ``$__range`` and ``$__interval``. Raises ``OptionError`` for an unknown macro.
+    A variable is replaced by its value in ``variables``, or by ``.*``, which stands for all. ``range`` and
+    ``interval`` there are the values of ``$__range`` and ``$__interval``. Raises ``OptionError`` for an unknown macro.
     """
     macros = {
         "__rate_interval": rate_interval,

@@ -1,7 +1,7 @@
-"""What a recording rule and an alert are, before they are written for Prometheus.
+"""The types of recording rules and alerts, from which Prometheus's rules are written.
 
-An alert is a value and a threshold rather than one expression, since the value has data also when nothing is wrong: a
-test can ask for it, and a panel can show how far away the alert is.
+An alert is a value and a threshold instead of one condition, because the value has data also when nothing is wrong: a
+test can query it, and a panel can show how far it is from the threshold.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 __all__ = ["WINDOW", "Alert", "Recording"]
 
 WINDOW = "5m"
-"""What rates are taken over: several scrapes at any usual interval, and a step also of jobs with steps of minutes."""
+"""The range of rates: several scrapes at the usual intervals, and at least a step of jobs with steps of minutes."""
 RUNBOOK = "dashboards/RUNBOOK.md"
 
 
@@ -29,11 +29,11 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """An alert: it fires when ``value`` has compared so with ``threshold`` for ``hold`` seconds."""
+    """An alert, which fires when the comparison of ``value`` with ``threshold`` has held for ``hold`` seconds."""
 
     name: str
     value: str
-    """Has data also when nothing is wrong. ``[WINDOW]`` stands for the range of its rates."""
+    """PromQL that has data also when nothing is wrong. ``[WINDOW]`` stands for the range of its rates."""
     comparison: str
     threshold: float
     hold: int
@@ -43,21 +43,21 @@ class Alert:
     runbook: str
     """The heading of its entry in the runbook."""
     labels: dict[str, str] = field(default_factory=dict)
-    """Further labels, for alerts that several rules may fire."""
+    """Further labels, which distinguish the rules of an alert that has several."""
 
     def value_expression(self, window: str = WINDOW) -> str:
-        """What is compared, with its rates over ``window``."""
+        """The value, with its rates over ``window``."""
         return _over(self.value, window)
 
     def expression(self, window: str = WINDOW) -> str:
-        """The whole condition."""
+        """The condition, with its rates over ``window``."""
         value = self.value_expression(window)
         whole = f"(\n{_indented(value)}\n)" if "\n" in value else f"({value})" if " " in value else value
         return f"{whole} {self.comparison} {self.threshold:g}"
 
     @property
     def anchor(self) -> str:
-        """Where the runbook has its entry."""
+        """The address of its entry in the runbook."""
         return f"{RUNBOOK}#{self.runbook.lower().replace(' ', '-')}"
 
 

@@ -6,8 +6,8 @@ Recording rules are named ``level:metric:operation``; the level names the labels
                  (step seconds a second)                (shares of the step time)              │
                                                                     alerts: value > threshold ◀┘
 
-All rules are in one group, in this order, so that each sees what those before it have just computed. Alerts about a
-service come last (``service_rules.py``).
+All rules are in one group, in this order, so that each can use the results of those before it. Alerts about a service
+come last (``service_rules.py``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ HEADER = "# Made by `python -m dashboards.build` from dashboards/rules.py; edit 
 def rules_yaml(window: str = WINDOW, hold: float = 1.0) -> str:
     """The rules file for Prometheus, the same for the same arguments.
 
-    ``window`` is the range of all rates; ``hold`` multiplies how long conditions must hold, so that a test need not
-    wait for minutes.
+    ``window`` is the range of all rates. ``hold`` is a factor for how long conditions must hold, which lets tests run
+    in seconds.
     """
     rules: list[dict[str, Any]] = [
         {"record": recording.name, "expr": recording.expression(window)} for recording in RECORDINGS
@@ -46,7 +46,7 @@ def rules_yaml(window: str = WINDOW, hold: float = 1.0) -> str:
 
 
 def expressions(window: str = WINDOW) -> dict[str, str]:
-    """By a name for each, every expression that has data while a job trains: recording rules and alerts' values."""
+    """Every expression that has data while a job trains, by name: recording rules and the values of alerts."""
     found = {recording.name: recording.expression(window) for recording in RECORDINGS}
     for alert in ALERTS:
         found[" ".join((alert.name, *alert.labels.values()))] = alert.value_expression(window)
@@ -71,7 +71,7 @@ def _duration(milliseconds: int) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as they are, and lists indented under their keys."""
+    """Writes texts of several lines in block style, and indents lists under their keys."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
@@ -85,14 +85,14 @@ _Dumper.add_representer(str, _represent_text)
 
 
 RECORDINGS = (
-    # Seconds of steps a second: 1 where steps follow one another without a pause.
+    # Seconds of steps per second: 1 if steps follow one another without a pause.
     Recording(
         "device:asyncpipe_step_seconds:rate",
         """\
 sum by (job, device) (rate(asyncpipe_stage_busy_seconds_total[WINDOW]))
 + sum by (job, device) (rate(asyncpipe_stage_idle_seconds_total[WINDOW]))""",
     ),
-    # Shares of the step time. Without a step in the window there is no share, rather than 0 / 0.
+    # Shares of the step time. If no step ended in the window there is no series, instead of 0 / 0.
     Recording(
         "stage:asyncpipe_busy:ratio",
         """\
@@ -116,8 +116,8 @@ sum by (job, stage, device, reason) (rate(asyncpipe_stage_idle_seconds_total[WIN
         "job:asyncpipe_imbalance:ratio",
         "max by (job) (device:asyncpipe_busy:ratio) / avg by (job) (device:asyncpipe_busy:ratio)",
     ),
-    # How long a device waits for data beyond what has a cause of its own: the schedule's bubble, a busier device, and
-    # copies and dispatch anywhere in the pipeline, since those who wait for them make others wait for data.
+    # The time for which a device waits for data, less what other causes explain: the schedule's own bubble, a busier
+    # device, and waits for copies or dispatch on any device, which make other devices wait for data.
     Recording(
         "device:asyncpipe_starved:ratio",
         """\
@@ -148,8 +148,8 @@ sum by (job) (rate(asyncpipe_step_duration_seconds_sum[WINDOW]))
         "job:asyncpipe_scheduler_loop_lag_seconds:p99",
         "histogram_quantile(0.99, sum by (job, le) (rate(asyncpipe_scheduler_loop_lag_seconds_bucket[WINDOW])))",
     ),
-    # A device is shared by the jobs of a process, not by processes. On a GPU the fullest moment lies inside of a step;
-    # the host's memory has peaks of other making, such as loading data, which are no reason to worry later.
+    # Jobs of one process share a device's memory; processes do not. On a GPU the peak is inside a step. The peak of the
+    # host's memory may have another cause, such as loading data, so the host's present use is compared instead.
     Recording(
         "device:asyncpipe_memory:ratio",
         """\
@@ -173,14 +173,14 @@ _STALLED = f"""\
 or on (job) 2 + 0 * max by (job) (
   asyncpipe_observer_failures_total offset 15m {RESTING}
 )"""
-"""How many times over the time is up. The mean is over all steps, since a job that stalls has none in the window.
-A job that has been there for a while without any step counts as well."""
+"""The time since the last step, as a multiple of the time that is allowed. The mean duration is that of all steps,
+since a stalled job has no step in the window. A job that has run for a while without any step has the value 2."""
 
 _WAITS = (
     'stage {{ with printf "topk(1, stage:asyncpipe_idle:ratio{job=%q,device=%q,reason=%q})" '
     '$labels.job $labels.device $labels.reason | query }}{{ . | first | label "stage" }}{{ end }}'
 )
-"""Names the stage that waits most; as a label it could change from one evaluation to the next."""
+"""Names the stage that waits most. It is no label, because a label that changes would start another alert."""
 
 ALERTS = (
     Alert(
@@ -190,8 +190,8 @@ ALERTS = (
         threshold=1,
         hold=60,
         severity="critical",
-        summary="{{ $labels.job }} ends no steps",
-        description="{{ $labels.job }} has ended no step for much longer than its steps take.",
+        summary="{{ $labels.job }} completes no steps",
+        description="{{ $labels.job }} has completed no step for much longer than its steps take.",
         runbook="AsyncpipeStalled",
     ),
     Alert(
@@ -243,7 +243,7 @@ ALERTS = (
         severity="warning",
         summary="devices of {{ $labels.job }} wait for the scheduler",
         description=(
-            "Devices wait for {{ $value | humanizePercentage }} of the step to be handed tasks that have all they need."
+            "Devices wait for the scheduler for {{ $value | humanizePercentage }} of the step although tasks are ready."
         ),
         runbook="AsyncpipeLoopLag",
         labels={"signal": "dispatch"},
@@ -294,7 +294,7 @@ time() - max by (job) (
         threshold=0,
         hold=0,
         severity="warning",
-        summary="what watches {{ $labels.job }} fails ({{ $labels.reason }})",
+        summary="an observer of {{ $labels.job }} fails ({{ $labels.reason }})",
         description="Training goes on, but an observer of {{ $labels.job }} fails: {{ $labels.reason }}.",
         runbook="AsyncpipeObserverFailing",
     ),

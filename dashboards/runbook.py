@@ -1,4 +1,4 @@
-"""The runbook as panels: Grafana itself shows an operator what to do, with no other place to go to."""
+"""The runbook as panels, so that an operator can read it in Grafana."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["RUNBOOK", "bands", "entries"]
 
 RUNBOOK = Path(__file__).with_name("RUNBOOK.md")
 LETTERS = 90
-"""That fit on a line of a panel of half the width."""
+"""The letters on a line of a panel of half the width."""
 LINES_PER_ROW = 1.6
-"""A row of the grid is 30 pixels (and a gap of 8), a line of text some 22."""
+"""A row of the grid is 30 pixels and a gap of 8; a line of text is about 22."""
 
 
 def entries(markdown: str) -> dict[str, str]:
@@ -43,7 +43,7 @@ def _height(body: str) -> int:
 
 
 def _linked(body: str, anchors: dict[str, str]) -> str:
-    """``body`` with its links to other entries leading to their panels."""
+    """``body`` with links to the panels of other entries instead of to their headings."""
 
     def target(found: re.Match[str]) -> str:
         heading = anchors.get(found[1])

@@ -1,7 +1,7 @@
-"""The parts of grafana-foundation-sdk that are used here, by short names; every other module takes them from this one.
+"""The parts of grafana-foundation-sdk that the dashboards use; all other modules import them from here.
 
-The SDK calls its classic dashboards deprecated as soon as they are imported, in favour of a form that only recent
-Grafanas read. The classic one is what all of them provision from a file, so it is meant, and the warning is left out.
+On import the SDK warns that classic dashboards are deprecated, in favour of a format that only recent versions of
+Grafana read. All versions can provision the classic format from a file, so it is used, and the warning is suppressed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The dashboard *Service*: which jobs run, whether they progress, and what goes wrong; at its end, the runbook."""
+"""The dashboard *Service*: which jobs run, whether they progress, and what fails; at the end, the runbook."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from asyncpipe.core.kinds import TaskKind
 from dashboards.board import Band, Section, board
 from dashboards.jobs import jobs
-from dashboards.panels import SERVICE, Face, Property, Query, called, lines, number, table, thresholds
+from dashboards.panels import SERVICE, PanelOptions, Property, Query, lines, number, series_style, table, thresholds
 from dashboards.queries import increase, mean, quantile, quantile_of_all, rate, series, total
 from dashboards.sdk import Dashboard, Panel
 from dashboards.states import in_steps
 
 __all__ = ["service"]
 
-ABOUT = "Which jobs run, whether they progress, and what goes wrong. The runbook is at the bottom."
+ABOUT = "Which jobs run, whether they progress, and what fails. The runbook is at the bottom."
 PIPELINE_OF_JOB = "/d/asyncpipe-pipeline?${__url_time_range}&var-job=${__data.fields.job}"
 MEDIAN, MOST, NEARLY_ALL = (0.5, "median"), (0.95, "95 %"), (0.99, "99 %")
 FAILED = 'outcome="failed"'
@@ -25,9 +25,9 @@ NAMED: Sequence[tuple[str, Sequence[Property]]] = (
     ("version", (("displayName", "Version"),)),
 )
 OUTCOMES = (
-    called("ok", "ok", "#009E73"),
-    called("failed", "failed", "red"),
-    called("cancelled", "cancelled", "#8C8C8C"),
+    series_style("ok", "ok", "#009E73"),
+    series_style("failed", "failed", "red"),
+    series_style("cancelled", "cancelled", "#8C8C8C"),
 )
 
 
@@ -48,10 +48,10 @@ def service(runbook: Sequence[Band]) -> Dashboard:
 
 
 def _jobs() -> Panel:
-    face = Face(
+    options = PanelOptions(
         title="Jobs",
-        about="One line for each job that is scraped; its name leads to its pipeline. Failures are those of tasks "
-        "within the time range.",
+        about="One line for each job that is scraped; its name is a link to the dashboard Pipeline. Task failures are "
+        "those within the time range.",
         unit="none",
         low=None,
         runbook=("AsyncpipeStalled", "AsyncpipeTaskFailures"),
@@ -67,17 +67,17 @@ def _jobs() -> Panel:
         (Query(f"1 - {busy}\n  / {in_steps('job')}", "Bubble"), (("unit", "percentunit"), ("decimals", 0))),
         (Query(_lately("tasks_total", FAILED), "Task failures"), (("decimals", 0), background, ANY)),
     ]
-    return table(face, *columns, first=[("job", (("displayName", "Job"), ("links", [link])))])
+    return table(options, *columns, first=[("job", (("displayName", "Job"), ("links", [link])))])
 
 
 def _progress() -> Band:
-    since = Face(
+    since = PanelOptions(
         title="Time since the last step",
-        about="A saw of small teeth is a job that works. A slope is one that has stopped, or a long step.",
+        about="A job that works draws small teeth. A long slope is a job that has stopped, or a long step.",
         unit="s",
         runbook=("AsyncpipeStalled",),
     )
-    speed = Face(
+    speed = PanelOptions(
         title="Steps per second",
         about="Steps that ended, whatever their outcome.",
         unit="suffix: /s",
@@ -93,16 +93,16 @@ def _progress() -> Band:
 
 
 def _scheduler() -> tuple[Band, ...]:
-    queue = Face(
+    queue = PanelOptions(
         title="Task queue time",
-        about="From the moment a task had everything it needs to its start. Long where a device is the bottleneck; "
-        "long everywhere where nobody hands tasks out.",
+        about="From the moment a task was ready to its start. Long on one device: it is the bottleneck. Long on all "
+        "devices: the scheduler does not dispatch in time.",
         unit="s",
         runbook=("Waiting for the scheduler",),
     )
-    ready = Face(
+    ready = PanelOptions(
         title="Ready tasks",
-        about="How many tasks waited for their device with everything there, on average over the last step.",
+        about="How many tasks were ready and waited for their device, on average over the last step.",
         unit="none",
         runbook=("Waiting for the scheduler",),
     )
@@ -115,21 +115,21 @@ def _scheduler() -> tuple[Band, ...]:
 
 
 def _loop() -> Band:
-    lag = Face(
+    lag = PanelOptions(
         title="Event loop lag",
         about="How late the event loop ran a wake-up of the scheduler. High: something else blocks the loop.",
         unit="s",
         runbook=("AsyncpipeLoopLag",),
     )
-    took = Face(
+    took = PanelOptions(
         title="Scheduler time per wake-up",
-        about="What it takes to note what has happened and hand out tasks. High: a huge graph or a slow rule.",
+        about="How long the scheduler handles events and dispatches tasks. High: a huge graph or a slow rule.",
         unit="s",
         runbook=("AsyncpipeLoopLag",),
     )
-    share = Face(
+    share = PanelOptions(
         title="Scheduler busy",
-        about="Share of its thread's time that the scheduler works. Near 1 it holds the devices back.",
+        about="Share of its thread's time in which the scheduler works. Near 1 it slows the devices down.",
         unit="percentunit",
         runbook=("Waiting for the scheduler",),
     )
@@ -141,23 +141,23 @@ def _loop() -> Band:
 
 
 def _failures() -> tuple[Band, ...]:
-    steps = Face(
+    steps = PanelOptions(
         title="Steps by outcome",
-        about="Steps per minute that ended well, failed, or were cancelled. A failed one changes no weights.",
+        about="Steps per minute that succeeded, failed, or were cancelled. A failed step changes no weights.",
         unit="suffix: /min",
         runbook=("AsyncpipeTaskFailures",),
         names=OUTCOMES,
     )
-    tasks = Face(
+    tasks = PanelOptions(
         title="Failures",
         about="Tasks per minute that raised an error, by kind. The log names micro-batch, stage and device.",
         unit="suffix: /min",
         runbook=("AsyncpipeTaskFailures",),
-        names=tuple(called(kind.value, kind.word, kind.colour) for kind in TaskKind),
+        names=tuple(series_style(kind.value, kind.word, kind.colour) for kind in TaskKind),
     )
-    observers = Face(
+    observers = PanelOptions(
         title="Observer failures",
-        about="What watches the job and fails, per minute: training goes on without it.",
+        about="Failures of observers per minute, by reason; training continues without them.",
         unit="suffix: /min",
         runbook=("AsyncpipeObserverFailing",),
     )
@@ -168,20 +168,20 @@ def _failures() -> tuple[Band, ...]:
 
 
 def _snapshots() -> tuple[Band, ...]:
-    took = Face(
+    took = PanelOptions(
         title="Snapshots",
-        about="How long snapshots took, of all since the job began. Training goes on meanwhile, but what is slow to "
-        "write is old when it is there.",
+        about="How long snapshots took, of all since the job began. Training continues meanwhile, so a slow snapshot "
+        "is old when it is complete.",
         unit="s",
         runbook=("AsyncpipeSnapshotTooOld",),
     )
-    age = Face(
+    age = PanelOptions(
         title="Age of the last snapshot",
         about="What would be lost if the job ended now.",
         unit="s",
         runbook=("AsyncpipeSnapshotTooOld",),
     )
-    outcomes = Face(
+    outcomes = PanelOptions(
         title="Snapshots by outcome",
         about="Snapshots within the time range that were written or failed.",
         unit="none",
@@ -204,8 +204,10 @@ def _snapshots() -> tuple[Band, ...]:
 
 
 def _versions() -> Panel:
-    face = Face(title="Versions", about="The version of asyncpipe that each job runs.", unit="none", low=None)
-    return table(face, (Query(f"max by (job, version) ({series('build_info')})"), ()), first=NAMED)
+    options = PanelOptions(
+        title="Versions", about="The version of asyncpipe that each job runs.", unit="none", low=None
+    )
+    return table(options, (Query(f"max by (job, version) ({series('build_info')})"), ()), first=NAMED)
 
 
 def _quantiles(histogram: str, by: str, legend: str, *shares: Quantile) -> list[Query]:
@@ -213,7 +215,7 @@ def _quantiles(histogram: str, by: str, legend: str, *shares: Quantile) -> list[
 
 
 def _since(what: str) -> str:
-    # A service shows jobs for a while that have ended or pause; those are not late.
+    # A service keeps the metrics of ended and paused jobs for a while; these jobs are not late.
     return (
         f"time() - max by (job) ({series(f'{what}_timestamp_seconds')}\n"
         f"  unless on (instance, job) {series('job_running')} == 0)"

@@ -1,7 +1,7 @@
-"""Alerts about a service and its jobs. They are by ``instance``: what a service tells of itself names no job.
+"""Alerts about a service and its jobs. They are by ``instance``, since metrics about the service have no label ``job``.
 
-Rare events are looked for within an hour, so that an alert stays long enough to be seen; how often something happens is
-not known to the last digit there, since ``increase`` reaches a little beyond the samples that it has.
+Rare events are counted within the last hour, so that an alert lasts long enough to be noticed. These counts are not
+integers, because ``increase`` extrapolates a little beyond the samples.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dashboards.rule import Alert
 __all__ = ["RESTING", "SERVICE_ALERTS"]
 
 RESTING = "unless on (instance, job) asyncpipe_job_running == 0"
-"""A service shows jobs for a while that have ended or pause; those are not late."""
+"""Excludes jobs that have ended or are paused: a service keeps their metrics for a while, and they are not late."""
 
 _READY = """\
 min by (instance) (asyncpipe_service_ready)
 or on (instance) 0 * max by (instance) (last_over_time(asyncpipe_service_ready[1d]))"""
-"""1 or 0; 0 also for a service that was there within the last day and is not now."""
+"""1 or 0; 0 also for a service that was scraped within the last day and is missing now."""
 
 _NONE_BEGINS = """\
 sum by (instance) (asyncpipe_jobs{state="queued"})
 * on (instance) (sum by (instance) (increase(asyncpipe_job_transitions_total{to="running"}[WINDOW])) == bool 0)"""
-"""How many jobs wait where none has begun lately. How long each has waited is known only when it begins."""
+"""The number of queued jobs if none has begun within the window. A job's own wait is only known when it begins."""
 
 SERVICE_ALERTS = (
     Alert(
@@ -31,8 +31,8 @@ SERVICE_ALERTS = (
         threshold=1,
         hold=300,
         severity="critical",
-        summary="the service {{ $labels.instance }} takes no jobs",
-        description="{{ $labels.instance }} has taken no jobs for five minutes, or is not there.",
+        summary="the service {{ $labels.instance }} accepts no jobs",
+        description="{{ $labels.instance }} has accepted no jobs for five minutes, or cannot be reached.",
         runbook="AsyncpipeServiceNotReady",
     ),
     Alert(
@@ -42,7 +42,7 @@ SERVICE_ALERTS = (
         threshold=0,
         hold=3600,
         severity="warning",
-        summary="jobs of {{ $labels.instance }} wait, and none begins",
+        summary="jobs of {{ $labels.instance }} wait and none begins",
         description="{{ $value }} jobs of {{ $labels.instance }} wait, and for an hour none has begun.",
         runbook="AsyncpipeJobsWaitTooLong",
     ),
@@ -69,8 +69,8 @@ SERVICE_ALERTS = (
         severity="critical",
         summary="tasks of {{ $labels.instance }} hang",
         description=(
-            "A task of {{ $labels.instance }} was given up within the last hour, since it did not end; the log has "
-            "the stacks of all threads."
+            "Within the last hour a task of {{ $labels.instance }} did not end and was abandoned; the log has the "
+            "stacks of all threads."
         ),
         runbook="AsyncpipeHungTasks",
     ),

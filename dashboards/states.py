@@ -1,7 +1,7 @@
-"""What a device does with its time, by one set of names, colours and queries for every panel.
+"""How a device spends its time: the names, colours and queries that all panels use.
 
-Busy and idle seconds of a device add up to the time of its steps, so what is missing from a second was spent between
-steps: in the optimizer, in loading data, or because nothing was asked of the pipeline. The six shares add up to one::
+The busy and idle seconds of a device add up to the time of its steps. The rest of each second is time between steps:
+the optimizer, loading of data, or a pipeline that nobody calls. The six shares add up to one::
 
     │ busy │ waiting for data │ for a copy │ for the scheduler │ drain │ between steps │
     └──────────────────────────── in steps ───────────────────────────┘
@@ -18,12 +18,12 @@ __all__ = ["BETWEEN", "BUSY", "STATES", "WAITING", "State", "dominating", "domin
 
 
 class State(NamedTuple):
-    """A use of a device's time. Colours are those of Okabe and Ito, which colour-blind people tell apart."""
+    """A use of a device's time. The colours are those of Okabe and Ito, which colour-blind readers can distinguish."""
 
     label: str
-    """In the label ``reason``; the first and the last are not served but made up in queries."""
+    """The value of the label ``reason``; the first and the last state get theirs in the query."""
     code: int
-    """In the state timeline, which shows numbers."""
+    """The number in the state timeline."""
     name: str
     colour: str
 
@@ -40,24 +40,24 @@ STATES = (BUSY, *WAITING, BETWEEN)
 
 
 def share(state: State, by: str = "job, device") -> str:
-    """The part of each second, from 0 to 1, that every device spends in ``state``."""
+    """The share of each second, from 0 to 1, that every device spends in ``state``."""
     busy, idle = total(by, rate("stage_busy_seconds_total")), total(by, rate("stage_idle_seconds_total"))
     if state is BUSY:
         return busy
     if state is BETWEEN:
-        # A step counts when it ends, so a long one may bring more seconds than its interval had.
+        # A step counts when it ends, so a long one may add more seconds than the interval has.
         return f"clamp_min(1 - {busy} - {idle}, 0)"
     return total(by, rate("stage_idle_seconds_total", f'reason="{state.label}"'))
 
 
 def dominating(by: str) -> str:
-    """The largest of the reasons to wait, by the labels in ``by``, as a part of all time in steps; keeps ``reason``."""
+    """The largest reason of idle time, as a share of all time in steps; its labels are ``by`` and ``reason``."""
     waiting = total(f"{by}, reason", rate("stage_idle_seconds_total"))
     return f"topk by ({by}) (1, {waiting}\n  / on ({by}) group_left () {in_steps(by)})"
 
 
 def in_steps(by: str) -> str:
-    """Seconds of steps in each second, summed over the devices; no series where no step ended."""
+    """Seconds of steps per second, summed over the devices; no series if no step ended."""
     busy, idle = total(by, rate("stage_busy_seconds_total")), total(by, rate("stage_idle_seconds_total"))
     return f"({busy}\n    + {idle} > 0)"
 

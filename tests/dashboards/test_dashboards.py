@@ -18,7 +18,7 @@ from asyncpipe.errors import OptionError
 from dashboards import build
 from dashboards.board import Band, Section, board
 from dashboards.build import FOLDER, expressions, rendered
-from dashboards.panels import Face, Query, lines, panel_id, text
+from dashboards.panels import PanelOptions, Query, lines, panel_id, text
 from dashboards.pipeline import pipeline
 from dashboards.queries import OF_SERVICE, SERVED, Expression, series, substituted
 from dashboards.states import STATES, dominating, dominating_code, share
@@ -247,7 +247,7 @@ def test_substitution_leaves_no_variable():
 
 
 def test_a_legend_is_on_unless_one_looks_at_the_sdk():
-    panel = lines(Face(title="One", about="It.", unit="s"), Query("up", "{{job}}"))
+    panel = lines(PanelOptions(title="One", about="It.", unit="s"), Query("up", "{{job}}"))
     assert panel.options.legend.show_legend is True
 
 

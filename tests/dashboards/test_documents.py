@@ -92,5 +92,5 @@ def test_a_link_to_an_entry_that_the_runbook_lacks_is_an_error(tmp_path, monkeyp
     shorter = tmp_path / "RUNBOOK.md"
     shorter.write_text(RUNBOOK.replace("## Drain", "## Something else"))
     monkeypatch.setattr(runbook, "RUNBOOK", shorter)
-    with pytest.raises(OptionError, match=r"links to 'Runbook: Drain', which RUNBOOK.md has not"):
+    with pytest.raises(OptionError, match=r"links to 'Runbook: Drain', which is not in RUNBOOK.md"):
         build.built()
