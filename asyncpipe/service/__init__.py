@@ -1,0 +1,16 @@
+"""A service that trains many jobs: it accepts them, queues them, runs them on shared devices, and survives restarts.
+
+::
+
+    training_service.py   TrainingService, the component that an application embeds. Start here.
+    jobs/                 which jobs run, their runs, logs and metrics
+    submission/           what clients submit, and its checks
+    settings/             what the operator sets
+    store/                the jobs on disk
+    http/                 the HTTP API and its pages
+    client.py             JobClient, which speaks the API with the standard library alone
+    job_states.py         the states of a job and the transitions between them
+    malloc.py             limits the C library's heaps; whole_writes.py: writes that are complete or not made
+
+Above this are only the command line and the benchmarks. It runs jobs with ``train`` and shows them with ``observe``.
+"""

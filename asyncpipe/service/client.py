@@ -1,20 +1,20 @@
-"""A client of the job service that needs nothing but Python: submit jobs, steer them, watch them.
+"""A client of the job service that needs only the standard library: submits, controls and watches jobs.
 
     client = JobClient("http://127.0.0.1:8080", token=...)
     job = client.submit({"name": "charlm", "entry": "charlm:build", "pipeline": {...}, "training": {...}})
     for event in client.events(job["id"]):
         print(event.kind, event.data)
 
-What may be asked twice without harm is asked again where the service could not be reached, was restarting or busy, with
-pauses that grow, a bounded number of times and no longer than the timeout::
+A request that is safe to repeat is repeated if the service cannot be reached, restarts or is busy: with growing pauses,
+a limited number of times, and for no longer than the timeout::
 
-    asked for                   no connection    connection broke    429, 502, 503, 504    other errors
-    submit (with its key)       again            again               again                 raised
-    looking                     again            again               again                 raised
-    pause, resume, cancel …     again            raised              again, if 429 or 503  raised
+    request                     no connection    connection lost     429, 502, 503, 504    other errors
+    submit (with its key)       repeated         repeated            repeated              raised
+    reading                     repeated         repeated            repeated              raised
+    pause, resume, cancel …     repeated         raised              repeated if 429, 503  raised
 
-Nothing is asked of any other host than the one in the URL: redirects and proxies of the environment are not followed,
-and the token travels in a header only.
+Requests go to the host of the URL only: redirects and proxies of the environment are not followed, and the token is
+sent in a header only.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from asyncpipe.service.settings.token_file import check_token
 __all__ = ["ApiError", "JobClient", "ServerEvent", "UnreachableError", "WaitTimeoutError"]
 
 MOST_BYTES = 64 * 1024 * 1024
-"""Of an answer; the service's are far smaller."""
+"""The most bytes of a response; the service's are far smaller."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-"""Seconds before asking again, at first and at most."""
+"""Seconds before a request is repeated, at first and at most."""
 POLL_FIRST, POLL_MOST = 0.05, 2.0
-"""Seconds between two looks at a job that is waited for."""
+"""Seconds between two requests while waiting for a job, at first and at most."""
 STREAM_SECONDS = 60.0
-"""Without a word on a stream, not even that there is nothing new, it is taken for broken."""
+"""A stream without any bytes for so long, not even a keep-alive comment, counts as broken."""
 BUSY = frozenset({429, 502, 503, 504})
 NOT_TAKEN = frozenset({429, 503})
-"""Answers to what was surely not done."""
+"""Statuses of requests that had no effect."""
 
 
 class ApiError(AsyncpipeError, RuntimeError):
-    """The service refused: ``status`` of HTTP, ``title`` and ``detail``, and ``problems``, one for each wrong key.
+    """The service refused a request: its HTTP ``status``, ``title``, ``detail``, and ``problems`` by wrong key.
 
-    ``kind`` is a name for programs (``job-state``), ``body`` all that was said, ``retry_after`` seconds.
+    ``kind`` is a name for programs (``job-state``), ``body`` the whole response, ``retry_after`` in seconds.
     """
 
     def __init__(self, status: int, body: Mapping[str, Any], retry_after: float = 0.0) -> None:
@@ -71,21 +71,21 @@ class ApiError(AsyncpipeError, RuntimeError):
 
 
 class UnreachableError(AsyncpipeError, ConnectionError):
-    """The service could not be asked, or its answer did not come; the message says where and why."""
+    """The service could not be reached, or its response did not arrive; the message says where and why."""
 
 
 class WaitTimeoutError(AsyncpipeError, TimeoutError):
-    """A job had not ended in the time that was given for it. It goes on."""
+    """A job did not end within the given time; it continues."""
 
 
 class JobClient:
     """The jobs of the service at ``url``, such as ``http://127.0.0.1:8080`` or where an application has mounted it.
 
-    ``token`` is the service's, if it has one. ``timeout`` is in seconds, for connecting, for each wait on the line, and
-    for all pauses together; ``retries`` is how often at most something is asked again. Any number of threads may use a
-    client: each call has a connection of its own. Jobs and other answers are dicts, as the service's JSON has them.
+    ``token`` is the service's, if it has one. ``timeout`` in seconds limits connecting, each wait for bytes, and all
+    pauses together; ``retries`` limits how often a request is repeated. Any number of threads may use a client: each
+    call has its own connection. Jobs and other responses are dicts of the service's JSON.
 
-    Every method raises ``ApiError`` where the service refuses, ``UnreachableError`` where it cannot be asked.
+    Every method raises ``ApiError`` if the service refuses, ``UnreachableError`` if it cannot be reached.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class JobClient:
     # Changing
 
     def submit(self, submission: Mapping[str, Any], idempotency_key: str | None = None) -> dict[str, Any]:
-        """The job that ``submission`` became. Asking again with the same key gives the same job, even much later.
+        """The new job. Submitting again with the same key returns the same job, even much later.
 
-        Without a key, one is made for this call, so that what is asked again here makes one job.
+        Without a key, one is generated for this call, so that repeated requests create one job.
         """
         key = token_urlsafe(24) if idempotency_key is None else idempotency_key
         if not (0 < len(key) <= 200 and key.isascii() and key.isprintable()):
@@ -127,7 +127,7 @@ class JobClient:
         return self._ask("POST", "/v1/jobs", dict(submission), {"Idempotency-Key": key}, repeatable=True)
 
     def pause(self, job: str) -> dict[str, Any]:
-        """The job, which ends its step, takes a snapshot and is paused then; a queued one is at once."""
+        """The job, which is paused after its step, with a snapshot; a queued job is paused at once."""
         return self._change(job, "pause")
 
     def resume(self, job: str) -> dict[str, Any]:
@@ -135,17 +135,17 @@ class JobClient:
         return self._change(job, "resume")
 
     def cancel(self, job: str) -> dict[str, Any]:
-        """The job, which is cancelled after its step if it runs, and at once if not."""
+        """The job, which is cancelled between two tasks if it runs, and at once if not."""
         return self._change(job, "cancel")
 
     def change_schedule(self, job: str, schedule: str) -> dict[str, Any]:
-        """The job, whose next steps run by ``schedule``, the name of a registered one."""
+        """The job, which follows the registered ``schedule`` from its next step on."""
         return self._ask("PUT", f"{_path(job)}/schedule", {"schedule": schedule})
 
     def _change(self, job: str, what: str) -> dict[str, Any]:
         return self._ask("POST", f"{_path(job)}/{what}", {})
 
-    # Looking
+    # Reading
 
     def show(self, job: str) -> dict[str, Any]:
         """The job, with what was submitted as ``document``."""
@@ -154,9 +154,9 @@ class JobClient:
     def list(
         self, states: Collection[str] | None = None, *, limit: int | None = None, after: str | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Jobs in the order of submission, the first ``limit`` in any of ``states``, from the one behind ``after`` on.
+        """The first ``limit`` jobs in any of ``states`` that follow job ``after``, in the order of submission.
 
-        Asks for a page at a time, as the iterator gets there; jobs may come and change meanwhile.
+        Requests page by page as the iterator advances; jobs may be added and change meanwhile.
         """
         left = limit
         while left is None or left > 0:
@@ -171,11 +171,11 @@ class JobClient:
                 return
 
     def history(self, job: str) -> tuple[dict[str, Any], ...]:
-        """Every change of the job's state, the first one first: ``from``, ``to``, ``at``, ``cause``, ``sequence``."""
+        """The job's transitions in their order: ``from``, ``to``, ``at``, ``cause``, ``sequence``."""
         return tuple(self._get(f"{_path(job)}/history").get("transitions", ()))
 
     def losses(self, job: str, after: int = 0) -> Iterator[dict[str, Any]]:
-        """Steps behind number ``after``: ``step``, ``loss``, ``learning_rate``, ``seconds``, ``tokens``."""
+        """The steps after number ``after``: ``step``, ``loss``, ``learning_rate``, ``seconds``, ``tokens``."""
         following: int | None = after
         while following is not None:
             answer = self._get(f"{_path(job)}/losses", [("after", str(following)), ("limit", "1000")])
@@ -203,14 +203,14 @@ class JobClient:
         return found
 
     def events(self, job: str, after: int = 0) -> Iterator[ServerEvent]:
-        """What happened to the job behind event ``after``, then what happens, as it does, until the job has ended.
+        """The past events of the job after event ``after``, then new ones as they happen, until the job has ended.
 
-        A connection that breaks, or a service that restarts, is come back to where the stream had got; steps in
-        between are left out of it (``losses`` has them), nothing else is.
+        If the connection breaks or the service restarts, the stream continues after the last event. Steps in between
+        are left out (``losses`` has them), nothing else.
         """
         last, failures = after, 0
         while True:
-            error: Exception = HTTPException(f"the events of job {job} end before the job does, again and again")
+            error: Exception = HTTPException(f"the event stream of job {job} ends again and again before the job does")
             try:
                 for event in self._stream(job, last):
                     failures = 0
@@ -221,7 +221,7 @@ class JobClient:
             except (OSError, HTTPException, ApiError) as broken:
                 error = broken
             failures += 1
-            if failures > self._retries or not _may_ask_again(error, repeatable=True):
+            if failures > self._retries or not _may_repeat(error, repeatable=True):
                 self._give_up(error)
             self._sleep(_pause(failures, error))
 
@@ -247,7 +247,7 @@ class JobClient:
         *,
         repeatable: bool = False,
     ) -> dict[str, Any]:
-        """The answer, asked for again where that may help and does no harm."""
+        """The response; repeats the request where that may help and is safe."""
         content = None if body is None else _encoded(body)
         failures, waited = 0, 0.0
         while True:
@@ -257,7 +257,7 @@ class JobClient:
                 failures += 1
                 pause = _pause(failures, error)
                 waited += pause
-                if failures > self._retries or waited > self._timeout or not _may_ask_again(error, repeatable):
+                if failures > self._retries or waited > self._timeout or not _may_repeat(error, repeatable):
                     self._give_up(error)
             self._sleep(pause)
 
@@ -272,7 +272,7 @@ class JobClient:
     def _send(
         self, method: str, path: str, content: bytes | None, headers: Mapping[str, str], timeout: float
     ) -> tuple[HTTPConnection, HTTPResponse]:
-        """One request on a connection of its own, and its answer's head. Raises ``OSError``, ``HTTPException``."""
+        """Send one request on a new connection, and read the response's head. Raises ``OSError``, ``HTTPException``."""
         kind = HTTPSConnection if self._secure else HTTPConnection
         connection = kind(self._host, self._port, timeout=self._timeout)
         typed = {} if content is None else {"Content-Type": "application/json"}
@@ -282,7 +282,7 @@ class JobClient:
             except OSError as error:
                 raise _NotConnected(str(error)) from error
             connection.sock.settimeout(timeout)
-            with suppress(BrokenPipeError):  # A service that refuses a long body says why before it has read it.
+            with suppress(BrokenPipeError):  # A service that refuses a long body responds before it has read it.
                 connection.request(method, self._prefix + path, content, {**self._headers, **typed, **headers})
             return connection, connection.getresponse()
         except BaseException:
@@ -296,7 +296,7 @@ class JobClient:
 
 
 class _NotConnected(OSError):
-    """There was no connection, so nothing was asked."""
+    """There was no connection, so the request was not sent."""
 
 
 def _split(url: str) -> Any:
@@ -312,7 +312,7 @@ def _split(url: str) -> Any:
 
 def _path(job: str) -> str:
     if not job:
-        raise OptionError("a job's id is a text that is not empty")
+        raise OptionError("a job's id must not be empty")
     return f"/v1/jobs/{quote(job, safe='')}"
 
 
@@ -320,27 +320,27 @@ def _encoded(body: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(f"a submission is what JSON can say, with finite numbers: {error}") from error
+        raise OptionError(f"a submission must be JSON, with finite numbers: {error}") from error
 
 
-def _may_ask_again(error: Exception, repeatable: bool) -> bool:
+def _may_repeat(error: Exception, repeatable: bool) -> bool:
     if isinstance(error, ApiError):
         return error.status in (BUSY if repeatable else NOT_TAKEN)
     return repeatable or isinstance(error, _NotConnected)
 
 
 def _pause(failures: int, error: Exception | None = None) -> float:
-    """Seconds before asking again: longer each time, at random, since many may have failed at the same moment."""
+    """Seconds before the next try: longer each time, and random, since many clients may have failed at once."""
     most = min(FIRST_PAUSE * 2.0**failures, LONGEST_PAUSE)
     asked = error.retry_after if isinstance(error, ApiError) else 0.0
     return max(uniform(most / 2, most), min(asked, LONGEST_PAUSE))  # noqa: S311 - no secret
 
 
 def _body(response: HTTPResponse) -> dict[str, Any]:
-    """What was answered; of an error that is no JSON, something that says so."""
+    """The response's JSON object; for an error without one, an object that says so."""
     content = response.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
-        raise HTTPException(f"an answer of more than {MOST_BYTES} bytes")
+        raise HTTPException(f"a response of more than {MOST_BYTES} bytes")
     try:
         found = json.loads(content) if content else {}
     except ValueError:
@@ -348,11 +348,11 @@ def _body(response: HTTPResponse) -> dict[str, Any]:
     if response.status < 300:
         if isinstance(found, dict):
             return found
-        raise HTTPException("the answer is no JSON object; is this the address of an asyncpipe service?")
+        raise HTTPException("the response is not a JSON object; is this the address of an asyncpipe service?")
     if not isinstance(found, dict):
         found = {"title": response.reason, "detail": "is this the address of an asyncpipe service?"}
     if 300 <= response.status < 400:
-        found["detail"] = "the service is somewhere else, and redirects are not followed; give its own address"
+        found["detail"] = "the service redirects, and redirects are not followed; use its own address"
     return found
 
 

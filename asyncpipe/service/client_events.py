@@ -1,4 +1,4 @@
-"""Reads server-sent events from an answer, as WHATWG's HTML standard has them."""
+"""Parses server-sent events of a response, as WHATWG's HTML standard defines them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LONGEST_LINE = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ServerEvent:
-    """One thing that happened to a job."""
+    """One event of a job."""
 
     id: int
-    """Goes up from event to event; a step has that of the event before it."""
+    """Increases from event to event; a step has the id of the event before it."""
     kind: str
     """``state``, ``note``, ``snapshot`` or ``step``."""
     at: float
@@ -27,9 +27,9 @@ class ServerEvent:
 
 
 class EventReader:
-    """The events of an answer, one after the other, until it ends; one that is cut off in the middle is none.
+    """Iterates over the events of a response until it ends; drops an incomplete last event.
 
-    Raises ``HTTPException`` for what are no events of a service.
+    Raises ``HTTPException`` for an event that is not a service's.
     """
 
     def __init__(self, response: HTTPResponse) -> None:
@@ -59,9 +59,9 @@ class EventReader:
         try:
             found = json.loads(text)
         except ValueError as error:
-            raise HTTPException(f"an event that is no JSON: {error}") from error
+            raise HTTPException(f"an event that is not JSON: {error}") from error
         if not isinstance(found, dict):
-            raise HTTPException("an event that is no JSON object")
+            raise HTTPException("an event that is not a JSON object")
         inner = found.get("data", {})
         at = found.get("at", 0.0)
         data = inner if isinstance(inner, dict) else {}

@@ -1,4 +1,4 @@
-"""What a job is and which states it may pass through: pure, so that the store, the service and tests share one table.
+"""Jobs and their states: what the store keeps of a job, and the one table of allowed transitions. Pure.
 
 ::
 
@@ -11,9 +11,9 @@
                  │ └─ cannot be built ─▶ failed ◀─────────────────┘ │ └─▶ finished             │
                  └────────────────────▶ cancelled ◀─────────────────┴──────────────────────────┘
 
-``finished``, ``failed`` and ``cancelled`` are final. A job that is resumed waits in the queue again, since its devices
-may be in use by then. A running job that shall pause, or be cancelled, needs a moment for that: what it was asked is
-kept meanwhile (``JobRecord.asked``), so that a process that is killed then does not forget it.
+``finished``, ``failed`` and ``cancelled`` are final. A resumed job is queued again, since its devices may be in use. A
+running job takes a moment to pause or to be cancelled; the request is stored meanwhile (``JobRecord.asked``), so that
+it survives if the process is killed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
-"""What JSON can say."""
+"""A JSON value."""
 
 MAX_SPEC_BYTES = 64 * 1024
 MAX_NAME = 200
@@ -54,7 +54,7 @@ MAX_CAUSE = 2000
 
 
 class JobState(StrEnum):
-    """Where a job stands."""
+    """The state of a job."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -65,7 +65,7 @@ class JobState(StrEnum):
 
 
 class PriorityClass(StrEnum):
-    """Whether a job has a share of its devices or only what others leave idle; the first is served first."""
+    """Whether a job has a share of its devices (foreground), or only the time that others leave idle (background)."""
 
     FOREGROUND = "foreground"
     BACKGROUND = "background"
@@ -87,19 +87,19 @@ TRANSITIONS: Mapping[JobState, tuple[JobState, ...]] = MappingProxyType(
         JobState.CANCELLED: (),
     }
 )
-"""What may follow each state."""
+"""The states that may follow each state."""
 
 FINAL_STATES = frozenset(state for state, following in TRANSITIONS.items() if not following)
 
 
 class JobSpecError(OptionError):
-    """A job's specification cannot be kept: it is not JSON, or too large; the message says what is allowed."""
+    """A job's specification is not JSON, or too large; the message says what is allowed."""
 
 
 class JobStateError(AsyncpipeError, RuntimeError):
-    """A job cannot do, in its state, what was asked; the message says what it can. Nothing was changed.
+    """A job's state does not allow a request; the message says what it allows. Nothing was changed.
 
-    ``job`` is its id, ``state`` the one it is in (``None``: it was never submitted), ``asked`` what was asked for,
+    ``job`` is the job's id, ``state`` its state (``None`` if it was never submitted), ``asked`` the request,
     ``possible`` the states that may follow.
     """
 
@@ -117,10 +117,10 @@ class JobStateError(AsyncpipeError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What was submitted: a few fields that the service orders jobs by, and a JSON object that others validate.
+    """What was submitted: the fields by which the service orders jobs, and a JSON object with the rest.
 
-    ``entry`` is the registered ``module:factory``; ``document`` holds the rest (parameters, schedule, devices,
-    training …), with nothing in it but what JSON can say. Raises ``JobSpecError``.
+    ``entry`` is the registered ``module:factory``; ``document`` has the parameters, pipeline, training and so on, and
+    is validated elsewhere. Raises ``JobSpecError``.
     """
 
     name: str
@@ -142,7 +142,7 @@ class JobSpec:
             raise JobSpecError(f"a job's weight is a number above 0, up to {MAX_WEIGHT:g}, not {self.weight!r:.100}")
 
     def to_json(self) -> str:
-        """The one ASCII text of all specifications that are equal to this one. Raises ``JobSpecError``."""
+        """The specification as ASCII text; equal ones have the same text. Raises ``JobSpecError``."""
         table = {
             "name": self.name,
             "entry": self.entry,
@@ -152,7 +152,7 @@ class JobSpec:
         }
         try:
             text = json.dumps(table, sort_keys=True, allow_nan=False, separators=(",", ":"))
-            # Tuples and keys that are numbers are written, but as something else.
+            # json writes tuples as lists and numeric keys as texts; refuse what would not be read back equal.
             faithful = json.loads(text) == table
         except (TypeError, ValueError, RecursionError) as error:
             raise JobSpecError(f"the specification of job {self.name!r} is not JSON: {error!s:.200}") from error
@@ -166,7 +166,7 @@ class JobSpec:
 
     @classmethod
     def from_json(cls, text: str) -> JobSpec:
-        """What ``to_json`` made ``text`` of. Raises ``JobSpecError``."""
+        """The specification that ``to_json`` wrote as ``text``. Raises ``JobSpecError``."""
         try:
             table = json.loads(text)
             priority = PriorityClass(table["priority_class"])
@@ -186,19 +186,19 @@ class JobRecord:
     """Why it is in this state."""
     submitted: float
     updated: float
-    """Of the last transition or progress."""
+    """The time of the last transition or progress."""
     attempts: int = 0
-    """How often it has begun to run, resumptions included."""
+    """How often it was started, resumptions included."""
     step: int = 0
-    """The last one that was reported; after a restart the job may go on from an earlier one."""
+    """The last reported step; after a restart the job may continue from an earlier one."""
     snapshot: str | None = None
-    """Name of the last acknowledged snapshot."""
+    """The name of the last snapshot that is known to be on disk."""
     asked: JobState | None = None
-    """``paused`` or ``cancelled``, where a running job was asked to become that and has not yet."""
+    """``paused`` or ``cancelled``, if a running job was asked to become that and has not yet."""
     asked_cause: str | None = None
-    """Why it was asked."""
+    """The cause of that request."""
     schedule: str | None = None
-    """The schedule that it follows in the place of the submitted one, where it was changed."""
+    """The schedule that replaces the submitted one, if it was changed."""
 
     @property
     def priority_class(self) -> PriorityClass:
@@ -233,10 +233,10 @@ def check_transition(job: str, state: JobState, to: JobState, expect: JobState |
 
 
 def check_asking(job: str, state: JobState, asked: JobState | None, to: JobState | None) -> None:
-    """Raise ``JobStateError`` unless ``job`` may be asked to become ``to``, after it was ``asked`` something before.
+    """Raise ``JobStateError`` unless ``job`` may be asked to become ``to``; ``asked`` is the request before, if any.
 
-    Only a running one is asked; the others do at once what they are told. ``None`` takes back what was asked. A
-    cancellation stands.
+    Only a running job is asked; jobs in other states change at once. ``None`` withdraws the request, which is not
+    possible for a cancellation.
     """
     if state is not JobState.RUNNING or to not in (JobState.PAUSED, JobState.CANCELLED, None):
         raise JobStateError(job, state, f"be asked to become {to}" if to is not None else "go on")
@@ -247,7 +247,7 @@ def check_asking(job: str, state: JobState, asked: JobState | None, to: JobState
 
 
 def check_history(history: Iterable[Transition]) -> None:
-    """Raise ``JobStateError`` unless ``history``, of one job from its submission on, is a legal path."""
+    """Raise ``JobStateError`` unless ``history``, of one job from its submission on, has allowed transitions only."""
     state: JobState | None = None
     for transition in history:
         if state is not transition.from_state:
@@ -260,9 +260,9 @@ def check_history(history: Iterable[Transition]) -> None:
 
 
 def tidy_cause(cause: str) -> str:
-    """``cause`` as it is kept: encodable, and not longer than is useful. Raises ``OptionError`` if it says nothing."""
+    """``cause`` as it is stored: encodable, and at most ``MAX_CAUSE`` characters. Raises ``OptionError`` if empty."""
     if not isinstance(cause, str) or not cause.strip():
         raise OptionError(f"a transition has a cause, a text that says why; got {cause!r:.100}")
-    # Messages of exceptions may hold file names that are no valid text.
+    # Messages of exceptions may contain file names that cannot be encoded.
     text = cause.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= MAX_CAUSE else f"{text[: MAX_CAUSE - 1]}…"

@@ -1,9 +1,9 @@
-"""How many heaps the C library keeps: what is freed in one of them is no use to threads that have another.
+"""Limits the number of heaps (arenas) of the C library, so that a process that runs for weeks does not grow.
 
-glibc gives threads a heap (an *arena*) each, up to eight per core, and freed pieces stay in theirs. Where threads and
-jobs come and go for weeks, each arena so gets its own peak and keeps most of it: a process that holds ever the same
-takes more and more memory. With one arena for each thread that allocates all the time it does not, and those threads
-still do not wait for each other.
+glibc gives threads arenas of their own, up to eight per core, and memory that is freed in one arena is not reused by
+threads of another. Where threads and jobs come and go, each arena reaches its own peak and keeps most of it, so the
+process grows although it holds no more. With about one arena for each thread that allocates all the time, it does not
+grow, and these threads still do not wait for each other.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import os
 __all__ = ["limit_arenas"]
 
 M_ARENA_MAX = -8
-"""Of ``malloc.h``."""
+"""The parameter of ``mallopt``, from ``malloc.h``."""
 SHARED = 2
-"""For loops, the store and whatever else runs in threads."""
+"""Arenas for event loops, the store and other threads."""
 
 
 def limit_arenas(devices: int) -> int | None:
-    """Let this process have an arena for each device's thread, and two; returns how many, ``None`` if nothing was done.
+    """Limit this process to an arena for each device's thread and two more; returns the limit, ``None`` if not set.
 
-    Those that there are already stay, so call it before torch is imported. It is for who owns the process, and who
-    embeds a service may call it as well. Whoever has set ``MALLOC_ARENA_MAX`` knows better, and other C libraries than
-    glibc are left alone.
+    Existing arenas stay, so call it before torch is imported. ``asyncpipe serve`` calls it; an application that embeds
+    a service may do so too. Does nothing if ``MALLOC_ARENA_MAX`` is set, or with another C library than glibc.
     """
     if "MALLOC_ARENA_MAX" in os.environ or not _is_glibc():
         return None

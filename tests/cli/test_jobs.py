@@ -386,7 +386,7 @@ def test_a_token_comes_from_a_file_or_the_environment_and_never_from_the_command
     path.write_text(f"{TOKEN}\n", encoding="utf-8")
     path.chmod(0o644)
     _, err = jobs(capsys, "show", job, "--token-file", str(path), status=2)
-    assert "--token-file: must be a file that nobody else can use" in err
+    assert "--token-file: must be a file that no other user can access" in err
     path.chmod(0o600)
     jobs(capsys, "show", job, "--token-file", str(path))
     monkeypatch.setenv("ASYNCPIPE_TOKEN_FILE", str(path))

@@ -15,8 +15,8 @@ from contextlib import suppress
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobSpec, JobState, JobStateError
+from asyncpipe.service.jobs.active_jobs import ActiveJobs
 from asyncpipe.service.jobs.job_run import JobRun
-from asyncpipe.service.jobs.job_table import JobTable
 from asyncpipe.service.store.job_store import StoreError
 from asyncpipe.service.submission.submission import check_new_schedule
 
@@ -30,7 +30,7 @@ class JobControl:
     and the request changed nothing then.
     """
 
-    def __init__(self, jobs: JobTable, most_queued: int) -> None:
+    def __init__(self, jobs: ActiveJobs, most_queued: int) -> None:
         self._jobs = jobs
         self._most_queued = most_queued
 

@@ -139,7 +139,7 @@ class JobRun:
         peaks: Mapping[str, int],
         retried: Callable[[], object] = lambda: None,
     ) -> None:
-        """``record`` is the job's at the start of the run; ``JobTable.update`` replaces it when the job changes.
+        """``record`` is the job's at the start of the run; ``ActiveJobs.update`` replaces it when the job changes.
 
         ``retried`` is called for each step that is tried again.
         """

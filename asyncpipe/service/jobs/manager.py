@@ -2,7 +2,7 @@
 
 ::
 
-    JobTable.changed ─▶ admission.decide ─▶ queued → running ─▶ JobRun ─▶ RunOutcome ─▶ next_state ─▶ transition
+    ActiveJobs.changed ─▶ admission.decide ─▶ queued → running ─▶ JobRun ─▶ RunOutcome ─▶ next_state ─▶ transition
                           ▲     │                                                                       │
                           │     └─▶ memory not known yet ─▶ footprint, in a thread                      │
                           └─────────────────────────────────────────────────────────────────────────────┘
@@ -23,11 +23,11 @@ from asyncpipe.errors import AsyncpipeError
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, PriorityClass, Transition
+from asyncpipe.service.jobs.active_jobs import ActiveJobs
 from asyncpipe.service.jobs.admission import Admission, Candidate, Decision, decide, place_of
 from asyncpipe.service.jobs.job_control import JobControl
 from asyncpipe.service.jobs.job_log import JobLog, JobLogs
 from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer, RunEnding, RunOutcome, is_permanent, next_state
-from asyncpipe.service.jobs.job_table import JobTable
 from asyncpipe.service.jobs.memory_footprint import footprint
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 from asyncpipe.service.settings.service_settings import ServiceSettings
@@ -68,7 +68,7 @@ class Manager:
         self.settings = settings
         self.metrics = metrics or ServiceMetrics()
         self.logs = JobLogs(settings.folder / "jobs", self._log_failed)
-        self.jobs = JobTable(store, self.logs, self.metrics, self._forget)
+        self.jobs = ActiveJobs(store, self.logs, self.metrics, self._forget)
         self.control = JobControl(self.jobs, settings.max_queued)
         """The requests of clients."""
         self.pool = DevicePool()

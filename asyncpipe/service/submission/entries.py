@@ -1,4 +1,4 @@
-"""The entries that jobs may name: the operator's factories, and what clients may say to each.
+"""The entries that jobs may name: the operator's factories, and the parameters that clients may give to each.
 
 ::
 
@@ -9,8 +9,8 @@
                                                 ▼
                                   make ──▶ factory(**fixed, **parameters) ──▶ Workload
 
-A parameter can be given by clients if JSON can say it (numbers, texts, lists, tables, ``Literal``, ``Enum``), and is no
-path. What a text says cannot be a path that leads elsewhere, a URL, or anything with control characters.
+Clients may give a parameter if JSON can express it (numbers, texts, lists, tables, ``Literal``, ``Enum``) and it is not
+a path. A text must not look like a path that leads elsewhere or a URL, and must have no control characters.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from asyncpipe.train.workload import Workload
 __all__ = ["Entries", "EntryError", "Factory"]
 
 Factory = Callable[..., Workload]
-"""What an entry names."""
+"""The function that an entry names."""
 
 
 class EntryError(OptionError):
-    """An entry cannot make its workload of these parameters, or makes something else; the message says why."""
+    """An entry cannot make a workload from these parameters; the message says why."""
 
 
 class Entries:
-    """The registered factories by their names. Does not change; any thread may use it.
+    """The registered factories by name. Immutable; any thread may use it.
 
-    ``factories`` are functions that take all they need by keyword; ``fixed`` has, by entry, the arguments that
-    the operator sets. Raises ``SettingsError`` with a line for each entry that cannot serve.
+    ``factories`` are functions whose parameters can be given by keyword; ``fixed`` has the arguments that the operator
+    sets, by entry. Raises ``SettingsError`` with a line for each entry that cannot be used.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Entries:
 
     @classmethod
     def load(cls, settings: ServiceSettings) -> Entries:
-        """Import what ``settings.entries`` names, which runs those modules' code. Blocks.
+        """Import the modules of ``settings.entries``, which runs their code. Blocks.
 
-        ``settings.entry_path`` comes before Python's own path meanwhile, and only meanwhile. Raises ``SettingsError``.
+        ``settings.entry_path`` is the first item of ``sys.path`` during the imports only. Raises ``SettingsError``.
         """
         factories: dict[str, Factory] = {}
         problems: list[str] = []
@@ -86,25 +86,25 @@ class Entries:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all entries, in order."""
+        """The names of all entries, sorted."""
         return tuple(sorted(self._entries))
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
     def schema(self, entry: str) -> dict[str, Any]:
-        """The JSON schema of the parameters that clients may give to ``entry``. Raises ``EntryError``: unknown."""
+        """The JSON schema of the parameters that clients may give. Raises ``EntryError`` for an unknown entry."""
         return self._find(entry).schema()
 
     def validate(self, entry: str, parameters: Mapping[str, Any]) -> list[WrongKey]:
-        """What is wrong with ``parameters``, by key; empty if nothing is. Raises ``EntryError``: unknown entry."""
+        """The wrong keys of ``parameters``. Raises ``EntryError`` for an unknown entry."""
         return self._find(entry).read(parameters)[1]
 
     def make(self, entry: str, parameters: Mapping[str, Any]) -> Callable[[], Workload]:
         """A function that makes the workload, which may take long. Raises ``EntryError`` for wrong parameters.
 
-        So does the function where the factory raises ``OptionError`` (its way to turn a value down) or returns
-        something else than a ``Workload``; any other error is the factory's own.
+        The function raises ``EntryError`` if the factory raises ``OptionError``, to reject a value, or does not return
+        a ``Workload``. Other errors of the factory pass through.
         """
         found = self._find(entry)
         arguments, problems = found.read(parameters)
@@ -120,7 +120,7 @@ class Entries:
 
 
 class _RegisteredEntry:
-    """One factory, with the model of what clients may give it."""
+    """One factory, with the model of the parameters that clients may give."""
 
     def __init__(self, name: str, factory: Factory, fixed: Mapping[str, Any]) -> None:
         self._name = name
@@ -135,11 +135,11 @@ class _RegisteredEntry:
         }
         for key, parameter in self._parameters.items():
             if parameter.default is parameter.empty and key not in self._open and key not in fixed:
-                raise self._unusable(f"nobody could give parameter {key!r}, which has no default: set it in fixed")
+                raise self._unusable(f"clients cannot give parameter {key!r}, which has no default: set it in fixed")
         self._model = self._make_model()
 
     def _make_model(self) -> TypeAdapter[dict[str, Any]]:
-        """A table with the open parameters; a ``TypedDict``, whose keys may have names that a model's cannot."""
+        """The model of the open parameters: a ``TypedDict``, since a pydantic model forbids some field names."""
         fields = {
             key: (Required if self._parameters[key].default is inspect.Parameter.empty else NotRequired)[hint]
             for key, hint in self._open.items()
@@ -150,10 +150,10 @@ class _RegisteredEntry:
         try:
             return TypeAdapter(table)
         except (PydanticUserError, TypeError) as error:
-            raise self._unusable(f"its annotations make no model: {error}") from error
+            raise self._unusable(f"its annotations cannot be validated: {error}") from error
 
     def _read_fixed(self, fixed: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
-        """What the operator sets, as the annotations have it: a text becomes a ``Path`` where one is wanted."""
+        """The operator's arguments, converted as the annotations say: a text becomes a ``Path`` if one is expected."""
         read: dict[str, Any] = {}
         for key, value in fixed.items():
             if key not in self._parameters:
@@ -161,7 +161,7 @@ class _RegisteredEntry:
             try:
                 adapter = TypeAdapter[Any](hints.get(key, Any))
             except PydanticUserError:
-                read[key] = value  # A type of its own, which only the factory knows.
+                read[key] = value  # A type that pydantic does not know.
                 continue
             try:
                 read[key] = adapter.validate_python(value)
@@ -171,7 +171,7 @@ class _RegisteredEntry:
         return read
 
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of the open parameters, with the defaults that JSON can say."""
+        """The JSON schema of the open parameters, with the defaults that JSON can express."""
         schema = self._model.json_schema()
         for key, described in schema.get("properties", {}).items():
             default = self._parameters[key].default
@@ -180,24 +180,24 @@ class _RegisteredEntry:
         return schema
 
     def read(self, parameters: Mapping[str, Any]) -> tuple[dict[str, Any], list[WrongKey]]:
-        """The factory's arguments, and what is wrong with them."""
+        """The factory's arguments; or nothing, and the wrong keys."""
         unknown = [self._refused(key) for key in parameters if key not in self._open][:10]
         if unknown:
             return {}, unknown
         if unsafe := list(unsafe_values("parameters", parameters)):
             return {}, unsafe
         try:
-            # Through JSON, in which a list may stand for a tuple or a set, and a text for a member of an enum.
+            # As JSON text, where a list may become a tuple or a set, and a text a member of an enum.
             text = json.dumps(dict(parameters), allow_nan=False)
             arguments = self._model.validate_json(text)
         except ValidationError as error:
             return {}, adapter_wrong_keys(error, "parameters", parameters)
         except (ValueError, TypeError, RecursionError):
-            return {}, [WrongKey("parameters", "must be what JSON can say, with finite numbers")]
+            return {}, [WrongKey("parameters", "must be JSON, with finite numbers")]
         return {**arguments, **self._fixed}, []
 
     def make(self, arguments: dict[str, Any]) -> Workload:
-        """What the factory makes of ``arguments``."""
+        """The workload that the factory makes from ``arguments``."""
         try:
             made: object = self._factory(**arguments)
         except OptionError as error:
@@ -226,20 +226,20 @@ def _imported(name: str) -> Factory:
     module_name, _, attribute = name.partition(":")
     try:
         found: object = getattr(import_module(module_name), attribute, None)
-    except (Exception, SystemExit) as error:  # Whatever the module's code raises, if it parses a command line, too.
-        story = f"module {module_name!r} could not be imported: {type(error).__name__}: {error}"
-        raise SettingsError(f"entries.{name}: {story}") from error
+    except (Exception, SystemExit) as error:  # The module's code may raise anything; parsing a command line exits.
+        problem = f"module {module_name!r} could not be imported: {type(error).__name__}: {error}"
+        raise SettingsError(f"entries.{name}: {problem}") from error
     if not callable(found):
         raise SettingsError(f"entries.{name}: module {module_name!r} has no function {attribute!r}")
     return found
 
 
 def _named_parameters(name: str, factory: Factory) -> Iterator[tuple[str, inspect.Parameter]]:
-    """Those that can be given by keyword."""
+    """The parameters that can be given by keyword."""
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError) as error:
-        raise SettingsError(f"entries.{name}: its parameters cannot be known: {error}") from error
+        raise SettingsError(f"entries.{name}: its signature cannot be read: {error}") from error
     for key, parameter in parameters.items():
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise SettingsError(f"entries.{name}: parameter {key!r} cannot be given by keyword, as all must be")
@@ -253,6 +253,6 @@ def _hints(name: str, factory: Factory) -> dict[str, Any]:
         target = type(target).__call__
     try:
         return get_type_hints(target, include_extras=True)
-    except Exception as error:  # Annotations are code, too.
+    except Exception as error:  # Evaluating annotations runs code.
         problem = f"its annotations cannot be read: {type(error).__name__}: {error}"
         raise SettingsError(f"entries.{name}: {problem}") from error

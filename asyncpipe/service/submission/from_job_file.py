@@ -1,4 +1,4 @@
-"""From a job file, as ``asyncpipe train`` takes it, to what a client submits to a service."""
+"""Converts a job file, as ``asyncpipe train`` reads it, into a submission for a service."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from asyncpipe.train.job_file import load_job
 
 __all__ = ["read_submission"]
 
-SERVICE_HAS = {"folder", "resume"}
-"""Of ``[snapshots]``: a service has a folder for each job, and always goes on from what is in it."""
+SET_BY_SERVICE = {"folder", "resume"}
+"""Keys of ``[snapshots]`` that a service sets: it has a folder for each job, and always resumes."""
 
 
 def read_submission(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """What to submit for the job file at ``path``, as JSON has it, and the keys in it that do not apply to a service.
+    """The submission for the job file at ``path``, as JSON, and the keys of the file that a service ignores.
 
-    Says only what the file says, so that the service's defaults apply to the rest. Raises ``JobFileError``.
+    Keys that the file leaves out are left out, so that the service's defaults apply. Raises ``JobFileError``.
     """
     job = load_job(path)
     tables = job.model_dump(mode="json", exclude_unset=True)
     ignored = [f"observe.{key}" for key in tables.pop("observe", {})]
     snapshots = tables.pop("snapshots", None) or {}
-    ignored += [f"snapshots.{key}" for key in snapshots if key in SERVICE_HAS]
+    ignored += [f"snapshots.{key}" for key in snapshots if key in SET_BY_SERVICE]
     submission = {"name": tables.pop("name"), **tables.pop("job"), **tables}
-    chosen = {key: value for key, value in snapshots.items() if key not in SERVICE_HAS}
+    chosen = {key: value for key, value in snapshots.items() if key not in SET_BY_SERVICE}
     return ({**submission, "snapshots": chosen} if chosen else submission), ignored

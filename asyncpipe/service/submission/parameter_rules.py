@@ -1,6 +1,6 @@
-"""Which parameters clients may give, by their annotations, and which values are refused whatever the annotation says.
+"""Which parameters clients may set, by their annotations, and which values are refused whatever the annotation.
 
-The rules are lists of what is allowed: a type that is not named here cannot be given from outside.
+The rules are lists of what is allowed: a parameter with a type that is not listed here cannot be set by clients.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ DEEPEST = 16
 MOST_PROBLEMS = 10
 
 _URL = re.compile(r"[A-Za-z][\w+.-]*:[/\\]")
-"""Also a Windows drive."""
+"""Also matches a Windows drive."""
 
 
 def can_be_given(annotation: Any) -> bool:
-    """Whether JSON can say what ``annotation`` wants, and no file, code or object could be meant."""
+    """Whether JSON can express values of ``annotation``, and none of them is a file, code or another object."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return can_be_given(get_args(annotation)[0])
@@ -44,7 +44,7 @@ def can_be_given(annotation: Any) -> bool:
 
 
 def unsafe_values(key: str, value: object) -> Iterator[WrongKey]:
-    """What is refused of ``value``, which stands at ``key``, the first few by the keys where they are."""
+    """The first ``MOST_PROBLEMS`` unsafe parts of ``value``, which is at the key ``key``."""
     return islice(_unsafe(key, value, 0), MOST_PROBLEMS)
 
 
@@ -60,7 +60,7 @@ def _unsafe(key: str, value: object, depth: int) -> Iterator[WrongKey]:
     elif isinstance(value, Mapping):
         for name, inner in value.items():
             if problem := unsafe_text(str(name)):
-                yield WrongKey(key, f"has a key that cannot be: it {problem}")
+                yield WrongKey(key, f"has a key that is not allowed: it {problem}")
             else:
                 yield from _unsafe(f"{key}.{name}"[:200], inner, depth + 1)
     elif isinstance(value, Sequence):
@@ -69,9 +69,9 @@ def _unsafe(key: str, value: object, depth: int) -> Iterator[WrongKey]:
 
 
 def unsafe_text(text: str) -> str | None:
-    """Why ``text`` is refused, or ``None``: as a path it could lead out of the working directory, or into a log.
+    """Why ``text`` is refused, or ``None``. As a path, it could leave the working directory; in a log, add lines.
 
-    ``org/model`` may be one; what a factory opens of such names is the operator's business.
+    ``org/model`` is allowed; the operator decides what an entry opens by such names.
     """
     bare = text.strip()
     if len(text) > LONGEST_TEXT:

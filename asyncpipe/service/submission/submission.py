@@ -1,13 +1,13 @@
-"""What a client may say of a job, how that is checked before anything runs, and the job that comes of it.
+"""What a client may submit, how it is checked before anything runs, and the job that is made of it.
 
 ::
 
-    JSON ──▶ Submission ──▶ JobSpec, which the store keeps ──▶ Job, which TrainingRun takes
+    JSON ──▶ Submission ──▶ JobSpec, which the store keeps ──▶ Job, which TrainingRun runs
              check_submission                          job_of
-             every wrong key, at once                  folder and resumption are the service's own
+             reports every wrong key at once           sets the snapshot folder and resumption
 
-A client chooses among what the operator has registered: entries, devices, schedules by name. There is no way to say a
-path, a module or an address. Whatever costs memory or time has a bound here.
+A client chooses among what the operator has registered: entries, devices, and schedules by name. It cannot name a path,
+a module or an address. Everything that costs memory or time has a bound here.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ MOST_SAMPLES = 10**6
 MOST_MICROBATCHES = 4096
 MOST_STAGES = 1024
 MOST_ACTIONS = 2**16
-"""Stages times micro-batches: the task graph of so many takes a second or two to make."""
+"""Stages times micro-batches; a task graph of this size takes a second or two to build."""
 MOST_DEVICES = 1024
 MOST_RETRIES = 1000
 LONGEST_SCHEDULE = 200
 
-Raw: TypeAlias = "Submission | Mapping[str, Any] | str | bytes"
-"""A submission, or the JSON of one, read or not."""
+SubmissionInput: TypeAlias = "Submission | Mapping[str, Any] | str | bytes"
+"""A submission, or its JSON as a mapping or as text."""
 
 
 class SubmissionError(AsyncpipeError, ValueError):
-    """A submission cannot become a job; ``problems`` has every wrong key with what is wrong and would be right."""
+    """A submission is not valid; ``problems`` has every wrong key, with what is wrong and what would be right."""
 
     def __init__(self, problems: Sequence[tuple[str, str]]) -> None:
         self.problems = [WrongKey(*problem) for problem in problems]
@@ -87,7 +87,7 @@ def _named_schedule(value: object) -> object:
 
 @cache
 def _registered() -> tuple[str, ...]:
-    # Looking for plug-ins reads what is installed; that takes milliseconds and does not change.
+    # Cached: looking for plug-ins reads the metadata of installed packages, which takes milliseconds.
     return tuple(known_schedules())
 
 
@@ -96,13 +96,11 @@ _WEIGHT = f"must be a number above 0, up to {MAX_WEIGHT:g}"
 
 
 class SubmittedPipeline(PipelineTable):
-    """``pipeline``: as in a job file, with the operator's devices and with schedules that are registered by name."""
+    """``pipeline``: as in a job file, but with the operator's devices and registered schedules only."""
 
     microbatches: Annotated[int, _up_to(MOST_MICROBATCHES)] = 8
     schedule: Annotated[str, BeforeValidator(_named_schedule)] = "1f1b"
-    stages: Annotated[int, _up_to(MOST_STAGES)] | None = Field(
-        default=None, description=f"must be an integer from 1 to {MOST_STAGES}"
-    )
+    stages: Annotated[int, _up_to(MOST_STAGES)] | None = None
 
 
 class SubmittedTraining(TrainingTable):
@@ -114,20 +112,18 @@ class SubmittedTraining(TrainingTable):
 
 
 class SnapshotChoices(StrictModel):
-    """``snapshots``: when they are taken and which are kept; where they are is the service's own affair."""
+    """``snapshots``: as in a job file, without the folder and resumption, which the service sets."""
 
     every: Annotated[int, _up_to(MOST_STEPS)] = 100
     keep: Annotated[int, _up_to(100)] = 3
-    keep_every: Annotated[int, _up_to(MOST_STEPS)] | None = Field(
-        default=None, description=f"must be an integer from 1 to {MOST_STEPS}"
-    )
+    keep_every: Annotated[int, _up_to(MOST_STEPS)] | None = None
 
 
 class Submission(StrictModel):
     """A job as a client submits it."""
 
     name: Annotated[str, AfterValidator(_printable), Field(min_length=1, max_length=MAX_NAME, description=_NAME)]
-    """What people and metrics call it."""
+    """The job's name for people and in metrics; need not be unique."""
     entry: str = Field(max_length=MAX_NAME, description="must be the name of a registered entry")
     parameters: dict[str, JsonValue] = Field(default_factory=dict, description="must be a table of keyword arguments")
     pipeline: SubmittedPipeline
@@ -138,17 +134,16 @@ class Submission(StrictModel):
         default=PriorityClass.FOREGROUND, description=f"must be one of {', '.join(PriorityClass)}"
     )
     weight: float = Field(default=1.0, gt=0, le=MAX_WEIGHT, allow_inf_nan=False, description=_WEIGHT)
-    """Its share of the devices' time, against those of other foreground jobs."""
+    """Its share of the devices' time, relative to other foreground jobs."""
 
 
-# Before anything runs
+# Checks
 
 
-def check_submission(submission: Raw, settings: ServiceSettings, entries: Entries) -> JobSpec:
-    """What the store keeps of ``submission``, which could run on this service as far as can be said without running it.
+def check_submission(submission: SubmissionInput, settings: ServiceSettings, entries: Entries) -> JobSpec:
+    """The specification of the job, checked as far as possible without running code of the job.
 
-    Raises ``SubmissionError``. Takes well under a millisecond, and longer only where an installed plug-in has to be
-    imported for its schedule.
+    Raises ``SubmissionError``. Takes well under a millisecond, unless a plug-in has to be imported for its schedule.
     """
     read = _read(submission, settings, entries)
     problems = [*_wrong_entry(read.entry, read.parameters, entries), *_wrong_devices(read.pipeline.devices, settings)]
@@ -167,9 +162,10 @@ def check_submission(submission: Raw, settings: ServiceSettings, entries: Entrie
 
 
 def check_new_schedule(spec: JobSpec, schedule: str) -> None:
-    """Raise ``SubmissionError`` where the job of ``spec`` cannot go on with ``schedule``, a registered name."""
+    """Raise ``SubmissionError`` unless the job of ``spec`` can continue with ``schedule``, a registered name."""
     if schedule == AUTO:
-        raise SubmissionError([("schedule", "must be a schedule's name; what is chosen by measuring is, at the start")])
+        rule = "must be a schedule's name; a schedule is chosen by measuring only when a job starts"
+        raise SubmissionError([("schedule", rule)])
     changed = {**_table(spec, "pipeline"), "schedule": schedule}
     try:
         pipeline = SubmittedPipeline.model_validate_json(json.dumps(changed))
@@ -179,11 +175,11 @@ def check_new_schedule(spec: JobSpec, schedule: str) -> None:
         raise SubmissionError([(problem.key.removeprefix("pipeline."), problem.text) for problem in problems])
 
 
-def _read(submission: Raw, settings: ServiceSettings, entries: Entries) -> Submission:
+def _read(submission: SubmissionInput, settings: ServiceSettings, entries: Entries) -> Submission:
     if isinstance(submission, Submission):
         return submission
     try:
-        # JSON has no tuples, so a strict reading of Python's objects would want what it cannot say.
+        # Strict validation of Python objects would demand tuples, which JSON does not have; so validate JSON text.
         text = json.dumps(dict(submission), allow_nan=False) if isinstance(submission, Mapping) else submission
     except (TypeError, ValueError, RecursionError):
         raise SubmissionError([("", "must be a JSON object with texts as keys and finite numbers")]) from None
@@ -191,13 +187,13 @@ def _read(submission: Raw, settings: ServiceSettings, entries: Entries) -> Submi
         return Submission.model_validate_json(text)
     except ValidationError as error:
         problems = wrong_keys(error, Submission)
-        told = {problem.key for problem in problems}
-        also = (problem for problem in _wrong_anyhow(text, settings, entries) if problem.key not in told)
-        raise SubmissionError([*problems, *also]) from None
+        reported = {problem.key for problem in problems}
+        others = (problem for problem in _wrong_for_service(text, settings, entries) if problem.key not in reported)
+        raise SubmissionError([*problems, *others]) from None
 
 
-def _wrong_anyhow(text: str | bytes, settings: ServiceSettings, entries: Entries) -> Iterator[WrongKey]:
-    """What only this service can say of a submission that is wrong in itself, too: all shall be told at once."""
+def _wrong_for_service(text: str | bytes, settings: ServiceSettings, entries: Entries) -> Iterator[WrongKey]:
+    """Wrong entries and devices of a submission that is not a valid ``Submission``, to report all problems at once."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -222,14 +218,14 @@ def _wrong_entry(entry: str, parameters: Mapping[str, Any], entries: Entries) ->
 def _wrong_devices(devices: Sequence[str], settings: ServiceSettings) -> Iterator[WrongKey]:
     there = Counter(settings.devices)
     if len(devices) > len(settings.devices):
-        yield WrongKey("pipeline.devices", f"must be {len(settings.devices)} at most, got {len(devices)}")
+        yield WrongKey("pipeline.devices", f"must be at most {len(settings.devices)}, got {len(devices)}")
         return
     for device, wanted in Counter(devices).items():
         if device not in there:
             known = ", ".join(there)
             yield WrongKey("pipeline.devices", f"must be devices of this service: {known}; got {shown(device)}")
         elif wanted > there[device]:
-            rule = f"must have {device} {there[device]} times at most"
+            rule = f"must have {device} at most {there[device]} times"
             yield WrongKey("pipeline.devices", f"{rule}, got it {wanted} times")
 
 
@@ -240,7 +236,7 @@ def _wrong_faults(faults: FaultTable) -> Iterator[WrongKey]:
 
 
 def _wrong_schedule(pipeline: PipelineTable) -> Iterator[WrongKey]:
-    """Whether the schedule can serve the stages, micro-batches and devices, as far as these are known."""
+    """Whether the schedule supports the stages, micro-batches and devices, as far as these are known."""
     if pipeline.schedule == AUTO:
         if pipeline.order != "strict":
             yield WrongKey("pipeline.order", f'must be "strict" with schedule "{AUTO}"')
@@ -261,7 +257,7 @@ def _wrong_schedule(pipeline: PipelineTable) -> Iterator[WrongKey]:
 
 
 def _stages(pipeline: PipelineTable, schedule: Schedule) -> int:
-    """How many stages there will be; of a model that is traced, as many as the schedule likes."""
+    """The number of stages; for a traced model, the number that the schedule prefers."""
     if pipeline.stages is not None:
         return pipeline.stages
     if pipeline.balance != AUTO:
@@ -269,14 +265,14 @@ def _stages(pipeline: PipelineTable, schedule: Schedule) -> int:
     return len(pipeline.devices) * schedule.virtual
 
 
-# What runs
+# The job
 
 
 def job_of(spec: JobSpec, record: JobRecord, settings: ServiceSettings) -> Job:
-    """The job that runs for ``record``: with its snapshots in the service's folder, going on from the newest there.
+    """The job to run for ``record``, with its snapshots in the service's folder, resuming from the newest one.
 
-    Messages about it begin with ``job ID``. Raises ``SubmissionError`` for a specification that another version kept
-    and this one cannot read.
+    Its error messages begin with ``job ID``. Raises ``SubmissionError`` for a specification that another version of
+    asyncpipe stored and this one cannot read.
     """
     pipeline = _table(spec, "pipeline")
     if record.schedule is not None:

@@ -22,12 +22,12 @@ from asyncpipe.service.jobs.job_run import JobRun
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 from asyncpipe.service.store.job_store import JobStore
 
-__all__ = ["JobTable"]
+__all__ = ["ActiveJobs"]
 
 PAGE = 1000
 
 
-class JobTable:
+class ActiveJobs:
     """The queued and the running jobs. Belongs to the service's loop."""
 
     def __init__(
