@@ -1,4 +1,4 @@
-"""``asyncpipe plan``: which pipeline of a job's model is the fastest that fits."""
+"""``asyncpipe plan``: find the fastest pipeline for a job's model that fits into memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncpipe.cli.profile import add_measuring, default_counts, measured, ticker
+from asyncpipe.cli.arguments import add_command
+from asyncpipe.cli.profile import add_measuring, measured
+from asyncpipe.cli.progress import show_phases
+from asyncpipe.cli.tables import table
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.predict.layer_profile import ADAMW_SCALE, Profile
 from asyncpipe.core.predict.memory import format_bytes
@@ -18,22 +20,20 @@ from asyncpipe.core.predict.planner import Plan, best_of_each, plan
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
-    from asyncpipe.train.job_file import Job
-
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+    from asyncpipe.cli.arguments import Subparsers
 
 __all__ = ["add_parser"]
 
 DESCRIPTION = """\
-Try schedules, balances, numbers of micro-batches and recomputation modes, on paper: each is simulated with the
-measured costs of the job's layers. Prints the ten fastest that fit, one line for the best balance of each, and what
-to write into the job file to have the first.
+Simulate schedules, balances, numbers of micro-batches and recomputation modes with the measured costs of the job's
+layers. Prints the ten fastest that fit, each with its best balance, and the lines of the job file that choose the
+first.
 
 Without --profile the model is measured first, in real training steps on the job's devices. Memory counts weights,
 gradients, AdamW's averages and what micro-batches keep for their backwards.
 """
 
-EPILOG = """\
+EXAMPLES = """\
 examples:
   asyncpipe plan examples/charlm/charlm.toml
   asyncpipe plan examples/charlm/charlm.toml --memory-limit 8GiB --checkpoint never,except_last
@@ -51,16 +51,16 @@ _UNITS: dict[str, int] = {"": 1, "b": 1} | {
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add ``plan`` to the command line."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "plan",
-        help="find the fastest pipeline for a job's model",
+        summary="find the fastest pipeline for a job's model",
         description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=EXAMPLES,
     )
     parser.add_argument("job", metavar="JOB.toml", type=Path, help="the job file")
     parser.add_argument("--profile", type=Path, metavar="FILE.json", help="costs that 'asyncpipe profile' has written")
-    parser.add_argument("--memory-limit", type=_bytes, metavar="8GiB", help="what each device has, as 8GiB or 500MB")
+    parser.add_argument("--memory-limit", type=_bytes, metavar="8GiB", help="memory of each device, as 8GiB or 500MB")
     add_measuring(parser)
     parser.add_argument(
         "--schedules", type=_names, metavar="A,B", help="schedules to try (default: all that are known)"
@@ -94,10 +94,10 @@ def _plan(args: argparse.Namespace) -> int:
     from asyncpipe.train.job_file import load_job
 
     job = load_job(args.job)
-    show = ticker(sys.stderr)
-    try:
+    with show_phases(sys.stderr) as show:
+        profile = measured(job, args, show) if args.profile is None else Profile.read(args.profile)
         plans = plan(
-            _profile(job, args),
+            profile,
             len(job.pipeline.devices),
             schedules=args.schedules,
             microbatches=args.microbatches,
@@ -106,29 +106,19 @@ def _plan(args: argparse.Namespace) -> int:
             parameter_scale=ADAMW_SCALE,
             progress=show,
         )
-    finally:
-        show("")
     best = best_of_each(plans)[:SHOWN]
     if args.json:
         print(json.dumps({"job": job.name, "devices": job.pipeline.devices, "plans": [_row(each) for each in best]}))
     else:
-        print(_table(best) + f"\n\nthe first, in {args.job}:\n\n{_toml(best[0])}")
+        print(f"{_table(best)}\n\nthe first, in {args.job}:\n\n{_toml(best[0])}")
     return 0
-
-
-def _profile(job: Job, args: argparse.Namespace) -> Profile:
-    if args.profile is not None:
-        return Profile.read(args.profile)
-    return measured(job, args.microbatches or default_counts(job), args.steps)
 
 
 def _row(each: Plan) -> dict[str, Any]:
     return {**each.options(), "seconds": each.seconds, "bubble": each.bubble, "memory": list(each.memory)}
 
 
-def _table(plans: Sequence[Plan]) -> str:
-    """One line a plan, the columns as wide as need be."""
-    head = ("schedule", "balance", "micro-batches", "checkpoint", "step", "bubble", "memory per device")
+def _table(plans: list[Plan]) -> str:
     rows = [
         (
             each.schedule,
@@ -141,12 +131,11 @@ def _table(plans: Sequence[Plan]) -> str:
         )
         for each in plans
     ]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
-    return "\n".join(line.rstrip() for line in lines)
+    head = ("schedule", "balance", "micro-batches", "checkpoint", "step", "bubble", "memory per device")
+    return table(head, rows, numbers=("micro-batches", "step", "bubble"))
 
 
 def _toml(best: Plan) -> str:
-    """The lines of ``[pipeline]`` that choose a plan."""
+    """The ``[pipeline]`` table that chooses the plan."""
     options = best.options()
     return "\n".join(["[pipeline]", *(f"{key} = {json.dumps(value)}" for key, value in options.items())])

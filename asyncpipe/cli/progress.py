@@ -1,10 +1,14 @@
-"""How ``asyncpipe train`` shows that it is alive: live on a terminal, a line now and then elsewhere."""
+"""Progress of commands that take long: one display that changes on a terminal, lines elsewhere.
+
+A line is written only if it says something new, so that a log or a pipe does not fill with repetitions.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, TextIO
 
 from asyncpipe.errors import OptionError
@@ -13,17 +17,41 @@ from asyncpipe.train.progress import ProgressSink, RunStarted, StepProgress
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["LineProgress", "LiveProgress", "choose_progress"]
+__all__ = ["LineProgress", "LiveProgress", "choose_progress", "show_phases"]
 
 LINE_EVERY = 20
-"""Steps between two plain lines."""
+"""Steps between two lines."""
 REDRAWS_PER_SECOND = 5
 BAR_WIDTH = 30
 
 
 @contextmanager
+def show_phases(out: TextIO) -> Iterator[Callable[[str], None]]:
+    """A function that shows what the command does now; a text begins with the phase, and details follow a comma.
+
+    On a terminal, a status line shows the newest text until the end of the block. Elsewhere, a phase is a line.
+    """
+    if out.isatty() and find_spec("rich") is not None:
+        from rich.console import Console
+
+        with Console(file=out).status("") as status:
+            yield status.update
+        return
+    last = ""
+
+    def show(text: str) -> None:
+        nonlocal last
+        phase = text.partition(",")[0]
+        if phase != last:
+            print(f"… {text}", file=out, flush=True)
+        last = phase
+
+    yield show
+
+
+@contextmanager
 def choose_progress(*, wanted: bool, out: TextIO | None = None) -> Iterator[ProgressSink]:
-    """The progress display that suits ``out`` (stdout by default); it is taken down at the end of the block.
+    """The progress display of a training run for ``out`` (default: stdout); it is removed at the end of the block.
 
     Raises ``OptionError`` if ``out`` is a terminal and rich is not installed.
     """
@@ -38,17 +66,18 @@ def choose_progress(*, wanted: bool, out: TextIO | None = None) -> Iterator[Prog
 
 
 class LineProgress(ProgressSink):
-    """A line for the first step, every 20th and the last, for logs and pipes."""
+    """A line for the first step, every 20th and the last, and for each phase; for logs and pipes."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
+        self._last = ""
 
     def started(self, run: RunStarted) -> None:
-        """Print what is trained, and where."""
+        """Print the headline."""
         self._print(headline(run))
 
     def stepped(self, progress: StepProgress) -> None:
-        """Print every 20th step."""
+        """Print the figures, if it is the step's turn."""
         if progress.step % LINE_EVERY == 0 or progress.step in (1, progress.steps):
             self._print(
                 f"step {progress.step}/{progress.steps}  loss {progress.loss:.3f}  "
@@ -61,11 +90,13 @@ class LineProgress(ProgressSink):
         self._print(phase)
 
     def _print(self, line: str) -> None:
-        print(line, file=self._out, flush=True)
+        if line != self._last:
+            print(line, file=self._out, flush=True)
+        self._last = line
 
 
 class LiveProgress(ProgressSink):
-    """Keeps the last step's figures and draws them when asked: a progress bar and a bar of utilization a stage."""
+    """Keeps the last step's figures and draws them on request: a progress bar, and the utilization of each stage."""
 
     def __init__(self, console: Console) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
@@ -83,7 +114,7 @@ class LiveProgress(ProgressSink):
         self._task = self._bar.add_task("building", total=None, figures="")
 
     def started(self, run: RunStarted) -> None:
-        """Print what is trained, above the display."""
+        """Print the headline above the display."""
         self._console.print(headline(run), highlight=False)
         self._bar.update(self._task, description="training", total=run.steps)
 
@@ -96,7 +127,7 @@ class LiveProgress(ProgressSink):
         self._bar.update(self._task, description=phase)
 
     def draw(self) -> RenderableType:
-        """The display as it is now. Called by the thread that redraws, at its own pace."""
+        """The display as it is now. Called by the thread that redraws it, at its own rate."""
         from rich.console import Group
 
         last = self._last
@@ -113,19 +144,13 @@ def _stage_table(progress: StepProgress) -> RenderableType:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    for heading in ("stage", "device", "busy", ""):
-        table.add_column(heading, justify="left")
+    table = Table("stage", "device", "busy", "", box=None, pad_edge=False)
     report = progress.report
     devices = {time.task.stage: time.task.lane.device for time in report.tasks}
     rows = [(str(stage), devices.get(stage, ""), share) for stage, share in enumerate(report.stage_utilization)]
     for stage, device, share in (*rows, ("", "bubble", report.bubble_ratio)):
-        table.add_row(
-            stage,
-            device,
-            ProgressBar(total=1.0, completed=share, width=BAR_WIDTH, complete_style="green"),
-            f"{share:.0%}",
-        )
+        bar = ProgressBar(total=1.0, completed=share, width=BAR_WIDTH, complete_style="green")
+        table.add_row(stage, device, bar, f"{share:.0%}")
     return table
 
 

@@ -1,4 +1,4 @@
-"""``asyncpipe train``: run the training job of a job file, watched on the terminal and by Prometheus."""
+"""``asyncpipe train``: run the training job of a job file, with progress, metrics and a live page."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncpipe.cli.arguments import add_command, count
 from asyncpipe.errors import DeviceError, OptionError
 
 if TYPE_CHECKING:
+    from asyncpipe.cli.arguments import Subparsers
     from asyncpipe.observe.live import LiveView
     from asyncpipe.observe.metrics import PipelineCollector
     from asyncpipe.train.job_file import Job
     from asyncpipe.train.progress import TrainingSummary
     from asyncpipe.train.training_run import TrainingRun
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
 __all__ = ["add_parser"]
 
 DESCRIPTION = """\
-Train the model of a job file as a pipeline, then evaluate it and let it speak, where its workload knows how.
+Train the model of a job file as a pipeline, then evaluate it and generate a sample, if its workload can do that.
 
-SIGINT (Ctrl-C) and SIGTERM end the run after the step under way, with a summary, the trace and a last snapshot; a
-second one ends it between two tasks. A trace or a snapshot that cannot be written does not end it. With --resume the
-run goes on from its newest snapshot that is whole, so that what restarts it can always give that.
+SIGINT (Ctrl-C) and SIGTERM end the run after the current step, with a summary, the trace and a last snapshot; a
+second signal ends it between two tasks. A trace or a snapshot that cannot be written does not end the run. With
+--resume the run continues from its newest intact snapshot, or from scratch if there is none; a supervisor that
+restarts it can always give this option.
 """
 
-EPILOG = """\
+EXAMPLES = """\
 examples:
   asyncpipe train examples/charlm/charlm.toml
   asyncpipe train examples/charlm/charlm.toml --steps 50 --devices cpu:0,cpu:1
@@ -43,21 +44,15 @@ examples:
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add ``train`` to the command line."""
-    parser = subparsers.add_parser(
-        "train",
-        help="run a training job",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(subparsers, "train", summary="run a training job", description=DESCRIPTION, examples=EXAMPLES)
     parser.add_argument("job", metavar="JOB.toml", type=Path, help="the job file")
-    parser.add_argument("--steps", type=_count, metavar="N", help="train for N steps")
+    parser.add_argument("--steps", type=count, metavar="N", help="train for N steps")
     devices = parser.add_mutually_exclusive_group()
-    devices.add_argument("--devices", type=_devices, metavar="LIST", help="train on these, as cpu:0,cpu:1")
+    devices.add_argument("--devices", type=_devices, metavar="LIST", help="train on these devices, as cpu:0,cpu:1")
     devices.add_argument(
         "--device-type",
         choices=("cpu", "cuda"),
-        help="train on as many logical devices of this kind; those that are there are used in turn",
+        help="train on the same number of logical devices of this kind, round robin over those of the machine",
     )
     _add_watching(parser)
     parser.add_argument("--no-progress", action="store_true", help="print the summary only")
@@ -65,19 +60,24 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def _add_watching(parser: argparse.ArgumentParser) -> None:
-    """The options of ``[observe]`` and ``[snapshots]``."""
+    """Add the options that override ``[observe]`` and ``[snapshots]``."""
     add = parser.add_argument
-    add("--metrics-port", type=_port, metavar="PORT", help="serve metrics here; 0 takes any free port")
-    add("--metrics-address", metavar="IP", help="serve them on this address (default: 127.0.0.1)")
-    add("--serve", type=_port, metavar="PORT", help="serve a page to watch the run, on 127.0.0.1; 0 as above")
+    add("--metrics-port", type=_port, metavar="PORT", help="serve metrics on this port; 0 takes any free port")
+    add("--metrics-address", metavar="IP", help="serve metrics on this address (default: 127.0.0.1)")
+    add(
+        "--serve",
+        type=_port,
+        metavar="PORT",
+        help="serve a live page on this port of 127.0.0.1; 0 as above",
+    )
     add("--trace", type=Path, metavar="FILE", help="write a trace of the last steps, for Perfetto")
     add("--timeline", type=Path, metavar="FILE.svg", help="draw the last step")
     add(
         "--snapshots",
         type=Path,
         metavar="FOLDER",
-        help="save the model and the optimizer here, now and then and at the end (every 100 steps, keeping 3, unless "
-        "the job file says otherwise); the folder must hold no other run's",
+        help="save the run to this folder during training and at the end (every 100 steps, with the newest 3 kept, "
+        "unless the job file says otherwise); the folder must not hold snapshots of another run",
     )
     add(
         "--resume",
@@ -85,17 +85,11 @@ def _add_watching(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=True,
         metavar="FOLDER",
-        help="go on from the newest whole snapshot in FOLDER, where the new ones go, too (by default the job's own "
-        "folder for them); start afresh where there is none",
+        help="continue from the newest intact snapshot in FOLDER, which also gets the new ones (default: the folder in "
+        "the job file); start from scratch if there is none",
     )
-    add("--opentelemetry", action="store_true", default=None, help="make an OpenTelemetry span of every step")
-    add("--nvtx", action="store_true", default=None, help="make tasks NVTX ranges, for NVIDIA's profilers")
-
-
-def _count(text: str) -> int:
-    if text.isascii() and text.isdigit() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    add("--opentelemetry", action="store_true", default=None, help="report each step as an OpenTelemetry span")
+    add("--nvtx", action="store_true", default=None, help="mark tasks as NVTX ranges, for NVIDIA's profilers")
 
 
 def _port(text: str) -> int:
@@ -112,7 +106,7 @@ def _devices(text: str) -> tuple[str, ...]:
 
 
 def _train(args: argparse.Namespace) -> int:
-    # Imported here and not above, so that neither the other commands, nor --help, nor a wrong job wait for torch.
+    # Imported here, and partly after the job file is read: --help and a wrong job file should not wait for torch.
     from asyncpipe.train.job_file import load_job
 
     job = _with_options(load_job(args.job), args)
@@ -142,10 +136,10 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _with_options(job: Job, args: argparse.Namespace) -> Job:
-    """The job with what the command line says in place of what the file says."""
+    """The job with the values of the command line in place of those of the file."""
     devices = args.devices
     if args.device_type is not None:
-        devices = _mapped(len(job.pipeline.devices), args.device_type)
+        devices = _logical_devices(len(job.pipeline.devices), args.device_type)
     job = job.override("pipeline", devices=devices)
     job = job.override("training", steps=args.steps)
     job = _with_snapshots(job, args.snapshots, args.resume)
@@ -162,7 +156,7 @@ def _with_options(job: Job, args: argparse.Namespace) -> Job:
 
 
 def _with_snapshots(job: Job, folder: Path | None, resume: Path | bool | None) -> Job:
-    """The job with ``--snapshots`` and ``--resume``, which is true where no folder is given with it."""
+    """The job with ``--snapshots`` and ``--resume``; ``resume`` is true if it was given without a folder."""
     if isinstance(resume, Path):
         if folder is not None and folder != resume:
             raise OptionError(f"--resume {resume}: the run's own folder is --snapshots {folder}; give one of them")
@@ -172,21 +166,21 @@ def _with_snapshots(job: Job, folder: Path | None, resume: Path | bool | None) -
     return job.override("snapshots", folder=folder, resume=None if resume is None else True)
 
 
-def _mapped(count: int, kind: str) -> tuple[str, ...]:
-    """``count`` logical devices of ``kind``, round robin over those of this machine."""
+def _logical_devices(number: int, kind: str) -> tuple[str, ...]:
+    """``number`` logical devices of ``kind``, round robin over those of this machine."""
     if kind == "cpu":
-        return tuple(f"cpu:{index}" for index in range(count))
+        return tuple(f"cpu:{index}" for index in range(number))
     from torch import cuda
 
-    there = cuda.device_count()
-    if not there:
+    available = cuda.device_count()
+    if not available:
         raise DeviceError("--device-type cuda: this machine has no CUDA device that torch can use; leave it out")
-    return tuple(f"cuda:{index % there}" for index in range(count))
+    return tuple(f"cuda:{index % available}" for index in range(number))
 
 
 @contextmanager
 def _served(job: Job, collector: PipelineCollector) -> Iterator[None]:
-    """Metrics over HTTP during the block, if the job asks for them; their address is printed."""
+    """Serve metrics over HTTP during the block, if the job asks for them, and print their address."""
     from prometheus_client import CollectorRegistry
 
     from asyncpipe.observe.metrics import serve_metrics
@@ -203,7 +197,7 @@ def _served(job: Job, collector: PipelineCollector) -> Iterator[None]:
 
 
 def _live_view(job: Job) -> LiveView | None:
-    """What shows the run on a page, if the job asks for one."""
+    """The observer behind the live page, if the job asks for one."""
     if job.observe.serve_port is None:
         return None
     from asyncpipe.observe.live import LiveView
@@ -213,7 +207,7 @@ def _live_view(job: Job) -> LiveView | None:
 
 @asynccontextmanager
 async def _shown(job: Job, view: LiveView | None) -> AsyncIterator[None]:
-    """The page over HTTP during the block, if there is a view; its address is printed."""
+    """Serve the live page during the block, if there is a view, and print its address."""
     if view is None or job.observe.serve_port is None:
         yield
         return
@@ -227,7 +221,7 @@ async def _shown(job: Job, view: LiveView | None) -> AsyncIterator[None]:
 async def _run(
     run: TrainingRun, job: Job, view: LiveView | None
 ) -> tuple[TrainingSummary | None, signal.Signals | None]:
-    """The summary, and the signal that ended the run; no summary where a second one cut it short."""
+    """The summary, and the signal that ended the run; no summary if a second signal has cut it short."""
     current = asyncio.current_task()
     assert current is not None
     received: list[signal.Signals] = []
@@ -241,7 +235,7 @@ async def _run(
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Windows has no such handlers, and only the main thread may set them; Ctrl-C then cancels the run.
+        # Not available on Windows and outside the main thread; Ctrl-C then cancels the run.
         with suppress(NotImplementedError, RuntimeError, ValueError):
             loop.add_signal_handler(number, on_signal, number)
     try:
@@ -263,7 +257,7 @@ def _print_summary(summary: TrainingSummary) -> None:
         f"loss {summary.loss:.3f} and bubble {summary.bubble_ratio:.0%} (mean of the last 20 steps)"
     )
     if summary.skipped:
-        print(f"{summary.skipped} updates were left out: loss or gradients were no finite numbers")
+        print(f"{summary.skipped} updates were skipped: the loss or the gradient norm was not finite")
     if summary.evaluation is not None:
         print(f"held-out loss {summary.evaluation:.3f}")
     if summary.trace is not None:

@@ -44,7 +44,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PrivateAttr, Strict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    Strict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.schedules.registry import could_be_schedule, known_schedules
@@ -129,17 +139,25 @@ class JobTable(StrictModel):
 
 
 class PipelineTable(StrictModel):
-    """``[pipeline]``: the arguments of ``asyncpipe.Pipeline``."""
+    """``[pipeline]``: devices, and options of ``asyncpipe.Pipeline``, which ``PipelineOptions`` explains."""
 
     devices: Devices
     microbatches: PositiveInt = 8
     schedule: Annotated[str, BeforeValidator(_checked_schedule)] = "1f1b"
     order: Literal["strict", "hint"] = Field(default="strict", description='must be "strict" or "hint"')
-    """With "hint", the order of an ordered schedule only ranks the ready tasks."""
     checkpoint: Annotated[CheckpointMode, BeforeValidator(_checked_checkpoint)] = CheckpointMode.EXCEPT_LAST
     balance: Balance = "auto"
     stages: PositiveInt | None = None
-    """Stages in all; absent: as many as the schedule wants, which mostly is one for each device."""
+
+    @field_validator("order", "stages")
+    @classmethod
+    def _suits_auto(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.data.get("schedule") == AUTO:
+            if info.field_name == "order" and value != "strict":
+                raise ValueError(f'must be "strict" with schedule "{AUTO}"')
+            if info.field_name == "stages" and value is not None:
+                raise ValueError(f'leave it out with schedule "{AUTO}", which chooses it')
+        return value
 
 
 class TrainingTable(StrictModel):

@@ -1,8 +1,9 @@
-"""What ``schedule = "auto"`` in a job file stands for, and the measurements of a job's model."""
+"""Measurement of a job's model, and the choice of a pipeline for ``schedule = "auto"``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Generator
 
@@ -10,7 +11,7 @@ from asyncpipe.core.predict.layer_profile import ADAMW_SCALE, Profile
 from asyncpipe.core.predict.planner import Plan
 from asyncpipe.errors import OptionError
 from asyncpipe.pipeline.profiling import STEPS, SampleBatch, choose, measure
-from asyncpipe.train.job_file import AUTO, Job, job_file_error
+from asyncpipe.train.job_file import Job, job_file_error
 from asyncpipe.train.workload import Workload
 
 __all__ = ["choose_for", "measure_job", "with_plan"]
@@ -26,26 +27,22 @@ def measure_job(
 ) -> Profile:
     """The measured costs of the job's model on its devices, with mini-batches of its size.
 
-    Blocks until it is done; nothing of the workload changes. Raises ``JobFileError`` where the job does not fit the
-    workload or this machine, ``TaskError`` where the model fails.
+    Blocks until the measurement is done; the workload does not change. Raises ``JobFileError`` if the job does not fit
+    the workload or this machine, and ``TaskError`` if the model fails.
     """
-    try:
+    with _blaming(job):
         return measure(
             workload.model, job.pipeline.devices, _sample(job, workload), microbatches, steps=steps, progress=progress
         )
-    except OptionError as error:
-        raise job_file_error(job.path, f"pipeline: {error}") from error
 
 
 def choose_for(job: Job, workload: Workload, *, progress: Callable[[str], None] | None = None) -> Plan:
-    """The plan that ``schedule = "auto"`` stands for: with the job's micro-batches, recomputation and balance, if it
-    has one. Blocks, and raises, as ``measure_job``."""
+    """The fastest plan by prediction, with the job's micro-batches and recomputation, and its balance if it has one.
+
+    Blocks and raises as ``measure_job`` does.
+    """
     table = job.pipeline
-    if table.order != "strict":
-        raise job_file_error(job.path, f'pipeline.order: must be "strict" with schedule "{AUTO}", got "{table.order}"')
-    if table.stages is not None:
-        raise job_file_error(job.path, f'pipeline.stages: leave it out with schedule "{AUTO}", which chooses it')
-    try:
+    with _blaming(job):
         return choose(
             workload.model,
             table.devices,
@@ -56,14 +53,26 @@ def choose_for(job: Job, workload: Workload, *, progress: Callable[[str], None] 
             parameter_scale=ADAMW_SCALE,
             progress=progress,
         )
-    except OptionError as error:
-        raise job_file_error(job.path, f"pipeline: {error}") from error
 
 
 def with_plan(job: Job, plan: Plan) -> Job:
-    """The job with what ``plan`` says of its pipeline."""
-    options = plan.options()
-    return job.override("pipeline", **{**options, "balance": plan.balance, "checkpoint": plan.checkpoint})
+    """The job with the pipeline that ``plan`` describes."""
+    return job.override(
+        "pipeline",
+        schedule=plan.schedule,
+        balance=plan.balance,
+        microbatches=plan.microbatches,
+        checkpoint=plan.checkpoint,
+    )
+
+
+@contextmanager
+def _blaming(job: Job) -> Iterator[None]:
+    """Turn an ``OptionError`` into a ``JobFileError`` that names the ``[pipeline]`` table."""
+    try:
+        yield
+    except OptionError as error:
+        raise job_file_error(job.path, f"pipeline: {error}") from error
 
 
 def _sample(job: Job, workload: Workload) -> SampleBatch:

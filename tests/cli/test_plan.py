@@ -251,15 +251,13 @@ async def test_choosing_changes_nothing_of_what_is_learned():
 async def test_a_balance_that_is_given_stays():
     run = TrainingRun(make_job(balance=[4, 1]), make_workload)
     await run.run()
-    assert run._job.pipeline.balance == (4, 1)
-    assert run._job.pipeline.schedule != "auto"
+    assert run.job.pipeline.balance == (4, 1)
+    assert run.job.pipeline.schedule != "auto"
 
 
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
-        ({"order": "hint"}, 'pipeline.order: must be "strict" with schedule "auto", got "hint"'),
-        ({"stages": 2}, 'pipeline.stages: leave it out with schedule "auto"'),
         ({"balance": [4, 2]}, "pipeline: balance .* sums up to 6"),
         ({"microbatches": 9}, "pipeline: the sample makes 8 micro-batches, not 9"),
     ],

@@ -23,6 +23,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncpipe import cli
+from asyncpipe.train.job_file import Job
 
 SERVED = find_spec("aiohttp") is not None
 """Whether there can be a live view here."""
@@ -223,12 +224,20 @@ def test_cuda_on_a_machine_without_it_is_told(job, capsys, monkeypatch):
     assert "no CUDA device" in capsys.readouterr().err
 
 
-def test_a_job_is_mapped_onto_the_cuda_devices_in_turn(monkeypatch):
-    from asyncpipe.cli.train import _mapped
+@pytest.mark.parametrize(
+    ("kind", "devices"), [("cuda", "cuda:0, cuda:1, cuda:2, cuda:0"), ("cpu", "cpu:0, cpu:1, cpu:2, cpu:3")]
+)
+def test_a_job_is_mapped_onto_the_devices_of_a_kind_in_turn(job, monkeypatch, kind, devices):
+    class Built(Exception):
+        """Ends the command before it trains."""
+
+    def build(job: Job, *_: object, **__: object) -> None:
+        raise Built(", ".join(job.pipeline.devices))
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
-    assert _mapped(4, "cuda") == ("cuda:0", "cuda:1", "cuda:2", "cuda:0")
-    assert _mapped(2, "cpu") == ("cpu:0", "cpu:1")
+    monkeypatch.setattr("asyncpipe.train.training_run.TrainingRun", build)
+    with pytest.raises(Built, match=f"^{devices}"):
+        cli.main(["train", str(job), "--device-type", kind])
 
 
 @pytest.mark.cuda

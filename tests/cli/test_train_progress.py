@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from asyncpipe.cli.progress import LineProgress, LiveProgress, choose_progress, minutes
+from asyncpipe.cli.progress import LineProgress, LiveProgress, choose_progress, minutes, show_phases
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.predict.report import Report, report
 from asyncpipe.core.predict.simulate import simulate
@@ -72,12 +72,35 @@ def test_lines_come_at_the_first_every_twentieth_and_the_last_step(simulated):
         progress.started(RUN)
         for step in steps(simulated, 41):
             progress.stepped(step)
-        progress.entered("sampling")
+        for _ in range(20):
+            progress.entered("sampling")
     lines = out.getvalue().splitlines()
     assert lines[0] == "tiny: 1,234,567 parameters, 41 steps on dev:0, dev:1"
     assert lines[1] == "step 1/41  loss 4.500  2,000 tokens/s  bubble 20%  0:20 left"
     assert [line.split()[1] for line in lines[1:-1]] == ["1/41", "20/41", "40/41", "41/41"]
     assert lines[-1] == "sampling"
+
+
+def test_a_phase_is_a_line_however_often_its_details_change():
+    out = io.StringIO()
+    with show_phases(out) as show:
+        for number in (2, 4):
+            for turn in range(20):
+                show(f"measuring {number} micro-batches, round {turn + 1} of 20")
+    assert out.getvalue().splitlines() == [
+        "… measuring 2 micro-batches, round 1 of 20",
+        "… measuring 4 micro-batches, round 1 of 20",
+    ]
+
+
+def test_a_terminal_shows_the_newest_phase_in_a_line_that_is_gone_in_the_end(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    with show_phases(out) as show:
+        show("measuring 2 micro-batches, round 1 of 20")
+        show("measuring 4 micro-batches, round 3 of 20")
+    assert "measuring 4 micro-batches, round 3 of 20" in out.getvalue()
+    assert out.getvalue().endswith("\x1b[2K")  # The line is erased.
 
 
 def test_a_terminal_shows_a_bar_and_the_utilization_of_every_stage(simulated):

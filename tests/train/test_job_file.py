@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 
 from asyncpipe import cli
 from asyncpipe.errors import JobFileError
+from asyncpipe.pipeline.options import PipelineOptions
 from asyncpipe.train.entry import find_entry
 from asyncpipe.train.job_file import (
     FaultTable,
@@ -126,6 +128,13 @@ def test_a_job_is_frozen_and_overridden_by_copies(write):
     assert other.path == job.path
 
 
+def test_the_options_of_a_pipeline_and_their_defaults_are_those_of_the_pipeline():
+    options = {option.name: option.default for option in fields(PipelineOptions)}
+    for name, field in PipelineTable.model_fields.items():
+        if name != "devices":
+            assert options[name] in (field.default, MISSING)
+
+
 # (what the right file says, what the wrong one says, the key, what else the message holds)
 WRONG = [
     ('name = "linear"', "", "name", ["missing", "must be a string"]),
@@ -154,6 +163,8 @@ WRONG = [
         "pipeline.microbatch",
         ["did you mean 'microbatches'", "known keys of pipeline"],
     ),
+    ('"gpipe"', '"auto"\norder = "hint"', "pipeline.order", ['must be "strict" with schedule "auto", got "hint"']),
+    ('"gpipe"', '"auto"\nstages = 2', "pipeline.stages", ['leave it out with schedule "auto"', "got 2"]),
     ('"gpipe"', '"gpipe"\nstages = "2"', "pipeline.stages", ["integer of at least 1", 'got "2"']),
     ("[1, 2]", '"even"', "pipeline.balance", ['"auto" or a list of positive integers', 'got "even"']),
     ("[1, 2]", "[1, 0]", "pipeline.balance", ['"auto" or a list of positive integers', "got [1, 0]"]),

@@ -238,10 +238,6 @@ def _wrong_faults(faults: FaultTable) -> Iterator[WrongKey]:
 def _wrong_schedule(pipeline: PipelineTable) -> Iterator[WrongKey]:
     """Whether the schedule supports the stages, micro-batches and devices, as far as these are known."""
     if pipeline.schedule == AUTO:
-        if pipeline.order != "strict":
-            yield WrongKey("pipeline.order", f'must be "strict" with schedule "{AUTO}"')
-        if pipeline.stages is not None:
-            yield WrongKey("pipeline.stages", f'leave it out with schedule "{AUTO}", which chooses it')
         return
     try:
         schedule = find_schedule(pipeline.schedule, order=pipeline.order)
