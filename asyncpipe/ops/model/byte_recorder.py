@@ -1,7 +1,7 @@
-"""Count what layers receive, save and send while a pipeline runs each of them as a stage of its own.
+"""Counts the bytes that layers receive, save for the backward and send, while each runs as a stage of a pipeline.
 
-Saved tensors are seen through autograd's hooks, which belong to a thread: so they are set around each call of a
-stage, where it runs. Storages count once, and those of parameters and buffers not at all::
+Autograd's saved-tensor hooks see what is saved. They are thread-local, so they are set around each call of a stage, on
+the thread that runs it. Each storage counts once; those of parameters and buffers do not count::
 
     received ──▶ [ stage: what autograd saves ] ──▶ sent        input, saved, output
                       │            │
@@ -26,7 +26,7 @@ __all__ = ["ByteRecorder", "LayerBytes", "parameter_bytes"]
 
 @dataclass(slots=True)
 class LayerBytes:
-    """The bytes of one layer for one micro-batch; ``LayerCosts`` says what each is."""
+    """The bytes of one layer for one micro-batch; the fields are explained at ``LayerCosts``."""
 
     inner: bool
     """Whether its input gets a gradient."""
@@ -38,21 +38,21 @@ class LayerBytes:
 
 
 class ByteRecorder:
-    """Watches stages, each of them one layer, while ``watching``; ``layers`` then has what the first micro-batch took.
+    """Counts the bytes of stages that are one layer each. ``layers`` has them after ``watching``.
 
-    The micro-batches run their forwards in order, and none is larger than the first.
+    Only the first micro-batch is counted: forwards run in order, and no micro-batch is larger than the first.
     """
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerBytes] = {}
         """By stage."""
         self._calls: dict[int, _StageRecording] = {}
-        """The call of each stage's first micro-batch, while it is not over."""
+        """By stage, while ``watching``."""
         self._last = -1
 
     @contextmanager
     def watching(self, stages: Sequence[Stage]) -> Iterator[None]:
-        """Watch ``stages`` inside; one training step without recomputation must run there."""
+        """Count inside. One training step without recomputation must run there."""
         self._last = len(stages) - 1
         handles = []
         for stage in stages:
@@ -68,7 +68,7 @@ class ByteRecorder:
             self._calls = {}
 
     def loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """``loss_fn``; what it saves while watched counts as the last stage's, which sends nothing then."""
+        """``loss_fn``, whose saved bytes count as the last stage's while watched. That stage then sends nothing."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             call = self._calls.get(self._last)
@@ -81,14 +81,14 @@ class ByteRecorder:
 
 
 class _StageRecording:
-    """The first call of one stage, and of the loss behind it; on the stage's thread."""
+    """Counts the first call of one stage, and the loss if it is the last stage; on the stage's thread."""
 
     def __init__(self, module: nn.Module) -> None:
         self.bytes: LayerBytes | None = None
-        # Replicas of tied parameters among them.
+        # Parameters include replicas of tied ones.
         self._uncounted = {_address(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._saved: dict[int, int] = {}
-        """Sizes of storages by address; the graph keeps them, so that no address is given out twice."""
+        """Sizes of saved storages by address. The graph keeps them alive, so no address is used twice."""
         self._hooks: saved_tensors_hooks | None = None
         self._counts_loss = True
 
@@ -107,7 +107,7 @@ class _StageRecording:
             inner=any(leaf.requires_grad for leaf in tree_leaves(args) if isinstance(leaf, Tensor)),
             input=sum(received.values()),
             saved=sum(size for address, size in self._saved.items() if address not in received),
-            # Of the caller's batch only the micro-batch counts, which is a view of it.
+            # A micro-batch is a view of the caller's batch, of which only this part counts.
             saved_input=sum(size for address, size in received.items() if address in self._saved),
             saved_output=sum(size for address, size in self._saved.items() if address in made.keys() - received.keys()),
             output=sum(made.values()),
@@ -115,7 +115,7 @@ class _StageRecording:
 
     @contextmanager
     def loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Counts what autograd saves inside, unless the stage has saved it or it is a target."""
+        """Count what autograd saves inside, except targets and what the stage has saved already."""
         if not self._counts_loss or self.bytes is None:
             yield
             return
@@ -131,7 +131,7 @@ class _StageRecording:
         storage = tensor.untyped_storage()
         if _address(tensor) not in self._uncounted:
             self._saved[_address(tensor)] = storage.nbytes()
-        # Detached: an operation's own output, kept as it is, would keep the operation alive.
+        # Detached, since an operation that saves its own output would otherwise be part of a reference cycle.
         return tensor.detach()
 
 
@@ -154,6 +154,6 @@ def _unpack(kept: Tensor) -> Tensor:
 
 
 def parameter_bytes(module: nn.Module) -> tuple[int, int]:
-    """The bytes of the parameters of ``module``, and of those that get a gradient; one that is there twice once."""
+    """The bytes of the parameters of ``module``, and of those that require a gradient; each parameter once."""
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in module.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)

@@ -1,8 +1,8 @@
-"""Measure what layers cost, in time or in memory, to balance stages by it.
+"""Measures the time or the memory that each layer needs, to balance stages by it.
 
-The layers run in order in the calling thread, each as a stage of its own: cut off from the layer before, forward
-and, where time is measured, backward. One layer at a time is copied and placed, so that memory is bounded by the
-dearest layer and nothing of the model changes, whatever a layer does to itself or to its input::
+The layers run in order on the calling thread, each as if it were a stage: its graph does not include the layer before;
+its forward runs, and if time is measured also its backward. Only one layer at a time is copied to the device. So memory
+is bounded by the largest layer, and the model does not change, whatever a layer does to itself or its input::
 
     sample ─▶ cut ─▶ copy of layer 0 ─▶ cut ─▶ copy of layer 1 ─▶ cut ─▶ …      forward
                      copy of layer 0 ◀─ ones   copy of layer 1 ◀─ ones          backward, right after the forward
@@ -23,13 +23,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
 
 from asyncpipe.core.checks import check_positive
 from asyncpipe.core.predict.balance import even_balance
 from asyncpipe.errors import BalanceError, BatchError, MicrobatchError, OptionError
 from asyncpipe.ops.device.devices import resolve_devices
-from asyncpipe.ops.model.microbatch import Arguments, NoChunk, Packet, cut
+from asyncpipe.ops.model.byte_recorder import parameter_bytes
+from asyncpipe.ops.model.microbatch import Arguments, Packet, cut, without_no_chunk
 from asyncpipe.ops.model.skips import SkipKey, Skippable, SkipStore, use_skips
 
 __all__ = ["balance_by_size", "balance_by_time", "layer_bytes", "layer_times"]
@@ -48,7 +48,8 @@ def balance_by_time(
 ) -> list[int]:
     """How many layers of ``module`` each of ``stages`` stages gets, so that they take about the same time.
 
-    Arguments and errors are those of ``layer_times``, and ``BalanceError`` for fewer layers than stages.
+    The other arguments are explained at ``layer_times``. Raises what that raises, and ``BalanceError`` for fewer layers
+    than stages.
     """
     _check_stages(module, stages)
     return even_balance(layer_times(module, sample, seconds=seconds, device=device, clock=clock), stages)
@@ -66,7 +67,8 @@ def balance_by_size(
 ) -> list[int]:
     """How many layers of ``module`` each of ``stages`` stages gets, so that they need about the same memory.
 
-    Arguments and errors are those of ``layer_bytes``, and ``BalanceError`` for fewer layers than stages.
+    The other arguments are explained at ``layer_bytes``. Raises what that raises, and ``BalanceError`` for fewer layers
+    than stages.
     """
     _check_stages(module, stages)
     costs = layer_bytes(
@@ -90,15 +92,15 @@ def layer_times(
 ) -> list[float]:
     """Seconds that each layer of ``module`` takes for a forward and a backward of ``sample``: the median of repeats.
 
-    ``sample`` is what the model takes: a tensor, a nested value or ``Arguments``. All layers run once unmeasured,
-    then again and again until ``seconds`` are over, at least once. They run on ``device``, whatever device the
-    model is on, in the mode (training or evaluation) that they are in, with gradients for what has them in the
-    whole model. On CUDA the device's own events are read and ``clock`` only tells when to stop.
+    ``sample`` is what the model takes: a tensor, a nested value or ``Arguments``. All layers run once unmeasured, and
+    then repeatedly, at least once, until ``seconds`` are over. They run on ``device``, whichever device the model is
+    on, in the mode (training or evaluation) that they are in, and with gradients for the tensors that have them in the
+    whole model. On an accelerator the times are those of the device's events, and ``clock`` only decides when to stop.
 
-    Parameters, gradients, buffers, modes, placement and torch's random generators are left as they are. Raises
-    ``BalanceError`` if ``module`` is no ``nn.Sequential``, ``BatchError`` if ``sample`` holds no tensor,
-    ``DeviceError`` for a device that is not there, ``OptionError`` for other ``seconds`` than finite ones, zero
-    or more; and what a layer raises, with a note of which one.
+    Parameters, gradients, buffers, modes, placement and torch's random generators do not change. Raises
+    ``BalanceError`` if ``module`` is not an ``nn.Sequential``, ``BatchError`` if ``sample`` holds no tensor,
+    ``DeviceError`` for a device that is not present, ``OptionError`` if ``seconds`` is negative or not finite; and what
+    a layer raises, with a note that names the layer.
     """
     _check_stages(module)
     if not 0 <= seconds < inf:
@@ -126,16 +128,15 @@ def layer_bytes(
 ) -> list[int]:
     """Bytes that each layer of ``module`` needs in training, for one micro-batch of the mini-batch ``sample``.
 
-    They are the memory of what autograd saves for the backward and of the output (what the layer stashes is
-    output too), each storage once, plus ``parameter_scale`` times the parameters: 2 for parameter and gradient, 4
-    with AdamW's two averages. Frozen parameters count once. Neither parameters nor buffers count as saved. An
-    input that the backward needs counts as saved by this layer and as output of the one before, as it would if
-    there were a border between the two. What a layer hides from autograd's hooks is not seen, such as the inputs
-    that ``torch.utils.checkpoint`` keeps.
+    This is the memory of what autograd saves for the backward and of the output (including what the layer stashes),
+    each storage once, plus ``parameter_scale`` times the parameters: 2 for parameter and gradient, 4 with the two
+    averages of AdamW. Frozen parameters count once. Neither parameters nor buffers count as saved. An input that the
+    backward needs counts as saved by this layer and as output of the layer before, as if the two were in different
+    stages. What autograd's hooks do not see is not counted, such as the inputs that ``torch.utils.checkpoint`` keeps.
 
-    ``sample`` is cut along ``batch_dim`` as the pipeline does it, ``NoChunk`` included, and the first micro-batch,
-    which none exceeds, is measured on ``device``. Nothing changes and errors are as with ``layer_times``, and
-    ``MicrobatchError`` and ``OptionError`` for ``microbatches`` and a ``parameter_scale`` that are out of range,
+    ``sample`` is cut along ``batch_dim`` as by the pipeline, ``NoChunk`` included. The first micro-batch, which is
+    never smaller than another, is measured on ``device``. Changes nothing, and raises what ``layer_times`` raises; also
+    ``MicrobatchError`` or ``OptionError`` if ``microbatches`` or ``parameter_scale`` is out of range, and
     ``BatchError`` if ``sample`` cannot be cut.
     """
     _check_stages(module)
@@ -156,23 +157,19 @@ def _check_stages(module: nn.Sequential, stages: int | None = None) -> None:
             "its layers, or give the balance as a list"
         )
     if stages is not None:
-        # Now rather than after the measurement: it raises if there are too few layers.
+        # Raises if there are too few layers, before the measurement instead of after it.
         even_balance([1] * len(module), stages)
 
 
 def _placed(sample: Any, device: torch.device) -> Any:
-    """``sample`` on ``device``, off any graph but with the same wish for gradients."""
-    if not Packet(bare := tree_map(_bare, sample)).tensors:
+    """``sample`` on ``device``, detached; its tensors require gradients as before."""
+    if not Packet(bare := without_no_chunk(sample)).tensors:
         raise BatchError(f"the sample holds no tensor, got {type(sample).__name__}; give what the model takes")
     return _cut_off(bare, device)
 
 
-def _bare(leaf: Any) -> Any:
-    return leaf.tensor if isinstance(leaf, NoChunk) else leaf
-
-
 def _cut_off(value: Any, device: torch.device | None = None) -> Any:
-    """``value`` with leaves for tensors, which require a gradient where the tensors do."""
+    """``value`` with its tensors detached; those that required a gradient still do."""
     packet = Packet(value)
     return packet.rebuild(
         tensor.detach().to(device or tensor.device).requires_grad_(tensor.requires_grad) for tensor in packet.tensors
@@ -181,15 +178,16 @@ def _cut_off(value: Any, device: torch.device | None = None) -> Any:
 
 @contextmanager
 def _left_as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Whatever the caller's modes, gradients are on inside; generators and gradients are restored afterwards."""
-    cuda = device.type == "cuda"
+    """Enable gradients inside, whatever the caller's modes; afterwards restore generators and gradients."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.random.fork_rng([device.index] if cuda else []))
-        if cuda:
-            stack.enter_context(torch.cuda.device(device))
-        # Layers are copies, but a function that one of them holds on to may use the model's own parameters.
+        if device.type == "cpu":
+            stack.enter_context(torch.random.fork_rng([]))
+        else:
+            stack.enter_context(torch.random.fork_rng([device.index], device_type=device.type))
+            stack.enter_context(torch.get_device_module(device).device(device))
+        # Layers are copies, but a function that one of them refers to may use the model's own parameters.
         for parameter in module.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
@@ -200,12 +198,12 @@ def _left_as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class _CutOffSkips(SkipStore):
-    """Skips that are cut off from the layer that stashed them: its backward is over when another one pops them."""
+    """Skips detached from the layer that stashed them, since its backward is over before another layer pops them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stashed: list[Tensor] = []
-        """By the layer that runs."""
+        """What the layer that runs has stashed."""
 
     def stash(self, key: SkipKey, tensor: Tensor | None) -> None:
         if tensor is not None:
@@ -213,43 +211,43 @@ class _CutOffSkips(SkipStore):
         super().stash(key, _cut_off(tensor))
 
     def pop(self, key: SkipKey) -> Tensor | None:
-        # Not the leaf itself, which could not be changed in place.
+        # A clone, since a leaf that requires a gradient cannot be changed in place.
         tensor = super().pop(key)
         return None if tensor is None else tensor.clone()
 
 
 class _MeasuredLayer:
-    """A copy of one layer and what it is called with."""
+    """A copy of one layer, and the arguments of its call."""
 
     def __init__(self, layer: nn.Module, arguments: Arguments, device: torch.device, skips: _CutOffSkips) -> None:
-        # A namespace is its identity: a copy of it would hide the skips from the other layers.
+        # Namespaces are not copied: a copy is another namespace, in which other layers do not see the skips.
         parts = [part for part in layer.modules() if isinstance(part, Skippable)]
         namespaces = {id(space): space for part in parts for space in part.skip_namespaces.values()}
         self.module = deepcopy(layer, namespaces).to(device)
-        # Clones, for operations in place: of what other layers read, and of leaves.
+        # Clones, which the layer may change in place: others read the originals, and leaves cannot be changed.
         packet = Packet(arguments)
         self._arguments = packet.rebuild([tensor.clone() for tensor in packet.tensors])
         self._skips = skips
         self.output: Any = None
 
     def forward(self) -> None:
-        """Run it, which gives it its output."""
+        """Run the layer, and set ``output``."""
         self.output = self.module(*self._arguments.args, **self._arguments.kwargs)
 
-    def made(self) -> list[Tensor]:
-        """All tensors that it has made for others: its output's and those that it stashed."""
+    def sent(self) -> list[Tensor]:
+        """All tensors that the layer passes to later ones: of its output and of what it stashed."""
         return Packet(self.output).tensors + self._skips.stashed
 
 
 def _run_layers(
     module: nn.Sequential, value: Any, device: torch.device, measure: Callable[[_MeasuredLayer], T]
 ) -> list[T]:
-    """What ``measure`` says of each layer, called with it in order; it must run the layer's forward."""
+    """The result of ``measure`` for each layer, in order. ``measure`` must run the layer's forward."""
     measured: list[T] = []
     skips = _CutOffSkips()
     with use_skips(skips):
         for index, part in enumerate(module):
-            # Like nn.Sequential, but that the first layer takes whatever the model does.
+            # As in nn.Sequential, but the first layer may take several arguments.
             arguments = Arguments((value,), {}) if index else Arguments.wrap(value)
             try:
                 layer = _MeasuredLayer(part, arguments, device, skips)
@@ -258,7 +256,7 @@ def _run_layers(
                 error.add_note(f"raised by layer {index} ({type(part).__name__}) while it was measured")
                 raise
             value = _cut_off(layer.output)
-            # Its graph and its copy go before the next layer is copied.
+            # Free its graph and its copy before the next layer is copied.
             skips.stashed.clear()
             del layer, arguments
     return measured
@@ -268,9 +266,9 @@ def _run_layers(
 
 
 def _seconds(layer: _MeasuredLayer, stopwatch: Callable[[Callable[[], None]], float]) -> float:
-    """How long the layer's forward and backward take."""
+    """Seconds of the layer's forward and backward."""
     forward = stopwatch(layer.forward)
-    outputs = [tensor for tensor in layer.made() if tensor.requires_grad]
+    outputs = [tensor for tensor in layer.sent() if tensor.requires_grad]
     gradients = [torch.ones_like(tensor) for tensor in outputs]
     if not outputs:
         return forward
@@ -278,28 +276,28 @@ def _seconds(layer: _MeasuredLayer, stopwatch: Callable[[Callable[[], None]], fl
 
 
 def _stopwatch(device: torch.device, clock: Callable[[], float]) -> Callable[[Callable[[], None]], float]:
-    """A function that runs another one and returns the seconds that this took on ``device``."""
+    """A function that runs a function and returns the seconds that it took on ``device``."""
 
     def on_host(work: Callable[[], None]) -> float:
         begun = clock()
         work()
         return clock() - begun
 
-    def on_cuda(work: Callable[[], None]) -> float:
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        # The stream is idle here, but for what prepares this very work, so that nothing else is timed.
+    def on_accelerator(work: Callable[[], None]) -> float:
+        begun, ended = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
+        # The stream has nothing else queued than what prepares ``work``, so only ``work`` is timed.
         begun.record()
         work()
         ended.record()
         ended.synchronize()
         return float(begun.elapsed_time(ended)) * 1e-3
 
-    return on_cuda if device.type == "cuda" else on_host
+    return on_host if device.type == "cpu" else on_accelerator
 
 
 def _bytes(layer: _MeasuredLayer, parameter_scale: float) -> int:
-    """The memory that the layer needs from its forward to its backward, and with its parameters."""
-    # Storages by address; kept alive, so that no address is given out twice.
+    """The bytes that the layer needs between its forward and its backward, and for its parameters."""
+    # Storages by address, kept alive so that no address is used twice.
     storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -309,14 +307,11 @@ def _bytes(layer: _MeasuredLayer, parameter_scale: float) -> int:
 
     with saved_tensors_hooks(keep, lambda kept: kept):
         layer.forward()
-    for tensor in layer.made():
+    for tensor in layer.sent():
         keep(tensor)
     for tensor in (*layer.module.parameters(), *layer.module.buffers()):
         storages.pop(tensor.untyped_storage().data_ptr(), None)
     activations = sum(storage.nbytes() for storage in storages.values())
-    return activations + round(sum(_parameter_bytes(p, parameter_scale) for p in layer.module.parameters()))
-
-
-def _parameter_bytes(parameter: nn.Parameter, scale: float) -> float:
-    # A frozen parameter has no gradient, and an optimizer keeps nothing for it.
-    return parameter.numel() * parameter.element_size() * (scale if parameter.requires_grad else min(scale, 1.0))
+    total, trained = parameter_bytes(layer.module)
+    # A frozen parameter has no gradient, and the optimizer keeps nothing for it.
+    return activations + round(trained * parameter_scale + (total - trained) * min(parameter_scale, 1.0))

@@ -1,22 +1,23 @@
-"""Placement, and what stages on different devices share: tied parameters and buffers.
+"""Places stages on devices, and ties the parameters and buffers that stages on different devices share.
 
-A parameter that stages on several devices use has one owner, the first of them; it is what the optimizer and the
-state dict see. The others work with a *replica* on their own device, inside a shadow of their module, so that the
-model itself stays as it was built. A step brings the owner's values to the replicas before their first forward and
-adds their gradients to the owner's behind their last backward, both as tasks (``core/graph/lower.py``)::
+A parameter that stages on several devices use has one owner: the first of these stages. The optimizer and the state
+dict see the owner's tensor. Every other stage uses a *replica* on its own device, in a shadow of its module, so that
+the model itself does not change. Each step copies the owner's values to the replicas before their first forward, and
+adds the replicas' gradients to the owner's after their last backward. Both are tasks (``core/graph/lower.py``)::
 
     model      embedding.weight ═════════════════ head.weight        one nn.Parameter
     stage 0    owner ───C(0>3)──▶ replica        stage 3's shadow of head
                  ▲                   │
                 S(0) ◀───C(3>0)──── .grad
 
-Between CPU devices a replica shares its owner's memory, so bringing it over costs nothing.
+Between CPU devices a replica shares its owner's memory, so these copies cost nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ __all__ = ["Replica", "Ties", "place"]
 
 
 class _Slot(NamedTuple):
-    """Where a module keeps a parameter or buffer."""
+    """The place of a parameter or buffer: a module, and the name there."""
 
     module: nn.Module
     name: str
@@ -44,25 +45,25 @@ class _Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replica:
-    """One tensor of its owner stage, again on the device of another stage."""
+    """A copy of one tensor of an owner stage, on the device of another stage."""
 
     slot: _Slot
     tensor: Tensor
 
     @property
     def owner(self) -> Tensor:
-        """The tensor itself, also after the owner's module was cast."""
+        """The owner's tensor; looked up each time, since casting a module can replace it."""
         owner = self.slot.table[self.slot.name]
         assert owner is not None
         return owner
 
     def bring(self, values: Tensor) -> None:
-        """Take over the owner's values, on the replica's device."""
+        """Use ``values``, a copy of the owner's on the replica's device, as the replica's values."""
         self.tensor.data = values
 
 
 class Ties:
-    """The replicas by (owner, user), and the shadow modules that hold them."""
+    """All replicas, by owner and user stage, and the shadow modules that use them."""
 
     def __init__(self) -> None:
         self._replicas: dict[tuple[int, int], list[Replica]] = {}
@@ -74,11 +75,11 @@ class Ties:
         return tuple(sorted(self._replicas))
 
     def between(self, owner: int, user: int) -> list[Replica]:
-        """What ``user`` has replicas of."""
+        """The replicas that ``user`` has of tensors of ``owner``."""
         return self._replicas[owner, user]
 
     def refresh(self) -> None:
-        """Make the shadows follow their modules: training mode, hooks, and whatever else was set on them."""
+        """Copy to the shadows what was changed on their modules: training mode, hooks, other attributes."""
         for shadow in self._shadows:
             shadow.refresh()
         for replica in self.all():
@@ -86,15 +87,15 @@ class Ties:
 
     def all(self) -> Iterable[Replica]:
         """Every replica."""
-        return (replica for replicas in self._replicas.values() for replica in replicas)
+        return chain.from_iterable(self._replicas.values())
 
     def drop_gradients(self) -> None:
-        """Forget what a step that failed has left at the replicas."""
+        """Drop the gradients that a failed step left at the replicas."""
         for replica in self.all():
             replica.tensor.grad = None
 
     def add(self, owner: int, user: int, slot: _Slot, device: torch.device) -> Tensor:
-        """A replica of what is in ``slot`` of ``owner``, for ``user``; always the same one."""
+        """The replica for ``user`` of what is in ``slot`` of ``owner``; created by the first call."""
         replicas = self._replicas.setdefault((owner, user), [])
         tensor = slot.table[slot.name]
         assert tensor is not None
@@ -108,9 +109,8 @@ class Ties:
         return copy
 
     def shadow(self, module: StageModule, replaced: dict[tuple[int, str], Tensor]) -> StageModule:
-        """``module`` with other tensors in the slots named by (id of the module, name); the rest is shared."""
-        made: dict[int, nn.Module] = {}
-        shadow = self._shadow(module, replaced, made)
+        """``module`` with the tensors in ``replaced``, by (id of the module, name). Everything else is shared."""
+        shadow = self._shadow(module, replaced, {})
         assert isinstance(shadow, StageModule)
         return shadow
 
@@ -119,12 +119,12 @@ class Ties:
     ) -> nn.Module:
         if id(module) in made:
             return made[id(module)]
+        made[id(module)] = module
         children = {
             name: self._shadow(child, replaced, made) for name, child in module._modules.items() if child is not None
         }
         mine = {name: tensor for (owner, name), tensor in replaced.items() if owner == id(module)}
         if not mine and all(children[name] is module._modules[name] for name in children):
-            made[id(module)] = module
             return module
         shadow = _Shadow(module, children, mine)
         shadow.refresh()
@@ -134,7 +134,7 @@ class Ties:
 
 
 class _Shadow:
-    """A module's double: the same class and state, but other children and tensors in some places."""
+    """A copy of a module with the same class and attributes, but some other children and tensors."""
 
     def __init__(self, module: nn.Module, children: dict[str, nn.Module], tensors: dict[str, Tensor]) -> None:
         self.copy: nn.Module = module.__class__.__new__(module.__class__)
@@ -150,20 +150,20 @@ class _Shadow:
         modules = {**self._module._modules, **self._children}
         self.copy.__dict__.update(self._module.__dict__, _modules=modules, **tables)
         if isinstance(self.copy, nn.RNNBase):
-            # A recurrent layer keeps its parameters a second time, in a list.
+            # A recurrent layer has a second reference to its parameters, in a list.
             self.copy._flat_weights = [getattr(self.copy, name) for name in self.copy._flat_weights_names]
 
 
 def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device]) -> tuple[list[Stage], Ties]:
-    """Move each stage to its device, in place: parameters stay the same objects. And the replicas it takes.
+    """The stages of ``model`` on their devices, and the ties between them. Moves the modules in place.
 
-    Raises ``SharedParameterError``, before anything moves, for a layer with running statistics in stages on
-    different devices: it would update them in two places.
+    Parameters stay the same objects. Raises ``SharedParameterError``, before anything moves, if stages on different
+    devices share a layer with running statistics, which both would update.
     """
     users = _users(model.stages)
     tied = {key: stages for key, stages in users.items() if len({placement[stage] for stage, _ in stages}) > 1}
     _check_statistics(tied.values())
-    # Backwards, so that what is shared ends up where its owner, the first stage that uses it, is.
+    # In reverse order, so that shared tensors end up on the device of their owner, the first stage that uses them.
     for index in reversed(range(len(model.stages))):
         model.stages[index].to(devices[placement[index]].physical)
     ties = Ties()
@@ -173,7 +173,7 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
         tensor = source.table[source.name]
         assert tensor is not None
         for user, slot in slots[1:]:
-            slot.table[slot.name] = tensor  # A buffer was moved by each of its users.
+            slot.table[slot.name] = tensor  # Moving a stage replaces its buffers, so each user had its own.
             if placement[user] != placement[owner]:
                 replica = ties.add(owner, user, source, devices[placement[user]].physical)
                 replaced[user][id(slot.module), slot.name] = replica
@@ -185,7 +185,7 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
 
 
 def _users(stages: Sequence[StageModule]) -> dict[int, list[tuple[int, _Slot]]]:
-    """Where each parameter and buffer is used: (stage, slot), in the order of the stages."""
+    """By id of each parameter and buffer: the stages that use it, in order, and where."""
     users: dict[int, list[tuple[int, _Slot]]] = {}
     for index, stage in enumerate(stages):
         for module in stage.modules():
