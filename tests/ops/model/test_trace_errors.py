@@ -57,7 +57,7 @@ def test_the_end_of_a_submodule_is_that_of_what_it_calls() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), nn.Tanh(), nn.Linear(3, 1))
     staged = trace(model, Arguments.of(torch.randn(2, 3)), {"0": SplitPoint.END})
     assert [len(list(stage.parameters())) for stage in staged.stages] == [4, 2]
-    assert "tanh" in staged.stages[1]._pieces[True].graph.code
+    assert "tanh" in staged.stages[1].graphs[True].graph.code
 
 
 def test_submodules_that_begin_together_are_one_place_to_cut() -> None:

@@ -1,14 +1,14 @@
-"""A traced graph, and where it is cut.
+"""A traced graph, and the positions where it is cut into stages.
 
-A trace is one list of nodes in the order in which they ran, each marked with the submodules that it ran in. A cut
-is a position in that list, so every node's stage follows from its place and values only ever go forward::
+A trace is a list of nodes in the order in which they ran, each with the submodules that it ran in. A cut is a position
+in that list. So the position of a node determines its stage, and values only go to later stages::
 
     nodes   embedding  add │ linear  relu  linear │ linear  log_softmax
     called  tok            │ blocks.0 ──────────▶ │ head
     stage   0              │ 1                    │ 2
 
-Two kinds of nodes have no place of their own. An item of a tuple stays with the tuple. What is computed from the
-sizes of the inputs alone is a plain number, and is computed anew by every stage that needs it.
+Two kinds of nodes have no position. An item of a tuple belongs to the stage of the tuple. A number that is computed
+from the sizes of the inputs only is computed by every stage that needs it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = [
 ]
 
 ROOT = "model"
-"""The attribute under which the traced wrapper holds the model: the first word of all its names."""
+"""The attribute of the traced wrapper that is the model, and so the first word of all names in a trace."""
 
 _UNEVEN = 1.5
-"""How much dearer than need be the dearest stage may become, before a cut goes into smaller submodules."""
+"""Cut inside smaller submodules if the cost of the most expensive stage is more than this times the optimum."""
 
 
 class SubmoduleCall(NamedTuple):
-    """One call of a submodule: the nodes ``first`` to ``last`` ran in it; ``depth`` counts the calls around it."""
+    """One call of a submodule: nodes ``first`` to ``last`` ran in it. ``depth`` counts the calls that contain it."""
 
     key: str
     """Unique in a trace: the second call of ``lin`` is ``lin@1``."""
@@ -60,14 +60,14 @@ class SubmoduleCall(NamedTuple):
 
 
 class SplitName(NamedTuple):
-    """A border of a submodule's first call."""
+    """The beginning or the end of a submodule's first call."""
 
     name: str
     at_end: bool
 
 
 class OutputShape:
-    """A nested value with holes where the graph's outputs go."""
+    """The nested value that the model returns, with holes where the outputs of the graph go."""
 
     def __init__(self, value: Any, is_hole: Callable[[Any], bool]) -> None:
         leaves, self._spec = tree_flatten(value)
@@ -79,7 +79,7 @@ class OutputShape:
         return tree_unflatten([next(remaining) if leaf is OutputShape else leaf for leaf in self._leaves], self._spec)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As a nested value, for copies too: torch has deprecated to make a TreeSpec any other way.
+        # Pickled and copied as a nested value, since torch has deprecated other ways to construct a TreeSpec.
         return OutputShape, (self.around(repeat(OutputShape)), _is_mark)
 
 
@@ -94,23 +94,23 @@ class TracedGraph:
     mode: str
     """``train`` or ``eval``, for messages."""
     root: nn.Module
-    """Holds the graphs of regions with a grad mode or autocast of their own."""
+    """Has the graphs of regions with a grad mode or autocast of their own as submodules."""
     inputs: dict[fx.Node, int]
-    """Placeholders, and which of the caller's tensors each one is."""
+    """For each placeholder, the index of the caller's tensor that it is."""
     state: dict[fx.Node, str]
-    """Nodes that read a parameter, a buffer or a constant, and its name."""
+    """For each node that reads a parameter, a buffer or a constant, its name."""
     nodes: list[fx.Node]
-    """Everything that computes, in the order in which it ran."""
+    """All operations, in the order in which they ran."""
     outputs: list[Any]
-    """What the graph returns: nodes, and numbers that are always the same."""
+    """What the graph returns: nodes, and constant numbers."""
     shape: OutputShape
-    """What the caller gets, made of the outputs."""
+    """What the caller gets, built from the outputs."""
     device: torch.device
-    """Where the model was when it was traced."""
+    """The device of the model when it was traced."""
 
     @cached_property
     def sizes(self) -> set[fx.Node]:
-        """The nodes that are plain numbers, made of the sizes of the inputs."""
+        """The nodes that are numbers computed from the sizes of the inputs only."""
         found: set[fx.Node] = set()
         for node in self.nodes:
             made_of = node.all_input_nodes
@@ -123,12 +123,12 @@ class TracedGraph:
 
     @cached_property
     def placed(self) -> list[fx.Node]:
-        """The nodes that have a place of their own: positions count these."""
+        """The nodes that have a position, in order."""
         return [node for node in self.nodes if node not in self.sizes and not _is_item(node)]
 
     @cached_property
     def calls(self) -> dict[str, SubmoduleCall]:
-        """The calls of submodules that computed something, in the order in which they began."""
+        """By key: the calls of submodules that computed anything, in the order in which they began."""
         calls: dict[str, SubmoduleCall] = {}
         for position, node in enumerate(self.placed):
             for depth, key, name in _called(node, self.root):
@@ -137,7 +137,7 @@ class TracedGraph:
         return calls
 
     def stages(self, cuts: Sequence[int]) -> dict[fx.Node, int]:
-        """The stage of every node but the sizes."""
+        """The stage of every node, except ``sizes``."""
         stages = {node: bisect_right(cuts, position) for position, node in enumerate(self.placed)}
         for node in self.nodes:
             if _is_item(node) and node not in self.sizes:
@@ -145,7 +145,7 @@ class TracedGraph:
         return stages
 
     def readers(self, node: fx.Node, stages: Mapping[fx.Node, int], last: int) -> set[int]:
-        """The stages that use a node's value; the last stage uses what is part of the output."""
+        """The stages that use the value of a node. The last stage uses the outputs."""
         return {stages[user] for user in node.users if user in stages} | ({last} if node in self.returned else set())
 
     @cached_property
@@ -174,7 +174,7 @@ def _called(node: fx.Node, root: nn.Module) -> Iterator[tuple[int, str, str]]:
 
 
 def inner_graphs(node: fx.Node, root: nn.Module) -> list[fx.GraphModule]:
-    """The graphs that a node runs: it takes them as arguments. Those of regions with a mode of their own, branches."""
+    """The graphs that a node takes as arguments and runs: regions with a mode of their own, and branches."""
     modules = [_attribute(root, read.target) for read in node.all_input_nodes if read.op == "get_attr"]
     return [module for module in modules if isinstance(module, fx.GraphModule)]
 
@@ -187,17 +187,17 @@ def _attribute(root: nn.Module, path: Any) -> Any:
 
 
 class CutPosition(NamedTuple):
-    """A position before which a stage ends, and who asked for it."""
+    """A position at which a new stage begins, and its name in messages."""
 
     position: int
     label: str
 
 
 def cut_at_names(model: nn.Module, traced: TracedGraph, points: Iterable[SplitName]) -> list[CutPosition]:
-    """The cuts at borders of submodules, in the order of the trace.
+    """The cuts at the beginning or end of submodules, in the order of the trace.
 
-    Raises ``TraceError`` for a name that the model does not have, for one that computes nothing, and for a cut
-    that would leave a stage empty.
+    Raises ``TraceError`` for a name that the model does not have, for a submodule that computes nothing, and for a cut
+    that would make an empty stage.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     cuts = []
@@ -221,7 +221,7 @@ def cut_at_names(model: nn.Module, traced: TracedGraph, points: Iterable[SplitNa
 
 
 def _first_call(traced: TracedGraph, name: str, modules: Mapping[str, nn.Module]) -> SubmoduleCall:
-    """The first call under this name, or under another name of the same submodule."""
+    """The first call of a submodule: under this name if there is one, else under another name of it."""
     same = {other for other, module in modules.items() if module is modules[name]}
     calls = [call for call in traced.calls.values() if call.name in same]
     if not calls:
@@ -235,11 +235,11 @@ def _first_call(traced: TracedGraph, name: str, modules: Mapping[str, nn.Module]
 def cut_evenly(
     traced: TracedGraph, other: TracedGraph, stages: int, tensors: Mapping[str, Tensor]
 ) -> tuple[list[int], list[int]]:
-    """Positions, in both traces, that spread the parameters over ``stages`` stages as evenly as can be.
+    """Positions, in both traces, that spread the parameters over ``stages`` stages as evenly as possible.
 
-    Cuts are made where a submodule's call begins, so never inside one that calls no other. The outermost
-    submodules are tried first, smaller ones only where those are too uneven. A parameter weighs what it has
-    elements, where it is used first. Raises ``TraceError`` if there are too few calls.
+    Cuts are made where the call of a submodule begins, so never inside a submodule that calls no other. The outermost
+    submodules are tried first, and smaller ones only if the stages would be too uneven. The cost of a parameter is its
+    number of elements, and counts where it is used first. Raises ``TraceError`` if there are too few calls.
     """
     costs = _costs(traced, tensors)
     need = max([sum(costs) / stages, *costs])
@@ -265,7 +265,7 @@ def cut_evenly(
 
 
 def _costs(traced: TracedGraph, tensors: Mapping[str, Tensor]) -> list[float]:
-    """What each position adds to its stage: the elements of the parameters that it uses first, and a mite."""
+    """The cost of each position: 1, and the elements of the parameters that are used there first."""
     seen: set[str] = set()
     costs = []
     for node in traced.placed:
@@ -276,7 +276,7 @@ def _costs(traced: TracedGraph, tensors: Mapping[str, Tensor]) -> list[float]:
 
 
 def _places(traced: TracedGraph, other: TracedGraph, depth: int) -> list[SubmoduleCall]:
-    """Calls, not deeper than ``depth``, before which both traces can be cut, in the order of both."""
+    """The calls, at most ``depth`` deep, before which both traces can be cut; in the order of both."""
     chosen: list[SubmoduleCall] = []
     last, last_other = 0, 0
     for call in sorted(traced.calls.values(), key=lambda call: (call.first, call.depth)):
@@ -288,9 +288,9 @@ def _places(traced: TracedGraph, other: TracedGraph, depth: int) -> list[Submodu
 
 
 def _even(costs: Sequence[float], places: Sequence[SubmoduleCall], stages: int) -> tuple[float, list[SubmoduleCall]]:
-    """The cost of the dearest stage, and the calls that begin the second stage and those after it."""
+    """The cost of the most expensive stage, and the calls at which the stages but the first begin."""
     borders = [0, *(call.first for call in places), len(costs)]
     pieces = [sum(costs[begin:end]) for begin, end in pairwise(borders)]
     ends = list(accumulate(even_balance(pieces, stages)))
-    dearest = max(sum(pieces[begin:end]) for begin, end in pairwise([0, *ends]))
-    return dearest, [places[end - 1] for end in ends[:-1]]
+    largest = max(sum(pieces[begin:end]) for begin, end in pairwise([0, *ends]))
+    return largest, [places[end - 1] for end in ends[:-1]]

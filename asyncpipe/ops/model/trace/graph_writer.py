@@ -1,8 +1,8 @@
-"""Pieces of a traced graph as graphs of their own, that run on another device than the traced one.
+"""Writes parts of a traced graph as graphs of their own, which can run on another device than the traced one.
 
-Where an operation was traced with the model's device (``torch.arange(n, device=ids.device)``), the copy takes the
+Where an operation was traced with the model's device (``torch.arange(n, device=ids.device)``), its copy takes the
 device from the graph's first argument. A part of the forward under ``torch.no_grad`` or ``torch.autocast`` is one
-operation in a trace, which runs a graph of its own in that mode; here a submodule does.
+operation in a trace, which runs an inner graph in that mode. Here it becomes a submodule.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _GENERATOR_TAKEN = {
     _aten.randint.low: _aten.randint.low_generator,
     _aten.randperm.default: _aten.randperm.generator,
 }
-"""The same functions in the spelling that takes a generator, which ``ops/autograd/random_streams.py`` hands them."""
+"""The overloads of random functions that take a generator, which ``ops/autograd/random_streams.py`` passes."""
 
 
 class GraphWriter:
-    """Copies nodes into a graph of their own. Its first argument is the device that stands for the traced one.
+    """Copies nodes into a new graph, whose first argument is the device to use instead of the traced one.
 
-    Only the graphs that torch's own operations run (``torch.cond``) cannot have it, and keep the traced device.
+    The graphs of torch's own operations (``torch.cond``) cannot take that argument, and keep the traced device.
     """
 
     def __init__(self, device: torch.device, takes_device: bool = True) -> None:
         self.graph = fx.Graph()
         self.known: dict[fx.Node, fx.Node] = {}
-        """What stands for each node of the trace."""
+        """The new node for each node of the trace."""
         self._traced_device = device
         self._device: Any = self.graph.placeholder("stage_device") if takes_device else device
         self._root = nn.Module()
@@ -63,7 +63,7 @@ class GraphWriter:
         return name
 
     def stand_in(self, value: Any) -> Any:
-        """What stands for a node; any other value stands for itself."""
+        """The new node for a node of the trace; any other value itself."""
         return self.known[value] if isinstance(value, fx.Node) else value
 
     def finish(self, output: Any, name: str) -> fx.GraphModule:
@@ -72,7 +72,7 @@ class GraphWriter:
         return fx.GraphModule(self._root, self.graph, name)
 
     def _map(self, arguments: Any, root: nn.Module) -> Any:
-        """Arguments with what stands for them here: nodes, graphs of inner operations, the device."""
+        """``arguments`` with the new nodes, inner graphs and device in place of the traced ones."""
 
         def replace(argument: Any) -> Any:
             if isinstance(argument, torch.device) and argument.type == self._traced_device.type:
@@ -87,7 +87,7 @@ class GraphWriter:
 
 
 class _Region(nn.Module):
-    """Runs a graph in a context. A module, so that torch.fx pickles a call of it as such."""
+    """Runs an inner graph in a context. A module, since torch.fx can pickle calls of modules."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class _Region(nn.Module):
         self.graph = graph
 
     def forward(self, device: torch.device, *values: Any) -> Any:
-        # Autocast is for a type of device; the traced type stands for that of the stage.
+        # Autocast takes a type of device: use that of the stage in place of the traced one.
         options = [device.type if option == self._traced_device.type else option for option in self._options]
         with self._context(*options):
             return self.graph.forward(device, *values)
@@ -117,7 +117,7 @@ _REGIONS: dict[Any, tuple[Callable[..., AbstractContextManager[Any]], int]] = {
     torch.ops.higher_order.wrap_with_set_grad_enabled: (torch.set_grad_enabled, 1),
     torch.ops.higher_order.wrap_with_autocast: (_autocast, 4),
 }
-"""The context of a region, and how many options precede its graph."""
+"""By operation: the context in which it runs its graph, and how many of its arguments (options) precede the graph."""
 
 
 def _write_inner(inner: nn.Module, device: torch.device, takes_device: bool = True) -> fx.GraphModule:

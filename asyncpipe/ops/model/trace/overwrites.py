@@ -1,7 +1,7 @@
-"""Which values of a traced model are overwritten in place, and whether its stages can live with that.
+"""Which values of a traced model are overwritten in place, and whether its stages still compute the right result.
 
-What crosses a border is another tensor on the other side. A stage may overwrite it, since what it makes of it is
-sent on; but a view of it that crossed too, or was made before, does not follow::
+A stage receives a copy of what another stage sends. It may overwrite the copy, since later stages get the result from
+it. But a view of the original, which another stage made or received, does not see that change::
 
     stage 0              stage 1               stage 2
     h ─────────────────▶ h.mul_(2) ──────────▶ reads the product: right
@@ -20,21 +20,21 @@ from asyncpipe.errors import TraceError
 from asyncpipe.ops.model.stage import CALLER
 from asyncpipe.ops.model.trace.cut import TracedGraph, inner_graphs
 
-__all__ = ["Overwrites", "overwrites", "written"]
+__all__ = ["Overwrites", "overwrites", "written_storages"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overwrites:
-    """What a mode's stages change in place."""
+    """What stages change in place, in one mode."""
 
     received: set[int] = field(default_factory=set)
     """Stages that overwrite what they receive."""
     state: dict[str, set[int]] = field(default_factory=dict)
-    """Buffers and constants (and parameters) by name, and the stages that overwrite them."""
+    """By name of a buffer, constant or parameter: the stages that overwrite it."""
 
 
 def overwrites(traced: TracedGraph, stages: Mapping[fx.Node, int], last: int) -> Overwrites:
-    """What is changed in place, and where. Raises ``TraceError`` where a stage could not see another one's change."""
+    """What stages change in place. Raises ``TraceError`` where a stage would miss a change made by another one."""
     found = Overwrites()
     order = {node: position for position, node in enumerate([*traced.inputs, *traced.state, *traced.nodes])}
     memory = _Memory(traced.nodes)
@@ -43,7 +43,7 @@ def overwrites(traced: TracedGraph, stages: Mapping[fx.Node, int], last: int) ->
         for storage in memory.of(_storages(node)):
             aliases.setdefault(storage, []).append(node)
     for node in traced.nodes:
-        for storage in memory.of(written(node, traced.root)):
+        for storage in memory.of(written_storages(node, traced.root)):
             before = [alias for alias in aliases.get(storage, ()) if order[alias] < order[node]]
             for alias in before:
                 if alias in traced.state:
@@ -54,7 +54,7 @@ def overwrites(traced: TracedGraph, stages: Mapping[fx.Node, int], last: int) ->
 
 
 class _Memory:
-    """Which storages may be one: a dropout that drops nothing returns its input itself, and its trace does not tell."""
+    """Knows which storages may be the same. A dropout that drops nothing returns its input; the trace shows two."""
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         self._same: dict[int, int] = {}
@@ -65,7 +65,7 @@ class _Memory:
                         self._same[output] = given
 
     def of(self, storages: Iterable[int]) -> set[int]:
-        """``storages``, with one number for those that may be one."""
+        """``storages``, with one number for those that may be the same."""
         return {self._first(storage) for storage in storages}
 
     def _first(self, storage: int) -> int:
@@ -83,7 +83,7 @@ def _check_stale(
     last: int,
     found: Overwrites,
 ) -> None:
-    """``values`` share the memory that ``writer`` changes and were there before it."""
+    """Note that ``writer`` overwrites ``values``, which share its memory; raise if a later reader would miss that."""
     here = stages[writer]
     received = [
         value for value in values if stages.get(value, CALLER) != here and here in traced.readers(value, stages, last)
@@ -103,17 +103,17 @@ def _check_stale(
             )
 
 
-def written(node: fx.Node, root: nn.Module) -> set[int]:
-    """The storages that a node changes in place, by the ids that they had in the trace."""
+def written_storages(node: fx.Node, root: nn.Module) -> set[int]:
+    """The storages that a node changes in place, by their ids in the trace."""
     found: set[int] = set()
     for region in inner_graphs(node, root):
-        found = found.union(*(written(inner, region) for inner in region.graph.nodes))
+        found = found.union(*(written_storages(inner, region) for inner in region.graph.nodes))
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return found
     values = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
     values.update(node.kwargs)
-    # The schemas of batch_norm and instance_norm do not tell that they update the running statistics.
+    # The schemas of batch_norm and instance_norm do not declare that they update the running statistics.
     updates = bool(values.get("training") or values.get("use_input_stats"))
     for argument in schema.arguments:
         writes = argument.alias_info is not None and argument.alias_info.is_write

@@ -1,15 +1,15 @@
-"""The stages of a traced model: each one runs its piece of the graphs on the model's own parameters.
+"""The stages of a traced model: each runs its part of the traced graphs on the model's own parameters.
 
-A piece is a function without state, generated once. Parameters, buffers and the device are arguments of it, so that
-a stage may be moved, copied and recomputed like any other module::
+A stage's graph has no state. Parameters, buffers and the device are its arguments, so a stage can be moved, copied and
+recomputed like any other module::
 
-    received ──values──▶ piece(device, parameters, values) ──▶ what each later stage gets
+    received ──values──▶ graph(device, parameters, values) ──▶ what each later stage gets
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -21,12 +21,12 @@ from asyncpipe.ops.autograd.checkpoint import is_recomputing
 from asyncpipe.ops.model.stage import CALLER, StageModule
 from asyncpipe.ops.model.trace.cut import OutputShape, TracedGraph
 from asyncpipe.ops.model.trace.graph_writer import GraphWriter
-from asyncpipe.ops.model.trace.overwrites import Overwrites, overwrites
+from asyncpipe.ops.model.trace.overwrites import overwrites
 
 __all__ = ["ModelSlots", "TracedStage", "CallerValue", "build_stages"]
 
 CallerValue = tuple[int, int | None]
-"""What a stage takes of the caller's tensors: (which, None) for the tensor, (which, dimension) for a size of it."""
+"""What a stage takes from the caller: (index, None) for a tensor, (index, dimension) for a size of it."""
 
 
 class StageGraph(NamedTuple):
@@ -36,18 +36,18 @@ class StageGraph(NamedTuple):
     """(device, *state, *values) -> one tuple for each target."""
     state: tuple[str, ...]
     changed: frozenset[str]
-    """The part of the state that it overwrites."""
+    """The names in ``state`` that it overwrites."""
     targets: tuple[int, ...]
     shape: OutputShape
-    """Of what the caller gets from the last stage."""
+    """The shape of what the caller gets from the last stage."""
 
 
 class TracedStage(StageModule):
-    """One stage of a traced model. Its mode is that of its ``training`` flag."""
+    """One stage of a traced model. Its ``training`` flag selects the graph that it runs."""
 
     def __init__(
         self,
-        pieces: Mapping[bool, StageGraph],
+        graphs: Mapping[bool, StageGraph],
         sources: tuple[int, ...],
         tensors: Mapping[str, Tensor],
         persistent: Container[str],
@@ -55,26 +55,27 @@ class TracedStage(StageModule):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self._pieces = dict(pieces)
+        self.graphs = dict(graphs)
+        """By mode (whether training): what the stage runs."""
         self._sources = sources
-        self._homes = slots
+        self._model_slots = slots
         self._traced_device = device
-        for name in dict.fromkeys(name for piece in pieces.values() for name in piece.state):
+        for name in dict.fromkeys(name for part in graphs.values() for name in part.state):
             self._adopt(name, tensors[name], name in persistent)
 
     def forward(self, received: Mapping[int, Any]) -> dict[int, Any]:
-        """Run the piece of the mode that the stage is in; what does not exist in this mode is an empty tuple."""
-        piece = self._pieces[self.training]
-        state = [self._state(name) for name in piece.state]
-        if piece.changed and is_recomputing():
-            # It was changed when the stage ran for the first time.
-            state = [x.clone() if name in piece.changed else x for name, x in zip(piece.state, state, strict=True)]
+        """Run the graph of the current mode. A link that this mode does not use gets an empty tuple."""
+        part = self.graphs[self.training]
+        state = [self._state(name) for name in part.state]
+        if part.changed and is_recomputing():
+            # The first run has changed it already, so the recomputation changes copies.
+            state = [x.clone() if name in part.changed else x for name, x in zip(part.state, state, strict=True)]
         values = [value for source in self._sources for value in received[source]]
-        # Not by calling the graph module, which would print to stderr where an operation fails.
-        results = piece.graph.forward(self._device(state or tree_leaves(values)), *state, *values)
-        sent = dict(zip(piece.targets, results, strict=True))
+        # Not a call of the graph module, which prints to stderr if an operation fails.
+        results = part.graph.forward(self._device(state or tree_leaves(values)), *state, *values)
+        sent = dict(zip(part.targets, results, strict=True))
         if CALLER in sent:
-            sent[CALLER] = piece.shape.around(sent[CALLER])
+            sent[CALLER] = part.shape.around(sent[CALLER])
         return sent
 
     def _device(self, values: Iterable[Any]) -> torch.device:
@@ -94,7 +95,7 @@ class TracedStage(StageModule):
             owner.register_buffer(last, tensor, persistent)
 
     def _state(self, name: str) -> Tensor:
-        # Looked up every time: a module that stands in for this one has other tensors.
+        # Looked up every time, since the shadow of a module (ops/model/ties.py) has other tensors.
         *path, last = name.split(".")
         owner: nn.Module = self
         for word in path:
@@ -106,33 +107,33 @@ class TracedStage(StageModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
-            self._homes.put(name, tensor)
+            self._model_slots.put(name, tensor)
         return self
 
 
 class ModelSlots:
-    """Where the model keeps its parameters and buffers: moving a stage moves them there too, as it does in place.
+    """The places of the model's parameters and buffers, so that moving a stage also moves them in the model.
 
-    A copy of a stage has a life of its own, and none of these.
+    A copy of a stage does not belong to the model, and has an empty ``ModelSlots``.
     """
 
-    def __init__(self) -> None:
-        self._slots: dict[str, list[tuple[dict[str, Tensor | None], str]]] = {}
+    def __init__(self, slots: Mapping[str, list[tuple[dict[str, Tensor | None], str]]] = MappingProxyType({})) -> None:
+        self._slots = slots
 
     @classmethod
     def of(cls, model: nn.Module, names: Mapping[int, str]) -> ModelSlots:
-        """Those of ``model``, whose tensors have these ``names`` by id."""
-        slots = cls()
+        """The slots of ``model``. ``names`` has the names of its tensors, by id."""
+        slots: dict[str, list[tuple[dict[str, Tensor | None], str]]] = {}
         for module in model.modules():
             parameters: dict[str, Tensor | None] = module._parameters  # type: ignore[assignment]
             for table in (parameters, module._buffers):
                 for key, tensor in table.items():
                     if id(tensor) in names:
-                        slots._slots.setdefault(names[id(tensor)], []).append((table, key))
-        return slots
+                        slots.setdefault(names[id(tensor)], []).append((table, key))
+        return cls(slots)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """``tensor`` is what the model has under this name from now on."""
+        """Make ``tensor`` the model's tensor of this name."""
         for table, key in self._slots.get(name, ()):
             table[key] = tensor
 
@@ -158,9 +159,9 @@ def build_stages(
     persistent: Container[str],
     slots: ModelSlots,
 ) -> BuiltStages:
-    """Stages from the traces of train and eval mode. The links are those that either mode needs.
+    """The stages, from the traces of train and eval mode. The links are those that either mode needs.
 
-    Raises ``TraceError`` where a stage overwrites what another one would have to see.
+    Raises ``TraceError`` where a stage overwrites what another stage uses.
     """
     plans = [_CutGraph(traced, cut) for traced, cut in zip(modes, cuts, strict=True)]
     last = len(cuts[0])
@@ -183,23 +184,16 @@ def _wanted_order(wanted: CallerValue) -> tuple[int, int]:
     return wanted[0], -1 if wanted[1] is None else wanted[1]
 
 
-@dataclass(init=False, eq=False)
 class _CutGraph:
-    """Where everything in a trace goes."""
-
-    traced: TracedGraph
-    last: int
-    stages: dict[fx.Node, int]
-    overwrites: Overwrites
-    crossing: dict[tuple[int, int], list[fx.Node]]
-    """The values that go from a stage to a later one, in the order in which they are made."""
+    """A traced graph with its cuts: the stage of each node, and the values that stages send each other."""
 
     def __init__(self, traced: TracedGraph, cuts: Sequence[int]) -> None:
         self.traced = traced
         self.last = len(cuts)
         self.stages = traced.stages(cuts)
         self.overwrites = overwrites(traced, self.stages, self.last)
-        self.crossing = {}
+        self.crossing: dict[tuple[int, int], list[fx.Node]] = {}
+        """By (source, user): the values that the one stage sends to the other, in the order in which they are made."""
         for node in traced.nodes:
             if node not in traced.sizes:
                 stage = self.stages[node]
@@ -207,13 +201,13 @@ class _CutGraph:
                     self.crossing.setdefault((stage, user), []).append(node)
 
     def nodes(self, stage: int) -> list[fx.Node]:
-        """What a stage computes, in order, with the sizes that it needs."""
+        """The nodes that a stage computes, in order, with the sizes that it needs."""
         own = {node for node, s in self.stages.items() if s == stage}
         needed = self._needs(stage, own)
         return [node for node in self.traced.nodes if node in own or node in needed]
 
     def _needs(self, stage: int, own: set[fx.Node]) -> set[fx.Node]:
-        """The sizes that a stage uses, and those that they are made of."""
+        """The sizes that a stage uses, and those that they are computed from."""
         sizes = self.traced.sizes
         open_ends = [made_of for node in own for made_of in node.all_input_nodes if made_of in sizes]
         if stage == self.last:
@@ -227,14 +221,14 @@ class _CutGraph:
         return needed
 
     def wanted(self, stage: int) -> set[CallerValue]:
-        """What a stage takes of the caller's tensors."""
+        """What a stage takes from the caller."""
         inputs = self.traced.inputs
         whole = {(i, None) for node, i in inputs.items() if stage in self.traced.readers(node, self.stages, self.last)}
         sizes = {self.size(node) for node in self.nodes(stage)}
         return whole | {size for size in sizes if size is not None}
 
     def size(self, node: fx.Node) -> CallerValue | None:
-        """(which tensor, dimension), if a node is the size of one of the caller's tensors."""
+        """(index, dimension) if a node is a size of one of the caller's tensors, else ``None``."""
         if node in self.traced.sizes and node.target is torch.ops.aten.sym_size.int:
             tensor, dimension = node.args
             assert isinstance(tensor, fx.Node)
@@ -243,7 +237,7 @@ class _CutGraph:
         return None
 
     def state(self, stage: int) -> dict[str, list[fx.Node]]:
-        """The nodes that read each parameter, buffer or constant that a stage uses."""
+        """By name of each parameter, buffer or constant that a stage uses: the nodes that read it."""
         found: dict[str, list[fx.Node]] = {}
         for node, name in self.traced.state.items():
             if stage in self.traced.readers(node, self.stages, self.last):
@@ -252,7 +246,7 @@ class _CutGraph:
 
 
 def _check_state(plans: Sequence[_CutGraph]) -> None:
-    """Raise where a stage overwrites a buffer that another one uses: on other devices they would have copies of it."""
+    """Raise where a stage overwrites a buffer that another stage uses, since each would have a copy of it."""
     users: dict[str, set[int]] = {}
     for plan in plans:
         for node, name in plan.traced.state.items():
@@ -271,7 +265,7 @@ def _check_state(plans: Sequence[_CutGraph]) -> None:
 def _write(
     plan: _CutGraph, stage: int, takes: Sequence[CallerValue], sources: Iterable[int], targets: tuple[int, ...]
 ) -> StageGraph:
-    """Generate what a stage runs in the mode of the plan."""
+    """The graph that a stage runs in the mode of ``plan``."""
     writer = GraphWriter(plan.traced.device)
     state = plan.state(stage)
     for reads in state.values():
