@@ -1,4 +1,4 @@
-"""What every test may rely on: both event loops, a reason where there is no GPU, and a fixture that finds leaks."""
+"""Fixtures and hooks of all tests: both kinds of event loops, skips without a GPU, and detection of leaks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ from typing import Any
 import pytest
 
 FULL = Path("/dev/full")
+# Test workers and more than a hundred subprocesses import the package. If the environment forbids bytecode files, each of
+# them would compile all of it again, for most of a second.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 JOIN_SECONDS = 10.0
 TURNS = 5
-"""Of the loop, in which a coroutine that was cancelled may end."""
+"""Iterations of the event loop in which a cancelled coroutine may end."""
 
 
 def pytest_configure() -> None:
-    """Take Ctrl-C as Python does by default: what a shell starts in the background ignores it, tests of it included."""
+    """Restore Python's handler of SIGINT: a shell starts background processes with SIGINT ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -32,9 +37,9 @@ def pytest_configure() -> None:
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Async tests run twice: on uvloop, which the package uses where it can, and on asyncio's own loop.
+    """Run async tests twice: on uvloop, which the package uses if it is installed, and on asyncio's own loop.
 
-    Those marked ``one_loop`` run once: what they show has nothing to do with the loop.
+    Tests marked ``one_loop`` run once, on asyncio's loop: what they check does not depend on the kind of loop.
     """
     factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
     if item.get_closest_marker("one_loop") is not None:
@@ -47,11 +52,11 @@ def pytest_asyncio_loop_factories(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests of the CUDA paths, with a reason, where there is no CUDA device."""
+    """Skip tests of the CUDA paths, with a reason, if there is no CUDA device."""
     on_cuda = [item for item in items if item.get_closest_marker("cuda") is not None]
     if not on_cuda:
         return
-    import torch  # Only now: most tests of the core need no torch.
+    import torch  # Not at the top: the tests of the core need no torch.
 
     if not torch.cuda.is_available():
         for item in on_cuda:
@@ -60,19 +65,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def new_threads() -> Callable[[], int]:
-    """Counts the threads that were started since; those of tests before this one may still be ending."""
+    """A function that counts the threads started since; threads of earlier tests may still be ending."""
     before = set(threading.enumerate())
     return lambda: len(set(threading.enumerate()) - before)
 
 
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails the test if it leaves a thread, a pending coroutine or a tensor behind.
+    """Fail the test if it leaves a thread, a pending coroutine or a tensor behind.
 
-    Ask for it before any fixture that holds tensors, so that those are torn down first.
+    A test requests it before any fixture that holds tensors, so that those are torn down first.
     """
     threads = set(threading.enumerate())
-    # What is there stays: the collector need not go through torch and thousands of tests again, here or in the test.
+    # Existing objects are exempt from collection: the collector need not visit torch and thousands of tests again.
     gc.collect()
     gc.freeze()
     left_by_test: list[str] = []
@@ -110,7 +115,7 @@ def full(tmp_path: Path) -> Path:
 
 
 def _watched(test: Callable[..., Coroutine[Any, Any, None]], left: list[str]) -> Callable[..., Any]:
-    """``test``, after which ``left`` names what it left on its loop: that is closed before fixtures can look."""
+    """``test``, extended to append the tasks left on its loop to ``left``: fixtures run after the loop is closed."""
 
     @functools.wraps(test)
     async def run(**arguments: Any) -> None:
@@ -124,7 +129,7 @@ def _watched(test: Callable[..., Coroutine[Any, Any, None]], left: list[str]) ->
 
 
 def _ends(thread: threading.Thread) -> bool:
-    """Whether ``thread`` ends in good time. Threads that Python did not start (the autograd engine's) stay."""
+    """Whether ``thread`` ends in time. Threads that Python did not start, such as the autograd engine's, may stay."""
     if isinstance(thread, threading._DummyThread):
         return True
     thread.join(JOIN_SECONDS)
@@ -132,6 +137,6 @@ def _ends(thread: threading.Thread) -> bool:
 
 
 def _tensors() -> list[Any]:
-    """All that the collector knows, but those that were there before it was told to freeze."""
+    """All tensors that the collector tracks, without those that existed before ``gc.freeze``."""
     torch = sys.modules.get("torch")
     return [] if torch is None else [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from preloaded import run_script
 
 from asyncpipe.observe.metrics.metric_table import COUNTERS, GAUGES, HISTOGRAMS
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
@@ -32,9 +33,10 @@ def run(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize(("page", "number"), PYTHON)
-def test_python_blocks_run(page, number):
+def test_python_blocks_run(page, number, tmp_path):
     code = blocks(page, "python")[number]
-    printed = run("-c", code)
+    status, printed, err = run_script(code, tmp_path)
+    assert status == 0, err
     for line, wanted in re.findall(r"^ *(print\(.*\))\s+# (.*)$", code, flags=re.MULTILINE):
         assert wanted in printed, line
 
