@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint node dashboards bench campaigns soak kill-service kill-store clients api clean
+.PHONY: train test lint node dashboards bench campaigns soak kill-service kill-store kill-run clients shapes api clean
 
 train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml
@@ -36,7 +36,7 @@ JOBS ?= 1000
 EXAMPLES ?= 400
 CAMPAIGN := $(BIN)/python -m pytest
 
-campaigns: soak kill-service kill-store clients api
+campaigns: soak kill-service kill-store kill-run clients shapes api
 
 soak: .venv/installed
 	$(BIN)/python -m tests.campaigns.soak --minutes $(MINUTES)
@@ -46,6 +46,12 @@ kill-service: .venv/installed
 
 kill-store: .venv/installed
 	ASYNCPIPE_KILLS=$(or $(KILLS),1000) $(CAMPAIGN) tests/service/test_store_killed.py
+
+kill-run: .venv/installed
+	ASYNCPIPE_KILLS=$(or $(KILLS),20) $(CAMPAIGN) tests/cli/test_train.py
+
+shapes: .venv/installed
+	ASYNCPIPE_SHAPES=all $(CAMPAIGN) tests/core tests/pipeline/test_gradients.py
 
 clients: .venv/installed
 	ASYNCPIPE_JOBS=$(JOBS) $(CAMPAIGN) tests/service/test_many_clients.py

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 FULL = Path("/dev/full")
-# Test workers and more than a hundred subprocesses import the package. If the environment forbids bytecode files, each of
-# them would compile all of it again, for most of a second.
+# Test workers and more than a hundred subprocesses import the package. Where the environment forbids bytecode files,
+# each of them would compile all of it again, for most of a second.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

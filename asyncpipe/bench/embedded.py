@@ -45,7 +45,6 @@ LATENCIES = {
     "late": "  sent too late by",
     "apart": "  answered by a process",
 }
-BLOCKED_SECONDS = 1.0
 LOOPS: tuple[Loop, ...] = ("own", "running")
 ENDLESS = 10**6
 """Steps of the job, which is cancelled at the end."""
@@ -64,6 +63,8 @@ class EmbeddedSize:
     """Turns of each kind: with requests, without, and with requests to another process."""
     blocked: int = 12
     """How often a handler blocks its loop."""
+    blocked_seconds: float = 1.0
+    """Of each time."""
     warm_up: int = 20
     """Steps."""
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"max_bytes": 2_000_000})
@@ -80,7 +81,8 @@ def run(progress: Progress, *, size: EmbeddedSize | None = None) -> Figures:
     except ImportError as error:
         raise OptionError("this benchmark needs aiohttp: pip install 'asyncpipe[service]'") from error
     size = size or EmbeddedSize()
-    figures: Figures = {"rate": size.rate, "rounds": size.rounds, "seconds": size.seconds, "blocked": {}}
+    figures: Figures = {"rate": size.rate, "rounds": size.rounds, "seconds": size.seconds}
+    figures |= {"blocked": {}, "blocked_seconds": size.blocked_seconds}
     for loop in LOOPS:
         with TemporaryDirectory(prefix="asyncpipe-embedded-") as folder:
             found = run_on_loop(_Embedded(Path(folder) / "service", loop, size, progress).run())
@@ -104,7 +106,7 @@ def show(figures: Figures) -> str:
         f"requests answered           {requests['training']['answered']:8}   failed {requests['training']['failed']}",
         f"a step without requests     {steps['without']['seconds'] * 1e3:8.2f} ms",
         *(_steps_line(title, steps[kind]) for kind, title in WITH_REQUESTS.items()),
-        f"while a handler blocks its loop for {BLOCKED_SECONDS:g} s, steps against the second before:",
+        f"while a handler blocks its loop for {figures['blocked_seconds']:g} s, steps against the same time before:",
     ]
     for loop in LOOPS:
         for what, row in figures["blocked"][loop].items():
@@ -162,7 +164,7 @@ class _Embedded:
 
         async def block(request: web.Request) -> web.Response:
             begun = time.time()
-            BLOCKS[request.match_info["how"]]()
+            BLOCKS[request.match_info["how"]](self._size.blocked_seconds)
             self._blocked = begun, time.time()
             return web.Response(text="done")
 
@@ -224,33 +226,30 @@ class _Embedded:
         return {how: await self._blocking(service, job, f"http://127.0.0.1:{port}/block/{how}") for how in hows}
 
     async def _blocking(self, service: TrainingService, job: str, url: str) -> dict[str, float | None]:
-        """Steps per second that ended while the loop was blocked, and in the second before."""
+        """Steps per second that ended while the loop was blocked, and in the same time before."""
+        seconds = self._size.blocked_seconds
         during, before = [], []
         async with _ends(service, job) as times:
             for _ in rounds(self._size.blocked, self._progress, f'loop="{self._loop}", blocked'):
-                await asyncio.sleep(1.5 * BLOCKED_SECONDS)
+                await asyncio.sleep(1.5 * seconds)
                 await asyncio.to_thread(_fetch, url)
                 begun, ended = self._blocked
                 while not times or times[-1] <= ended:  # noqa: ASYNC110 - the follower appends to `times`
                     await asyncio.sleep(0.05)
                 during.append(sum(begun < at <= ended for at in times) / (ended - begun))
-                before.append(sum(begun - BLOCKED_SECONDS < at <= begun for at in times) / BLOCKED_SECONDS)
+                before.append(sum(begun - seconds < at <= begun for at in times) / seconds)
         ratio = sum(during) / sum(before) if any(before) else None
         return {"ratio": ratio, "during": fmean(during), "before": fmean(before)}
 
 
-def _sleep() -> None:
-    time.sleep(BLOCKED_SECONDS)
-
-
-def _compute() -> None:
+def _compute(seconds: float) -> None:
     """Block the loop, and compete with all other threads for the GIL."""
-    over = time.perf_counter() + BLOCKED_SECONDS
+    over = time.perf_counter() + seconds
     while time.perf_counter() < over:
         pass
 
 
-BLOCKS: Mapping[str, Callable[[], None]] = {"sleeps": _sleep, "computes": _compute}
+BLOCKS: Mapping[str, Callable[[float], None]] = {"sleeps": time.sleep, "computes": _compute}
 """The ways in which a handler blocks its loop."""
 
 

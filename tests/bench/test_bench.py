@@ -355,7 +355,7 @@ def test_slack_is_worth_what_the_reference_says():
 
 def test_a_service_is_measured_inside_an_application():
     small = {"width": 16, "blocks": 2, "heads": 2, "context": 16, "max_bytes": 50_000}
-    size = embedded.EmbeddedSize(rate=50, seconds=0.4, rounds=2, blocked=1, warm_up=2, parameters=small)
+    size = embedded.EmbeddedSize(50, seconds=0.4, rounds=2, blocked=1, blocked_seconds=0.3, warm_up=2, parameters=small)
     figures = json.loads(json.dumps(embedded.run(quiet, size=size)))
     training = figures["requests"]["training"]
     assert training["answered"] >= size.rounds * 20

@@ -29,6 +29,9 @@ SERVED = find_spec("aiohttp") is not None
 """Whether there can be a live view here."""
 CHARLM = Path(__file__).parents[2] / "examples" / "charlm"
 
+KILLS = int(os.environ.get("ASYNCPIPE_KILLS", "2"))
+"""Of a run, in its test; `make kill-run` has more."""
+
 TINY = """\
 name = "tiny"
 
@@ -130,25 +133,28 @@ def test_a_folder_that_a_run_cannot_go_on_in_ends_the_command(job, capsys, optio
     assert part in capsys.readouterr().err
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(60 + 60 * KILLS)
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(job, capsys):
-    text = TINY.replace("sample_length = 12", "sample_length = 1\ndropout = 0.2").replace("steps = 5", "steps = 100")
+    steps = 25 * KILLS
+    text = TINY.replace("sample_length = 12", "sample_length = 1\ndropout = 0.2").replace(
+        "steps = 5", f"steps = {steps}"
+    )
     job.write_text(text + '[snapshots]\nfolder = "s"\nevery = 1\nkeep = 2\n', encoding="utf-8")
     command = [sys.executable, "-m", "asyncpipe", "train", str(job), "--resume", "--no-progress"]
     instants = random.Random(6)
     begun = 0
-    for _ in range(4):
+    for _ in range(KILLS):
         with started(command) as process:
             begun = wait_for_step(process, Path("s"), begun + instants.randint(1, 10), instants.uniform(0, 0.02))
             process.kill()
             _, err = process.communicate(timeout=30)
         assert (process.returncode, err) == (-signal.SIGKILL, "")
-        assert 0 < begun < 100
+        assert 0 < begun < steps
     train(job, capsys, "--resume", "--no-progress")
     train(job, capsys, "--snapshots", "whole", "--no-progress")
     for name in ("model", "optimizer"):
-        assert Path(f"s/step-100/{name}.pt").read_bytes() == Path(f"whole/step-100/{name}.pt").read_bytes()
-    assert losses(Path("s/step-100")) == losses(Path("whole/step-100"))
+        assert Path(f"s/step-{steps}/{name}.pt").read_bytes() == Path(f"whole/step-{steps}/{name}.pt").read_bytes()
+    assert losses(Path(f"s/step-{steps}")) == losses(Path(f"whole/step-{steps}"))
 
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, more: float) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from shapes import ALL
 from torch import nn
 
 from asyncpipe import Pipeline
@@ -33,7 +34,7 @@ def pipeline(model: nn.Module, stages: int, devices: int, **options: Any) -> Pip
 @pytest.mark.parametrize(("schedule", "stages", "devices"), SHAPES)
 async def test_equal_to_the_unsplit_model(workloads, schedule, stages, devices, samples):
     workload = workloads(samples)
-    for mode, microbatches in itertools.product(MODES, range(1, 9)):
+    for mode, microbatches in itertools.product(MODES, range(1, 9) if ALL else (1, 2, 3, 5, 8)):
         threaded, inline = workload.model(), workload.model()
         options = {"schedule": schedule, "checkpoint": mode, "microbatches": microbatches}
         async with pipeline(threaded, stages, devices, **options) as pipe:

@@ -19,7 +19,7 @@ PRELOADED = ["torch._dynamo", "aiohttp.web", "asyncpipe.compat", "asyncpipe.serv
 
 
 def run_script(code: str, folder: Path) -> tuple[int | None, str, str]:
-    """Exit status, stdout and stderr of ``code``, run as a main module with warnings as errors; ``folder`` is scratch."""
+    """Exit status, stdout and stderr of ``code``, run as ``__main__`` with warnings as errors; needs a ``folder``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     out, err = folder / "stdout", folder / "stderr"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from itertools import product
 
 import pytest
+from shapes import DEVICES, MICROBATCHES
 from sharing_helpers import ByHand
 
 from asyncpipe.core.engine.events import Command, Dispatch, Outcome, StepCompleted, StepSubmitted, TaskCompleted
@@ -49,7 +50,7 @@ def run(schedule: RuledSchedule | str, shape: Shape, costs: Callable[[Task], flo
 
 @pytest.mark.parametrize("costs", [Costs(), Costs(3, 2), Costs(1, 2, copy=1), Costs(2, 3, copy=0.5)], ids=str)
 def test_1f1b_in_two_lines_is_1f1b(costs: Costs) -> None:
-    for p, m in product(range(1, 9), range(1, 17)):
+    for p, m in product(DEVICES, MICROBATCHES):
         shape = Shape(p, m, p)
         expected = run("1f1b", shape, costs)
         for schedule in (TwoLines(), HintedSchedule(OneFOneB())):
@@ -59,14 +60,14 @@ def test_1f1b_in_two_lines_is_1f1b(costs: Costs) -> None:
 
 
 def test_forward_first_is_gpipe() -> None:
-    for p, m in product(range(1, 9), range(1, 17)):
+    for p, m in product(DEVICES, MICROBATCHES):
         found, expected = run(ForwardFirst(), Shape(p, m, p)), run("gpipe", Shape(p, m, p))
         assert (found.seconds, found.peak_in_flight) == (expected.seconds, expected.peak_in_flight)
 
 
 @pytest.mark.parametrize("cap", [None, 1, 3])
 def test_backward_first_keeps_its_cap_and_the_bubble_of_1f1b(cap: int | None) -> None:
-    for p, m in product(range(1, 9), range(1, 17)):
+    for p, m in product(DEVICES, MICROBATCHES):
         found = run(BackwardFirst(cap), Shape(p, m, p))
         assert max(found.peak_in_flight) <= (cap or p)
         if cap is None:

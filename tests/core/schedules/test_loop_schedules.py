@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from shapes import DEVICES, MICROBATCHES
 
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.kinds import TaskKind
@@ -16,8 +17,6 @@ from asyncpipe.core.schedules.one_f_one_b import EagerOneFOneB, OneFOneB
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.errors import OptionError, ScheduleError
 
-DEVICES = range(1, 9)
-MICROBATCHES = range(1, 17)
 COSTS = (Costs(1), Costs(3, 2))
 HALVES = Costs(1, input_gradient=1, weight_gradient=1)
 

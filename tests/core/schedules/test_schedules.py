@@ -7,6 +7,7 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
+from shapes import DEVICES, MICROBATCHES
 
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.kinds import TaskKind
@@ -20,8 +21,6 @@ from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Sch
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
 from asyncpipe.errors import OptionError, ScheduleError, UnknownScheduleError
 
-DEVICES = range(1, 9)
-MICROBATCHES = range(1, 17)
 COSTS = (Costs(1, 2), Costs(3, 2))
 
 

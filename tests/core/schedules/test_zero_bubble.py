@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
+from shapes import DEVICES, MICROBATCHES
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Queue
@@ -18,8 +19,6 @@ from asyncpipe.core.schedules.protocol import OrderedSchedule, Schedule, Shape
 from asyncpipe.core.schedules.zero_bubble import ZBH1, ZBH2, InterleavedZeroBubble
 from asyncpipe.errors import ScheduleError
 
-DEVICES = range(1, 9)
-MICROBATCHES = range(1, 17)
 FORWARD, INPUTS, WEIGHTS = TaskKind.FORWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
 
 
