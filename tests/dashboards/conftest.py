@@ -1,4 +1,4 @@
-"""What the tests of dashboards and rules share: how to import them, and programs that may be missing."""
+"""Fixtures of the tests of dashboards and rules: programs that may be missing."""
 
 from __future__ import annotations
 

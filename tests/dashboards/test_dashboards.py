@@ -1,4 +1,4 @@
-"""The dashboards as they are committed: built from the code, whole, and asking for nothing that is not served."""
+"""The committed dashboards: they are what the code builds, complete, and query only metrics that are served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README and the runbook name panels, metrics and queries: all of them are there."""
+"""The README and the runbook: every panel, metric and query that they name exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules: right by themselves, by promtool, and together with the metrics, the runbook and the dashboards."""
+"""The rules: their own tests by promtool, and their agreement with metrics, runbook and dashboards."""
 
 from __future__ import annotations
 

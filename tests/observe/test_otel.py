@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import weakref
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -47,7 +48,7 @@ MILLISECOND = 1_000_000
 
 
 class Spans:
-    """A provider whose finished spans can be looked at."""
+    """A tracer provider that keeps its finished spans."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
@@ -141,7 +142,7 @@ def test_times_are_those_of_the_journal_on_the_walls_clock(spans: Spans) -> None
 
 
 def test_a_device_that_was_done_after_the_last_event_counts(spans: Spans) -> None:
-    """Its clock may be a little ahead of the loop's."""
+    """The device's clock may be a little ahead of the loop's."""
     record = simulate(graph_of())
     *rest, (at, end) = record.journal
     StepSpans("toy", spans.tracer).step_completed(
@@ -239,12 +240,19 @@ def test_by_default_spans_are_the_global_providers(monkeypatch: pytest.MonkeyPat
     assert asked == ["asyncpipe.step"]
 
 
-def test_a_step_that_is_not_sampled_is_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fold(*_: object) -> float:
-        raise AssertionError("folded for nobody")
+class UnreadJournal(list[Any]):
+    """A journal that must not be iterated over."""
 
-    monkeypatch.setattr("asyncpipe.observe.otel._describe", fold)
-    StepSpans("toy", TracerProvider(sampler=ALWAYS_OFF).get_tracer("x")).step_completed(simulate(graph_of()))
+    def __iter__(self) -> Any:
+        raise AssertionError("the journal was read")
+
+
+def test_the_journal_of_a_step_that_is_not_sampled_is_not_read() -> None:
+    record = simulate(graph_of())
+    unread = replace(record, journal=UnreadJournal(record.journal))
+    StepSpans("toy", TracerProvider(sampler=ALWAYS_OFF).get_tracer("x")).step_completed(unread)
+    with pytest.raises(AssertionError, match="the journal was read"):
+        StepSpans("toy", TracerProvider().get_tracer("x")).step_completed(unread)
 
 
 # What is left behind
@@ -263,7 +271,7 @@ def raised() -> tuple[BaseException, weakref.ref[Big]]:
 
 
 class Watched(list[Any]):
-    """A journal that can be watched: whoever keeps a record keeps its journal."""
+    """A journal that can have weak references; it lives as long as its record."""
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.FAILED])

@@ -1,6 +1,5 @@
-// The live view: listens to the run's events and shows the newest state. Every message is a whole state, so nothing
-// is lost when one is missed, and a page that reconnects is right at once. Data goes into the page as text, never as
-// markup.
+// The live view: listens to the run's events and shows the newest state. Every message is a complete state, so a page
+// may miss messages, and is up to date as soon as it has reconnected. Data goes into the page as text, never as markup.
 
 import { Curve, Timeline, duration, spark } from './live_draw.js';
 
@@ -8,7 +7,7 @@ const $ = id => document.getElementById(id);
 const timeline = new Timeline($('timeline')), curve = new Curve($('curve'), 260), tip = $('tip');
 const REASONS = {
   busy: 'busy', dependency: 'waits for data', copy: 'waits for a copy', dispatch: 'waits for the scheduler',
-  drain: 'is done with the step',
+  drain: 'has finished the step',
 };
 let state = null, heard = 0;
 
@@ -16,7 +15,7 @@ let state = null, heard = 0;
 
 function write(id, text) {
   const element = $(id);
-  // A screen reader tells every change of a status, also one to the same text.
+  // A screen reader announces every assignment to a status, even of the same text.
   if (element.textContent !== text) element.textContent = text;
 }
 
@@ -25,7 +24,7 @@ const percent = share => share === null || share === undefined ? '–' : `${(sha
 // "1 step", "2 steps".
 const count = (number, thing) => `${number.toLocaleString('en')} ${thing}${number === 1 ? '' : 's'}`;
 
-// Four digits at most, and a letter for thousands: 12.3k.
+// At most four digits, and a letter for thousands: 12.3k.
 function short(value) {
   if (value === null || value === undefined) return '–';
   const [size, letter] = [[1e9, 'G'], [1e6, 'M'], [1e4, 'k']].find(([size]) => Math.abs(value) >= size) ?? [1, ''];
@@ -81,7 +80,7 @@ function showTiles({ training, step, history, bubbles }) {
   spark($('bubble-spark'), bubbles, step?.ideal ?? null);
 }
 
-// How the loss has moved over about the last tenth of the run.
+// How much the loss has changed over about the last tenth of the run.
 function lossTrend(history) {
   const there = history.filter(point => point[1] !== null);
   if (there.length < 10) return '';
@@ -95,7 +94,7 @@ function showTimeline({ timeline: data, step }) {
   $('timeline-empty').hidden = drawn;
   $('timeline').toggleAttribute('hidden', !drawn);
   if (!data) return;
-  const parts = { step: '', forward: ', forwards alone', backward: ', backwards alone' };
+  const parts = { step: '', forward: ', forwards only', backward: ', backwards only' };
   write('timeline-about', `${duration(step.seconds)}, ${count(data.count, 'task')}${parts[step.phase]}`);
   legend($('kinds'), Object.entries(drawn ? data.kinds : {}).map(([kind, name]) => [data.colours[kind][0], name]));
   if (!drawn) {
@@ -108,7 +107,7 @@ function showTimeline({ timeline: data, step }) {
     'Arrow keys go from task to task.');
 }
 
-// Colour and text of each entry.
+// `entries` are [colour, text].
 function legend(list, entries) {
   const shown = entries.flat().join();
   if (list.dataset.shown === shown) return;
@@ -139,7 +138,7 @@ function showStages({ step }) {
   });
   write('finding', step ? finding(step) : '');
   if (!step) return;
-  const shared = stages.length > step.devices.length ? [['var(--track)', 'its device is at another stage']] : [];
+  const shared = stages.length > step.devices.length ? [['var(--track)', 'its device runs another stage']] : [];
   legend($('reasons'), [...Object.entries(REASONS).map(([reason, name]) => [`var(--${reason})`, name]), ...shared]);
 }
 
@@ -161,13 +160,13 @@ function stageRow(index) {
   return row;
 }
 
-// The sentence that an operator looks for: which stage is the busiest, and what the devices mostly wait for.
+// A sentence that names the busiest stage and what the devices mostly wait for.
 function finding({ stages, devices }) {
   const busiest = stages.reduce((best, stage, index) => stage.busy > stages[best].busy ? index : best, 0);
   const sums = Object.keys(REASONS).filter(reason => reason !== 'busy').map(
     reason => [reason, stages.reduce((sum, stage) => sum + (stage.idle[reason] ?? 0), 0) / devices.length]);
   const [reason, share] = sums.reduce((best, one) => one[1] > best[1] ? one : best);
-  const most = reason === 'drain' ? 'Idle devices are mostly done already' : `An idle device mostly ${REASONS[reason]}`;
+  const most = `An idle device mostly ${REASONS[reason]}`;
   const first = stages.length > 1 ? `Stage ${busiest} is the busiest. ` : '';
   return share > 0.005 ? `${first}${most} (${percent(share)} of all device time).` : first;
 }
@@ -190,12 +189,12 @@ function show(next) {
   showTiles(state);
   showStages(state);
   showCurve(state);
-  // A picture that changes under the pointer cannot be read: it waits until nobody points at it.
-  if (held()) write('timeline-about', 'held while you point at it');
+  // A picture that changes under the pointer cannot be read, so it is updated when the pointer has left.
+  if (held()) write('timeline-about', 'paused while the pointer is on it');
   else showTimeline(state);
 }
 
-// ---- Pointing at things
+// ---- The pointer and the keyboard
 
 let pointed = false, chosen = -1;
 const held = () => (pointed && !tip.hidden) || chosen >= 0;
@@ -233,7 +232,7 @@ function point(event) {
 
 $('timeline').addEventListener('pointermove', point);
 $('timeline').addEventListener('pointerdown', point);
-// A finger leaves when it is lifted, which is when its owner begins to read: then a touch elsewhere ends it.
+// A finger "leaves" when it is lifted, before its user has read the text; a touch elsewhere ends it instead.
 $('timeline').addEventListener('pointerleave', event => { if (event.pointerType === 'mouse') release(); });
 document.addEventListener('pointerdown', event => { if (pointed && !event.target.closest('#timeline')) release(); });
 $('timeline').addEventListener('blur', release);
@@ -276,8 +275,8 @@ function connection(name) {
   showQuiet();
 }
 
-// A run that stands still is no broken connection: the page says for how long. Not in the status, which would be
-// read out every second.
+// If the run makes no progress while the connection works, the page shows for how long. The text is not in the status,
+// which screen readers would read out every second.
 function showQuiet() {
   const seconds = Math.floor((performance.now() - heard) / 1000), live = $('connection').dataset.state === 'live';
   const since = seconds >= 120 ? `${Math.floor(seconds / 60)} min` : `${seconds} s`;
@@ -299,9 +298,9 @@ function connect() {
     again();
   });
   source.addEventListener('error', () => {
-    // The run's end stays on the page: the same program may well run once more, and then the page goes on.
+    // After the end of a run the page keeps showing it, and follows if the same program runs again.
     if (!ended) connection('reconnecting');
-    // The browser tries again by itself, unless it was refused; some do not tell refusals from lost connections.
+    // Browsers reconnect by themselves after a lost connection, and some also after a refused one, but not all.
     if (source.readyState === EventSource.CLOSED || ended) again();
   });
 }

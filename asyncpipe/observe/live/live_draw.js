@@ -1,5 +1,5 @@
-// Drawing: the timeline of a step, the line of a history. Everything is plain SVG, in pixels of the page: a picture
-// is drawn anew when its width changes, so that text stays as large as it is elsewhere.
+// Drawing: the timeline of a step and the lines of histories, as SVG in pixels of the page. A picture is redrawn when
+// its width changes, so that its text keeps its size.
 
 const SVG = 'http://www.w3.org/2000/svg';
 
@@ -14,7 +14,7 @@ export function set(element, attributes) {
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
 }
 
-// Seconds as people say them.
+// Seconds with a unit.
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return '–';
   if (seconds >= 100) return `${seconds.toFixed(0)} s`;
@@ -37,7 +37,7 @@ function ticks(low, high, most) {
   return found;
 }
 
-// As many decimals as tell one tick from the next.
+// `value` with enough decimals to distinguish neighbouring ticks.
 function tickText(value, step) {
   const decimals = step >= 1 ? 0 : Math.min(Math.ceil(-Math.log10(step) - 1e-9), 8);
   return value.toFixed(decimals);
@@ -47,8 +47,8 @@ function tickText(value, step) {
 
 const ROW = 26, BAR = 6, BETWEEN = 9, AXIS = 22, CHARACTER = 6.6;
 
-// The timeline's tasks are kept from step to step, since steps look alike: only what differs is set. There may be
-// two thousand of them, four times a second.
+// The elements of the tasks are reused from step to step, because steps are similar and only changed attributes need to
+// be set. There may be two thousand tasks, four times a second.
 export class Timeline {
   constructor(svg) {
     this.svg = svg;
@@ -75,7 +75,7 @@ export class Timeline {
     this.drawLanes(width, left, pitch, height);
     data.tasks.forEach((task, index) => this.drawTask(task, index, left, scale, pitch));
     for (const mark of this.pool.splice(data.tasks.length)) mark.group.remove();
-    // The order in which keys go through the tasks: row by row, as they are read.
+    // The order in which the arrow keys go through the tasks: row by row.
     this.order = data.tasks.map((_, index) => index).sort((a, b) => data.tasks[a][0] - data.tasks[b][0] || a - b);
   }
 
@@ -116,7 +116,7 @@ export class Timeline {
     return this.pool[index] = { group, rect: add(group, 'rect'), text: add(group, 'text') };
   }
 
-  // What is said about a task that is pointed at.
+  // The text for the task under the pointer.
   story(index) {
     const [row, start, end, kind, , stage, microbatch, source] = this.data.tasks[index];
     const which = microbatch === null ? '' : `, micro-batch ${microbatch}`;
@@ -134,14 +134,14 @@ function clipped(text, width) {
 
 // ---- Lines
 
-// Of all values that are there, the lowest and highest; where they are the same, a little room around them.
+// The lowest and the highest of the values that are not null, with some room around them.
 function range(values, always = []) {
   const there = [...values.filter(value => value !== null), ...always];
   const low = Math.min(...there), high = Math.max(...there), room = (high - low) * 0.06 || Math.abs(low) * 0.05 || 0.5;
   return [low - room, high + room];
 }
 
-// The path through `points` [x, y]; a value that is not there leaves a gap.
+// The path through `points` [x, y]; a y of null leaves a gap.
 function path(points) {
   let pen = 'M';
   return points.map(([x, y]) => {
@@ -152,7 +152,7 @@ function path(points) {
   }).join('');
 }
 
-// A line without axes, with a dashed one at `goal` where there is one.
+// A line without axes, and a dashed line at `goal` if given.
 export function spark(svg, points, goal = null) {
   svg.replaceChildren();
   const width = svg.clientWidth, height = svg.clientHeight;
@@ -168,7 +168,7 @@ export function spark(svg, points, goal = null) {
   add(svg, 'path', { class: 'line', d: path(line) });
 }
 
-// A line with axes, whose points say what they are when pointed at.
+// A line with axes, whose points show their values under the pointer.
 export class Curve {
   constructor(svg, height) {
     this.svg = svg;
@@ -214,7 +214,7 @@ export class Curve {
     set(this.circle, { cx: this.x(x), cy: this.y(y), visibility: 'visible' });
   }
 
-  // The point nearest to a place on the page, marked; null where there is none.
+  // Marks and returns the point nearest to `clientX`; null if there is none.
   nearest(clientX) {
     if (!this.circle) return null;
     const at = clientX - this.svg.getBoundingClientRect().left;

@@ -1,4 +1,4 @@
-"""The live view over HTTP: what pages are sent and when, whom it answers, and how it ends."""
+"""The live view over HTTP: what pages are sent and when, which requests are answered, and how it ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FILES = ["/", "/live.css", "/live.js", "/live_draw.js"]
 
 
 class CountedView(LiveView):
-    """Counts how often it is folded; ``filling`` makes what it tells as large as one likes."""
+    """Counts its snapshots; ``filling`` makes them as large as a test wants."""
 
     folds = 0
     filling = ""
@@ -50,7 +50,7 @@ class CountedView(LiveView):
 
 
 class Clock:
-    """The monotonic clock of feeds, which stands still, and that of their threads."""
+    """The monotonic clock of feeds, which only tests advance, and the CPU time of their threads."""
 
     now = 100.0
     computed = 0.0
@@ -82,7 +82,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks for news every 10 ms, and rests no longer after a fold."""
+    """Feeds look for news every 10 ms and do not pause after a snapshot."""
     monkeypatch.setattr(live_feed, "WATCHED_SECONDS", 0.01)
     monkeypatch.setattr(live_feed, "REST", 0.0)
 

@@ -1,4 +1,4 @@
-"""The live page in a real browser: values move while a pipeline trains, at any width, and nothing goes wrong."""
+"""The live page in a real browser: values change while a pipeline trains, at any width, without an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a live view keeps of a run, and the data that it makes of it."""
+"""What a live view keeps of a run, and its snapshots."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def slow_stage(task: Task) -> float:
 
 
 def fold(view: LiveView) -> dict[str, Any]:
-    """The snapshot as a page gets it."""
+    """The snapshot as a page receives it."""
     state: dict[str, Any] = json.loads(json.dumps(view.snapshot(), allow_nan=False))
     return state
 

@@ -1,4 +1,4 @@
-"""What tests of metrics are given: a registry, and a collector of the job *demo* in it."""
+"""Fixtures of the tests of metrics: a registry, and a collector of the job *demo* in it."""
 
 from __future__ import annotations
 

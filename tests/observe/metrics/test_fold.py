@@ -1,4 +1,4 @@
-"""The fold of steps into metrics, against a slow one in plain Python that can be seen to be right."""
+"""The fold of steps into metrics, compared with a slow reference in plain Python."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Reference:
 
 
 def reference(records: Iterable[StepRecord]) -> Reference:
-    """What ``records``, in the order in which they ended, add up to."""
+    """The metrics of ``records``, which are in the order in which they ended."""
     found = Reference()
     for number, record in enumerate(records):
         graph, result = record.graph, report(record)
@@ -101,7 +101,7 @@ def count_tasks(found: Reference, record: StepRecord) -> None:
 
 
 def read_times(graph: TaskGraph, number: int, result: Report) -> tuple[float, float, float]:
-    """When the last of what a task reads was produced, sent on its way, and when it had arrived."""
+    """When the last input of a task was produced, when it was sent, and when it had arrived."""
     times = {time.task.number: time for time in result.tasks}
     produced = sent = arrived = max(0.0, result.gates_opened.get(number, 0.0))
     for dependency in graph.dependencies[number]:
@@ -115,7 +115,7 @@ def read_times(graph: TaskGraph, number: int, result: Report) -> tuple[float, fl
 
 
 def waited_for_lane(graph: TaskGraph, copy: int, result: Report) -> float:
-    """How long a copy had all it reads, and its lane was still at the copies before it."""
+    """How long a copy was ready while its lane still ran earlier copies."""
     _, _, ready = read_times(graph, copy, result)
     before = [time.task.number for time in result.tasks].index(copy)
     lane = graph.tasks[copy].lane
@@ -255,7 +255,7 @@ def notes_of(graph: TaskGraph, random: np.random.Generator) -> StepNotes:
 
 
 def cut_short(record: StepRecord, kept: int, outcome: Outcome) -> StepRecord:
-    """The record, ended after ``kept`` entries of its journal: what is under way fails or is dropped."""
+    """The record, ended after ``kept`` entries of its journal; running tasks fail or are dropped."""
     journal = list(record.journal[:kept])
     held = [event.task for _, event in journal if isinstance(event, Dispatch)]
     ended = {event.task for _, event in journal if isinstance(event, TaskCompleted)}
@@ -327,7 +327,7 @@ def test_a_copy_goes_from_its_source_to_its_stage_in_both_directions() -> None:
     assert totals.counters["copy_seconds"] == {("cpu:0", "cpu:1"): 0.5, ("cpu:1", "cpu:0"): 0.5}
 
 
-def test_a_packed_step_keeps_nothing_of_its_journal() -> None:
+def test_step_arrays_keep_nothing_of_the_journal() -> None:
     graph = lower(find_schedule("gpipe"), Shape(1, 1, 1))
 
     class Loud(Exception):
@@ -350,7 +350,7 @@ def test_latest_of_empty_rows_is_never() -> None:
     assert Segments.of([], empty=3).latest(times).shape == (2, 0)
 
 
-def test_a_plan_is_made_once_and_goes_with_its_graph() -> None:
+def test_graph_arrays_are_made_once_and_go_with_their_graph() -> None:
     arrays_cache = GraphArraysCache()
     graph = lower(find_schedule("gpipe"), Shape(2, 2, 2))
     arrays = arrays_cache.of(graph)

@@ -1,4 +1,4 @@
-"""Pages that compare steps: whole, valid, self-contained, and right in their figures."""
+"""Pages that compare steps: valid, self-contained, and with the right figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOID = {"meta", "input"}
 
 
 class Page(HTMLParser):
-    """A page as it is read: raises where a tag is left open or closed twice."""
+    """The contents of a page; raises if a tag is left open or closed twice."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Chrome traces: slices, arrows, steps and names. Counters have a file of their own, and so has the format."""
+"""Chrome traces: slices, arrows, steps and names. Counters and the format are tested in files of their own."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def steps(trace: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def arrows(trace: dict[str, Any]) -> list[list[str]]:
-    """The slices that each arrow leads over: a viewer ties its ends to those around their times on their threads."""
+    """The slices that each arrow connects: as in a viewer, those around the times of its points on their threads."""
     found: dict[int, list[str]] = {}
     for letter in "stf":
         for event in phase(trace, letter):
@@ -155,7 +155,7 @@ def test_a_task_that_takes_no_time_has_no_arrow() -> None:
 
 
 def test_copies_of_tied_parameters_have_their_arrows() -> None:
-    """What brings weights reads what nobody made; what brings gradients back reads those of both micro-batches."""
+    """A copy of tied weights has no producer; a copy of their gradients reads those of both micro-batches."""
     wiring = Wiring(((0, 1), (1, 2)), ties=((0, 2),))
     graph = lower(find_schedule("1f1b", order="hint"), Shape(3, 2, 3), wiring=wiring)
     back = graph.find(TaskKind.COPY, -1, 0, 2).number

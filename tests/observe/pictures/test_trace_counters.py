@@ -72,7 +72,7 @@ def test_what_ends_and_starts_at_one_instant_is_no_notch() -> None:
 
 
 def test_micro_batches_in_flight_add_up_over_steps() -> None:
-    """A second step on the clock of the first, while that one's micro-batches are still there."""
+    """A second step that begins while stages still hold micro-batches of the first."""
     record = step(stages=1, microbatches=2)
     assert values(to_chrome([record, record]), "dev:0", "stage 0 micro-batches in flight") == [2, 4, 2, 0]
 
@@ -100,7 +100,7 @@ def test_memory_of_the_process_has_a_place_of_its_own() -> None:
 
 
 def test_memory_of_a_gpu_is_shown_with_the_logical_device_of_its_name() -> None:
-    """Two logical devices share a GPU; the second GPU has but a logical device of another name."""
+    """Two logical devices share a GPU; the second GPU has only a logical device of another name."""
     samples = [(10.5, "cuda:0", 100), (10.5, "cuda:1", 70), (10.75, "cuda:0", 50)]
     trace = to_chrome([measured(samples, ("cuda:0", "cuda:0#1", "cuda:1#1"))])
     assert counters(trace) == {

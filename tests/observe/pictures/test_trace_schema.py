@@ -1,4 +1,4 @@
-"""Traces of every kind of step against a JSON schema of the format, and against what a schema cannot say.
+"""Traces of every kind of step, checked by a JSON schema of the format and by rules that a schema cannot express.
 
 ``tests/node/perfetto.mjs`` shows a trace in Perfetto's own UI and tells what its importer complains about.
 """
@@ -41,7 +41,7 @@ class Recorder:
 
 
 class Fails(nn.Module):
-    """Raises for micro-batches that hold a number which is none."""
+    """Raises for micro-batches that contain a NaN."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.isnan().any():
@@ -151,7 +151,7 @@ def test_every_trace_is_of_the_schema(traces: list[Trace]) -> None:
 
 
 def test_every_kind_of_event_is_there(measured: dict[str, list[StepRecord]]) -> None:
-    """What the schema says about events would otherwise be said about nothing."""
+    """Otherwise the schema's rules about events would be checked on nothing."""
     assert {event["ph"] for event in to_chrome(measured["one"])["traceEvents"]} == set("XMstfC")
     assert {event["ph"] for event in to_chrome(measured["failed"])["traceEvents"]} == set("XMstfCi")
     categories = {event["cat"] for name in ("1f1b", "zb-h1") for event in of_phase(simulated(name), "X")}
@@ -205,13 +205,13 @@ def test_every_thread_has_one_name_and_a_number_from_1(traces: list[Trace]) -> N
 
 
 def _arguments(event: dict[str, Any]) -> set[str]:
-    """The keys of its arguments, without the bytes of a copy: those are measured alone."""
+    """The keys of its arguments, without the bytes of a copy, which only measured traces have."""
     keys = set(event.get("args", {}))
     return keys - {"bytes"} if event.get("cat") == "copy" else keys
 
 
 def test_measured_and_simulated_steps_have_the_same_form(measured: dict[str, list[StepRecord]]) -> None:
-    """But for what only one of them has: bytes that were copied."""
+    """Except for the copied bytes, which only measured traces have."""
     (record,) = measured["one"]
     again = simulate(record.graph, Costs(recompute=1, copy=0.25))
     memory = StageMemory([1] * 4, [1] * 4, [1] * 4)

@@ -1,4 +1,4 @@
-"""Idle time: every second in which a device does nothing has one reason, and busy and idle add up to the step."""
+"""Idle time: every idle second of a device has one reason, and busy and idle seconds add up to the step."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_a_task_that_starts_late_waited_for_its_dispatch() -> None:
     }
 
 
-def test_a_copy_that_waits_for_its_lane_is_on_its_way() -> None:
-    """Two copies of a lane that are handed out at once: the second one's wait for the first is the copy's."""
+def test_waiting_for_the_copy_lane_counts_as_copying() -> None:
+    """Two copies of a lane that are dispatched at once: the second one's wait for the first counts as copying."""
     graph = lowered(shape=Shape(2, 2, 2))
     numbers = [graph.find(TaskKind.FORWARD, i, 0).number for i in range(2)]
     numbers += [graph.find(TaskKind.COPY, i, 1, 0).number for i in range(2)]
