@@ -327,8 +327,8 @@ def test_proxies_of_the_environment_are_not_used(service, monkeypatch):
 @pytest.mark.parametrize(
     ("answer", "part"),
     [
-        (says(200, raw=b"<html>"), "no JSON object"),
-        (says(200, [1]), "no JSON object"),
+        (says(200, raw=b"<html>"), "not a JSON object"),
+        (says(200, [1]), "not a JSON object"),
         (says(404, raw=b"<html>"), "is this the address of an asyncpipe service"),
         (says(400, [1]), "is this the address"),
     ],
