@@ -341,7 +341,7 @@ def test_what_is_no_answer_of_a_service_is_told(answer, part, service):
 
 def test_what_json_cannot_say_is_not_sent(service):
     for wrong in ({"x": float("nan")}, {"x": object()}):
-        with pytest.raises(OptionError, match="JSON can say"):
+        with pytest.raises(OptionError, match="must be JSON"):
             service.client().submit(wrong)
     assert not service.requests
 
