@@ -2,8 +2,8 @@
 
     python examples/embedded_service/app.py        # then open http://127.0.0.1:8000/
 
-The application keeps its loop, its signals and its routes; training has a loop and threads of its own. Below
-``/training/`` is the service's own page and API, mounted.
+The application keeps its loop, its signals and its routes; training has a loop and threads of its own. The service's
+pages and API are mounted at ``/training/``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ JOB: dict[str, Any] = {
 
 
 def make_app(settings: ServiceSettings) -> web.Application:
-    """The application; training begins and ends with it."""
+    """The application; training starts and stops with it."""
     service = TrainingService(settings)
 
     async def training(_: web.Application) -> AsyncIterator[None]:
@@ -52,14 +52,14 @@ def make_app(settings: ServiceSettings) -> web.Application:
 
 
 async def hello(request: web.Request) -> web.Response:
-    """What the application is really for."""
+    """The application's own page."""
     status = request.app[SERVICE].status()
     page = f'<p>Hello! {status.running} models are in training: <a href="training/">watch them</a>.</p>'
     return web.Response(text=page, content_type="text/html")
 
 
 async def train(request: web.Request) -> web.Response:
-    """Train a model, for as many ``steps`` as were asked for; the same ``Idempotency-Key`` trains no second one."""
+    """Train a model for ``steps`` steps; a request with the same ``Idempotency-Key`` trains no second model."""
     steps = request.query.get("steps", "200")
     job = {**JOB, "training": {**JOB["training"], "steps": int(steps) if steps.isdecimal() else steps}}
     try:
@@ -70,7 +70,7 @@ async def train(request: web.Request) -> web.Response:
 
 
 async def progress(request: web.Request) -> web.Response:
-    """How far a model is."""
+    """The progress of a model."""
     service, job = request.app[SERVICE], request.match_info["id"]
     try:
         record = await service.get(job)
