@@ -7,9 +7,7 @@ application can have the live pages of many jobs.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing, suppress
 from functools import partial
 from importlib import resources
 
@@ -17,6 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from asyncpipe.observe.http_hosts import host_name, own_host
+from asyncpipe.observe.live.event_streams import EventStreams
 from asyncpipe.observe.live.feed import LiveFeed
 
 __all__ = ["FILES", "HEADERS", "LiveHandlers", "add_files", "add_headers", "make_app"]
@@ -37,10 +36,6 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-RETRY = b"retry: 1000\n\n"
-"""The milliseconds after which a page reconnects when its connection is lost."""
-GOODBYE_SECONDS = 1.0
-"""The time that pages have to take the last message before their connections are cut."""
 
 
 def make_app(feed: LiveFeed, hosts: Iterable[str]) -> web.Application:
@@ -79,20 +74,11 @@ class LiveHandlers:
 
     def __init__(self, find: Callable[[web.Request], Awaitable[LiveFeed]]) -> None:
         self._find = find
-        self._open: set[asyncio.Transport] = set()
-        self._left = asyncio.Event()
-        """Set when a connection to a page has ended."""
+        self._streams = EventStreams()
 
     async def close(self) -> None:
         """Wait until all pages have taken the last message of their feeds, which are closed by now; cut the rest."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GOODBYE_SECONDS):
-                while self._open:
-                    self._left.clear()
-                    await self._left.wait()
-        for connection in self._open:
-            # The handler waits until its page reads, which the page does not do; this ends the wait.
-            connection.abort()
+        await self._streams.close()
 
     async def state(self, request: web.Request) -> web.Response:
         """The newest state, once, as JSON."""
@@ -102,28 +88,7 @@ class LiveHandlers:
     async def events(self, request: web.Request) -> web.StreamResponse:
         """The newest state and every newer one, as server-sent events."""
         feed = await self._find(request)
-        # Without the second header, proxies such as nginx hold events back until they have some kilobytes.
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
-        if request.method == "HEAD":
-            return response
-        connection = request.transport
-        if connection is None:
-            return response
-        self._open.add(connection)
-        try:
-            await response.prepare(request)
-            await response.write(RETRY)
-            async with aclosing(feed.follow(request.headers.get("Last-Event-ID"))) as events:
-                async for event in events:
-                    await response.write(event)
-            await response.write_eof()
-        except ConnectionError:
-            # The page was closed.
-            pass
-        finally:
-            self._open.discard(connection)
-            self._left.set()
-        return response
+        return await self._streams.send(request, feed.follow(request.headers.get("Last-Event-ID")))
 
 
 async def _file(text: str, kind: str, _: web.Request) -> web.Response:

@@ -15,7 +15,7 @@ from asyncpipe.observe.live.handlers import add_headers
 from asyncpipe.service.http.access_control import AccessControl
 from asyncpipe.service.http.audit import Audit, audit_files
 from asyncpipe.service.http.connection import connections
-from asyncpipe.service.http.event_stream import EventStreams
+from asyncpipe.service.http.event_stream import JobEventStreams
 from asyncpipe.service.http.pages import Pages
 from asyncpipe.service.http.problems import Problem, catch_problems
 from asyncpipe.service.http.rate_limits import ConcurrencyLimit, TokenBuckets
@@ -41,7 +41,7 @@ def make_api(service: TrainingService, settings: ServiceSettings) -> web.Applica
     buckets = TokenBuckets(settings.requests_per_second, settings.burst)
     access = AccessControl(settings.hosts, settings.token, buckets, audit)
     stream_limit = ConcurrencyLimit(max(1, settings.max_connections // STREAM_SHARE))
-    streams, pages = EventStreams(stream_limit, redact), Pages(service, stream_limit)
+    streams, pages = JobEventStreams(stream_limit, redact), Pages(service, stream_limit)
     routes = Routes(service, settings, streams, audit, redact)
     app = web.Application(middlewares=[catch_problems(redact), access.middleware])
     app[_AUDIT] = audit

@@ -13,38 +13,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
 
+from asyncpipe.observe.live.event_streams import EventStreams
 from asyncpipe.service.http.models import EventAnswer
 from asyncpipe.service.http.problems import Problem
 from asyncpipe.service.http.rate_limits import ConcurrencyLimit, LimitReachedError
 from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.jobs.job_log import JobEvent
 
-__all__ = ["EventStreams"]
+__all__ = ["JobEventStreams"]
 
 KEEP_ALIVE_SECONDS = 15.0
 """Less than the minute or so after which proxies close idle connections."""
 KEEP_ALIVE = b": nothing new\n\n"
-RETRY = b"retry: 1000\n\n"
-"""Milliseconds after which a browser reconnects."""
 END = b"event: end\ndata: {}\n\n"
-GOODBYE_SECONDS = 1.0
-"""How long clients may still read what was sent, when the server closes."""
 
 
-class EventStreams:
+class JobEventStreams:
     """The event streams of an API, at most as many as ``limit`` allows; ``close`` ends them."""
 
     def __init__(self, limit: ConcurrencyLimit, redact: Redactor) -> None:
         self._limit = limit
         self._redact = redact
         self._closing = asyncio.Event()
-        self._open: dict[asyncio.Transport, None] = {}
-        self._left = asyncio.Event()
+        self._streams = EventStreams()
 
     async def send(
         self, request: web.Request, events: AsyncIterator[JobEvent], is_over: Callable[[], Awaitable[bool]]
@@ -53,34 +49,11 @@ class EventStreams:
 
         Raises ``Problem`` if there are too many streams.
         """
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
-        transport = request.transport
-        if request.method == "HEAD" or transport is None:
-            return response
         try:
             with self._limit.hold():
-                self._open[transport] = None
-                try:
-                    await self._send(request, response, self._parts(events, is_over))
-                finally:
-                    self._open.pop(transport, None)
-                    self._left.set()
+                return await self._streams.send(request, self._parts(events, is_over))
         except LimitReachedError:
             raise too_many() from None
-        return response
-
-    async def _send(
-        self, request: web.Request, response: web.StreamResponse, parts: AsyncGenerator[bytes, None]
-    ) -> None:
-        try:
-            await response.prepare(request)
-            await response.write(RETRY)
-            async with aclosing(parts):
-                async for part in parts:
-                    await response.write(part)
-            await response.write_eof()
-        except ConnectionError:
-            pass  # The client has gone.
 
     async def _parts(
         self, events: AsyncIterator[JobEvent], is_over: Callable[[], Awaitable[bool]]
@@ -114,15 +87,9 @@ class EventStreams:
         return f"id: {event.id}\nevent: {event.kind}\ndata: {data}\n\n".encode()
 
     async def close(self, _: web.Application) -> None:
-        """End every stream, and abort connections whose clients do not read."""
+        """End every stream, and cut the connections of clients that do not read."""
         self._closing.set()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GOODBYE_SECONDS):
-                while self._open:
-                    self._left.clear()
-                    await self._left.wait()
-        for transport in list(self._open):
-            transport.abort()
+        await self._streams.close()
 
 
 def too_many() -> Problem:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from asyncpipe.core.schedules.registry import known_schedules
 from asyncpipe.service.http import models, openapi
 from asyncpipe.service.http.audit import Audit
-from asyncpipe.service.http.event_stream import EventStreams
+from asyncpipe.service.http.event_stream import JobEventStreams
 from asyncpipe.service.http.json_body import read_json
 from asyncpipe.service.http.problems import Problem, draining, invalid, problem_of
 from asyncpipe.service.http.redact import Redactor
@@ -43,7 +43,12 @@ class Routes:
     """The handlers of ``v1``, ``livez`` and ``readyz`` for one service."""
 
     def __init__(
-        self, service: TrainingService, settings: ServiceSettings, streams: EventStreams, audit: Audit, redact: Redactor
+        self,
+        service: TrainingService,
+        settings: ServiceSettings,
+        streams: JobEventStreams,
+        audit: Audit,
+        redact: Redactor,
     ) -> None:
         self._service = service
         self._settings = settings
