@@ -74,7 +74,7 @@ async def _run(workload: Any, job: dict[str, Any], size: TrainingSize, progress:
     collector = PipelineCollector("bench")
     turns: dict[bool, list[StepTime]] = {False: [], True: []}
     async with Pipeline(workload.model, loss_fn=workload.loss_fn, **job["pipeline"]) as pipe:
-        trainer = _Trainer(pipe, workload, job, collector)
+        trainer = _ExampleTrainer(pipe, workload, job, collector)
         for _ in range(size.warm_up):
             await trainer.step()
         with scraper(collector, size.period) as scrapes:
@@ -96,7 +96,7 @@ async def _run(workload: Any, job: dict[str, Any], size: TrainingSize, progress:
     }
 
 
-class _Trainer:
+class _ExampleTrainer:
     """Trains the example's model on its pipeline."""
 
     def __init__(self, pipe: Pipeline, workload: Any, job: dict[str, Any], collector: PipelineCollector) -> None:

@@ -27,7 +27,7 @@ from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.executor import TaskFunction, ThreadExecutor
 from asyncpipe.runtime.observers import Observers
 
-__all__ = ["OverheadSize", "run", "show"]
+__all__ = ["OverheadSize", "metrics_cost", "run", "show"]
 
 MICROBATCHES = 32
 MAIN_DEVICES = 4
@@ -63,7 +63,7 @@ def run(progress: Progress, *, size: OverheadSize | None = None) -> Figures:
     for microbatches in size.graph_microbatches:
         progress(f"lowering and simulating {size.graph_stages} stages × {microbatches} micro-batches")
         graphs.append(_large_graph(size.graph_stages, microbatches))
-    metrics = run_on_loop(_metrics_cost(progress, size))
+    metrics = run_on_loop(metrics_cost(progress, size))
     return {
         "metrics_us_per_task": metrics["us_per_task"],
         "metrics": metrics,
@@ -112,7 +112,7 @@ async def _empty_steps(devices: int, size: OverheadSize) -> Figures:
     return {"devices": devices, "tasks": tasks, "us_per_task": median(seconds[size.warm_up :]) / tasks * 1e6}
 
 
-async def _metrics_cost(progress: Progress, size: OverheadSize) -> Figures:
+async def metrics_cost(progress: Progress, size: OverheadSize) -> Figures:
     """µs per empty task without metrics, with metrics that are scraped, and the median difference."""
     graph = _graph(MAIN_DEVICES)
     collector = PipelineCollector("overhead")

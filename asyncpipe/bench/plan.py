@@ -26,7 +26,7 @@ from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.profiling import Measuring, SampleBatch
 from asyncpipe.pipeline.sync import SyncPipeline
 
-__all__ = ["PlanSize", "PredictedPipeline", "run", "show"]
+__all__ = ["PlanSize", "PredictedPipeline", "run", "show", "step_variants"]
 
 DEVICES = ("cpu:0", "cpu:1")
 TOLERANCE = 0.10
@@ -79,7 +79,7 @@ def run(progress: Progress, *, size: PlanSize | None = None) -> Figures:
         pipes = [stack.enter_context(_pipeline(model, choice)) for choice in size.choices]
         for turn in rounds(size.rounds + 1, progress):
             for choice, pipe, column in zip(size.choices, pipes, measured, strict=True):
-                measuring.round(choice.microbatches, variants=_step_variants(choice), keep=turn > 0)
+                measuring.round(choice.microbatches, variants=step_variants(choice), keep=turn > 0)
                 seconds = _step(pipe, x, target)
                 if turn:
                     column.append(seconds)
@@ -124,7 +124,7 @@ def _pipeline(model: nn.Module, choice: PredictedPipeline) -> SyncPipeline:
     ).sync()
 
 
-def _step_variants(choice: PredictedPipeline) -> list[StepVariant]:
+def step_variants(choice: PredictedPipeline) -> list[StepVariant]:
     """The variants of profiled steps that measure the tasks of this pipeline."""
     recomputed = [StepVariant.RECOMPUTED] if choice.checkpoint != "never" else []
     return [StepVariant.KEPT, *recomputed, *([StepVariant.SPLIT] if "zb" in choice.schedule else [])]

@@ -35,7 +35,7 @@ from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.testing import EmulatedExecutor
 
-__all__ = ["BackgroundSize", "WeightsSize", "run", "show"]
+__all__ = ["BackgroundSize", "BusyInterval", "WeightsSize", "run", "show", "within"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def show(figures: Figures) -> str:
 # Recording
 
 
-class _Busy(NamedTuple):
+class BusyInterval(NamedTuple):
     """An interval of compute on a device, in seconds of the executors' clock."""
 
     begun: float
@@ -118,25 +118,25 @@ class _JobRecorder:
     """An observer that records the compute intervals and steps of one job."""
 
     def __init__(self) -> None:
-        self.tasks: list[_Busy] = []
-        self.steps: list[tuple[_Busy, float]] = []
+        self.tasks: list[BusyInterval] = []
+        self.steps: list[tuple[BusyInterval, float]] = []
         """The interval from submission to the end of the last task, and the seconds of compute in it."""
 
     def step_completed(self, record: StepRecord) -> None:
         """Record the times of the step's tasks."""
         tasks = [
-            _Busy(event.started, event.ended)
+            BusyInterval(event.started, event.ended)
             for _, event in record.journal
             if isinstance(event, TaskCompleted) and record.graph.tasks[event.task].lane.queue is Queue.COMPUTE
         ]
         submitted = next(at for at, event in record.journal if isinstance(event, StepSubmitted))
         self.tasks += tasks
         self.steps.append(
-            (_Busy(submitted, max(task.ended for task in tasks)), within(tasks, (submitted, float("inf"))))
+            (BusyInterval(submitted, max(task.ended for task in tasks)), within(tasks, (submitted, float("inf"))))
         )
 
 
-def within(tasks: Iterable[_Busy], span: tuple[float, float]) -> float:
+def within(tasks: Iterable[BusyInterval], span: tuple[float, float]) -> float:
     """Seconds of ``tasks`` inside ``span``."""
     begun, ended = span
     return sum(max(0.0, min(task.ended, ended) - max(task.begun, begun)) for task in tasks)
@@ -269,10 +269,10 @@ async def _background(size: BackgroundSize, progress: Progress) -> Figures:
 
 async def _turns(
     size: BackgroundSize, foreground: Pipeline, front: _JobRecorder, background: _BackgroundJob, progress: Progress
-) -> dict[bool, list[list[tuple[_Busy, float]]]]:
+) -> dict[bool, list[list[tuple[BusyInterval, float]]]]:
     """The foreground's steps of each turn, alone and beside the background."""
     x = torch.randn(size.microbatches, 4)
-    spans: dict[bool, list[list[tuple[_Busy, float]]]] = {False: [], True: []}
+    spans: dict[bool, list[list[tuple[BusyInterval, float]]]] = {False: [], True: []}
 
     async def turn(*, beside: bool) -> None:
         front.steps.clear()
@@ -289,12 +289,12 @@ async def _turns(
 
 
 def _background_figures(
-    size: BackgroundSize, spans: dict[bool, list[list[tuple[_Busy, float]]]], back: _JobRecorder
+    size: BackgroundSize, spans: dict[bool, list[list[tuple[BusyInterval, float]]]], back: _JobRecorder
 ) -> Figures:
-    def seconds(turn: list[tuple[_Busy, float]]) -> float:
+    def seconds(turn: list[tuple[BusyInterval, float]]) -> float:
         return sum(span.ended - span.begun for span, _ in turn)
 
-    def idle(turns: list[list[tuple[_Busy, float]]]) -> float:
+    def idle(turns: list[list[tuple[BusyInterval, float]]]) -> float:
         return sum(size.devices * seconds(turn) - sum(busy for _, busy in turn) for turn in turns)
 
     growths = [seconds(beside) / seconds(alone) - 1 for beside, alone in zip(spans[True], spans[False], strict=True)]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asyncpipe.service.training_service import TrainingService
 
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "ending_line", "give_up"]
 
 DESCRIPTION = """\
 Train jobs that are submitted over HTTP (see `asyncpipe jobs`), several at once on the same devices, for weeks. Whatever
@@ -131,7 +131,7 @@ def _serve(args: argparse.Namespace) -> int:
     from asyncpipe.runtime.portal import new_event_loop
 
     settings.check_devices()
-    deadline = threading.Timer(settings.grace_seconds + SLACK_SECONDS, _give_up)
+    deadline = threading.Timer(settings.grace_seconds + SLACK_SECONDS, give_up)
     deadline.daemon = True
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -141,7 +141,7 @@ def _serve(args: argparse.Namespace) -> int:
     return 0
 
 
-def _give_up() -> None:
+def give_up() -> None:
     """End the process although jobs or devices have not ended.
 
     ``os._exit``, because a normal exit would join the devices' threads, one of which may hang for ever.
@@ -179,7 +179,7 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
             deadline.start()
             cause = f"the service was told to end by {number.name}"
             service.take_no_more(cause)  # Before the message, whose readers rely on it.
-            _print_last(_ending_line(service, settings, number))
+            _print_last(ending_line(service, settings, number))
             await service.drain(cause)
         _print_last("ended; jobs go on at the next start")
 
@@ -242,7 +242,8 @@ def _ready_line(service: TrainingService) -> str:
     return f"ready: {status.running} jobs run, {status.queued} wait"
 
 
-def _ending_line(service: TrainingService, settings: ServiceSettings, number: signal.Signals) -> str:
+def ending_line(service: TrainingService, settings: ServiceSettings, number: signal.Signals) -> str:
+    """The line that is printed when a signal ends the service."""
     jobs = service.status().running
     running = "no job runs" if not jobs else f"{jobs} running {'job ends its' if jobs == 1 else 'jobs end their'} step"
     rest = (

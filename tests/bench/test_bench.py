@@ -148,7 +148,7 @@ def test_only_the_slices_with_metrics_are_observed(monkeypatch):
 
     monkeypatch.setattr(overhead, "PipelineCollector", Counting)
     size = overhead.OverheadSize(warm_up=1, seconds=0.05, rounds=1, period=0.02)
-    figures = asyncio.run(overhead._metrics_cost(quiet, size))
+    figures = asyncio.run(overhead.metrics_cost(quiet, size))
     assert seen == list(range(len(seen)))
     assert figures["plain_us_per_task"] > 0
 
@@ -437,7 +437,7 @@ def test_sharing_measures_both_kinds_of_shares():
 
 
 def test_what_is_outside_a_span_does_not_count():
-    tasks = [sharing._Busy(0, 2), sharing._Busy(3, 5), sharing._Busy(7, 8)]
+    tasks = [sharing.BusyInterval(0, 2), sharing.BusyInterval(3, 5), sharing.BusyInterval(7, 8)]
     assert sharing.within(tasks, (1, 4)) == 2
     assert sharing.within(tasks, (5, 7)) == 0
     assert sharing.within(tasks, (0, math.inf)) == 5

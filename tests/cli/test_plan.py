@@ -383,7 +383,7 @@ def test_the_benchmark_predicts_what_it_measures():
         bench.PredictedPipeline("1f1b", (2, 1), 2, "always"),
         bench.PredictedPipeline("zb-h1", (1, 2), 2),
     )
-    assert [bench._step_variants(choice) for choice in choices] == [
+    assert [bench.step_variants(choice) for choice in choices] == [
         [StepVariant.KEPT],
         [StepVariant.KEPT, StepVariant.RECOMPUTED],
         [StepVariant.KEPT, StepVariant.SPLIT],

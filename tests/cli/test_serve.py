@@ -286,8 +286,8 @@ READERS = [
 def test_it_ends_in_peace_though_nobody_reads(folder, how):
     # Jobs may have printed something that is still on its way.
     code = (
-        "serve.READER_SECONDS = 0.1; told = serve._ending_line; sys.stdout.reconfigure(write_through=False); "
-        "serve._ending_line = lambda *given: sys.stdout.write('of a job') and told(*given)"
+        "serve.READER_SECONDS = 0.1; told = serve.ending_line; sys.stdout.reconfigure(write_through=False); "
+        "serve.ending_line = lambda *given: sys.stdout.write('of a job') and told(*given)"
     )
     with serve(folder, code=code) as served:
         served.line("^ready")
@@ -301,7 +301,7 @@ def test_it_ends_in_peace_though_nobody_reads(folder, how):
 def test_giving_up_waits_for_no_reader(how):
     code = (
         "import threading; from asyncpipe.cli import serve; serve.READER_SECONDS = 0.1; "
-        "print('here', flush=True); input(); threading.Timer(0, serve._give_up).start(); threading.Event().wait()"
+        "print('here', flush=True); input(); threading.Timer(0, serve.give_up).start(); threading.Event().wait()"
     )
     arguments = [sys.executable, "-c", code]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
