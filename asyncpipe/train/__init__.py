@@ -1,0 +1,15 @@
+"""One run of one job, from the job file to the summary; ``asyncpipe train`` and the service use it.
+
+Start reading with ``job_file`` (the typed job), ``workload`` (what a job's entry returns), ``training_run`` (the run as
+a component) and ``training_loop`` (its steps). Then:
+
+    entry, import_path                   find the entry's function and call it
+    planning                             measures the model and chooses a pipeline
+    batches, randomness                  data and random numbers, with states that snapshots save
+    adamw, evaluation, schedule_changes  the weight update, the held-out loss, changes between two steps
+    step_failures, buffer_rollback, out_of_memory   retries, non-finite losses, advice when memory is full
+    progress, trace_files, snapshots/    what a run reports and writes
+    validation, blocking_calls           readable errors of pydantic models; calls in threads
+
+May import ``asyncpipe.pipeline`` and what is below it; must not import the service or the command line.
+"""

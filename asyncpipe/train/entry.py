@@ -1,4 +1,4 @@
-"""The job's entry: finds the function that a job file names and makes its workload."""
+"""The job's entry: finds the function that a job file names, which makes the workload."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from asyncpipe.errors import JobFileError, OptionError
+from asyncpipe.errors import OptionError
 from asyncpipe.train.import_path import import_path
 from asyncpipe.train.job_file import Job, job_file_error
 from asyncpipe.train.workload import Workload
@@ -17,12 +17,12 @@ __all__ = ["find_entry"]
 
 
 def find_entry(job: Job) -> Callable[[], Workload]:
-    """A function that makes the job's workload: its entry, with the job's parameters bound to it.
+    """A function that makes the job's workload: the entry, called with the job's parameters.
 
-    Imports the entry's module, which runs its code. Raises ``JobFileError`` if the module cannot be imported,
-    has no such function, or the function does not take these parameters. The returned function does so if the
-    entry raises ``OptionError``, its way to turn a parameter's value down, or makes something else than a
-    ``Workload``; any other error is the entry's own.
+    Imports the entry's module, which runs its code. Raises ``JobFileError`` if the module cannot be imported, has no
+    such function, or the function does not take these parameters. The returned function raises it if the entry raises
+    ``OptionError``, with which an entry rejects the value of a parameter, or returns something other than a
+    ``Workload``. Other errors of the entry are not changed.
     """
     module_name, _, function_name = job.job.entry.partition(":")
     module = _import(job, module_name)
@@ -50,18 +50,12 @@ def _import(job: Job, name: str) -> ModuleType:
     try:
         with import_path(job.path.resolve().parent):
             return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            problem = f"there is no module {error.name!r} next to the job file or on sys.path"
-            raise job_file_error(job.path, f"job.entry: {problem}") from error
-        raise _import_failed(job, name, error) from error
     except Exception as error:
-        raise _import_failed(job, name, error) from error
-
-
-def _import_failed(job: Job, name: str, error: Exception) -> JobFileError:
-    story = f"module {name!r} could not be imported: {type(error).__name__}: {error}"
-    return job_file_error(job.path, f"job.entry: {story}")
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            problem = f"there is no module {error.name!r} next to the job file or on sys.path"
+        else:  # The module's own code has failed.
+            problem = f"module {name!r} could not be imported: {type(error).__name__}: {error}"
+        raise job_file_error(job.path, f"job.entry: {problem}") from error
 
 
 def _wrong_parameters(function: Callable[..., object], given: dict[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Where a user's own modules are looked for: next to the job file, or in the working directory."""
+"""Imports of a user's own modules, from the folder of the job file or the working directory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["import_path"]
 
 @contextmanager
 def import_path(folder: Path) -> Iterator[None]:
-    """Modules in ``folder`` win over all others meanwhile."""
+    """During the block, modules in ``folder`` are found before all others."""
     sys.path.insert(0, str(folder))
     try:
         yield
     finally:
-        # A module may have changed sys.path itself, so only this one entry goes, if it is still there.
+        # An imported module may have changed sys.path, so only this entry is removed, if it is still there.
         if str(folder) in sys.path:
             sys.path.remove(str(folder))

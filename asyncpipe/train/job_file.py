@@ -22,30 +22,28 @@ A whole file::
     metrics_port = 9400
     trace = "runs/charlm.json"
 
-    [snapshots]                         # without this table there are none
+    [snapshots]                         # without this table none are taken
     folder = "runs/charlm"
     every = 100
     keep = 3
-    keep_every = 10                     # every 10th is kept for good
-    resume = true                       # go on from the newest that is whole, if there is one
+    keep_every = 10                     # every 10th is never removed
+    resume = true                       # continue from the newest intact one, if there is one
 
     [faults]
-    step_retries = 1                    # a step that fails is tried again, with the same batch
-    snapshot_retries = 2                # then a service goes back to the last snapshot
-    non_finite = "fail"                 # a NaN or infinite loss or gradient; or "skip", or "ignore"
-    most_skipped = 10                   # in a row
+    step_retries = 1                    # a failed step is retried with the same batch
+    snapshot_retries = 2                # after that, a service restarts the job from its last snapshot
+    non_finite = "fail"                 # if loss or gradients are NaN or infinite; or "skip", or "ignore"
+    most_skipped = 10                   # skipped updates in a row
 
 Relative paths are relative to the working directory. Nothing of the job is imported here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     Field,
@@ -81,14 +79,8 @@ AUTO = "auto"
 
 def _checked_schedule(value: object) -> object:
     if value != AUTO and not (isinstance(value, str) and could_be_schedule(value)):
-        raise ValueError(f'must be one of {_listed(known_schedules())}, or "auto", "module:Class" or "csv:FILE"')
+        raise ValueError(f'must be one of {", ".join(known_schedules())}, or "auto", "module:Class" or "csv:FILE"')
     return value
-
-
-def _checked_checkpoint(value: Any) -> CheckpointMode:
-    if value not in list(CheckpointMode):
-        raise ValueError(f"must be one of {_listed(CheckpointMode)}")
-    return CheckpointMode(value)
 
 
 def _checked_balance(value: object) -> object:
@@ -99,15 +91,7 @@ def _checked_balance(value: object) -> object:
     raise ValueError('must be "auto" or a list of positive integers, the layers of each stage')
 
 
-def _checked_devices(value: tuple[str, ...]) -> tuple[str, ...]:
-    if not value or not all(value):
-        raise ValueError(_DEVICES)
-    return value
-
-
 # Each description says what the value must be; error messages quote it.
-
-_DEVICES = 'must be a list of at least one device name, such as ["cpu:0", "cpu:1"] or ["cuda:0", "cuda:0"]'
 
 PositiveInt = Annotated[int, Field(ge=1, description="must be an integer of at least 1")]
 NonNegativeInt = Annotated[int, Field(ge=0, description="must be an integer of at least 0")]
@@ -124,8 +108,14 @@ OutputFolder = Annotated[
     Path, Strict(False), Field(description="must be the path of a folder, which is made if it does not exist")
 ]
 Devices = Annotated[
-    tuple[Annotated[str, Strict()], ...], Strict(False), AfterValidator(_checked_devices), Field(description=_DEVICES)
+    tuple[Annotated[str, Strict(), Field(min_length=1)], ...],
+    Strict(False),
+    Field(
+        min_length=1,
+        description='must be a list of at least one device name, such as ["cpu:0", "cpu:1"] or ["cuda:0", "cuda:0"]',
+    ),
 ]
+Checkpoint = Annotated[CheckpointMode, Strict(False), Field(description=f"must be one of {', '.join(CheckpointMode)}")]
 Balance = Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(_checked_balance)]
 
 
@@ -145,7 +135,7 @@ class PipelineTable(StrictModel):
     microbatches: PositiveInt = 8
     schedule: Annotated[str, BeforeValidator(_checked_schedule)] = "1f1b"
     order: Literal["strict", "hint"] = Field(default="strict", description='must be "strict" or "hint"')
-    checkpoint: Annotated[CheckpointMode, BeforeValidator(_checked_checkpoint)] = CheckpointMode.EXCEPT_LAST
+    checkpoint: Checkpoint = CheckpointMode.EXCEPT_LAST
     balance: Balance = "auto"
     stages: PositiveInt | None = None
 
@@ -279,7 +269,3 @@ def load_job(path: str | Path) -> Job:
 def job_file_error(path: Path, *problems: str) -> JobFileError:
     """One error for all ``problems`` of the file at ``path``, a line each."""
     return JobFileError("\n".join(f"{path}: {problem}" for problem in problems))
-
-
-def _listed(values: Iterable[str]) -> str:
-    return ", ".join(values)

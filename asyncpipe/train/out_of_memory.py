@@ -1,4 +1,4 @@
-"""What a device that has no memory left is told with: which stage, what it holds there, and what would help."""
+"""The message for a device that has no memory left: which stage, what it holds, and what would help."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from asyncpipe.pipeline.pipeline import Pipeline
 __all__ = ["explain_out_of_memory"]
 
 ON_CPU = "DefaultCPUAllocator: can't allocate memory"
-"""So torch's allocator for CPUs says it on Linux, whose error has no class of its own ..."""
+"""torch's CPU allocator on Linux, which raises a plain ``RuntimeError``."""
 ON_CPU_ELSEWHERE = "DefaultCPUAllocator: not enough memory"
-"""... and so on other systems."""
+"""The same on other systems."""
 SAVED, INPUT = 1000, 1
-"""Stand for the bytes of a micro-batch's activations and input: only which of two ways keeps more is asked."""
+"""Nominal bytes of a micro-batch's activations and of its input; they only serve to compare two ways to run a step."""
 
 
 def explain_out_of_memory(error: TaskError, pipe: Pipeline) -> str | None:
-    """In words, what was full and what would help, if memory is what ``error`` of a training step is about.
+    """What was full and what would help, if ``error`` of a training step is about memory; else ``None``.
 
-    Says only what would help this pipeline, which is tried: the step is simulated as it is and as it could be, and what
-    the device's micro-batches keep is compared. Blocks for milliseconds, or seconds where a step has 100,000 tasks.
+    Advice is given only if it helps this pipeline: the step is simulated with and without it, and the memory that
+    micro-batches keep on the device is compared. Blocks for milliseconds, or for seconds if a step has 100,000 tasks.
     """
     if not _is_about_memory(error):
         return None
@@ -65,10 +65,10 @@ def _is_about_memory(error: TaskError) -> bool:
 
 
 def _fixed(pipe: Pipeline, stage: Stage) -> Iterator[tuple[str, int]]:
-    """What a stage holds through the whole step, and its bytes; of an optimizer that is not the pipeline's, nothing."""
+    """What a stage holds during the whole step, and its bytes; an optimizer only if it belongs to the pipeline."""
     parameters = list(stage.module.parameters())
     yield "parameters", _size(parameters)
-    # Those of a step that failed are gone already; while it ran there were as many as there are parameters to train.
+    # The gradients of the failed step are freed already; they had the sizes of the trained parameters.
     yield "gradients", _size(p for p in parameters if p.requires_grad)
     yield "buffers", _size(stage.module.buffers())
     if (optimizer := pipe.optimizers.get(stage.index)) is not None:
@@ -81,10 +81,10 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 
 def _advice(error: TaskError, pipe: Pipeline, stage: Stage, graph: TaskGraph) -> Iterator[str]:
-    """What makes less of what fills the device, the simplest first."""
+    """What reduces the memory on the device, the simplest first."""
     physical = stage.device.physical
     here = [other for other in pipe.stages if other.device.physical == physical]
-    # When a stage is updated, its micro-batches have left it.
+    # When a stage is updated, it holds no micro-batches any more.
     if error.kind != TaskKind.UPDATE:
         yield from _ways_to_keep_less(pipe, graph, {graph.placement[other.index] for other in here})
         yield "a smaller batch_size"
@@ -97,7 +97,7 @@ def _advice(error: TaskError, pipe: Pipeline, stage: Stage, graph: TaskGraph) ->
 
 
 def _ways_to_keep_less(pipe: Pipeline, graph: TaskGraph, devices: Collection[int]) -> Iterator[str]:
-    """Other ways to run the step in which micro-batches keep less on ``devices``, which are one physical device."""
+    """Changes with which micro-batches keep less memory on ``devices``, which are one physical device."""
     microbatches = graph.shape.microbatches
     now = _most_kept(graph, devices)
     for words, schedule, checkpoint, cut in (
@@ -110,7 +110,7 @@ def _ways_to_keep_less(pipe: Pipeline, graph: TaskGraph, devices: Collection[int
         ('schedule = "1f1b", which keeps fewer micro-batches at once', find_schedule("1f1b"), pipe.checkpoint, 1),
         (f"more micro-batches than {microbatches}, which makes each smaller", pipe.schedule, pipe.checkpoint, 2),
     ):
-        with suppress(ScheduleError):  # It cannot serve this shape.
+        with suppress(ScheduleError):  # The schedule does not support this shape.
             shape = replace(graph.shape, microbatches=cut * microbatches)
             other = lower(schedule, shape, devices=graph.devices, checkpoint=checkpoint, wiring=graph.wiring)
             if _most_kept(other, devices) < cut * now:
@@ -118,7 +118,7 @@ def _ways_to_keep_less(pipe: Pipeline, graph: TaskGraph, devices: Collection[int
 
 
 def _most_kept(graph: TaskGraph, devices: Collection[int]) -> int:
-    """The most that micro-batches of ``graph`` keep at one moment on all of ``devices``, by ``SAVED`` and ``INPUT``."""
+    """The peak of what micro-batches keep on all of ``devices`` together, in units of ``SAVED`` and ``INPUT``."""
     stages = graph.shape.stages
     held: dict[int, int] = {}
     most = 0

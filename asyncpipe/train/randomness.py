@@ -1,18 +1,18 @@
-"""A run's random numbers, which are its own, whoever else draws in the process.
+"""A run's random numbers, independent of everything else that draws in the process.
 
-Each run has a CPU generator. The entry draws from it when it makes the model, each step takes one number from it, from
-which all that the model draws follows, and so do batches and samplers that name no generator: while such code is at
-work, a function mode (``ops/autograd/random_streams.py``) hands the run's generator to whatever draws. torch's
-default generators would not do: all runs share them, and a step lends them to functions that know no other.
+Each run has a CPU generator. The entry draws from it when it makes the model, and each step draws one number from it,
+which determines all numbers that the model draws. Batches and samplers that name no generator draw from it too: while
+they run, a torch function mode (``ops/autograd/random_streams.py``) passes the run's generator to each function that
+draws. torch's default generators are not enough, because all runs share them and steps use them temporarily.
 
 ::
 
-    alone      the entry draws from torch's default generators, seeded before; the run's goes on where they are then.
-               A snapshot has Python's, numpy's and the CUDA devices' states, too.
-    on a pool  the mode serves the entry as well, and what belongs to the process is neither seeded, kept nor put back.
+    alone      the entry draws from torch's default generators, which are seeded before; the run's generator continues
+               from their state. Snapshots also have the states of Python's, numpy's and the CUDA devices' generators.
+    on a pool  the function mode serves the entry too; generators of the process are not seeded, saved or restored.
 
-Both ways the same seed gives the same numbers, so a job trains alike alone and among others. What the mode cannot see
-is not the run's: Python's ``random``, numpy, threads that an entry starts, and default generators that it seeds itself.
+In both cases the same seed gives the same numbers, so a job trains the same way alone and on a pool. The function mode
+does not see Python's ``random``, numpy, threads that an entry starts, and default generators that an entry seeds.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _T = TypeVar("_T")
 
 
 class RunRandom:
-    """The random numbers of one run; ``shared`` where others run in the process, on the same pool."""
+    """The random numbers of one run; ``shared`` if other runs of the process share its pool."""
 
     def __init__(self, *, shared: bool) -> None:
         self.generator = torch.Generator()
-        """What step seeds are drawn from."""
+        """The generator that step seeds are drawn from."""
         self._shared = shared
-        self._mode = _Own(self.generator, shared=shared)
+        self._mode = _RunGenerator(self.generator, shared=shared)
 
     def build(self, seed: int, make: Callable[[], _T]) -> _T:
-        """What ``make`` makes, with draws that follow from ``seed`` alone, as do all later ones of the run."""
+        """The result of ``make``; its random numbers and all later ones of the run follow from ``seed``."""
         if self._shared:
             self.seed(seed)
             with self._mode:
@@ -57,16 +57,16 @@ class RunRandom:
         return made
 
     def seed(self, seed: int) -> None:
-        """Begin the run's generator anew, and no other."""
+        """Seed the run's generator, and no other."""
         self._mode.seed(seed)
 
     def drawing(self) -> AbstractContextManager[Any]:
-        """While it is entered, draws of this thread are the run's. Not for two threads at once."""
+        """A context in which this thread draws from the run's generator. For one thread at a time."""
         return self._mode
 
     async def drawn_by(self, coroutine: Awaitable[_T]) -> _T:
-        """Await ``coroutine``, whose draws on the loop's thread are the run's; nobody else's there are."""
-        return await _Driven(coroutine, self._mode)
+        """Await ``coroutine``, which draws from the run's generator; other coroutines on the loop do not."""
+        return await _WithContext(coroutine, self._mode)
 
     @property
     def position(self) -> Tensor:
@@ -78,29 +78,29 @@ class RunRandom:
         self.generator.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The run's generator as ``cpu``, and, where it is alone, what batches may draw from although they should not.
+        """The run's generator as ``cpu``; if the run is alone, also the generators of Python and numpy.
 
-        May be called while a step runs.
+        Batches should not draw from those, but may. May be called while a step runs.
         """
         return {"cpu": self.position, **({} if self._shared else _python_state())}
 
     def device_state(self) -> dict[str, Any]:
-        """The CUDA devices' default generators, where the run is alone. Not while a step runs: it is lent them."""
+        """The CUDA devices' default generators, if the run is alone. Not while a step runs, which uses them."""
         if self._shared or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return {}
         return {"cuda": torch.cuda.get_rng_state_all()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from both together; where the run is not alone, nobody else notices."""
+        """Continue from both states together; if the run is not alone, generators of the process do not change."""
         self.position = state["cpu"]
         if not self._shared:
             _set_default_generators(state)
 
 
-class _Own(RandomStream):
-    """Hands a generator to all that draws: what torch's default one, in the same state, would have given is drawn.
+class _RunGenerator(RandomStream):
+    """Passes a generator to each function that draws, which gets the numbers of a default generator in that state.
 
-    On other devices that is the default one where the run is alone, else one that is made from the same seed.
+    On other devices, this is the default generator if the run is alone, else one that is made from the same seed.
     """
 
     def __init__(self, generator: torch.Generator, *, shared: bool) -> None:
@@ -119,7 +119,7 @@ class _Own(RandomStream):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # A traced function must draw where it will run, not here.
+        # A function that is being compiled must draw when it runs, not when it is traced.
         if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
@@ -132,8 +132,8 @@ class _Own(RandomStream):
         return super()._generator(device)
 
 
-class _Driven(Generic[_T]):
-    """``coroutine``, with ``context`` entered whenever it runs, and left while it waits."""
+class _WithContext(Generic[_T]):
+    """An awaitable that runs ``coroutine`` inside ``context``, and leaves the context while the coroutine waits."""
 
     def __init__(self, coroutine: Awaitable[_T], context: AbstractContextManager[Any]) -> None:
         self._coroutine = coroutine
@@ -151,7 +151,7 @@ class _Driven(Generic[_T]):
                 return result
             try:
                 sent = yield awaited
-            except BaseException as error:  # noqa: BLE001 - thrown into the coroutine, which decides
+            except BaseException as error:  # noqa: BLE001 - thrown into the coroutine, which handles it
                 resume = partial(steps.throw, error)
             else:
                 resume = partial(steps.send, sent)
@@ -161,7 +161,7 @@ class _Driven(Generic[_T]):
 
 
 def _python_state() -> dict[str, Any]:
-    """The states of Python's generator, and of numpy's where it is loaded."""
+    """The states of Python's generator, and of numpy's if it is imported."""
     state: dict[str, Any] = {"python": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:
         state["numpy"] = _plain(numpy.random.get_state(legacy=False))
@@ -169,7 +169,7 @@ def _python_state() -> dict[str, Any]:
 
 
 def _set_default_generators(state: dict[str, Any]) -> None:
-    """Put them into ``state``, as far as it says; of CUDA devices, those that there were and are."""
+    """Set the generators that ``state`` has; those of CUDA devices as far as this machine has them."""
     torch.set_rng_state(state["cpu"])
     if "python" in state:
         random.setstate(state["python"])
@@ -181,7 +181,7 @@ def _set_default_generators(state: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Numpy's state without arrays and numbers of its own: it takes lists as well."""
+    """Numpy's state as plain lists and numbers, which it accepts as well."""
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value

@@ -1,7 +1,7 @@
-"""The files that a run leaves behind: a trace of its last steps and a picture of the very last.
+"""The trace of a run's last steps and the timeline picture of the last one.
 
-They are there whole or not at all, and none of them can end a run: what cannot be written is one line in the log
-and a count, as with any other observer that fails.
+Each file is written as a whole or not at all. A file that cannot be written is logged and counted, but does not end the
+run.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _logger = logging.getLogger(__name__)
 
 
 class WrittenFiles(NamedTuple):
-    """The files that were written; ``None`` where one was not asked for, or could not be written."""
+    """The files that were written; ``None`` for one that was not wanted or could not be written."""
 
     trace: Path | None = None
     timeline: Path | None = None
 
 
 class TraceRecorder:
-    """An observer that keeps the records of the last ``steps`` steps, until they are written, and no tensor."""
+    """An observer that keeps the records of the last ``steps`` steps until they are written. It keeps no tensors."""
 
     def __init__(self, steps: int) -> None:
         self._records: deque[StepRecord] = deque(maxlen=steps)
 
     def step_completed(self, record: StepRecord) -> None:
-        """Keep ``record``, in the place of the oldest where there are enough."""
+        """Keep ``record``, and drop the oldest if there are enough."""
         self._records.append(record if record.outcome is Outcome.OK else _without_frames(record))
 
     def write(self, job: Job, failed: Callable[[], object]) -> WrittenFiles:
-        """Write what the job asks for, if any step ran; returns what was written. Blocks; raises nothing.
+        """Write the files that the job asks for, if any step ran. Blocks; raises nothing.
 
         ``failed`` is called for each file that cannot be written.
         """
@@ -61,7 +61,7 @@ class TraceRecorder:
 
 
 def _without_frames(record: StepRecord) -> StepRecord:
-    """``record``, whose errors are but their names: their frames hold the tensors of the step, which is tried again."""
+    """``record`` with its errors replaced by their names: tracebacks keep tensors of the step alive."""
     journal = [
         (at, replace(event, error=_named(event.error)))
         if isinstance(event, TaskFailed | StepFinished | StepCompleted) and event.error is not None
@@ -77,9 +77,9 @@ def _named(error: BaseException) -> Exception:
 
 
 def make_folders(job: Job) -> None:
-    """Make the folders of the files to write, so that a mistyped path ends the run before it begins.
+    """Create the folders of the files to write, so that a wrong path is found before the run begins.
 
-    Raises ``JobFileError`` where a folder cannot be made, or a file to write is one.
+    Raises ``JobFileError`` if a folder cannot be created, or a path is that of a folder.
     """
     for key in ("trace", "timeline"):
         path = getattr(job.observe, key)
@@ -96,11 +96,11 @@ def make_folders(job: Job) -> None:
 def _written(
     what: str, path: Path | None, write: Callable[[Path], object], failed: Callable[[], object]
 ) -> Path | None:
-    """``path``, if ``write`` has made it."""
+    """``path`` if the file could be written, else ``None``."""
     if path is None:
         return None
     try:
-        _write_whole(path, write)
+        _write_atomically(path, write)
     except OSError as error:
         _logger.error("the %s %s was not written: %s", what, path, error.strerror or error)
     except Exception:
@@ -111,20 +111,19 @@ def _written(
     return None
 
 
-def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Make the file at ``path`` whole or not at all: written beside it, then moved to its place.
+def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Write to a temporary file next to ``path`` and rename it, so that the file at ``path`` is always complete.
 
-    Nothing can be moved to the place of a device or a pipe, and a link (``/dev/stdout`` is one) stays what it is:
-    these are written as they are.
+    Devices, pipes and links (``/dev/stdout`` is one) must not be replaced and are written directly.
     """
     if path.is_symlink() or (path.exists() and not path.is_file()):
         write(path)
         return
-    beside = path.with_name(f"{path.name}.incomplete")
+    temporary = path.with_name(f"{path.name}.incomplete")
     try:
-        write(beside)
-        beside.replace(path)
+        write(temporary)
+        temporary.replace(path)
     except BaseException:
         with suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         raise
