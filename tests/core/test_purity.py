@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import pkgutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from asyncpipe import core
 
 ROOT = Path(asyncpipe.__file__).parent
 CORE = sorted(info.name for info in pkgutil.walk_packages(core.__path__, "asyncpipe.core."))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
 PARTS = ("checks", "kinds", "splitmix", "schedules", "graph", "engine", "predict")
 LOADED = "import sys; print(*(name for name in ('torch', 'asyncio', 'uvloop', 'numpy') if name in sys.modules))"
 
@@ -78,3 +80,35 @@ def test_imports_keep_to_the_contracts() -> None:
 
 def test_only_the_entry_points_are_at_the_root() -> None:
     assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py", "testing.py"}
+
+
+FOREIGN = {"_apply", "_buffers", "_device", "_parameters", "_version"}
+"""Private names of torch that classes of ours have, too."""
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """The private attributes, functions and classes that a module defines."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                names.add(name)
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def test_no_module_reaches_into_private_names() -> None:
+    """Private names of ours are used on self, cls, super() and, in its own module, on a class."""
+    ours = set().union(*map(private_names, TREES.values())) - FOREIGN
+    found = []
+    for path, tree in TREES.items():
+        classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or node.attr not in ours:
+                continue
+            if ast.unparse(node.value) not in {"self", "cls", "super()"} | classes:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
