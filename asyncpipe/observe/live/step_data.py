@@ -27,7 +27,7 @@ MOST_TASKS = 2_000
 def step_data(record: StepRecord, result: Report, arrays: GraphArraysCache) -> dict[str, Any]:
     """The key figures of a step; ``idle`` are shares of its time by reason."""
     graph = record.graph
-    counted = fold([StepArrays.of(record, 0.0)], arrays.of(graph)).counters
+    counted = fold([StepArrays(record, 0.0)], arrays.of(graph)).counters
 
     def share(name: str, *labels: str) -> float | None:
         seconds = counted.get(f"stage_{name}_seconds", {}).get(labels, 0.0)

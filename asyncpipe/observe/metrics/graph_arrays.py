@@ -11,7 +11,6 @@ An array maps the number of a task to the position of its labels in a tuple, or 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -36,99 +35,56 @@ MOST_SIMULATED = 50_000
 _Label = TypeVar("_Label", bound=Hashable)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Rows of different lengths, none of them empty, in one array."""
+    """Rows of different lengths in one array; a row without members has the member ``empty``."""
 
-    members: Numbers
-    starts: Numbers
-
-    @classmethod
-    def of(cls, rows: Iterable[Sequence[int]], empty: int) -> Segments:
-        """The segments of ``rows``; a row without members gets the member ``empty``."""
+    def __init__(self, rows: Iterable[Sequence[int]], empty: int) -> None:
         filled = [row or (empty,) for row in rows]
         lengths = _numbers(map(len, filled))
-        return cls(_numbers(member for row in filled for member in row), np.cumsum(lengths) - lengths)
+        self._members = _numbers(member for row in filled for member in row)
+        self._starts = np.cumsum(lengths) - lengths
 
     def latest(self, times: Floats) -> Floats:
         """(steps, rows): the latest of each row's members in each step, given ``times`` of shape (steps, tasks + 1)."""
-        if not len(self.starts):
+        if not len(self._starts):
             return np.empty((len(times), 0))
-        latest: Floats = np.maximum.reduceat(times.take(self.members, axis=1), self.starts, axis=1)
+        latest: Floats = np.maximum.reduceat(times.take(self._members, axis=1), self._starts, axis=1)
         return latest
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class GraphArrays:
-    """A task graph as arrays. The number after that of the last task means "no task"."""
+    """A task graph as arrays. The number after that of the last task means "no task". Nothing changes them."""
 
-    kind: Numbers
-    kinds: tuple[str, ...]
-    sort: Numbers
-    sorts: tuple[tuple[str, str], ...]
-    """(stage, kind)"""
-    device: Numbers
-    devices: tuple[str, ...]
-    place: Numbers
-    """Also has an entry for "no task"."""
-    places: tuple[tuple[str, str], ...]
-    """(stage, device) of everything that computes, and a stage for each device that computes nothing."""
-    home: Numbers
-    """For each device the place of its first stage."""
-    reads: Segments
-    fed: Numbers
-    fed_reads: Segments
-    copies: Numbers
-    route: Numbers
-    """The route of each of ``copies``, in their order."""
-    routes: tuple[tuple[str, str], ...]
-    """(source device, destination device)"""
-    copy_rows: Numbers
-    """(copy lanes, most copies of a lane), filled up with "no task"."""
-    compute: Numbers
-    """(devices, most compute tasks of a device), filled up with "no task"."""
-    forwards: Numbers
-    releases: Numbers
-    """The tasks after which a stage holds a micro-batch no longer; none where nothing is kept for a backward."""
-    stage: Numbers
-    stages: int
-
-    @classmethod
-    def of(cls, graph: TaskGraph) -> GraphArrays:
-        """The arrays of ``graph``."""
+    def __init__(self, graph: TaskGraph) -> None:
         tasks, count = graph.tasks, len(graph.tasks)
         copies = [task for task in tasks if task.source is not None]
         copied = {task.number for task in copies}
         fed = [number for number, reads in enumerate(graph.dependencies) if not copied.isdisjoint(reads)]
         on = [graph.devices.index(lane.device) for lane in graph.lanes]
-        kind, kinds = _positions(task.kind.value for task in tasks)
-        sort, sorts = _positions((str(task.stage), task.kind.value) for task in tasks)
-        home, homes = _positions((_first_stage(graph, k), name) for k, name in enumerate(graph.devices))
-        place, places = _positions(((str(task.stage), task.lane.device) for task in tasks), homes)
-        route, routes = _positions((_source_device(graph, task), task.lane.device) for task in copies)
-        return cls(
-            kind=kind,
-            kinds=kinds,
-            sort=sort,
-            sorts=sorts,
-            device=_numbers(on[lane] for lane in graph.lane_of),
-            devices=graph.devices,
-            place=np.append(place, 0),
-            places=places,
-            home=home,
-            reads=Segments.of(graph.dependencies, count),
-            fed=_numbers(fed),
-            fed_reads=Segments.of([graph.dependencies[number] for number in fed], count),
-            copies=_numbers(task.number for task in copies),
-            route=route,
-            routes=routes,
-            copy_rows=_lane_rows(graph, lambda lane: lane.queue is not Queue.COMPUTE),
-            compute=_lane_rows(graph, lambda lane: lane.queue is Queue.COMPUTE),
-            forwards=_numbers(task.number for task in tasks if task.kind is TaskKind.FORWARD),
-            releases=_numbers(task.number for task in tasks if graph.training and task.kind in graph.releasing),
-            stage=_numbers(task.stage for task in tasks),
-            stages=graph.shape.stages,
-        )
+        self.kind, self.kinds = _positions(task.kind.value for task in tasks)
+        self.sort, self.sorts = _positions((str(task.stage), task.kind.value) for task in tasks)
+        """(stage, kind)"""
+        self.device, self.devices = _numbers(on[lane] for lane in graph.lane_of), graph.devices
+        self.home, homes = _positions((_first_stage(graph, k), name) for k, name in enumerate(graph.devices))
+        """For each device the place of its first stage."""
+        place, self.places = _positions(((str(task.stage), task.lane.device) for task in tasks), homes)
+        """(stage, device) of everything that computes, and a stage for each device that computes nothing."""
+        self.place = np.append(place, 0)
+        """Also has an entry for "no task"."""
+        self.reads = Segments(graph.dependencies, count)
+        self.fed = _numbers(fed)
+        self.fed_reads = Segments([graph.dependencies[number] for number in fed], count)
+        self.copies = _numbers(task.number for task in copies)
+        self.route, self.routes = _positions((_source_device(graph, task), task.lane.device) for task in copies)
+        """The route of each of ``copies``, in their order: (source device, destination device)."""
+        self.copy_rows = _lane_rows(graph, lambda lane: lane.queue is not Queue.COMPUTE)
+        """(copy lanes, most copies of a lane), filled up with "no task"."""
+        self.compute = _lane_rows(graph, lambda lane: lane.queue is Queue.COMPUTE)
+        """(devices, most compute tasks of a device), filled up with "no task"."""
+        self.forwards = _numbers(task.number for task in tasks if task.kind is TaskKind.FORWARD)
+        self.releases = _numbers(task.number for task in tasks if graph.training and task.kind in graph.releasing)
+        """The tasks after which a stage holds a micro-batch no longer; none where nothing is kept for a backward."""
+        self.stage, self.stages = _numbers(task.stage for task in tasks), graph.shape.stages
 
 
 class GraphArraysCache:
@@ -145,7 +101,7 @@ class GraphArraysCache:
         """The arrays of ``graph``; the first call takes about 3 µs a task."""
         arrays = self._arrays.get(graph)
         if arrays is None:
-            arrays = self._arrays[graph] = GraphArrays.of(graph)
+            arrays = self._arrays[graph] = GraphArrays(graph)
         return arrays
 
     def ideal_bubble(self, graph: TaskGraph, *, make: bool) -> float | None:

@@ -274,7 +274,7 @@ def cut_short(record: StepRecord, kept: int, outcome: Outcome) -> StepRecord:
 def test_the_fold_is_the_reference(draw: st.DataObject) -> None:
     graph = graph_of(draw)
     records = [record_of(graph, draw, step) for step in range(draw.draw(st.integers(1, 3)))]
-    totals = fold([StepArrays.of(record, float(at)) for at, record in enumerate(records)], GraphArrays.of(graph))
+    totals = fold([StepArrays(record, float(at)) for at, record in enumerate(records)], GraphArrays(graph))
     wanted = reference(records)
     assert_same(totals, wanted)
     busy_and_idle_seconds = sum(
@@ -288,8 +288,8 @@ def test_the_fold_is_the_reference(draw: st.DataObject) -> None:
 @given(st.data())
 def test_folding_a_stack_is_folding_one_by_one(draw: st.DataObject) -> None:
     graph = graph_of(draw)
-    arrays = GraphArrays.of(graph)
-    steps = [StepArrays.of(record_of(graph, draw, step), float(step)) for step in range(4)]
+    arrays = GraphArrays(graph)
+    steps = [StepArrays(record_of(graph, draw, step), float(step)) for step in range(4)]
     one_by_one = Totals()
     for step in steps:
         one_by_one.merge(fold([step], arrays))
@@ -310,7 +310,7 @@ def test_folding_a_stack_is_folding_one_by_one(draw: st.DataObject) -> None:
 def test_what_a_step_without_any_completed_task_adds() -> None:
     graph = lower(find_schedule("gpipe"), Shape(2, 2, 2))
     record = StepRecord(0, graph, [(1.0, StepSubmitted(0, graph)), (2.0, Abort(0))], Outcome.CANCELLED)
-    totals = fold([StepArrays.of(record, 7.0)], GraphArrays.of(graph))
+    totals = fold([StepArrays(record, 7.0)], GraphArrays(graph))
     assert totals.counters["steps"] == {("ok",): 0, ("failed",): 0, ("cancelled",): 1}
     assert set(totals.counters["stage_busy_seconds"].values()) == {0.0}
     assert set(totals.counters["stage_idle_seconds"].values()) == {0.0}
@@ -322,7 +322,7 @@ def test_a_copy_goes_from_its_source_to_its_stage_in_both_directions() -> None:
     graph = lower(find_schedule("gpipe"), Shape(2, 1, 2), devices=["cpu:0", "cpu:1"])
     onward, back = (graph.find(TaskKind.COPY, 0, stage, 1 - stage).number for stage in (1, 0))
     record = replace(simulate(graph, Costs(copy=0.5)), notes=StepNotes(copied={onward: 100, back: 3}))
-    totals = fold([StepArrays.of(record, 0.0)], GraphArrays.of(graph))
+    totals = fold([StepArrays(record, 0.0)], GraphArrays(graph))
     assert totals.counters["copy_bytes"] == {("cpu:0", "cpu:1"): 100, ("cpu:1", "cpu:0"): 3}
     assert totals.counters["copy_seconds"] == {("cpu:0", "cpu:1"): 0.5, ("cpu:1", "cpu:0"): 0.5}
 
@@ -336,18 +336,18 @@ def test_step_arrays_keep_nothing_of_the_journal() -> None:
     error = Loud()
     gone = weakref.ref(error)
     record = StepRecord(0, graph, [(0.0, StepSubmitted(0, graph)), (1.0, TaskFailed(0, 0, error))], Outcome.FAILED)
-    packed = StepArrays.of(record, 0.0)
+    arrays = StepArrays(record, 0.0)
     del record, error
     gc.collect()
     assert gone() is None
-    assert packed.lost == ((0, "failed"),)
+    assert arrays.lost == [(0, "failed")]
 
 
 def test_latest_of_empty_rows_is_never() -> None:
-    rows = Segments.of([[0, 2], [], [1]], empty=3)
+    rows = Segments([[0, 2], [], [1]], empty=3)
     times = np.array([[1.0, 2.0, 3.0, -inf], [5.0, -inf, 4.0, -inf]])
     assert rows.latest(times).tolist() == [[3.0, -inf, 2.0], [5.0, -inf, -inf]]
-    assert Segments.of([], empty=3).latest(times).shape == (2, 0)
+    assert Segments([], empty=3).latest(times).shape == (2, 0)
 
 
 def test_graph_arrays_are_made_once_and_go_with_their_graph() -> None:

@@ -27,13 +27,13 @@ def lowered(name: str = "gpipe", shape: Shape = Shape(3, 4, 3), checkpoint: str 
 
 def busy(record: StepRecord) -> dict[tuple[int, str], float]:
     """Seconds by stage and device."""
-    found = fold([StepArrays.of(record, 0.0)], GraphArrays.of(record.graph)).counters["stage_busy_seconds"]
+    found = fold([StepArrays(record, 0.0)], GraphArrays(record.graph)).counters["stage_busy_seconds"]
     return {(int(stage), device): seconds for (stage, device), seconds in found.items()}
 
 
 def idle(record: StepRecord) -> dict[tuple[int, str, IdleReason], float]:
     """Seconds by stage, device and reason, where there are any."""
-    found = fold([StepArrays.of(record, 0.0)], GraphArrays.of(record.graph)).counters["stage_idle_seconds"]
+    found = fold([StepArrays(record, 0.0)], GraphArrays(record.graph)).counters["stage_idle_seconds"]
     assert min(found.values()) >= 0
     assert {reason for _, _, reason in found} == set(IdleReason)
     return {
