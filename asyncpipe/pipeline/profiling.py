@@ -93,12 +93,11 @@ def choose(
     model: nn.Module | Sequence[nn.Module] | StagedModel,
     devices: Sequence[str | torch.device],
     sample: SampleBatch,
-    microbatches: int | Sequence[int],
+    microbatches: int,
     *,
     schedules: Sequence[str] | None = None,
     balance: str | Sequence[int] = "auto",
     checkpoints: Sequence[str] = ("except_last",),
-    memory_limit: int | None = None,
     parameter_scale: float = PARAMETER_SCALE,
     steps: int = STEPS,
     intra_op_threads: int = 1,
@@ -109,9 +108,8 @@ def choose(
     ``schedules`` are names, by default all known ones. A ``balance`` that is not ``"auto"`` is kept. ``measure`` and
     ``asyncpipe.core.predict.planner.plan`` explain the other arguments, and raise what this raises.
     """
-    numbers = [microbatches] if isinstance(microbatches, int) else list(microbatches)
     profile = measure(
-        model, devices, sample, numbers, steps=steps, intra_op_threads=intra_op_threads, progress=progress
+        model, devices, sample, [microbatches], steps=steps, intra_op_threads=intra_op_threads, progress=progress
     )
     fixed: list[int] | None = None
     if isinstance(model, StagedModel):
@@ -124,7 +122,6 @@ def choose(
         schedules=schedules,
         balances=None if fixed is None else lambda *_: [fixed],
         checkpoints=checkpoints,
-        memory_limit=memory_limit,
         parameter_scale=parameter_scale,
         progress=progress,
     )[0]
