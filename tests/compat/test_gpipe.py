@@ -1,4 +1,4 @@
-"""``GPipe`` computes what the sequence of its layers computes, and takes and refuses what torchgpipe's did."""
+"""``GPipe`` computes the same as the sequence of its layers, and accepts and refuses what torchgpipe's does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ``GPipe`` needs no ``with``: its threads come and go by themselves. What a layer raises comes out of the call."""
+"""A ``GPipe`` needs no ``with``: its threads start and end automatically. Errors of a layer are raised by the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs written for an ancestor run here when nothing but the names that they import from change."""
+"""Programs for torchgpipe or torch's former ``Pipe`` run here after changing only their imports."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ mse = nn.functional.mse_loss
 
 
 class Join(nn.Module):
-    """Two arguments in, two out; what is not cut comes as it is."""
+    """Two arguments in, two out; values that are not cut arrive unchanged."""
 
     def __init__(self):
         super().__init__()

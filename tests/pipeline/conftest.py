@@ -1,4 +1,4 @@
-"""A small model, its unsplit gradients, and faults at any task."""
+"""A small model with the gradients of the unsplit model, and hooks before every task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncpipe.ops.execute.binder import Binder
 
 @dataclass(frozen=True)
 class Workload:
-    """One batch for a model of eight layers, in float64, with what the unsplit model makes of it."""
+    """One batch for a model of eight layers in float64, and the unsplit model's results."""
 
     x: Tensor
     target: Tensor
@@ -62,7 +62,7 @@ def workloads() -> Callable[[int], Workload]:
 
 @pytest.fixture
 def before_task(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Task], None]], None]]:
-    """Call a function with each task on its device's thread, before its real work; it may raise."""
+    """Call a function with each task on its device's thread, before the task runs; it may raise."""
     hooks: list[Callable[[Task], None]] = []
     real = Binder.bind
 

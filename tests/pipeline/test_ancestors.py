@@ -1,6 +1,6 @@
-"""What torchgpipe and torch's former ``Pipe`` got wrong, refused unclearly or lost, row by row.
+"""Faults of torchgpipe and torch's former ``Pipe`` that asyncpipe does not have, one test each.
 
-Where something is refused: the right type of error, which names the argument and says what would be right.
+Refusals have the right type of error, whose message names the argument and the allowed values.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_layers_and_parameters_may_be_shared():
     ("samples", "mode", "wanted"), [(9, "except_last", 7), (3, "except_last", 2), (3, "always", 3)]
 )
 def test_the_real_micro_batches_are_recomputed(samples, mode, wanted):
-    """Of 9 samples in 8 micro-batches there are 8, not 5 of which all are recomputed."""
+    """9 samples in 8 micro-batches make 8 micro-batches, not 5 that are all recomputed."""
     calls, again = [], []
 
     def count(x):

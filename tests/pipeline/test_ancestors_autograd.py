@@ -1,6 +1,6 @@
-"""What torchgpipe and torch's former ``Pipe`` got wrong or lost in the backward, the caller's modes and the skips.
+"""More faults of torchgpipe and torch's former ``Pipe``: in the backward, the caller's modes and skips.
 
-The other rows are in ``test_ancestors.py``.
+The others are in ``test_ancestors.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The asynchronous path without a GPU: streams that only note what is ordered behind what.
+"""The asynchronous path without a GPU: streams that only record the order of events.
 
 The tasks compute on the CPU as they are issued, so results are real; their completion is held back until the
 test lets go of it. What is checked is what a GPU would rely on: every dependency's event is waited for before a
@@ -122,7 +122,7 @@ class Records:
 
 
 def order_of_tasks(graph, journal, streams):
-    """The event of each task: per lane, tasks are issued in the order of their dispatch, and so are their events."""
+    """The event of each task: a lane's tasks and events are issued in the order of dispatch."""
     dispatched = [event.task for _, event in journal if hasattr(event, "task")]
     issued = {}
     for lane, stream in streams.items():
@@ -134,7 +134,7 @@ def order_of_tasks(graph, journal, streams):
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("schedule", ["backward-first", "1f1b as hint", "split"])
 async def test_a_rule_waits_for_completion_and_its_streams_for_events(workload, noting, schedule, checkpoint):
-    """Only what follows completed tasks is dispatched; its stream waits for their events all the same."""
+    """Tasks are dispatched after their dependencies completed, and their streams still wait for the events."""
     streams, released = noting
     released.set()
     rule = {"backward-first": BackwardFirst(), "1f1b as hint": HintedSchedule(OneFOneB()), "split": Split()}[schedule]

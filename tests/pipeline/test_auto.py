@@ -1,4 +1,4 @@
-"""schedule="auto" and balance="auto" with a sample: the model is measured and left as it was, and then it trains."""
+"""schedule="auto" and balance="auto" with a sample: measuring does not change the model, which then trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong input gets a typed error that says what was wrong and what would be right, before anything runs."""
+"""Wrong input raises a typed error, which says what is wrong and what is allowed, before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline or a pool is closed while others still use it: what is under way ends well, and nothing begins."""
+"""Closing a pipeline or a pool that is in use: running steps end normally, and no step begins."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_backward_that_has_not_begun_is_refused_while_a_step_ends_well(workloa
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_backward_under_way_ends_well(workload, hold, no_leaks, monkeypatch, late):
-    """All gradients of the caller are there, so closing waits for the rest; autograd may come to its end later."""
+    """All gates are open, so closing waits for the backward, even if autograd ends later."""
     closed = threading.Event()
     finish = CallBackward.finish
 

@@ -36,7 +36,7 @@ async def test_gradients(workload, devices, schedule, checkpoint):
 
 
 async def test_the_optimizer_may_follow_at_once(workload):
-    """Steps and updates are queued one behind the other without a host synchronisation, and end where the CPU ends."""
+    """Steps and updates are queued without a host synchronisation, and give the CPU's results."""
     model, bare = workload.model(), workload.model()
     ours, theirs = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(bare.parameters(), lr=0.1)
     x, target = workload.x.cuda(), workload.target.cuda()

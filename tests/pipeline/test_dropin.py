@@ -1,4 +1,4 @@
-"""``y = pipe(x)`` is the model: whatever the caller's own graph does with it, gradients are those of the bare model."""
+"""``y = pipe(x)`` behaves as the model: in any graph of the caller, gradients are those of the bare model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def assert_equal(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None],
 
 @pytest.mark.parametrize(("schedule", "stages", "devices"), SHAPES)
 def test_equal_to_the_bare_model(workload, schedule, stages, devices):
-    """The caller has layers before and behind the pipeline, and wants the gradient of its own leaf."""
+    """The caller has layers before and after the pipeline, and a leaf that gets a gradient."""
     torch.manual_seed(5)
     front, back = nn.Linear(6, 6).double(), nn.Linear(8, 3).double()
     bare, model = workload.model(), workload.model()
@@ -147,7 +147,7 @@ def test_a_loss_on_a_part_of_the_batch(workload, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_loss_of_some_ready_made_micro_batches(workload, mode):
-    """Every choice of four outputs: an exit that the engine never reaches must not hold up the others."""
+    """All subsets of four outputs: exits that the engine never reaches must not block the others."""
     bare, model = workload.model(), workload.model()
     pieces = [rows(n).requires_grad_() for n in (3, 1, 4, 2)]
     with pipeline(model, checkpoint=mode).sync() as pipe:

@@ -1,4 +1,4 @@
-"""What a caller may do with autograd around ``y = pipe(x)``, as around the bare model; and what it may not."""
+"""Uses of autograd around ``y = pipe(x)`` that work as around the bare model, and those that are refused."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_gradients_of_chosen_tensors(workload, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_hooks_of_parameters_see_the_whole_gradient_once(workload, mode):
-    """Also where a hook changes it, and where the optimizer runs in one."""
+    """Also if a hook changes it, or runs the optimizer."""
     made = {}
     for name, model in (("ours", workload.model()), ("theirs", workload.model())):
         seen = made[name] = []
@@ -166,7 +166,7 @@ def test_hooks_of_parameters_see_the_whole_gradient_once(workload, mode):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_inside_a_checkpoint_of_the_caller(workload, reentrant):
-    """The pipeline is called again, and goes backward, inside a node of the caller's backward."""
+    """The pipeline's forward and backward run inside a node of the caller's backward."""
     bare, model, x = workload.model(), workload.model(), rows(7).requires_grad_()
     with pipeline(model, checkpoint="except_last").sync() as pipe:
         output = torch_checkpoint(lambda part: pipe(part).sin(), x, use_reentrant=reentrant)
@@ -175,7 +175,7 @@ def test_inside_a_checkpoint_of_the_caller(workload, reentrant):
 
 
 def test_forward_and_backward_on_threads_of_the_caller(workload):
-    """Each on another one, and neither on that which opened the pipeline."""
+    """Each on a different thread, neither of which opened the pipeline."""
     model, made = workload.model(), []
     with pipeline(model).sync() as pipe:
         for work in (

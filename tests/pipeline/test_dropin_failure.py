@@ -1,4 +1,4 @@
-"""What fails in ``y = pipe(x)`` ends with one clear error and leaves nothing behind; the next call is right."""
+"""A failure in ``y = pipe(x)`` raises one clear error and leaves nothing behind; the next call works."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Gradients:
 
 
 class Explosive(nn.Module):
-    """Raises what it is told to: in its forward, its recomputation, its backward, or a hook of its output."""
+    """Raises a given error in its forward, its recomputation, its backward, or a hook of its output."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ def check_the_next_call(pipe, model, workload):
 
 @pytest.mark.parametrize("earlier", [False, True])
 def test_exceptions_of_the_model(workload, earlier, no_leaks):
-    """``earlier``: there are gradients already, and they stay."""
+    """``earlier``: gradients of an earlier step exist, and do not change."""
     model, layers = explosive_model(workload)
     places = [("forward", "F"), ("recomputation", "R"), ("backward", "B"), ("hook", "B")]
     with pipeline(layers, balance=[3, 3, 3]).sync() as pipe:
@@ -305,7 +305,7 @@ def test_fifty_pipelines_leave_no_threads(workload, no_leaks):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_two_hundred_rounds_leave_nothing_behind(workload, before_task, new_threads, no_leaks, fails):
-    """In the rounds that fail a task does, or a hook of the caller's."""
+    """With ``fails``, a task or a hook of the caller raises in every round."""
     model, counts = workload.model(), []
     tasks = ["F(2,1)", "R(1,1)", "B(3,1)", "B(0,0)", ""]
     with pipeline(model, 2).sync() as pipe:

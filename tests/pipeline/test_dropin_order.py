@@ -1,4 +1,4 @@
-"""``loss.backward()`` runs as its task graph says: last micro-batch first, recomputations early, devices at once."""
+"""``loss.backward()`` runs its task graph: last micro-batch first, early recomputation, devices in parallel."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def parts(workload):
 
 @pytest.fixture
 def released(monkeypatch):
-    """The micro-batches whose gradients the engine has brought, in that order."""
+    """The micro-batches of the calls of ``release``, in order."""
     seen = []
     release = CallBackward.release
 
@@ -148,7 +148,7 @@ def test_gradients_are_those_of_the_same_tasks_one_by_one(workload, schedule):
 
 
 def first_micro_batch_first(outputs):
-    """A loss that the engine goes through from micro-batch 0 on, by its own order.
+    """A loss for which the engine's own order begins with micro-batch 0.
 
     It takes the node with the highest sequence number first, and a new thread counts from zero. What a new thread
     made of the other outputs comes last, behind the exits, which this thread made.
@@ -178,7 +178,7 @@ def test_the_chain_enforces_the_order(workload, released):
 
 
 def test_without_the_chain_the_order_is_the_engines(workload, released, monkeypatch):
-    """So the test above can fail: every exit hangs on the entry alone here."""
+    """Shows that the test above can fail: here the exits are not chained."""
     entry, edges = caller_graph._PipelineEntry, []  # Private: only the function itself tells its own edge.
 
     class Entry:
@@ -197,7 +197,7 @@ def test_without_the_chain_the_order_is_the_engines(workload, released, monkeypa
 
 
 def test_a_backward_begins_before_the_engine_has_brought_the_other_gradients(workload, before_task):
-    """The engine waits for tasks in hooks of the outputs: if a release blocked or was late, this would hang."""
+    """Hooks of the outputs wait for tasks: if ``release`` blocked or came late, this would hang."""
     begun = {(kind, i): threading.Event() for kind in "RB" for i in range(4)}
 
     def note(task):
@@ -240,7 +240,7 @@ def test_gates_open_in_order_where_only_some_outputs_have_gradients(workload, us
 
 
 def test_recomputation_overlaps_the_copy_of_the_gradient(workload, before_task):
-    """No gradient arrives before the recomputation that overlaps its copy has begun: a test that may hang."""
+    """The copy of a gradient waits until the recomputation has begun: without overlap, this would hang."""
     begun = {(i, j): threading.Event() for i in range(3) for j in range(3)}
 
     def hook(task):
@@ -264,7 +264,7 @@ def test_recomputation_overlaps_the_copy_of_the_gradient(workload, before_task):
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_both_devices_work_at_the_same_time(workload, before_task, checkpoint):
-    """Two forwards meet at a barrier, and two backwards; the journal shows it."""
+    """Two forwards meet at a barrier, and so do two backwards; the journal shows the overlap."""
     forward, backward = threading.Barrier(2), threading.Barrier(2)
 
     def hook(task):
@@ -285,7 +285,7 @@ def test_both_devices_work_at_the_same_time(workload, before_task, checkpoint):
 
 
 def test_sleeping_devices_overlap_by_themselves(workload):
-    """Nothing but the costs brings these tasks together."""
+    """Here only the costs make the tasks overlap."""
     records = Records()
     with pipeline(workload.model(), 2, executors=emulated, observers=[records]).sync() as pipe:
         pipe(workload.x).sum().backward()

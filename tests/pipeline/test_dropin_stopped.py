@@ -1,4 +1,4 @@
-"""A graph of the caller's that raises in the midst of ``loss.backward()``: the pipeline's part of it ends, too."""
+"""The caller's graph raises during ``loss.backward()``: the pipeline's part of the backward ends, too."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def join_all(threads):
 
 
 def test_the_callers_graph_raises_between_two_exits(workload, no_leaks):
-    """Micro-batches from 3 down to ``nth`` + 1 have their gradients; the others' never come."""
+    """Micro-batches 3 to ``nth`` + 1 got their gradients; the others never do."""
     model = workload.model()
     with pipeline(model).sync() as pipe:
         for nth in range(4):
@@ -106,7 +106,7 @@ class Held:
 
 
 def test_what_it_had_begun_has_ended_when_the_error_arrives(workload, before_task, cancelled, no_leaks):
-    """So that the caller may clear gradients, and goes on as after an error of the bare model."""
+    """The caller can clear gradients and continue, as after an error of the bare model."""
     records = []
 
     class Observer:
@@ -132,13 +132,13 @@ def test_what_it_had_begun_has_ended_when_the_error_arrives(workload, before_tas
 
 @pytest.fixture
 def engine_thread(monkeypatch):
-    """As if the engine's pass ended on a thread of its own, which it does on CUDA: nothing may wait there."""
+    """Lets the engine's pass seem to end on a thread of the engine, as on CUDA, where nothing may wait."""
     monkeypatch.setattr(call, "threading", SimpleNamespace(get_ident=object))
 
 
 @pytest.mark.parametrize("method", ["Driver.drain", "GradientGuard.wait_for_abandoned"])
 def test_what_comes_next_waits_for_it(workload, before_task, engine_thread, no_leaks, monkeypatch, method):
-    """A close, or another call: the task is let go only when that has begun."""
+    """``close`` or another call: the task ends only after that has begun."""
     let_go = threading.Event()
     owner = {"Driver": Driver, "GradientGuard": GradientGuard}[method.partition(".")[0]]
     name = method.partition(".")[2]
@@ -169,7 +169,7 @@ def test_what_comes_next_waits_for_it(workload, before_task, engine_thread, no_l
 
 
 def test_dropped_with_a_task_that_still_runs(workload, before_task, engine_thread, no_leaks, monkeypatch):
-    """Neither pipeline nor outputs are referred to: the threads end when that task has, and not before."""
+    """Without references to pipeline and outputs, the threads end after the task has ended, not before."""
     let_go, left = threading.Event(), []
     close = Driver.close
 
@@ -196,7 +196,7 @@ def test_dropped_with_a_task_that_still_runs(workload, before_task, engine_threa
 
 @pytest.mark.parametrize("used", [slice(0, 12), slice(0, 3)])
 def test_a_retained_graph_that_was_stopped_goes_backward_again(workload, before_task, cancelled, used):
-    """With other gradients than those that it had taken the first time, or with none where it had some."""
+    """The second time with other gradients, or without gradients for some micro-batches."""
     bare, model = workload.model(), workload.model()
     mse(bare(workload.x)[used], workload.target[used]).backward()
     with pipeline(model).sync() as pipe:

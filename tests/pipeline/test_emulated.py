@@ -1,4 +1,4 @@
-"""On emulated devices, where copies take their time, a real step runs as the graph says it should."""
+"""On emulated devices, where copies take time, a real step overlaps as the graph allows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pipeline(model, **options):
 
 
 async def test_recomputation_overlaps_the_copy_of_the_gradient(workload, before_task, no_leaks):
-    """No gradient arrives before the recomputation that overlaps it has begun; if that waited, this would hang."""
+    """The copy of a gradient waits until the recomputation has begun: without overlap, this would hang."""
     begun = {(i, j): threading.Event() for i in range(4) for j in range(3)}
 
     def hook(task):

@@ -1,4 +1,4 @@
-"""A step that fails or is cancelled ends with one clear error, leaves nothing behind, and the next one is right."""
+"""A step that fails or is cancelled raises one clear error and leaves nothing behind; the next step works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes in and comes out: several arguments, whole tensors, another batch dimension, ready-made micro-batches."""
+"""Inputs and outputs: several arguments, uncut tensors, another batch dimension, ready-made micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other tools see of a pipeline's tasks: names in torch's profiler, bytes, memory."""
+"""What tools show of a pipeline's tasks: names in torch's profiler, copied bytes, memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def pipeline(observers: Sequence[Keeper] = (), **options: object) -> Pipeline:
 
 
 def outermost(event: Any) -> str:
-    """The name of what surrounds a profiler's event on its thread."""
+    """The name of the outermost event around a profiler's event."""
     while event.cpu_parent is not None:
         event = event.cpu_parent
     return str(event.name)

@@ -137,13 +137,13 @@ def test_errors_and_pipelines_need_no_cycle_collector(how, checkpoint):
     try:
         pipe = Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, checkpoint=checkpoint, loss_fn=lambda y: y.sum())
         seen = [weakref.ref(pipe)]
-        with pipe.sync() as face:
+        with pipe.sync() as opened:
             for faulty.backward in (False, True):
                 try:
-                    face.step(torch.ones(4, 2)) if how == "step" else face(torch.ones(4, 2)).sum().backward()
+                    opened.step(torch.ones(4, 2)) if how == "step" else opened(torch.ones(4, 2)).sum().backward()
                 except TaskError as error:
                     seen += [weakref.ref(error), weakref.ref(error.__cause__)]
-        del face, pipe
+        del opened, pipe
         assert [reference() for reference in seen] == [None] * 5
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""Pipelines that share devices: each computes what it computes alone, and none can disturb another."""
+"""Pipelines that share devices compute the same as alone, and do not disturb each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pipeline(model, pool=None, **options):
 
 
 async def losses_and_gradients(pipe, model, workload, steps=STEPS):
-    """What each of some steps comes to."""
+    """Losses and gradients of some steps."""
     seen = []
     for _ in range(steps):
         model.zero_grad()
@@ -66,7 +66,7 @@ async def test_several_at_once_are_each_as_alone(workload, no_leaks, background)
 
 
 async def test_steps_meet_on_a_device(workload, before_task, no_leaks):
-    """Both jobs' steps are under way at the same moment: each waits, on its first device, until the other has begun."""
+    """Both jobs' steps run at the same time: each waits, on its first device, until the other has begun."""
     begun = {name: threading.Event() for name in ("a", "b")}
     thread_of = {}
     async with DevicePool() as pool:

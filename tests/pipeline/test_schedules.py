@@ -40,7 +40,7 @@ def charlm() -> Any:
 
 
 class Example:
-    """One batch for the example, and what the unsplit model makes of it."""
+    """One batch for the example, and the unsplit model's results."""
 
     def __init__(self) -> None:
         workload = charlm()
@@ -120,7 +120,7 @@ def linears() -> nn.Sequential:
 @pytest.mark.parametrize("name", known_schedules())
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_calls_ties_and_updates_under_every_schedule(name, checkpoint):
-    """Copies of tied parameters, sums and updates find their place, and forwards alone have an order."""
+    """Copies of tied parameters, sums and updates are scheduled, and so are forwards alone."""
     x, bare, model = torch.randn(8, 4).double(), linears(), linears()
     theirs = torch.optim.SGD(bare.parameters(), lr=0.1)
     with pipeline(
@@ -245,7 +245,7 @@ def test_module_and_class_are_a_schedule(workload):
 
 
 class Moody(RuledSchedule):
-    """Admits while it likes."""
+    """A rule that admits all micro-batches or, once ``likes`` is false, none."""
 
     def __init__(self) -> None:
         self.likes = True

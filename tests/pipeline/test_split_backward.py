@@ -150,7 +150,7 @@ async def test_gradients_accumulate_over_steps_and_frozen_stages_work(workload, 
 
 @both
 async def test_dropout_autocast_scaler_and_counts(schedule):
-    """What a backward in one piece gives, with the same random streams, casts and weights."""
+    """The results are those of a whole backward, with the same random streams, casts and weights."""
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16), nn.LayerNorm(16))
     x = torch.randn(8, 16)
@@ -187,14 +187,14 @@ async def test_the_optimizer_inside_the_step_waits_for_w(workload):
 
 
 class Kept:
-    """What autograd saves, so that it can be counted."""
+    """A tensor that autograd saves, wrapped so that it can be counted."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()
 
 
 class Saving(nn.Module):
-    """Notes what its layers' graph keeps."""
+    """Notes the tensors that the graph of its layers saves."""
 
     def __init__(self, note: Callable[[weakref.ref[Kept]], None]) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class Saving(nn.Module):
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Whatever goes, goes by itself."""
+    """Turns the cycle collector off: tensors must be freed without it."""
     gc.collect()
     gc.disable()
     try:
@@ -230,7 +230,7 @@ async def test_after_w_nothing_of_the_microbatch_is_alive(before_task, schedule,
     kept = []
 
     def look(task):
-        """Tasks run one by one, so what is noted belongs to the one that began last."""
+        """Tasks run one at a time, so saved tensors belong to the task that began last."""
         if ran and ran[-1].kind == "W":
             assert not alive(ran[-1]), ran[-1].id
         if task.kind == "W":

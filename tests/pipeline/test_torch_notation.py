@@ -46,7 +46,7 @@ def allowed(schedule: Schedule) -> Iterator[Shape]:
 
 
 def stages_of(shape: Shape) -> list[Any]:
-    """What torch's schedules ask of the stages of rank 0 before they run: numbers, no process group."""
+    """Stands for torch's stages of rank 0: torch's schedules only ask for some numbers before they run."""
     per_device = shape.stages // shape.devices
     return [
         SimpleNamespace(num_stages=shape.stages, group_size=shape.devices, group_rank=0, submod=None)
@@ -55,7 +55,7 @@ def stages_of(shape: Shape) -> list[Any]:
 
 
 def loaded(path: Path, shape: Shape) -> _PipelineScheduleRuntime:
-    """torch's schedule out of the file at ``path``; torch checks it and adds its communication."""
+    """torch's schedule from the file at ``path``; torch checks it and adds its communication."""
     runtime = _PipelineScheduleRuntime(stages_of(shape), shape.microbatches)
     runtime._load_csv(str(path))
     return runtime
@@ -137,7 +137,7 @@ def busiest(schedule: CsvSchedule) -> float:
 
 
 def test_the_table_has_every_notation() -> None:
-    """What torch writes has all types of actions, overlaps and idle cells; else the tests above show too little."""
+    """The tests above cover all types of actions, overlaps and idle cells."""
     kinds: set[str] = set()
     for kind, shapes in TORCH_SCHEDULES.items():
         runtime = kind(stages_of(shapes[-1]), shapes[-1].microbatches)

@@ -62,7 +62,7 @@ class Transformer(nn.Module):
 
 
 class First(nn.Module):
-    """The same model in stages, which hand a dict from one to the next."""
+    """The first stage of the same model; stages pass a dict to the next one."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def sentences(samples: int, length: int, seed: int) -> tuple[Arguments, Tensor]:
 
 
 def loss_fn(output: dict[str, Any], target: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the words that are there, with the hidden states as a second term, so that their gradients matter."""
+    """Over the words that are not masked, with a term of the hidden states, so that they get gradients."""
     counted = (target >= 0).sum()
     mean = functional.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
     there = (target >= 0).unsqueeze(-1)

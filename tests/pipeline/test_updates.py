@@ -137,7 +137,7 @@ def test_clipping_and_accumulation_with_an_optimizer_of_ones_own(workload):
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_gradient_scaler(workload, inside):
-    """Inside: the scaled loss is the step's business; outside: the caller's, as on any model."""
+    """With ``scaler=`` the step scales the loss; in ``pipe(x)`` the caller does, as on any model."""
     model, bare = workload.model().float(), workload.model().float()
     x, target = workload.x.float(), workload.target.float()
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, bare))

@@ -1,4 +1,4 @@
-"""The driver: several graphs at once, completion after issue, and an end for every wait."""
+"""The driver: several graphs at once, completion after issue, and no wait without an end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_a_step_runs_every_task_once(driver):
 
 
 async def test_several_graphs_at_once(driver):
-    """The first step cannot go on before the second one, submitted behind it, has begun on the other device."""
+    """The first step waits until the second one, submitted after it, has begun on the other device."""
     begun = threading.Event()
 
     def first(task):
@@ -82,7 +82,7 @@ async def test_a_failure_ends_its_own_step_only(driver):
 
 
 async def test_tasks_that_wait_in_an_executor_are_dropped(driver, monkeypatch):
-    """F(2,0) is in the device's queue when F(1,0) has the step cancelled, and must not run."""
+    """F(2,0) is in the device's queue when F(1,0) cancels the step, and must not run."""
     ran, cancelled = [], threading.Event()
     loop = asyncio.get_running_loop()
 
@@ -112,7 +112,7 @@ async def test_tasks_that_wait_in_an_executor_are_dropped(driver, monkeypatch):
 
 
 class Later:
-    """A task that is issued at once and done when told."""
+    """A completion that the test sets."""
 
     def __init__(self):
         self.done = threading.Event()
@@ -145,7 +145,7 @@ async def test_a_failure_after_the_issue_comes_with_completion(driver):
 
 
 async def test_the_in_flight_cap_holds_back_an_asynchronous_device(driver):
-    """A lane holds three tasks that are not completed, and gets the fourth only when one is."""
+    """A lane gets the fourth task only when one of three issued tasks has completed."""
     laters = {}
     dispatched = SimpleCounter()
 
@@ -196,7 +196,7 @@ async def test_closed_or_not_open():
 
 
 async def test_a_broken_scheduler_hangs_nobody(no_leaks):
-    """An error in our own code must reach whoever waits for a step."""
+    """A bug in the scheduler is raised by every step that is awaited."""
     driver = Driver({name: ThreadExecutor(name) for name in DEVICES})
     driver.open()
     handle = driver.scheduler.handle
@@ -217,7 +217,7 @@ async def test_a_broken_scheduler_hangs_nobody(no_leaks):
 
 @pytest.mark.parametrize("everyone", [False, True])
 async def test_draining_ends_although_somebody_goes_on_stepping(driver, everyone):
-    """The step under way ends well; the next one is refused, before anything of it runs."""
+    """The step under way ends normally; the next one is refused before it runs."""
     tenant, neighbour = Tenant(Share("a")), Tenant(Share("b"))
     ran = SimpleCounter()
     begun, let_go = threading.Event(), threading.Event()

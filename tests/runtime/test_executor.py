@@ -1,4 +1,4 @@
-"""The executor's guarantees: order, one report a task, nothing kept while idle."""
+"""The executor's guarantees: order, one report per task, nothing kept alive while idle."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_nothing_is_kept_while_idle(step, monkeypatch):
     asked = SimpleQueue()
 
     class WatchedQueue(SimpleQueue):
-        """Tells when the thread comes back for more."""
+        """Tells when the thread asks for the next batch."""
 
         def get(self):
             asked.put(None)
@@ -154,7 +154,7 @@ def test_close_runs_what_is_queued_and_ends_every_thread():
 
 
 def test_who_is_woken_for_what(step):
-    """The scheduler hears at once of what other devices wait for, and of the last task of a batch."""
+    """Tasks that other devices wait for, and the last task of a batch, wake the scheduler at once."""
     woken = SimpleQueue()
     executor = ThreadExecutor("cpu:8")
     executor.start(lambda event, *, wake=True: woken.put((event.task, wake)))
@@ -166,7 +166,7 @@ def test_who_is_woken_for_what(step):
 
 
 def test_the_end_of_a_step_does_not_wait_for_a_task_of_another_one(step):
-    """Handed over as one batch, as the scheduler does for jobs that share a lane."""
+    """Both tasks are in one batch, as the scheduler makes for jobs that share a lane."""
     other = Step()
     other.number = 4
     told = threading.Event()

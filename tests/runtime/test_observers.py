@@ -1,4 +1,4 @@
-"""Observers: none of them can fail or hold up a step, and what goes wrong is told."""
+"""Observers cannot fail or delay a step, and their failures are logged and counted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def record(step: int = 0) -> StepRecord:
 
 
 class Keeper:
-    """Keeps the steps that it is shown, and does more if told to."""
+    """Keeps the numbers of the steps, and calls a function with each record."""
 
     def __init__(self, also: Callable[[StepRecord], None] = lambda record: None) -> None:
         self.steps: list[int] = []
@@ -45,7 +45,7 @@ def fail(record: StepRecord) -> None:
 
 
 class Counter(Keeper):
-    """Also counts what goes wrong with others."""
+    """Also counts the failures of other observers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Counter(Keeper):
 
 
 class Clock:
-    """Replaces the module's clock: whoever holds it may let time pass."""
+    """Replaces the module's clock; a test can let time pass."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -201,7 +201,7 @@ def test_its_thread_keeps_no_record_while_it_waits(opened: Callable[..., Observe
     watch = weakref.ref(kept)
 
     class Queue:
-        """Gives a record, and then looks whether it is still there."""
+        """Gives a record, then checks that it is no longer alive."""
 
         def __init__(self, records: list[StepRecord]) -> None:
             self._records = records

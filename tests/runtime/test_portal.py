@@ -122,7 +122,7 @@ async def test_a_wait_that_is_cancelled_goes_on():
 
 
 class Window:
-    """Stops a portal's thread at the beginning of a method of its loop, behind the stop, until ``go_on``."""
+    """Stops a portal's thread after the loop's stop, where it calls a method of the loop, until ``go_on``."""
 
     def __init__(self, portal, method):
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -137,7 +137,7 @@ class Window:
 
 @pytest.mark.parametrize("method", ["shutdown_asyncgens", "close"])
 def test_a_call_between_the_stop_and_the_close_of_the_loop_has_an_end(no_leaks, method):
-    """The pipeline was open when its caller looked, and another thread has closed it since."""
+    """The pipeline was open when the caller checked, and another thread has closed it since."""
     portal = Portal()
     window = Window(portal, method)
     portal.close()

@@ -1,4 +1,4 @@
-"""The watchdog: a task that hangs ends its step, not its device, and nothing of it is heard any more."""
+"""The watchdog: a task that hangs fails its step, its device continues, and its result is ignored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Clock:
 
 
 class Hung:
-    """Hangs in one task, until it is let go; knows the threads that came through it."""
+    """Blocks in one task until ``let_go``; notes the threads that ran it."""
 
     def __init__(self, task_id="F(1,1)"):
         self.task_id = task_id
@@ -61,7 +61,7 @@ def bind_nothing(task):
 
 
 def told():
-    """The scheduler knows."""
+    """Stands in for the report that a task failed."""
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ async def test_the_step_of_a_hung_task_fails_and_others_go_on(driver, clock, cap
 
 
 async def test_how_long_it_waits(driver, clock, monkeypatch):
-    """The floor, or the factor times the usual, whichever is longer; ten floors for what is not known."""
+    """The floor, or the factor times the mean, whichever is longer; ten floors without a mean."""
     hung = Hung()
     step = await begin(driver, hung)
     for expected, patience in ((0.001, 8.0), (2.0, 20.0), (None, 80.0)):
@@ -134,7 +134,7 @@ async def test_how_long_it_waits(driver, clock, monkeypatch):
 
 
 async def test_one_that_ends_in_time_is_left_alone(driver, clock):
-    """It was seen to hang, and ended before it could be given up."""
+    """It ended between the check and the attempt to give it up."""
     hung = Hung()
     step = await begin(driver, hung)
     (running,) = driver.running()
@@ -148,7 +148,7 @@ async def test_one_that_ends_in_time_is_left_alone(driver, clock):
 
 
 async def test_a_report_that_is_under_way_counts(driver):
-    """The task was reported just before it was to fail: the scheduler has not heard of it, and must not hear twice."""
+    """The task's report is in the inbox when it is to fail: the scheduler must not get a second one."""
     hung = Hung("B(0,0)")
     step = await begin(driver, hung)
     (running,) = driver.running()
@@ -232,7 +232,7 @@ def executor(no_leaks):
 
 
 def test_what_waits_is_taken_over_in_its_order(executor):
-    """The rest of the batch, then later ones; each is reported once, and the hung one not at all."""
+    """The rest of the batch runs, then later tasks; each is reported once, the hung one never."""
     hung, step, ran = Hung(), Step(), []
 
     def work(number):
@@ -298,7 +298,7 @@ class Queued:
 
 
 def test_a_completion_that_never_comes(executor):
-    """The thread that waits for completions is replaced; that of the device is not."""
+    """The thread that waits for completions is replaced; the device's thread is not."""
     first, second, step = Queued(), Queued(), Step()
     executor.submit([Assignment(step, 0, lambda: first), Assignment(step, 1, lambda: second)])
     assert [executor.events.get(timeout=30) for _ in range(2)] == [TaskIssued(3, 0), TaskIssued(3, 1)]
@@ -330,7 +330,7 @@ def test_closing_does_not_wait_for_a_thread_that_was_given_up(caplog):
 
 
 def test_one_is_heard_whoever_comes_first(executor):
-    """The task ends while it is being given up: it is reported once, by its thread or by who gave it up."""
+    """The task ends while it is being given up: it is reported once, by its thread or by ``give_up``."""
     step = Step()
     for number in range(200):
         let_go = threading.Event()
@@ -346,7 +346,7 @@ def test_one_is_heard_whoever_comes_first(executor):
 
 
 class HeldQueue(SimpleQueue):
-    """Lets nobody put anything before it is let go."""
+    """Blocks ``put`` until ``let_go``."""
 
     def __init__(self):
         super().__init__()
@@ -420,7 +420,7 @@ def test_threads_that_were_given_up_are_told_apart_and_forgotten(executor):
 
 
 async def test_what_nobody_watched_does_not_count(driver, clock):
-    """The process was stopped, or the loop was blocked: tasks get their time again."""
+    """After the process was stopped or the loop blocked, the time of running tasks starts anew."""
     hung = Hung()
     step = await begin(driver, hung)
     watchdog = Watchdog(driver, floor=8.0, clock=clock)
