@@ -100,7 +100,7 @@ def test_the_module_that_went_in_has_the_plain_names():
 
 
 @pytest.mark.parametrize("outer", ["", "net."])
-def test_a_state_that_the_ancestor_has_saved(outer):
+def test_a_state_that_torchgpipe_has_saved(outer):
     trained = train(gpipe(deferred_batch_norm=True))
     saved = trained.state_dict()
     there = {name.replace("0.0.", "0.0.module.").replace("2.1.", "2.1.module."): value for name, value in saved.items()}

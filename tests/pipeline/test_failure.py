@@ -70,7 +70,7 @@ async def test_a_fault_in_any_task(workload, before_task, no_leaks, schedule, ta
 
 
 @pytest.mark.parametrize("task_id", TASKS)
-def test_a_fault_in_any_task_in_the_sync_face(workload, before_task, no_leaks, task_id):
+def test_a_fault_in_any_task_in_a_blocking_step(workload, before_task, no_leaks, task_id):
     model = workload.model()
     with pipeline(model).sync() as pipe:
         before_task(fault_at(task_id))
@@ -291,7 +291,7 @@ async def test_dropped_without_closing(workload, no_leaks):
     await asyncio.to_thread(join_all, threads)
 
 
-def test_dropped_without_closing_in_the_sync_face(workload, no_leaks):
+def test_dropped_without_closing_in_a_blocking_step(workload, no_leaks):
     pipe = pipeline(workload.model()).sync().__enter__()
     pipe.step(workload.x, workload.target)
     threads = threads_of_asyncpipe()

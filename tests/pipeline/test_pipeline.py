@@ -19,7 +19,7 @@ def pipeline(model, **options):
     return Pipeline(model, DEVICES, **{"microbatches": 4, "loss_fn": mse} | options)
 
 
-def test_sync_face(workload, no_leaks):
+def test_sync(workload, no_leaks):
     model = workload.model()
     with pipeline(model).sync() as pipe:
         result = pipe.step(workload.x, workload.target)
@@ -31,7 +31,7 @@ def test_sync_face(workload, no_leaks):
     assert workload.worst(model) < 1e-10
 
 
-async def test_sync_face_inside_a_running_loop(workload):
+async def test_sync_inside_a_running_loop(workload):
     model = workload.model()
     with pipeline(model).sync() as pipe:
         pipe.step(workload.x, workload.target)

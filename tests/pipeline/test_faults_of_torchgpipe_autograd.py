@@ -1,6 +1,6 @@
 """More faults of torchgpipe and torch's former ``Pipe``: in the backward, the caller's modes and skips.
 
-The others are in ``test_ancestors.py``.
+The others are in ``test_faults_of_torchgpipe.py``.
 """
 
 from __future__ import annotations
