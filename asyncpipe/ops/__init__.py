@@ -1,5 +1,14 @@
-"""The torch side: what a task does. No asyncio.
+"""The torch side: what a task computes, and on which stream.
 
-Read in the order of a step: ``stage`` → ``microbatch`` → ``binder`` → ``checkpoint`` → ``dependency`` → ``copy``
-→ ``stream``.
+Imports ``asyncpipe.core``, ``asyncpipe.errors`` and torch; no asyncio, and no part of ``runtime`` or ``pipeline``. The
+folders, of which each may import those below it:
+
+- ``execute``: from a task of the graph to a callable; start with ``execute/binder.py``;
+- ``model``: a model as stages, micro-batches, skips, ties, batch norms;
+- ``autograd``: Fork and Join, checkpointing, split backward, random streams;
+- ``device``: devices, streams, copies, memory.
+
+To follow one task: ``execute/binder.py`` enters the lane's stream and waits for dependencies (``device/streams.py``),
+``execute/compute.py`` runs the stage (``model/stage.py``) or its backward, and the results go to the tables of
+``execute/step_tensors.py``.
 """

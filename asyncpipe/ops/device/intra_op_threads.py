@@ -33,8 +33,8 @@ class IntraOpThreads:
             torch.get_num_threads()
             torch.set_num_threads(self._threads)
             if done.is_set():
-                # This thread replaces one that was abandoned. ``restore`` is over, so restore the old number here, from
-                # a thread of its own, since a thread cannot set the global number without its own.
+                # This thread replaces an abandoned one, and ``restore`` was called long ago. Restore the old number for
+                # threads that start later, on a new thread: on this one it would replace the number just set.
                 restoring = threading.Thread(target=torch.set_num_threads, args=(self._before,))
                 restoring.start()
                 restoring.join()

@@ -12,7 +12,7 @@ import torch
 
 from asyncpipe.core.engine.events import DeviceMemory
 
-__all__ = ["allocated_bytes", "device_memory"]
+__all__ = ["allocated_bytes", "device_memory", "host_limit"]
 
 _STATM = Path("/proc/self/statm")
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -33,7 +33,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
         name = "allocated_bytes.all"
         return DeviceMemory(statistics.get(f"{name}.current", 0), statistics.get(f"{name}.peak", 0), limit)
     allocated = allocated_bytes(device)
-    return DeviceMemory(allocated, max(_process_peak(), allocated), _host_limit())
+    return DeviceMemory(allocated, max(_process_peak(), allocated), host_limit())
 
 
 def allocated_bytes(device: torch.device) -> int:
@@ -58,8 +58,8 @@ def _page_size() -> int:
 
 
 @cache
-def _host_limit() -> int:
-    """The bytes that this process may use: its container's limit, at most the machine's memory."""
+def host_limit() -> int:
+    """The bytes that this process may use: its container's limit, at most the machine's memory. Read once."""
     machine = os.sysconf("SC_PHYS_PAGES") * _page_size()
     for path in _LIMITS:
         try:

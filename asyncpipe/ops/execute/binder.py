@@ -7,8 +7,8 @@ tasks of a stage compute is in ``ops/execute/compute.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -195,13 +195,14 @@ class Binder:
         optimizer.step()
         optimizer.zero_grad()
 
-    def _beside_counts(self, task: Task) -> AbstractContextManager[object]:
+    @contextmanager
+    def _beside_counts(self, task: Task) -> Iterator[None]:
         """Streams for ``task`` to read the losses' counts from, where these are on another accelerator."""
         counts = list(self._tensors.counts.values())
         lane = self._resources.streams[task.lane]
         if not counts or counts[0].is_cpu or counts[0].device == lane.device:
-            return nullcontext()
-        stack = ExitStack()
+            yield
+            return
         side = AcceleratorStream(counts[0].device)
         last = len(self._resources.stages) - 1
         for counted in self._graph.tasks:
@@ -212,9 +213,8 @@ class Binder:
         # Hazard: the counts were allocated on the last stage's compute stream and are read on this one. Their memory
         # must not be reused before that read is done.
         side.keep(counts)
-        stack.enter_context(side.use())
-        stack.enter_context(lane.use())
-        return stack
+        with side.use(), lane.use():
+            yield
 
 
 def normalize(parameters: Sequence[nn.Parameter], tensors: StepTensors) -> None:

@@ -77,7 +77,7 @@ class DeferredBatchNorm(_BatchNorm):
     The gathered moments are not in the state dict, but in copies and pickles of the layer.
     """
 
-    _gathered: _Moments | None = None
+    gathered: _Moments | None = None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, which callers may use
         """``input`` (samples, channels, …), normalised; in training with its own statistics, which are gathered.
@@ -91,7 +91,7 @@ class DeferredBatchNorm(_BatchNorm):
         output = functional.batch_norm(input, None, None, self.weight, self.bias, training=True, eps=self.eps)
         if not is_recomputing() and input.numel():
             moments = _Moments.of(input)
-            self._gathered = moments if self._gathered is None else self._gathered.merged(moments)
+            self.gathered = moments if self.gathered is None else self.gathered.merged(moments)
         return output
 
     def commit(self) -> None:
@@ -99,7 +99,7 @@ class DeferredBatchNorm(_BatchNorm):
 
         The variance is the unbiased one over all values of the mini-batch. Does nothing if nothing was gathered.
         """
-        gathered, self._gathered = self._gathered, None
+        gathered, self.gathered = self.gathered, None
         if gathered is None or self.running_mean is None or self.running_var is None:
             return
         for tensor in (gathered.mean, gathered.deviations):
@@ -119,7 +119,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     def discard(self) -> None:
         """Forget what was gathered since the last ``commit``."""
-        self._gathered = None
+        self.gathered = None
 
     def _count_update(self, like: Tensor) -> float | Tensor:
         """Count one update; the weight of the new statistics in it, as a tensor where the host would have to wait."""

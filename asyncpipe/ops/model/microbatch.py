@@ -146,7 +146,7 @@ def _split(batch: Any, sizes: list[int], dim: int) -> list[Any]:
 
 
 def without_no_chunk(value: Any) -> Any:
-    """``value`` with the tensors of ``NoChunk`` in place of them."""
+    """``value`` with each ``NoChunk`` replaced by its tensor."""
     return tree_map(_bare, value)
 
 

@@ -22,7 +22,7 @@ def status(key: str) -> int:
 
 @pytest.mark.skipif(not STATUS.exists(), reason="only Linux tells a process's memory in /proc")
 def test_a_cpu_has_the_memory_of_the_process() -> None:
-    assert memory._process_peak() == pytest.approx(status("VmHWM"), rel=0.2)
+    assert device_memory(CPU).peak == pytest.approx(status("VmHWM"), rel=0.2)
     assert allocated_bytes(CPU) == pytest.approx(status("VmRSS"), rel=0.2)
 
 
@@ -45,15 +45,15 @@ def test_a_containers_limit_counts(
         path.write_text(text)
     machine = device_memory(CPU).limit
     monkeypatch.setattr(memory, "_LIMITS", (path,))
-    memory._host_limit.cache_clear()
+    memory.host_limit.cache_clear()
     found = device_memory(CPU).limit
-    memory._host_limit.cache_clear()
+    memory.host_limit.cache_clear()
     assert found == limit if limit is not None else found >= machine
 
 
 def test_without_proc_the_peak_stands_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "_STATM", tmp_path / "missing")
-    assert allocated_bytes(CPU) == memory._process_peak()
+    assert allocated_bytes(CPU) == device_memory(CPU).peak
 
 
 @pytest.mark.cuda

@@ -20,6 +20,7 @@ def of_torch(monkeypatch):
     handles = {device: cycle([(device, number) for number in range(32)]) for device in (DEVICE, OTHER)}
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(handles[device]))
     monkeypatch.setattr(stream, "_DeviceClock", lambda _: None)
+    # Private: the pool of unused streams belongs to the process, and other tests must not see these handles.
     monkeypatch.setattr(stream, "_unused", type(stream._unused)(list))
 
 

@@ -94,7 +94,7 @@ def test_one_sample_a_micro_batch() -> None:
     torch.testing.assert_close(deferred.running_var[0], values.var(correction=1))
 
 
-def test_one_value_a_channel_is_refused_as_by_the_bare_layer_and_not_gathered() -> None:
+def test_one_value_a_channel_is_refused_as_by_the_bare_layer_and_notgathered() -> None:
     bare, deferred = twins(nn.BatchNorm1d(2, dtype=torch.float64))
     batch = torch.randn(4, 2, dtype=torch.float64)
     bare(batch)
@@ -145,10 +145,10 @@ def test_half_precision_is_gathered_in_float32(dtype: torch.dtype) -> None:
     batch = (100 + torch.randn(32, 3, 4, 4)).to(dtype)
     for microbatch in batch.split(1):
         deferred(microbatch)
-    assert deferred._gathered is not None
+    assert deferred.gathered is not None
     exact = batch.double().transpose(0, 1).flatten(1)
-    torch.testing.assert_close(deferred._gathered.mean.double(), exact.mean(1), rtol=1e-6, atol=0)
-    variance = deferred._gathered.deviations.double() / (exact.size(1) - 1)
+    torch.testing.assert_close(deferred.gathered.mean.double(), exact.mean(1), rtol=1e-6, atol=0)
+    variance = deferred.gathered.deviations.double() / (exact.size(1) - 1)
     torch.testing.assert_close(variance, exact.var(1), rtol=1e-4, atol=0)
     deferred.commit()
     assert deferred.running_var is not None
@@ -239,10 +239,10 @@ def test_nothing_gathered_holds_a_graph(no_leaks: None) -> None:
     deferred = DeferredBatchNorm1d(2)
     x = torch.randn(4, 2, requires_grad=True)
     deferred(x * 2)
-    assert deferred._gathered is not None
-    assert not deferred._gathered.mean.requires_grad
-    assert not deferred._gathered.deviations.requires_grad
-    assert deferred._gathered.mean.untyped_storage().nbytes() == 2 * 4
+    assert deferred.gathered is not None
+    assert not deferred.gathered.mean.requires_grad
+    assert not deferred.gathered.deviations.requires_grad
+    assert deferred.gathered.mean.untyped_storage().nbytes() == 2 * 4
 
 
 def test_gathered_inside_inference_mode_and_committed_outside() -> None:

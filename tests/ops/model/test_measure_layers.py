@@ -265,7 +265,7 @@ def test_the_model_is_left_as_it_was(measure: Callable[[nn.Sequential, Any], Non
     assert sample.grad is None
     assert [module.training for module in model.modules()] == modes
     assert model[3].count == 0
-    assert model[2]._gathered is None
+    assert model[2].gathered is None
 
 
 def test_gradients_of_parameters_that_a_function_holds_on_to() -> None:
