@@ -201,14 +201,9 @@ class JobRecord:
     """The schedule that replaces the submitted one, if it was changed."""
 
     @property
-    def priority_class(self) -> PriorityClass:
-        """As submitted."""
-        return self.spec.priority_class
-
-    @property
-    def weight(self) -> float:
-        """As submitted."""
-        return self.spec.weight
+    def is_background(self) -> bool:
+        """Whether the job was submitted as a background job."""
+        return self.spec.priority_class is PriorityClass.BACKGROUND
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,13 +117,13 @@ class JobsAnswer(_ResponseModel):
 
 def _summary(record: JobRecord, redact: Redactor, longest: int) -> dict[str, Any]:
     """The fields of a ``JobSummary``, with a cause of at most ``longest`` characters."""
-    equal = ("id", "state", "asked", "priority_class", "weight", "submitted", "updated", "attempts", "step")
+    of_record = ("id", "state", "asked", "submitted", "updated", "attempts", "step")
+    of_spec = ("name", "entry", "priority_class", "weight")
     pipeline, training = (_table(record.spec.document, key) for key in ("pipeline", "training"))
     snapshot = record.snapshot
     return {
-        **{name: getattr(record, name) for name in equal},
-        "name": record.spec.name,
-        "entry": record.spec.entry,
+        **{name: getattr(record, name) for name in of_record},
+        **{name: getattr(record.spec, name) for name in of_spec},
         "cause": redact(record.cause, longest),
         "schedule": record.schedule or pipeline.get("schedule"),
         "steps": training.get("steps"),

@@ -3,7 +3,7 @@
 ::
 
     manager.py             starts queued jobs and records how their runs end. Start here.
-    admission.py           which queued jobs may start: a pure function
+    job_queue.py           which queued jobs may start: a pure function
     memory_footprint.py    how much memory a job will need, measured before it starts
     job_run.py             one run of a job, and the job's next state when it ends
     job_control.py         the requests of clients: submit, pause, resume, cancel, change the schedule

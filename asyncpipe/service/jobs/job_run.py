@@ -27,7 +27,7 @@ from asyncpipe.core.engine.share import Share
 from asyncpipe.errors import AsyncpipeError, JobFileError, TaskError
 from asyncpipe.observe.live import LiveView
 from asyncpipe.observe.metrics import PipelineCollector
-from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass
+from asyncpipe.service.job_states import JobRecord, JobState
 from asyncpipe.service.jobs.job_log import JobLog, LossRow
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.train.batches import DataError
@@ -37,7 +37,7 @@ from asyncpipe.train.schedule_changes import NoMoreStepsError
 from asyncpipe.train.step_failures import NonFiniteLossError
 from asyncpipe.train.workload import Workload
 
-__all__ = ["JobRun", "RunOutcome", "RunEnding", "Trainer", "is_permanent", "next_state", "share_of"]
+__all__ = ["JobRun", "RunOutcome", "RunEnding", "JobTrainer", "is_permanent", "next_state", "share_of"]
 
 _logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def is_permanent(error: BaseException) -> bool:
     return isinstance(cause, AsyncpipeError) and isinstance(cause, ValueError | TypeError)
 
 
-class Trainer(Protocol):
+class JobTrainer(Protocol):
     """``TrainingRun``, or a replacement in tests."""
 
     async def run(self) -> TrainingSummary:
@@ -119,12 +119,12 @@ class Trainer(Protocol):
         """Follow another schedule from the next step on."""
 
 
-MakeTrainer = Callable[..., Trainer]
+MakeTrainer = Callable[..., JobTrainer]
 
 
 def share_of(record: JobRecord) -> Share:
     """The job's share of its devices."""
-    return Share(record.id, weight=record.weight, background=record.priority_class is PriorityClass.BACKGROUND)
+    return Share(record.id, weight=record.spec.weight, background=record.is_background)
 
 
 class JobRun:
@@ -146,7 +146,7 @@ class JobRun:
         self.record = record
         self.job = job
         self.peaks = peaks
-        """The memory in bytes that admission counts for this run, by device."""
+        """The memory in bytes that the queue counts for this run, by device."""
         self.collector = collector
         self.view = LiveView(job.name, steps=job.training.steps)
         """The state of the job's live page."""
@@ -159,7 +159,7 @@ class JobRun:
         self._failed_steps = 0
         """Failed attempts at the current step."""
         self._log: JobLog | None = None
-        self._training: Trainer | None = None
+        self._training: JobTrainer | None = None
         self._task: asyncio.Task[TrainingSummary] | None = None
         self._started = self._stopping = self._cancelling = False
         self._step: int | None = None

@@ -2,10 +2,10 @@
 
 ::
 
-    ActiveJobs.changed ─▶ admission.decide ─▶ queued → running ─▶ JobRun ─▶ RunOutcome ─▶ next_state ─▶ transition
-                          ▲     │                                                                       │
-                          │     └─▶ memory not known yet ─▶ footprint, in a thread                      │
-                          └─────────────────────────────────────────────────────────────────────────────┘
+    ActiveJobs.changed ─▶ job_queue.decide ─▶ queued → running ─▶ JobRun ─▶ RunOutcome ─▶ next_state ─▶ transition
+                             ▲     │                                                                        │
+                             │     └─▶ memory not known yet ─▶ footprint, in a thread                       │
+                             └──────────────────────────────────────────────────────────────────────────────┘
 
 All jobs train on one ``DevicePool``, on the event loop that opened the manager. If the store cannot record a transition
 (its disk is full), the manager tries again until it can or the service ends. The store then still says that the job
@@ -22,11 +22,11 @@ from contextlib import AsyncExitStack, suppress
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.runtime.watchdog import Watchdog
-from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, PriorityClass, Transition
+from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, Transition
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
-from asyncpipe.service.jobs.admission import Admission, Candidate, Decision, decide, place_of
 from asyncpipe.service.jobs.job_control import JobControl
 from asyncpipe.service.jobs.job_log import JobLog, JobLogs
+from asyncpipe.service.jobs.job_queue import Candidate, QueueAction, QueueDecision, decide, place_of
 from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer, RunEnding, RunOutcome, is_permanent, next_state
 from asyncpipe.service.jobs.memory_footprint import footprint
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
@@ -200,16 +200,16 @@ class Manager:
         # The queue is strictly in order, so only its first job matters; there may be a thousand.
         record = min(self.jobs.queued.values(), key=lambda each: place_of(_candidate(each, {})))
         (decision,) = self._decide([record])
-        if decision.admission is Admission.BEGIN:
+        if decision.action is QueueAction.BEGIN:
             await self._begin(record, decision)
-        elif decision.admission is Admission.REFUSE:
+        elif decision.action is QueueAction.REFUSE:
             await self._refuse(record, decision.reason)
-        elif decision.admission is Admission.MEASURE and self._measuring is None:
+        elif decision.action is QueueAction.MEASURE and self._measuring is None:
             name = f"asyncpipe footprint of {record.id}"
             self._measuring = asyncio.create_task(self._measure_memory(record), name=name)
-        return decision.admission in (Admission.BEGIN, Admission.REFUSE)
+        return decision.action in (QueueAction.BEGIN, QueueAction.REFUSE)
 
-    def _decide(self, queued: Iterable[JobRecord]) -> list[Decision]:
+    def _decide(self, queued: Iterable[JobRecord]) -> list[QueueDecision]:
         limits = self.settings.memory_limit
         candidates = [
             _candidate(record, self._peaks.get(record.id, None if _is_limited(record, limits) else {}))
@@ -218,7 +218,7 @@ class Manager:
         running = [run.peaks for run in self.jobs.running.values()]
         return decide(candidates, running, self.settings.max_running, limits)
 
-    async def _begin(self, record: JobRecord, decision: Decision) -> None:
+    async def _begin(self, record: JobRecord, decision: QueueDecision) -> None:
         async with self.jobs.turn(record.id):
             current = self.jobs.queued.get(record.id)
             if current is None or self.shutdown is not None:
@@ -358,8 +358,7 @@ class _Obsolete(Exception):
 
 
 def _candidate(record: JobRecord, peaks: Mapping[str, int] | None) -> Candidate:
-    is_background = record.priority_class is PriorityClass.BACKGROUND
-    return Candidate(record.id, record.submitted, background=is_background, peaks=peaks)
+    return Candidate(record.id, record.submitted, background=record.is_background, peaks=peaks)
 
 
 def _is_limited(record: JobRecord, limits: Mapping[str, int]) -> bool:

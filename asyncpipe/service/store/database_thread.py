@@ -30,7 +30,7 @@ LARGEST_GROUP = 128
 """Requests in one commit; bounds how long the first of many requests waits for the last."""
 
 _T = TypeVar("_T")
-_Function: TypeAlias = Callable[[sqlite3.Connection], Any]
+_StoreFunction: TypeAlias = Callable[[sqlite3.Connection], Any]
 
 
 class _Reply(NamedTuple):
@@ -39,7 +39,7 @@ class _Reply(NamedTuple):
 
 
 class _Request(NamedTuple):
-    function: _Function
+    function: _StoreFunction
     writes: bool
     future: asyncio.Future[Any]
 
@@ -198,7 +198,7 @@ class _Server:
         all_replies = outcome.value if outcome.error is None else [outcome] * len(group)
         return [(request.future, reply) for request, reply in zip(writing + reading, all_replies, strict=True)]
 
-    def _write(self, connection: sqlite3.Connection, functions: Sequence[_Function]) -> list[_Reply]:
+    def _write(self, connection: sqlite3.Connection, functions: Sequence[_StoreFunction]) -> list[_Reply]:
         """The reply to each of ``functions``: those that returned are on disk, those that raised changed nothing."""
         try:
             connection.execute("BEGIN IMMEDIATE")
@@ -216,7 +216,7 @@ class _Server:
         return replies
 
 
-def _in_savepoint(connection: sqlite3.Connection, function: _Function) -> _Reply:
+def _in_savepoint(connection: sqlite3.Connection, function: _StoreFunction) -> _Reply:
     """The reply of ``function``, rolled back if it raised; raises errors of SQLite, which concern the whole group."""
     connection.execute("SAVEPOINT request")
     reply = _attempt(lambda: function(connection))
@@ -228,7 +228,7 @@ def _in_savepoint(connection: sqlite3.Connection, function: _Function) -> _Reply
     return reply
 
 
-def _read(connection: sqlite3.Connection, function: _Function) -> _Reply:
+def _read(connection: sqlite3.Connection, function: _StoreFunction) -> _Reply:
     """The reply of ``function``, which sees one consistent state of the database."""
     try:
         connection.execute("BEGIN")

@@ -39,7 +39,7 @@ async def test_jobs_begin_in_order_and_no_more_than_may(tmp_path):
         await service.running("first")
         for name, priority in (("old", "background"), ("new", "foreground"), ("newer", "foreground")):
             record = await service.submit(name, priority_class=priority)
-            assert record.priority_class is PriorityClass(priority)
+            assert record.spec.priority_class is PriorityClass(priority)
         ids = {record.spec.name: record.id for record in await service.store.list()}
         assert service.manager.waits_for(ids["new"]) == "waits for a place: 1 jobs are running, the limit"
         assert service.manager.waits_for(ids["old"]) == "waits behind 2 other jobs"

@@ -1,4 +1,4 @@
-"""Admission: which queued jobs may start, a pure function of the queue, the running jobs and the memory limits.
+"""The job queue: which queued jobs may start, a pure function of the queue, the running jobs and the memory limits.
 
 ::
 
@@ -20,7 +20,7 @@ from enum import Enum
 
 from asyncpipe.core.predict.memory import format_bytes
 
-__all__ = ["Admission", "Candidate", "Decision", "decide", "place_of", "too_large"]
+__all__ = ["QueueAction", "Candidate", "QueueDecision", "decide", "place_of", "too_large"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Candidate:
     peaks: Mapping[str, int] | None = None
 
 
-class Admission(Enum):
+class QueueAction(Enum):
     """What happens to a queued job."""
 
     BEGIN = "begin"
@@ -46,11 +46,11 @@ class Admission(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class QueueDecision:
     """What happens to one job, with a reason for operators."""
 
     job: str
-    admission: Admission
+    action: QueueAction
     reason: str
 
 
@@ -61,7 +61,7 @@ def place_of(candidate: Candidate) -> tuple[bool, float, str]:
 
 def decide(
     queued: Iterable[Candidate], running: Sequence[Mapping[str, int]], max_running: int, limits: Mapping[str, int]
-) -> list[Decision]:
+) -> list[QueueDecision]:
     """A decision for each of ``queued``, in the order of the queue.
 
     ``running`` holds the peaks of each running job; jobs that start by these decisions count too. ``limits`` are bytes
@@ -71,17 +71,17 @@ def decide(
     for peaks in running:
         held.update(peaks)
     places = max_running - len(running)
-    decisions: list[Decision] = []
+    decisions: list[QueueDecision] = []
     waiting: list[str] = []
     for candidate in sorted(queued, key=place_of):
         decision = _decide_one(candidate, places, max_running, held, limits)
-        if decision.admission is not Admission.REFUSE and waiting:
-            decision = Decision(candidate.job, Admission.WAIT, _behind(waiting))
+        if decision.action is not QueueAction.REFUSE and waiting:
+            decision = QueueDecision(candidate.job, QueueAction.WAIT, _behind(waiting))
         decisions.append(decision)
-        if decision.admission is Admission.BEGIN:
+        if decision.action is QueueAction.BEGIN:
             places -= 1
             held.update(candidate.peaks or {})
-        elif decision.admission is not Admission.REFUSE:
+        elif decision.action is not QueueAction.REFUSE:
             waiting.append(candidate.job)
     return decisions
 
@@ -98,21 +98,22 @@ def too_large(peaks: Mapping[str, int], limits: Mapping[str, int]) -> str | None
 
 def _decide_one(
     candidate: Candidate, places: int, max_running: int, held: Mapping[str, int], limits: Mapping[str, int]
-) -> Decision:
+) -> QueueDecision:
     """What happens to ``candidate`` if it is the first in the queue."""
     peaks = candidate.peaks
     if peaks is not None and (problem := too_large(peaks, limits)) is not None:
-        return Decision(candidate.job, Admission.REFUSE, problem)
+        return QueueDecision(candidate.job, QueueAction.REFUSE, problem)
     if places <= 0:
-        return Decision(candidate.job, Admission.WAIT, f"waits for a place: {max_running} jobs are running, the limit")
+        reason = f"waits for a place: {max_running} jobs are running, the limit"
+        return QueueDecision(candidate.job, QueueAction.WAIT, reason)
     if peaks is None:
-        return Decision(candidate.job, Admission.MEASURE, "its memory is being measured")
+        return QueueDecision(candidate.job, QueueAction.MEASURE, "its memory is being measured")
     for device, peak in peaks.items():
         if device in limits and held.get(device, 0) + peak > limits[device]:
             free = max(0, limits[device] - held.get(device, 0))
             need = f"needs {format_bytes(peak)}, {format_bytes(free)} of {format_bytes(limits[device])} are free"
-            return Decision(candidate.job, Admission.WAIT, f"waits for memory on {device}: {need}")
-    return Decision(candidate.job, Admission.BEGIN, "it is its turn")
+            return QueueDecision(candidate.job, QueueAction.WAIT, f"waits for memory on {device}: {need}")
+    return QueueDecision(candidate.job, QueueAction.BEGIN, "it is its turn")
 
 
 def _behind(waiting: Sequence[str]) -> str:
