@@ -19,10 +19,10 @@ from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.schedules.protocol import Action
 
-__all__ = ["Admission"]
+__all__ = ["StepAdmissions"]
 
 
-class Admission:
+class StepAdmissions:
     """The state of one step's admissions. Mutated by the scheduler alone."""
 
     def __init__(self, graph: TaskGraph) -> None:

@@ -13,13 +13,13 @@ from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.kinds import TaskKind
 
-__all__ = ["Job", "Jobs"]
+__all__ = ["JobAccount", "Jobs"]
 
 _LAST = 8
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class JobAccount:
     """One job on the scheduler's lanes. Mutated by the scheduler alone."""
 
     name: str
@@ -53,7 +53,7 @@ class Jobs:
     """Every job by its name. Mutated by the scheduler alone."""
 
     def __init__(self) -> None:
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, JobAccount] = {}
         self._forgotten: set[str] = set()
         """To be dropped once their last step is over."""
 
@@ -62,20 +62,20 @@ class Jobs:
         """Of all of them."""
         return self._jobs.keys()
 
-    def begin(self, share: Share) -> Job:
+    def begin(self, share: Share) -> JobAccount:
         """The job of a step that begins; ``share`` is what it has from now on."""
-        job = self._jobs.setdefault(share.job, Job(share.job, share.job != "", share))
+        job = self._jobs.setdefault(share.job, JobAccount(share.job, share.job != "", share))
         self._forgotten.discard(share.job)
         job.steps += 1
         job.share = share
         return job
 
-    def end(self, job: Job) -> bool:
+    def end(self, job: JobAccount) -> bool:
         """A step of ``job`` is over; whether the job is over with it, since it was to be forgotten."""
         job.steps -= 1
         return job.name in self._forgotten and self._drop(job)
 
-    def forget(self, name: str) -> Job | None:
+    def forget(self, name: str) -> JobAccount | None:
         """Drop the job called ``name``, now or with the end of its last step; the job, if it is dropped now."""
         job = self._jobs.get(name)
         if job is None:
@@ -83,7 +83,7 @@ class Jobs:
         self._forgotten.add(name)
         return job if self._drop(job) else None
 
-    def _drop(self, job: Job) -> bool:
+    def _drop(self, job: JobAccount) -> bool:
         if job.steps:
             return False
         self._forgotten.discard(job.name)

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
-from asyncpipe.core.engine.admission import Admission
+from asyncpipe.core.engine.admission import StepAdmissions
 from asyncpipe.core.engine.dispatcher import Dispatcher
 from asyncpipe.core.engine.events import (
     Abort,
@@ -52,7 +52,7 @@ from asyncpipe.core.engine.events import (
     TaskFailed,
     TaskIssued,
 )
-from asyncpipe.core.engine.jobs import Job, Jobs
+from asyncpipe.core.engine.jobs import JobAccount, Jobs
 from asyncpipe.core.engine.policies.fair_share import FairShare, SharedLanes
 from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
 from asyncpipe.core.engine.policies.policy import MakePolicy, Policy, TaskState
@@ -170,7 +170,7 @@ class SchedulerState:
         if (dropped := self._jobs.forget(job)) is not None:
             self._forget(dropped)
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: JobAccount) -> None:
         for lane in self._lanes.values():
             lane.policy.forget(job)
 
@@ -201,7 +201,7 @@ class SchedulerState:
             states=[_WAITING] * len(graph.tasks),
             to_issue=len(graph.tasks),
             closed_gates=set(range(len(graph.gates))),
-            admission=None if graph.rule is None else Admission(graph),
+            admission=None if graph.rule is None else StepAdmissions(graph),
         )
         self._steps[event.step] = step
         step.journal.append((now, event))
@@ -215,7 +215,7 @@ class SchedulerState:
                 self._make_ready(step, task, now)
         return self._decide(step, step.used, now)
 
-    def _lane(self, lane: Lane, graph: TaskGraph, job: Job) -> LaneState:
+    def _lane(self, lane: Lane, graph: TaskGraph, job: JobAccount) -> LaneState:
         """The lane with a policy for a step of ``graph`` that ``job`` submits."""
         state = self._lanes.get(lane)
         if state is None:
@@ -301,7 +301,7 @@ class SchedulerState:
             touched += self._completed_ruled(step, step.admission, task, now)
         return self._decide(step, touched, now)
 
-    def _completed_ruled(self, step: StepState, admission: Admission, task: int, now: float) -> list[LaneState]:
+    def _completed_ruled(self, step: StepState, admission: StepAdmissions, task: int, now: float) -> list[LaneState]:
         """All dependents of a ruled step's task wait for its completion, and its micro-batch may leave the device."""
         graph = step.graph
         touched = []

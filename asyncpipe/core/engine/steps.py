@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from asyncpipe.core.engine.admission import Admission
+from asyncpipe.core.engine.admission import StepAdmissions
 from asyncpipe.core.engine.events import Command, Event, Outcome
-from asyncpipe.core.engine.jobs import Job
+from asyncpipe.core.engine.jobs import JobAccount
 from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
 from asyncpipe.core.engine.policies.policy import Policy, TaskState
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue
@@ -45,7 +45,7 @@ class StepState:
 
     number: int
     graph: TaskGraph
-    job: Job
+    job: JobAccount
     lanes: list[LaneState]
     """The lane of each task."""
     used: list[LaneState]
@@ -56,7 +56,7 @@ class StepState:
     to_issue: int
     closed_gates: set[int]
     """Micro-batches whose gradient the caller has not given yet."""
-    admission: Admission | None
+    admission: StepAdmissions | None
     """Of a ruled schedule."""
     journal: list[tuple[float, Event | Command]] = field(default_factory=list)
     outcome: Outcome = Outcome.OK

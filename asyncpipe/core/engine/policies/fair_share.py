@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
-from asyncpipe.core.engine.jobs import Job
+from asyncpipe.core.engine.jobs import JobAccount
 from asyncpipe.core.engine.policies.backfill import BackfillLookahead
 from asyncpipe.core.engine.policies.flow import Flow, StepOnLane
 from asyncpipe.core.engine.policies.policy import Chosen, LaneView, Policy, StepView, TaskState
@@ -82,7 +82,7 @@ class FairShare(Policy):
     def __init__(self, lane: LaneView, lanes: SharedLanes) -> None:
         self.lane = lane
         self._lanes = lanes
-        self._flows: dict[Job, Flow] = {}
+        self._flows: dict[JobAccount, Flow] = {}
         self._only: Flow | None = None
         """The flow of a foreground job that has the lane for itself."""
         self._clock = [0.0, 0.0]
@@ -179,7 +179,7 @@ class FairShare(Policy):
                 flow.close(here, now)
                 return
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: JobAccount) -> None:
         self._flows.pop(job, None)
         self._note_flows()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from asyncpipe.core.engine.jobs import Job
+from asyncpipe.core.engine.jobs import JobAccount
 from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
 from asyncpipe.core.engine.policies.policy import StepView, TaskState
 
@@ -49,7 +49,7 @@ class StepOnLane:
 class Flow:
     """What one job has on one lane."""
 
-    job: Job
+    job: JobAccount
     background: bool
     """Of which class it is here: foreground and background have virtual times of their own."""
     virtual: float

@@ -36,7 +36,7 @@ from collections.abc import Set as AbstractSet
 from enum import IntEnum
 from typing import Protocol, TypeAlias
 
-from asyncpipe.core.engine.jobs import Job
+from asyncpipe.core.engine.jobs import JobAccount
 from asyncpipe.core.graph.task import Lane
 from asyncpipe.core.graph.task_graph import TaskGraph
 
@@ -79,7 +79,7 @@ class StepView(Protocol):
         """All tasks, and what each waits for."""
 
     @property
-    def job(self) -> Job:
+    def job(self) -> JobAccount:
         """Whose step it is: name, share, and how long its tasks take."""
 
     @property
@@ -143,7 +143,7 @@ class Policy(Protocol):
         """Nothing of ``step`` is under way any more."""
         return
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: JobAccount) -> None:
         """The job's last pipeline is closed: keep nothing of it."""
         return
 
