@@ -115,7 +115,9 @@ Devices = Annotated[
         description='must be a list of at least one device name, such as ["cpu:0", "cpu:1"] or ["cuda:0", "cuda:0"]',
     ),
 ]
-Checkpoint = Annotated[CheckpointMode, Strict(False), Field(description=f"must be one of {', '.join(CheckpointMode)}")]
+CheckpointName = Annotated[
+    CheckpointMode, Strict(False), Field(description=f"must be one of {', '.join(CheckpointMode)}")
+]
 Balance = Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(_checked_balance)]
 
 
@@ -135,7 +137,7 @@ class PipelineTable(StrictModel):
     microbatches: PositiveInt = 8
     schedule: Annotated[str, BeforeValidator(_checked_schedule)] = "1f1b"
     order: Literal["strict", "hint"] = Field(default="strict", description='must be "strict" or "hint"')
-    checkpoint: Checkpoint = CheckpointMode.EXCEPT_LAST
+    checkpoint: CheckpointName = CheckpointMode.EXCEPT_LAST
     balance: Balance = "auto"
     stages: PositiveInt | None = None
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 import torch
@@ -19,11 +18,10 @@ from torch import Generator, nn
 
 from asyncpipe.train.adamw import learning_rate
 from asyncpipe.train.snapshots.format import read_snapshot
-from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = pytest.mark.usefixtures("no_leaks", "snapshot_each_step")
 
 
 def shuffled(batch_size: int, generator: Generator) -> Iterator[Batch]:
@@ -59,18 +57,6 @@ MAKERS: dict[str, Callable[[], Workload]] = {
     "shuffled": lambda: replace(make_workload(), batches=shuffled),
     "with a state of its own": lambda: replace(make_workload(), batches=Loader),
 }
-
-
-@pytest.fixture(autouse=True)
-def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs wait for every snapshot, so that each step has one."""
-
-    class Prompt(SnapshotWriter):
-        async def after_step(self, step: int, states: Any) -> None:
-            await super().after_step(step, states)
-            await self.finish()
-
-    monkeypatch.setattr("asyncpipe.train.training_run.SnapshotWriter", Prompt)
 
 
 @pytest.mark.one_loop

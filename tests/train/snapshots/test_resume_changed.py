@@ -16,11 +16,10 @@ from asyncpipe.errors import JobFileError
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.snapshots.format import read_snapshot
 from asyncpipe.train.snapshots.resume import open_folder
-from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = pytest.mark.usefixtures("no_leaks", "snapshot_each_step")
 
 
 def make_chain(*, tied: bool) -> Callable[[], Workload]:
@@ -31,18 +30,6 @@ def make_chain(*, tied: bool) -> Callable[[], Workload]:
         return Workload(nn.Sequential(*layers).double(), nn.functional.mse_loss, batches)
 
     return make
-
-
-@pytest.fixture(autouse=True)
-def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs wait for every snapshot, so that each step has one."""
-
-    class Prompt(SnapshotWriter):
-        async def after_step(self, step: int, states: Any) -> None:
-            await super().after_step(step, states)
-            await self.finish()
-
-    monkeypatch.setattr("asyncpipe.train.training_run.SnapshotWriter", Prompt)
 
 
 # A state that joins in

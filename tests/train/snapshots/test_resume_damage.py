@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from resume_helpers import names
 from torch import Generator, nn
 
 from asyncpipe.errors import AsyncpipeError, JobFileError, OptionError
@@ -24,11 +25,10 @@ from asyncpipe.train.job_file import Job
 from asyncpipe.train.snapshots import format as snapshot_files
 from asyncpipe.train.snapshots.format import FolderError, Manifest, read_manifest, read_snapshot, write_snapshot
 from asyncpipe.train.snapshots.resume import newest_snapshot, open_folder
-from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = pytest.mark.usefixtures("no_leaks", "snapshot_each_step")
 
 
 def make_job(folder: Path, *, steps: int = 3, resume: bool = True) -> Job:
@@ -52,26 +52,10 @@ def make_workload() -> Workload:
     return Workload(nn.Sequential(nn.Linear(3, 3)), nn.functional.mse_loss, batches)
 
 
-@pytest.fixture(autouse=True)
-def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs wait for every snapshot, so that each step has one."""
-
-    class Prompt(SnapshotWriter):
-        async def after_step(self, step: int, states: Any) -> None:
-            await super().after_step(step, states)
-            await self.finish()
-
-    monkeypatch.setattr("asyncpipe.train.training_run.SnapshotWriter", Prompt)
-
-
 def make_snapshots(folder: Path, *steps: int) -> list[Path]:
     folder.mkdir(exist_ok=True)
     states = {"model": {"weight": torch.ones(500)}, "optimizer": {"moment": torch.zeros(10)}, "run": {"step": 0}}
     return [write_snapshot(folder / f"step-{step}", states, Manifest(job="linear", step=step)) for step in steps]
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def rewrite(snapshot: Path, **changes: Any) -> None:

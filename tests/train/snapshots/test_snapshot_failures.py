@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from resume_helpers import names
 
 from asyncpipe.errors import JobFileError
 from asyncpipe.train.job_file import Job
@@ -59,10 +60,6 @@ class Part:
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(tmp_path):

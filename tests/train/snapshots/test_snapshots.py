@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from resume_helpers import Sink, batches, names
 from torch import Generator, Tensor, nn
 
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.train.adamw import BETAS, learning_rate
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.progress import ProgressSink, StepProgress
 from asyncpipe.train.snapshots.run_state import schedule_sha256
 from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.training_run import TrainingRun
-from asyncpipe.train.workload import Batch, Workload
+from asyncpipe.train.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -44,12 +44,6 @@ def make_job(folder: Path, *, every: int = 1, keep: int = 9, **more: Any) -> Job
     )
 
 
-def batches(batch_size: int, generator: Generator) -> Iterator[Batch]:
-    while True:
-        x = torch.randn(batch_size, 3, generator=generator, dtype=torch.float64)
-        yield x, x.flip(1)
-
-
 def make_workload() -> Workload:
     model = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)).double()
     return Workload(model, nn.functional.mse_loss, batches)
@@ -63,18 +57,6 @@ class Part:
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
-
-
-class Sink(ProgressSink):
-    """Calls ``on_step`` with the number of every step that is done."""
-
-    def __init__(self, on_step: Any = lambda step: None) -> None:
-        self.losses: list[float] = []
-        self._on_step = on_step
-
-    def stepped(self, progress: StepProgress) -> None:
-        self.losses.append(progress.loss)
-        self._on_step(progress.step)
 
 
 class Gate:
@@ -97,10 +79,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     monkeypatch.setattr(os, "fsync", made)
     yield made
     made.open.set()
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def load(folder: Path, name: str) -> dict[str, Any]:
