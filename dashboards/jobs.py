@@ -10,16 +10,17 @@ from dashboards.board import Band
 from dashboards.panels import PanelOptions, Query, lines, number, series_style
 from dashboards.queries import increase, quantile_of_range, rate, series, total
 from dashboards.sdk import Panel
+from dashboards.states import BLUE, GREEN, GREY, ORANGE, PURPLE
 
 __all__ = ["jobs"]
 
 STATES = (
-    series_style("queued", "queued", "#E69F00"),
-    series_style("running", "running", "#0072B2"),
-    series_style("paused", "paused", "#CC79A7"),
-    series_style("finished", "finished", "#009E73"),
+    series_style("queued", "queued", ORANGE),
+    series_style("running", "running", BLUE),
+    series_style("paused", "paused", PURPLE),
+    series_style("finished", "finished", GREEN),
     series_style("failed", "failed", "red"),
-    series_style("cancelled", "cancelled", "#8C8C8C"),
+    series_style("cancelled", "cancelled", GREY),
 )
 GOING_ON = 'state=~"queued|running|paused"'
 EVER = ((None, "text"), (0.5, "red"))

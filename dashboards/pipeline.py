@@ -11,7 +11,7 @@ from dashboards.details import devices, steps, tasks
 from dashboards.panels import PanelOptions, Query, bars, columns, lines, number, state_styles, states
 from dashboards.queries import mean, rate, series, total
 from dashboards.sdk import Dashboard, Panel
-from dashboards.states import BUSY, STATES, WAITING, dominating, dominating_code, in_steps, share
+from dashboards.states import BUSY, ORANGE, STATES, WAITING, dominating, dominating_code, in_steps, share
 
 __all__ = ["UID", "pipeline"]
 
@@ -85,7 +85,7 @@ def _imbalance() -> Panel:
         unit="suffix: ×",
         low=1,
         decimals=2,
-        steps=((None, "green"), (1.2, "#E69F00"), (1.5, "red")),
+        steps=((None, "green"), (1.2, ORANGE), (1.5, "red")),
         runbook=("Unbalanced stages",),
     )
     busy = total("job, device", rate("stage_busy_seconds_total"))

@@ -10,7 +10,7 @@ from dashboards.jobs import jobs
 from dashboards.panels import SERVICE, PanelOptions, Property, Query, lines, number, series_style, table, thresholds
 from dashboards.queries import increase, mean, quantile, quantile_of_all, rate, series, total
 from dashboards.sdk import Dashboard, Panel
-from dashboards.states import in_steps
+from dashboards.states import GREEN, GREY, ORANGE, in_steps
 
 __all__ = ["service"]
 
@@ -18,16 +18,16 @@ ABOUT = "Which jobs run, whether they progress, and what fails. The runbook is a
 PIPELINE_OF_JOB = "/d/asyncpipe-pipeline?${__url_time_range}&var-job=${__data.fields.job}"
 MEDIAN, MOST, NEARLY_ALL = (0.5, "median"), (0.95, "95 %"), (0.99, "99 %")
 FAILED = 'outcome="failed"'
-LATE = thresholds((None, "transparent"), (60, "#E69F00"), (300, "red"))
+LATE = thresholds((None, "transparent"), (60, ORANGE), (300, "red"))
 ANY = thresholds((None, "transparent"), (0.5, "red"))
 NAMED: Sequence[tuple[str, Sequence[Property]]] = (
     ("job", (("displayName", "Job"),)),
     ("version", (("displayName", "Version"),)),
 )
 OUTCOMES = (
-    series_style("ok", "ok", "#009E73"),
+    series_style("ok", "ok", GREEN),
     series_style("failed", "failed", "red"),
-    series_style("cancelled", "cancelled", "#8C8C8C"),
+    series_style("cancelled", "cancelled", GREY),
 )
 
 

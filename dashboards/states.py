@@ -14,11 +14,35 @@ from typing import NamedTuple
 
 from dashboards.queries import rate, total
 
-__all__ = ["BETWEEN", "BUSY", "STATES", "WAITING", "State", "dominating", "dominating_code", "in_steps", "share"]
+__all__ = [
+    "BLUE",
+    "GREEN",
+    "GREY",
+    "ORANGE",
+    "PURPLE",
+    "VERMILION",
+    "BETWEEN",
+    "BUSY",
+    "STATES",
+    "WAITING",
+    "State",
+    "dominating",
+    "dominating_code",
+    "in_steps",
+    "share",
+]
+
+GREEN = "#009E73"
+ORANGE = "#E69F00"
+BLUE = "#0072B2"
+VERMILION = "#D55E00"
+GREY = "#8C8C8C"
+PURPLE = "#CC79A7"
+"""The colours of Okabe and Ito, which colour-blind readers can distinguish, and a grey."""
 
 
 class State(NamedTuple):
-    """A use of a device's time. The colours are those of Okabe and Ito, which colour-blind readers can distinguish."""
+    """A use of a device's time."""
 
     label: str
     """The value of the label ``reason``; the first and the last state get theirs in the query."""
@@ -28,14 +52,14 @@ class State(NamedTuple):
     colour: str
 
 
-BUSY = State("busy", 1, "Busy", "#009E73")
+BUSY = State("busy", 1, "Busy", GREEN)
 WAITING = (
-    State("dependency", 2, "Waiting for data", "#E69F00"),
-    State("copy", 3, "Waiting for a copy", "#0072B2"),
-    State("dispatch", 4, "Waiting for the scheduler", "#D55E00"),
-    State("drain", 5, "Drain", "#8C8C8C"),
+    State("dependency", 2, "Waiting for data", ORANGE),
+    State("copy", 3, "Waiting for a copy", BLUE),
+    State("dispatch", 4, "Waiting for the scheduler", VERMILION),
+    State("drain", 5, "Drain", GREY),
 )
-BETWEEN = State("between", 6, "Between steps", "#CC79A7")
+BETWEEN = State("between", 6, "Between steps", PURPLE)
 STATES = (BUSY, *WAITING, BETWEEN)
 
 
