@@ -1,4 +1,4 @@
-"""Stages run and compared with their model, for the tests of traces; gradients to compare, for those of skips."""
+"""Fixtures that run stages and compare them with their model, for traces; and gradients to compare, for skips."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncpipe.ops.model.stage import CALLER, StagedModel
 
 @pytest.fixture(scope="module")
 def doubles() -> Iterator[None]:
-    """Numbers are of 64 bits, and torch's log of traces is off: pytest would keep it, which takes longer than all."""
+    """Floats have 64 bits, and torch's log of traces is off, which pytest would capture very slowly."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
         torch.set_default_dtype(torch.float64)
@@ -29,7 +29,7 @@ def doubles() -> Iterator[None]:
 
 @pytest.fixture
 def seeded(doubles: None) -> None:
-    """Each test draws the same numbers of 64 bits, whichever ran before."""
+    """Each test draws the same 64-bit numbers, in any order of tests."""
     torch.manual_seed(0)
 
 

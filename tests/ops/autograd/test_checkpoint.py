@@ -1,4 +1,4 @@
-"""Checkpoint and Recompute: the same gradients to the bit, one recomputation, and no activation kept meanwhile."""
+"""Checkpoint and Recompute: bit-equal gradients, exactly one recomputation, and no activation kept until then."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_recompute_precedes_checkpoint_in_the_backward(early: bool) -> None:
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_second_backward_is_refused(early: bool) -> None:
-    """Not: a silent second addition of the gradients."""
+    """A second backward raises; it does not silently add the gradients again."""
     x = torch.ones(2, requires_grad=True)
     (y,), handle = checkpoint(lambda tensors: [tensors[0].exp()], [x])
     loss = y.sum()

@@ -1,4 +1,4 @@
-"""Fork and Join: the order of a backward graph, told by autograd functions that write down when they ran."""
+"""Fork and Join: the order of a backward graph, seen by autograd functions that log their backward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Note(torch.autograd.Function):
 
 
 def in_fresh_thread(function: Callable[[], Tensor]) -> Tensor:
-    """``function()`` on a thread of its own, where autograd numbers nodes from 0: they look older than any here."""
+    """``function()`` on a new thread, where autograd numbers nodes from 0: they count as older than all nodes here."""
     results: list[Tensor] = []
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
@@ -53,7 +53,7 @@ def two_branches(tied: bool) -> list[str]:
 
 
 def test_without_a_tie_the_order_is_the_engines() -> None:
-    """Which the tie below must overrule: by itself the engine takes the node with the highest number first."""
+    """Without Fork and Join the engine runs the node with the highest number first."""
     assert two_branches(tied=False) == ["later", "sooner"]
 
 

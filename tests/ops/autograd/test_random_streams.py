@@ -1,4 +1,4 @@
-"""Random streams: draws depend on seed, micro-batch and stage alone, and leave torch's own generator as it was."""
+"""Random streams: draws depend on seed, micro-batch and stage only, and do not change torch's own generators."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_tasks_that_draw_at_the_same_time_do_not_disturb_each_other(draw: Callab
 
 @pytest.mark.parametrize("draw", CONCURRENT.values(), ids=CONCURRENT.keys())
 def test_a_thread_that_runs_no_task_may_draw_at_the_same_time(draw: Callable[[], Tensor]) -> None:
-    """As a service does that makes the next batch while a step runs: a mask must not change meanwhile."""
+    """Like a service that makes the next batch while a step runs. The masks must not change."""
     expected = rounds(draw, 1, 100)
     found: list[Tensor] = []
     begun, done = threading.Event(), threading.Event()
@@ -279,7 +279,7 @@ class CheckpointedByTorch(nn.Module):
 
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_torchs_own_checkpoint_inside_a_stage_is_right_or_refused(mode: str) -> None:
-    """A wrong gradient in silence is the one thing that must not come out."""
+    """It must raise, since it would silently compute a wrong gradient."""
     stage = CheckpointedByTorch()
     pipe = asyncpipe.Pipeline([stage], ["cpu"], microbatches=1, checkpoint=mode, loss_fn=torch.sum)
     with pipe.sync() as running:

@@ -1,4 +1,4 @@
-"""The split backward: I and W together are a backward, on any graph; neither does the other's work, nothing stays."""
+"""The split backward: on any graph I and W together give the gradients of one ordinary backward."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_parameter_hooks_see_one_whole_gradient(kind: str, shared: str) -> None:
 
 def test_module_hooks_fire_once() -> None:
     class Shifted(nn.Module):
-        """Its second argument comes from a parameter alone, so its hooks have one foot outside."""
+        """Its second argument comes from a parameter alone, so one of its edges leads outside."""
 
         def forward(self, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
             return x * shift + 1, shift * 2

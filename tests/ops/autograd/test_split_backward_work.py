@@ -1,4 +1,4 @@
-"""The split backward: neither half does the other's work, and nothing is kept that is not needed any more."""
+"""The split backward: what each half computes, and when it frees memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_without_inputs_the_first_half_does_nothing() -> None:
 
 
 def test_a_custom_function_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes all its gradients in I, so W must not run it again."""
+    """I computes all its gradients, so W must not run it again."""
     ran = []
     real = Shift.backward
     monkeypatch.setattr(Shift, "backward", staticmethod(lambda ctx, gradient: ran.append(1) or real(ctx, gradient)))
@@ -91,7 +91,7 @@ class Kept:
 
 @contextmanager
 def watched() -> Iterator[list[weakref.ref[Any]]]:
-    """References to what autograd saves meanwhile; the collector is off, so whatever goes, goes by itself."""
+    """References to what autograd saves meanwhile; the garbage collector is off, so only reference counts free them."""
     saved: list[weakref.ref[Any]] = []
 
     def pack(tensor: Tensor) -> Kept:
@@ -147,7 +147,7 @@ def test_nothing_is_kept(until: str) -> None:
 
 
 def test_each_part_goes_once_it_is_used() -> None:
-    """W gives memory back while it runs, last layer first."""
+    """W frees memory while it runs, last layer first."""
     layers = [nn.Linear(4, 4, bias=False) for _ in range(5)]
     counts = []
     with watched() as saved:
@@ -187,7 +187,7 @@ def test_a_failure_leaves_nothing(half: str) -> None:
 
 
 def test_input_gradients_share_no_memory_with_what_is_kept() -> None:
-    """The stage that gets them may make them a parameter's gradient, and add to that before W has run."""
+    """The stage that gets them may use them as a parameter's gradient, and add to that before W has run."""
     bias = nn.Parameter(torch.randn(4))
     x, y = torch.randn(2, 2, requires_grad=True), torch.randn(2, 2, requires_grad=True)
     split = SplitBackward([x.view(4) + y.view(4) + bias], [torch.ones(4)], [x, y])

@@ -1,4 +1,4 @@
-"""Copies between lanes: handed over on one device, through pinned memory and behind the right streams otherwise."""
+"""Copies between lanes: none on one device, else through pinned memory and after the right streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intra-op threads: set on each device's thread, and as they were on every other one."""
+"""Intra-op threads: set on each device's thread, unchanged on other threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which CUDA streams lanes get, with a device that hands them out in turn, as torch does."""
+"""Which CUDA streams lanes get from a fake device, which returns them in turn as torch does."""
 
 from __future__ import annotations
 

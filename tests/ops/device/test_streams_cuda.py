@@ -139,7 +139,7 @@ def test_timings_are_ordered() -> None:
 
 @pytest.mark.cuda
 def test_memory_that_another_stream_still_reads_is_not_reused() -> None:
-    """``keep`` (record_stream): without it the allocator hands the block out at once, to be overwritten."""
+    """``keep`` (record_stream): without it the allocator reuses the block at once, and it is overwritten."""
     _, left, right = two_devices()
     with left.use():
         tensor = torch.full((SIZE,), 4.0, device="cuda:0")

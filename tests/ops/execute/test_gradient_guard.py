@@ -1,4 +1,4 @@
-"""The gradient guard: a step's gradients are added in the earlier tensors, or leave no trace."""
+"""The gradient guard: a step adds to the earlier gradient tensors, or does not change them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def step(owned: list[nn.Parameter]) -> list[Tensor]:
 
 
 def test_commit_adds_in_the_earlier_tensors() -> None:
-    """Who holds a gradient tensor (an optimizer's flat buffer, a hook) sees the sum in it."""
+    """The sum is in the earlier tensor, which others may refer to (an optimizer's flat buffer, a hook)."""
     owned = parameters(1.0, None, 3.0)
     earlier = [owned[0].grad, owned[2].grad]
     guard = guarded(owned)

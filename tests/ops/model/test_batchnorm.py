@@ -1,4 +1,4 @@
-"""Deferred batch norm: its running statistics against those that the bare layer gets from the whole mini-batch."""
+"""Deferred batch norm: its running statistics against those of the ordinary layer on the whole mini-batch."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_any_micro_batches_with_any_offset(sizes: list[int], offset: float, seed
     for microbatch in batch.split(sizes):
         deferred(microbatch)
     deferred.commit()
-    # The variance of numbers near 1e6 is known to that many digits less, to the bare layer as well.
+    # The variance of numbers near 1e6 loses digits, in the ordinary layer as well.
     assert_same_statistics(deferred, bare, tolerance=1e-12 * max(1.0, abs(offset)))
 
 

@@ -1,4 +1,4 @@
-"""Profiles of layers: times by a clock that layers advance, what passes from layer to layer, and nothing changed."""
+"""Measured layers: times by a fake clock, what layers pass to each other, and a model that does not change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOAT = 4
 
 
 class Clock:
-    """Time passes only where a layer says so. Copies of a layer share it."""
+    """A clock that only layers advance. Copies of a layer share it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -221,7 +221,7 @@ def test_skips_reach_their_layer() -> None:
 
 
 class Restless(nn.Module):
-    """Changes all that a layer can change about itself."""
+    """A layer that changes everything that a layer can change about itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def test_one_copy_at_a_time(no_leaks: None) -> None:
     copies: list[weakref.ref[nn.Module]] = []
 
     class Witness:
-        """Part of a layer; sees when that is copied."""
+        """Part of a layer, which notes when it is copied."""
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Witness:
             assert [copy for copy in copies if copy() is not None] == []

@@ -1,4 +1,4 @@
-"""Scatter and gather: any nested value is cut and put together again, and bad ones are told where they are off."""
+"""Cutting and gathering nested values, and the errors for values that cannot be cut."""
 
 from __future__ import annotations
 

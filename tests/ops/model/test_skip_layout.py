@@ -1,4 +1,4 @@
-"""Skips of a whole model: stores, names kept apart, every mismatch listed, and what the layout says that travels."""
+"""Skips of a whole model: stores, namespaces, the list of all mismatches, and which skips go from stage to stage."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_former_store_is_restored() -> None:
 
 
 def test_threads_do_not_mix() -> None:
-    """Both stash before either pops, inside one module and between two, with the threads' stores and their own."""
+    """Two threads both stash before either pops: inside one module and between two, with default and own stores."""
     meet, outputs = threading.Barrier(2, timeout=10), {}
 
     class Meeting(nn.Module):

@@ -1,4 +1,4 @@
-"""Skips of one forward: a U-shaped model computes what the hand-written one does, and every misuse is named."""
+"""Skips of one forward: a U-shaped model against one without skips, and the error for every misuse."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Down(nn.Module):
         self.linear = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Skips:
-        """Down it goes."""
+        """Stash the input."""
         yield stash("a", x)
         return self.linear(x)
 
@@ -153,7 +153,7 @@ def test_nothing_is_kept_but_the_skips_of_a_failed_forward() -> None:
 
 def test_the_class_stays_itself() -> None:
     assert (Down.__name__, Down.__qualname__, Down.__module__) == ("Down", "Down", __name__)
-    assert (Down.forward.__name__, Down.forward.__doc__) == ("forward", "Down it goes.")
+    assert (Down.forward.__name__, Down.forward.__doc__) == ("forward", "Stash the input.")
     down = Down()
     assert repr(down).startswith("Down(\n  (linear): Linear(")
     assert all(isinstance(down, kind) for kind in (Down, nn.Module, Skippable))

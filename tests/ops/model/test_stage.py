@@ -223,7 +223,7 @@ def test_a_parameter_shared_on_one_device_needs_no_replica(placement: list[int])
 
 
 def test_a_parameter_tied_over_devices_has_one_owner_and_a_replica() -> None:
-    """Also on one physical device: two threads would add to the same gradient at the same time."""
+    """Also on one physical device, where two threads would otherwise add to the same gradient at once."""
     whole = tied()
     keys = list(whole.state_dict())
     stages, ties = place(stage_sequence(whole, [1, 1, 1], 3), [0, 1, 2], resolve_devices(["cpu:0"] * 3))

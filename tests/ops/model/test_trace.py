@@ -1,4 +1,4 @@
-"""Models cut by tracing: run one after the other the stages are the model, for other sizes too, in both modes."""
+"""Models cut by tracing: the stages, run in order, compute what the model does, for other sizes and in both modes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """As language models on the Hub are written: masks and positions made inside, a dict out, tied embeddings."""
+    """Like language models on the Hub: it makes masks and positions, returns a dict, and has tied embeddings."""
 
     causal: Tensor
     frequencies: Tensor

@@ -1,4 +1,4 @@
-"""Where a traced model is cut, and what is said of splits, models and arguments for which there is no trace."""
+"""Where a traced model is cut, and the errors for splits, models and arguments that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traced stages keep what a model has besides its outputs: modes, buffers, random numbers, devices, copies."""
+"""Traced stages and the model's modes, buffers, random numbers, devices and copies."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ class Drawing(nn.Module):
 
 
 def test_a_function_mode_sees_what_draws() -> None:
-    # One sample, since it is for names: sizes that may vary take longer to trace.
+    # One sample, since sizes are not tested here, and variable sizes take longer to trace.
     x = Arguments.of(torch.randn(1, 4, 4))
     staged = trace(Drawing(), x, 1)
     received = {CALLER: staged.takes(x)[0]}
