@@ -179,7 +179,7 @@ async def _both(
         if any(job.done() for job in jobs):
             break  # It failed; awaiting it raises its error.
         await asyncio.sleep(0.05)
-        if first is None and len(light.steps) >= size.warm_up:
+        if first is None and heavy.steps and len(light.steps) >= size.warm_up:
             first = len(heavy.steps)
             begun = max(recorder.steps[-1][0].ended for recorder in recorders)
         progress(f"weights: {len(heavy.steps) - (first or 0)} of {size.steps} steps")

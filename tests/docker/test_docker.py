@@ -82,7 +82,7 @@ def test_all_that_the_image_installs_is_pinned():
     assert "python requirements.py cli service >" in (DOCKER / "Dockerfile").read_text(encoding="utf-8")
     pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     wanted = {re.match(r"[\w-]+", line)[0] for line in [*printed, "torch"]}
-    assert {name.replace("-", "_") for name in wanted} <= {name.replace("-", "_") for name in pinned}
+    assert {name.replace("-", "_").lower() for name in wanted} <= {name.replace("-", "_").lower() for name in pinned}
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -60,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_it_is_listed_and_shown(run: Run) -> None:
     listed = run("-m", "asyncpipe", "schedule", "list")
     assert "varuna" in listed
-    assert "Finish before you begin" in listed
+    assert "A rule that runs W before I before F" in listed
     shown = run("-m", "asyncpipe", "schedule", "show", "varuna", "--stages", "3", "--microbatches", "4")
     assert shown.startswith("varuna: 3 stages on 3 devices")
     assert "W0" in shown

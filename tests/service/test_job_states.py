@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncpipe.errors import AsyncpipeError, OptionError
@@ -125,6 +125,8 @@ documents = st.dictionaries(
 )
 
 
+# The first example takes seconds on a busy machine, where Hypothesis makes its table of characters.
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(documents, st.sampled_from(PriorityClass), st.floats(0.01, 100))
 def test_a_specification_comes_back_from_its_text(document, priority, weight):
     spec = JobSpec("ä", "package.module:factory", document, priority, weight)
