@@ -31,7 +31,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from asyncpipe.errors import AsyncpipeError, OptionError
 from asyncpipe.service.client_events import EventReader, ServerEvent
-from asyncpipe.service.job_states import FINAL_STATES
+from asyncpipe.service.job_states import FINAL_STATES, IDEMPOTENCY_KEY, is_idempotency_key
 from asyncpipe.service.settings.token_file import check_token
 
 __all__ = ["ApiError", "JobClient", "ServerEvent", "UnreachableError", "WaitTimeoutError"]
@@ -122,8 +122,8 @@ class JobClient:
         Without a key, one is generated for this call, so that repeated requests create one job.
         """
         key = token_urlsafe(24) if idempotency_key is None else idempotency_key
-        if not (0 < len(key) <= 200 and key.isascii() and key.isprintable()):
-            raise OptionError("an idempotency key is 1 to 200 printable ASCII characters")
+        if not is_idempotency_key(key):
+            raise OptionError(f"an idempotency key is {IDEMPOTENCY_KEY}")
         return self._ask("POST", "/v1/jobs", dict(submission), {"Idempotency-Key": key}, repeatable=True)
 
     def pause(self, job: str) -> dict[str, Any]:

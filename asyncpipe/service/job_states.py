@@ -41,6 +41,7 @@ __all__ = [
     "check_asking",
     "check_history",
     "check_transition",
+    "is_idempotency_key",
     "tidy_cause",
 ]
 
@@ -51,6 +52,9 @@ MAX_SPEC_BYTES = 64 * 1024
 MAX_NAME = 200
 MAX_WEIGHT = 1e6
 MAX_CAUSE = 2000
+MAX_KEY = 200
+IDEMPOTENCY_KEY = f"1 to {MAX_KEY} printable ASCII characters"
+"""What an idempotency key is, for messages."""
 
 
 class JobState(StrEnum):
@@ -140,6 +144,11 @@ class JobSpec:
             raise JobSpecError(f"a job's document is a JSON object, not {self.document!r:.100}")
         if not isinstance(self.weight, int | float) or not 0 < self.weight <= MAX_WEIGHT:
             raise JobSpecError(f"a job's weight is a number above 0, up to {MAX_WEIGHT:g}, not {self.weight!r:.100}")
+
+    def table(self, name: str) -> dict[str, JSON]:
+        """The table ``name`` of the document; empty if there is none."""
+        table = self.document.get(name)
+        return table if isinstance(table, dict) else {}
 
     def to_json(self) -> str:
         """The specification as ASCII text; equal ones have the same text. Raises ``JobSpecError``."""
@@ -261,3 +270,8 @@ def tidy_cause(cause: str) -> str:
     # Messages of exceptions may contain file names that cannot be encoded.
     text = cause.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= MAX_CAUSE else f"{text[: MAX_CAUSE - 1]}…"
+
+
+def is_idempotency_key(key: object) -> bool:
+    """Whether ``key`` can be an idempotency key."""
+    return isinstance(key, str) and 0 < len(key) <= MAX_KEY and key.isascii() and key.isprintable()

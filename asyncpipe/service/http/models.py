@@ -119,21 +119,15 @@ def _summary(record: JobRecord, redact: Redactor, longest: int) -> dict[str, Any
     """The fields of a ``JobSummary``, with a cause of at most ``longest`` characters."""
     of_record = ("id", "state", "asked", "submitted", "updated", "attempts", "step")
     of_spec = ("name", "entry", "priority_class", "weight")
-    pipeline, training = (_table(record.spec.document, key) for key in ("pipeline", "training"))
     snapshot = record.snapshot
     return {
         **{name: getattr(record, name) for name in of_record},
         **{name: getattr(record.spec, name) for name in of_spec},
         "cause": redact(record.cause, longest),
-        "schedule": record.schedule or pipeline.get("schedule"),
-        "steps": training.get("steps"),
+        "schedule": record.schedule or record.spec.table("pipeline").get("schedule"),
+        "steps": record.spec.table("training").get("steps"),
         "snapshot": None if snapshot is None else PureWindowsPath(PurePosixPath(snapshot).name).name,
     }
-
-
-def _table(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = document.get(key)
-    return found if isinstance(found, Mapping) else {}
 
 
 class TransitionAnswer(_ResponseModel):

@@ -24,7 +24,14 @@ from asyncpipe.service.http.event_stream import JobEventStreams
 from asyncpipe.service.http.json_body import read_json
 from asyncpipe.service.http.problems import Problem, draining, invalid, problem_of
 from asyncpipe.service.http.redact import Redactor
-from asyncpipe.service.job_states import FINAL_STATES, JSON, JobRecord, JobState
+from asyncpipe.service.job_states import (
+    FINAL_STATES,
+    IDEMPOTENCY_KEY,
+    JSON,
+    JobRecord,
+    JobState,
+    is_idempotency_key,
+)
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import StoreError, UnknownJobError
 from asyncpipe.service.submission.submission import SubmissionError
@@ -35,7 +42,6 @@ __all__ = ["Routes", "job_id"]
 
 CAUSE = "asked for over HTTP"
 MOST_STEP = 2**63 - 1
-MOST_KEY = 200
 _ID = re.compile(models.ID.removesuffix("$") + r"\Z")
 
 
@@ -274,6 +280,6 @@ def _idempotency_key(request: web.Request) -> str | None:
     keys = request.headers.getall("Idempotency-Key", [])
     if not keys:
         return None
-    if len(keys) == 1 and 0 < len(keys[0]) <= MOST_KEY and keys[0].isascii() and keys[0].isprintable():
+    if len(keys) == 1 and is_idempotency_key(keys[0]):
         return keys[0]
-    raise invalid(("Idempotency-Key", f"must be given once, with 1 to {MOST_KEY} printable ASCII characters"))
+    raise invalid(("Idempotency-Key", f"must be given once, with {IDEMPOTENCY_KEY}"))

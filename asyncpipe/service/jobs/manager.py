@@ -238,9 +238,8 @@ class Manager:
             task.add_done_callback(self._runs.discard)
 
     def _built(self, record: JobRecord) -> tuple[Job, Callable[[], Workload]]:
-        parameters = record.spec.document.get("parameters") or {}
-        assert isinstance(parameters, dict)
-        return job_of(record.spec, record, self.settings), self._entries.make(record.spec.entry, parameters)
+        job = job_of(record.spec, record, self.settings)
+        return job, self._entries.make(record.spec.entry, record.spec.table("parameters"))
 
     async def _refuse(self, record: JobRecord, cause: str) -> None:
         async with self.jobs.turn(record.id):
@@ -363,15 +362,13 @@ def _candidate(record: JobRecord, peaks: Mapping[str, int] | None) -> Candidate:
 
 def _is_limited(record: JobRecord, limits: Mapping[str, int]) -> bool:
     """Whether the job names a device that has a limit."""
-    pipeline = record.spec.document.get("pipeline")
-    devices = pipeline.get("devices") if isinstance(pipeline, dict) else None
+    devices = record.spec.table("pipeline").get("devices")
     return isinstance(devices, list) and any(device in limits for device in devices)
 
 
 def _retries(record: JobRecord) -> int:
     """How many failures in a row, without a new snapshot, the job may have."""
-    faults = record.spec.document.get("faults")
-    retries = faults.get("snapshot_retries") if isinstance(faults, dict) else None
+    retries = record.spec.table("faults").get("snapshot_retries")
     return retries if isinstance(retries, int) else 0
 
 

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, Transition, tidy_cause
+from asyncpipe.service.job_states import (
+    IDEMPOTENCY_KEY,
+    JobRecord,
+    JobSpec,
+    JobState,
+    Transition,
+    is_idempotency_key,
+    tidy_cause,
+)
 from asyncpipe.service.store import queries
 from asyncpipe.service.store.database import StoreError, StoreProblem, explain, open_database
 from asyncpipe.service.store.database_thread import DatabaseThread
@@ -32,7 +40,6 @@ __all__ = [
     "make_id",
 ]
 
-MAX_KEY = 200
 MAX_SNAPSHOT = 1000
 MAX_SCHEDULE = 200
 MAX_STEP = 2**63 - 1
@@ -129,8 +136,8 @@ class JobStore:
         Raises what ``submit`` does, and ``QueueFullError`` for a new job if ``most_queued`` jobs are queued already.
         """
         text = spec.to_json()
-        if idempotency_key is not None and not _is_plain(idempotency_key, MAX_KEY):
-            raise OptionError(f"an idempotency key is 1 to {MAX_KEY} printable ASCII characters")
+        if idempotency_key is not None and not is_idempotency_key(idempotency_key):
+            raise OptionError(f"an idempotency key is {IDEMPOTENCY_KEY}")
 
         def change(connection: sqlite3.Connection) -> tuple[JobRecord, bool]:
             at = self._clock()
@@ -233,10 +240,6 @@ class JobStore:
         if job is not None and not _is_text(job):
             raise UnknownJobError(job)
         return await self.thread.run(function, writes=writes)
-
-
-def _is_plain(text: str, longest: int) -> bool:
-    return isinstance(text, str) and 0 < len(text) <= longest and text.isascii() and text.isprintable()
 
 
 def _is_text(text: object) -> bool:

@@ -26,7 +26,7 @@ from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
 from asyncpipe.core.schedules.validate import blaming
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.service.job_states import JSON, MAX_NAME, MAX_WEIGHT, JobRecord, JobSpec, JobSpecError, PriorityClass
+from asyncpipe.service.job_states import MAX_NAME, MAX_WEIGHT, JobRecord, JobSpec, JobSpecError, PriorityClass
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.train.job_file import AUTO, FaultTable, Job, PipelineTable, TrainingTable
@@ -166,7 +166,7 @@ def check_new_schedule(spec: JobSpec, schedule: str) -> None:
     if schedule == AUTO:
         rule = "must be a schedule's name; a schedule is chosen by measuring only when a job starts"
         raise SubmissionError([("schedule", rule)])
-    changed = {**_table(spec, "pipeline"), "schedule": schedule}
+    changed = {**spec.table("pipeline"), "schedule": schedule}
     try:
         pipeline = SubmittedPipeline.model_validate_json(json.dumps(changed))
     except ValidationError as error:
@@ -270,17 +270,17 @@ def job_of(spec: JobSpec, record: JobRecord, settings: ServiceSettings) -> Job:
     Its error messages begin with ``job ID``. Raises ``SubmissionError`` for a specification that another version of
     asyncpipe stored and this one cannot read.
     """
-    pipeline = _table(spec, "pipeline")
+    pipeline = spec.table("pipeline")
     if record.schedule is not None:
         pipeline = {**pipeline, "schedule": record.schedule}
     tables = {
         "name": spec.name,
-        "job": {"entry": spec.entry, "parameters": _table(spec, "parameters")},
+        "job": {"entry": spec.entry, "parameters": spec.table("parameters")},
         "pipeline": pipeline,
-        "training": _table(spec, "training"),
-        "faults": _table(spec, "faults"),
+        "training": spec.table("training"),
+        "faults": spec.table("faults"),
         "snapshots": {
-            **_table(spec, "snapshots"),
+            **spec.table("snapshots"),
             "folder": str(settings.folder / "jobs" / record.id / "snapshots"),
             "resume": True,
         },
@@ -289,8 +289,3 @@ def job_of(spec: JobSpec, record: JobRecord, settings: ServiceSettings) -> Job:
         return Job.model_validate_json(json.dumps(tables), context={"path": Path(f"job {record.id}")})
     except ValidationError as error:
         raise SubmissionError(wrong_keys(error, Job)) from None
-
-
-def _table(spec: JobSpec, name: str) -> dict[str, JSON]:
-    table = spec.document.get(name, {})
-    return table if isinstance(table, dict) else {}

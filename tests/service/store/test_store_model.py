@@ -149,7 +149,7 @@ class StoreMachine(RuleBasedStateMachine):
         if recovers:
             self.now += 1
             running = [job for job, record in self.jobs.items() if record.state is RUNNING]
-            running.sort(key=lambda job: self.jobs[job].priority_class is PriorityClass.BACKGROUND)
+            running.sort(key=lambda job: self.jobs[job].is_background)
             for job in running:
                 old = self.jobs[job]
                 self.move(job, old.asked or QUEUED, old.asked_cause or "the service was restarted")
