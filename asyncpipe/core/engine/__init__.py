@@ -3,8 +3,8 @@
 Read ``events`` (what goes in and out, and the journal that both leave), then ``scheduler`` (steps and dependencies).
 Which ready task of a lane comes next is for the lane's policy: ``policies/``, where a user's own belongs as well.
 ``dispatcher`` asks the policies and hands tasks over; ``steps`` is the state of steps and lanes, ``jobs`` what is known
-of jobs; ``admission`` says which micro-batches a rule lets into a device; ``share`` what a job gets of lanes that
-others use.
+of jobs; ``microbatch_admission`` says which micro-batches a rule lets into a device; ``share`` what a job gets of lanes
+that others use.
 
 The runtime drives this with real events, ``core/predict/simulate.py`` with virtual time. Imports the task graph and
 schedules; no torch, asyncio, threads or clocks.

@@ -16,8 +16,8 @@ that devices still hold come back completed, failed or dropped::
 
 Guarantees, whatever the policies: a task is dispatched after every dependency on another device was issued and every
 dependency on its own device was dispatched (or all were completed, in a ruled step); at most ``in_flight`` tasks of a
-lane are dispatched and not completed, over all steps; a rule's ``admit`` is respected (``admission.py``); an event that
-cannot follow what happened raises ``InvalidTransition`` and changes nothing.
+lane are dispatched and not completed, over all steps; a rule's ``admit`` is respected (``microbatch_admission.py``); an
+event that cannot follow what happened raises ``InvalidTransition`` and changes nothing.
 
 Which ready task of a lane comes next is decided by the lane's policy (``policies/policy.py``). Three are built in, and
 a lane gets the simplest that is enough:
@@ -34,7 +34,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
-from asyncpipe.core.engine.admission import StepAdmissions
 from asyncpipe.core.engine.dispatcher import Dispatcher
 from asyncpipe.core.engine.events import (
     Abort,
@@ -53,6 +52,7 @@ from asyncpipe.core.engine.events import (
     TaskIssued,
 )
 from asyncpipe.core.engine.jobs import JobAccount, Jobs
+from asyncpipe.core.engine.microbatch_admission import StepAdmissions
 from asyncpipe.core.engine.policies.fair_share import FairShare, SharedLanes
 from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
 from asyncpipe.core.engine.policies.policy import MakePolicy, Policy, TaskState

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from asyncpipe.core.engine.admission import StepAdmissions
 from asyncpipe.core.engine.events import Command, Event, Outcome
 from asyncpipe.core.engine.jobs import JobAccount
+from asyncpipe.core.engine.microbatch_admission import StepAdmissions
 from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
 from asyncpipe.core.engine.policies.policy import Policy, TaskState
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue

@@ -14,7 +14,8 @@ class Ruled(FirstComeFirstServed):
     """The rule's lowest rank first, as late as can be: while the device holds ``ahead`` tasks, nothing is chosen.
 
     So each choice knows all that has happened. Whether a micro-batch may come to the device is for ``admit``, which the
-    scheduler asks about what is chosen here (``admission.py``). Steps without a rule, such as evaluations, do not wait.
+    scheduler asks about what is chosen here (``microbatch_admission.py``). Steps without a rule, such as evaluations,
+    do not wait.
     """
 
     def __init__(self, lane: LaneView) -> None:
