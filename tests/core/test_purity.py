@@ -6,6 +6,7 @@ import ast
 import pkgutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,22 @@ def test_imports_keep_to_the_contracts() -> None:
 
 def test_only_the_entry_points_are_at_the_root() -> None:
     assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py", "testing.py"}
+
+
+def test_each_folder_says_what_it_holds() -> None:
+    silent = [str(path.relative_to(ROOT)) for path in ROOT.rglob("__init__.py") if not ast.get_docstring(TREES[path])]
+    assert silent == []
+
+
+def test_a_type_name_means_one_thing() -> None:
+    """A private name may not repeat a public one, either. The ancestors' public types keep their names."""
+    ancestors = {"torchgpipe", "torch_pipe"}
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path, tree in TREES.items():
+        if not ancestors & set(path.parts):
+            for name in (node.name.lstrip("_") for node in tree.body if isinstance(node, ast.ClassDef)):
+                homes[name].append(str(path.relative_to(ROOT)))
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
 FOREIGN = {"_apply", "_buffers", "_device", "_parameters", "_version"}
