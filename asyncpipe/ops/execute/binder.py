@@ -174,16 +174,7 @@ class Binder:
     def _sum(self, task: Task) -> None:
         """Add the gradients of replicas to those of this stage's parameters, in the order of the stages."""
         with torch.no_grad():
-            for owner, user in self._resources.ties.links:
-                if owner == task.stage:
-                    gradients = self._tensors.tied_gradients.pop((user, owner))
-                    replicas = self._resources.ties.between(owner, user)
-                    for replica, gradient in zip(replicas, gradients, strict=True):
-                        total = replica.owner
-                        if gradient is not None and total.grad is not None:
-                            total.grad += gradient
-                        elif gradient is not None:
-                            total.grad = gradient
+            self._resources.ties.sum_gradients(task.stage, self._tensors.tied_gradients)
 
     def _update(self, task: Task) -> None:
         """Run the stage's optimizer on its complete gradients, and clear them."""

@@ -89,6 +89,14 @@ class Ties:
         """Every replica."""
         return chain.from_iterable(self._replicas.values())
 
+    def sum_gradients(self, owner: int, gradients: dict[tuple[int, int], list[Tensor | None]]) -> None:
+        """Add the gradients of replicas, which ``gradients`` has by (user, owner), to the owner's, in stage order."""
+        for user in (user for found, user in self.links if found == owner):
+            for replica, gradient in zip(self.between(owner, user), gradients.pop((user, owner)), strict=True):
+                if gradient is not None:
+                    total = replica.owner.grad
+                    replica.owner.grad = gradient if total is None else total.add_(gradient)
+
     def drop_gradients(self) -> None:
         """Drop the gradients that a failed step left at the replicas."""
         for replica in self.all():
