@@ -14,10 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grafana_foundation_sdk.builders import dashboard as build
+from grafana_foundation_sdk.builders import prometheus
+from grafana_foundation_sdk.models import dashboard as model
+from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
+
 from asyncpipe.errors import OptionError
 from dashboards.panels import SOURCE, panel_id
 from dashboards.queries import series
-from dashboards.sdk import Dashboard, Panel, build, model, prometheus
 
 __all__ = ["COLUMNS", "Band", "Section", "board", "chosen"]
 

@@ -18,15 +18,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
+
 from asyncpipe.errors import OptionError
 from dashboards import runbook
 from dashboards.pipeline import pipeline
-from dashboards.queries import Expression, substituted
 from dashboards.rules import rules_yaml
-from dashboards.sdk import Dashboard, JSONEncoder, Panel, promql
 from dashboards.service import service
 
-__all__ = ["FOLDER", "Expression", "built", "expressions", "main", "rendered", "substituted"]
+__all__ = ["FOLDER", "built", "main", "rendered"]
 
 FOLDER = Path(__file__).parent
 
@@ -51,17 +52,6 @@ def rendered() -> dict[str, str]:
         for name, dashboard in built().items()
     }
     return {**files, "rules/asyncpipe.rules.yml": rules_yaml()}
-
-
-def expressions() -> list[Expression]:
-    """Every query of every panel; it contains Grafana's variables, which ``substituted`` replaces."""
-    return [
-        Expression(name, panel.title or "", target.ref_id or "", target.expr)
-        for name, dashboard in built().items()
-        for panel in _panels(dashboard)
-        for target in panel.targets or ()
-        if isinstance(target, promql.Dataquery)
-    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

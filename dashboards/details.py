@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from grafana_foundation_sdk.models.dashboard import Panel
+
 from asyncpipe.core.kinds import COMPUTE_KINDS, TaskKind
 from dashboards.board import Band
 from dashboards.panels import PanelOptions, Query, heat, lines
 from dashboards.queries import mean, quantile, rate, series, total
-from dashboards.sdk import Panel
 
 __all__ = ["devices", "steps", "tasks"]
 

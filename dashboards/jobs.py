@@ -6,10 +6,11 @@ several services separately, by their addresses, only where that matters; elsewh
 
 from __future__ import annotations
 
+from grafana_foundation_sdk.models.dashboard import Panel
+
 from dashboards.board import Band
 from dashboards.panels import PanelOptions, Query, lines, number, series_style
-from dashboards.queries import increase, quantile_of_range, rate, series, total
-from dashboards.sdk import Panel
+from dashboards.queries import increase, quantile, rate, series, total
 from dashboards.states import BLUE, GREEN, GREY, ORANGE, PURPLE
 
 __all__ = ["jobs"]
@@ -107,7 +108,7 @@ def _waiting() -> Panel:
         runbook=("AsyncpipeJobsWaitTooLong",),
     )
     shares = (0.5, "median"), (0.95, "95 %")
-    return lines(options, *(Query(quantile_of_range(share, "job_queue_seconds"), name) for share, name in shares))
+    return lines(options, *(Query(quantile(share, "job_queue_seconds", over=increase), name) for share, name in shares))
 
 
 def _retries() -> Panel:

@@ -11,27 +11,28 @@ from dataclasses import dataclass
 from typing import TypeVar
 from zlib import crc32
 
-from dashboards.sdk import (
-    Builder,
-    Dataquery,
-    Panel,
-    TextMode,
+from grafana_foundation_sdk.builders import (
     barchart,
     bargauge,
-    build,
     common,
     heatmap,
-    kinds,
-    model,
     prometheus,
-    promql,
     stat,
     statetimeline,
-    tables,
-    texts,
     timeseries,
 )
-from dashboards.sdk import heat as heats
+from grafana_foundation_sdk.builders import dashboard as build
+from grafana_foundation_sdk.builders import table as tables
+from grafana_foundation_sdk.builders import text as texts
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.cog.variants import Dataquery
+from grafana_foundation_sdk.models import common as kinds
+from grafana_foundation_sdk.models import dashboard as model
+from grafana_foundation_sdk.models import heatmap as heats
+from grafana_foundation_sdk.models import prometheus as promql
+from grafana_foundation_sdk.models.dashboard import Panel
+from grafana_foundation_sdk.models.text import TextMode
+
 from dashboards.states import STATES, State
 
 __all__ = [

@@ -6,12 +6,13 @@ and devices are below (``details.py``).
 
 from __future__ import annotations
 
+from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
+
 from dashboards.board import Band, Section, board, chosen
 from dashboards.details import devices, steps, tasks
 from dashboards.panels import PanelOptions, Query, bars, columns, lines, number, state_styles, states
 from dashboards.queries import mean, rate, series, total
-from dashboards.sdk import Dashboard, Panel
-from dashboards.states import BUSY, ORANGE, STATES, WAITING, dominating, dominating_code, in_steps, share
+from dashboards.states import BUSY, ORANGE, STATES, WAITING, dominating_code, in_steps, share, waiting
 
 __all__ = ["UID", "pipeline"]
 
@@ -74,7 +75,7 @@ def _most_idle_time() -> Panel:
         runbook=REASONS,
         names=state_styles(*WAITING, suffix=OF_JOB),
     )
-    return number(options, Query(dominating("job"), "{{reason}}"), instant=True, named=True)
+    return number(options, Query(f"topk by (job) (1, {waiting()})", "{{reason}}"), instant=True, named=True)
 
 
 def _imbalance() -> Panel:
@@ -148,9 +149,7 @@ def _reasons_over_time() -> Panel:
         runbook=REASONS,
         names=state_styles(*WAITING, suffix=OF_JOB),
     )
-    waiting = total("job, reason", rate("stage_idle_seconds_total"))
-    expression = f"{waiting}\n  / on (job) group_left () {in_steps('job')}"
-    return lines(options, Query(expression, "{{reason}}"), stacked=True)
+    return lines(options, Query(waiting(), "{{reason}}"), stacked=True)
 
 
 def _against_ideal() -> Panel:

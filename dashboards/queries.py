@@ -7,7 +7,7 @@ dashboards are built, instead of leaving a panel empty later.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Callable
 
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics.metric_table import COUNTERS, GAUGES, HISTOGRAMS
@@ -16,15 +16,11 @@ from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 __all__ = [
     "OF_SERVICE",
     "SERVED",
-    "Expression",
     "increase",
     "mean",
     "quantile",
-    "quantile_of_all",
-    "quantile_of_range",
     "rate",
     "series",
-    "substituted",
     "total",
 ]
 
@@ -50,15 +46,6 @@ SERVED: dict[str, tuple[str, ...]] = {
 """Every series that asyncpipe serves, without its prefix, and its labels besides the job."""
 PHYSICAL = "memory_"
 """The prefix of metrics whose label ``device`` is a physical device; the variable ``$device`` has logical ones."""
-
-
-class Expression(NamedTuple):
-    """One query of one panel, with Grafana's variables."""
-
-    dashboard: str
-    panel: str
-    ref: str
-    expr: str
 
 
 def series(metric: str, *matchers: str) -> str:
@@ -103,39 +90,10 @@ def mean(histogram: str, by: str, *matchers: str) -> str:
     return f"{total(by, rate(f'{histogram}_sum', *matchers))}\n  / ({counted} > 0)"
 
 
-def quantile(share: float, histogram: str, by: str, *matchers: str) -> str:
-    """The quantile ``share`` of a histogram's values, by the labels in ``by``."""
-    return f"histogram_quantile({share}, {total(f'{by}, le', rate(f'{histogram}_bucket', *matchers))})"
+def quantile(share: float, histogram: str, by: str = "", *matchers: str, over: Callable[..., str] = rate) -> str:
+    """The quantile ``share`` of a histogram's values, by the labels in ``by``.
 
-
-def quantile_of_all(share: float, histogram: str, by: str, *matchers: str) -> str:
-    """The quantile of all values since the job began, for events that are too rare for an interval."""
-    return f"histogram_quantile({share}, {total(f'{by}, le', series(f'{histogram}_bucket', *matchers))})"
-
-
-def quantile_of_range(share: float, histogram: str, *matchers: str) -> str:
-    """The quantile of all series together in the time range that is shown, for events of a few times a day."""
-    return f"histogram_quantile({share}, {total('le', increase(f'{histogram}_bucket', *matchers))})"
-
-
-def substituted(expression: str, rate_interval: str = "1m", **variables: str) -> str:
-    """``expression`` as Prometheus gets it: Grafana's macros and variables are replaced.
-
-    A variable is replaced by its value in ``variables``, or by ``.*``, which stands for all. ``range`` and
-    ``interval`` there are the values of ``$__range`` and ``$__interval``. Raises ``OptionError`` for an unknown macro.
+    ``over`` is ``rate`` for the latest values. For events that are too rare for an interval, ``increase`` counts the
+    values of the time range that is shown, and ``series`` all values since the job began.
     """
-    macros = {
-        "__rate_interval": rate_interval,
-        "__range": variables.pop("range", "30m"),
-        "__interval": variables.pop("interval", "15s"),
-    }
-
-    def value(found: re.Match[str]) -> str:
-        name = found["bare"] or found["braced"]
-        if name.startswith("__"):
-            if name not in macros:
-                raise OptionError(f"${name} in {expression!r} is none of the macros {', '.join(macros)}")
-            return macros[name]
-        return variables.get(name, ".*")
-
-    return re.sub(r"\$(?:(?P<bare>\w+)|\{(?P<braced>\w+)(?::\w+)?\})", value, expression)
+    return f"histogram_quantile({share}, {total(f'{by}, le' if by else 'le', over(f'{histogram}_bucket', *matchers))})"

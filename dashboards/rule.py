@@ -32,16 +32,15 @@ class Alert:
     """An alert, which fires when the comparison of ``value`` with ``threshold`` has held for ``hold`` seconds."""
 
     name: str
+    """Also the heading of its entry in the runbook."""
     value: str
     """PromQL that has data also when nothing is wrong. ``[WINDOW]`` stands for the range of its rates."""
-    comparison: str
     threshold: float
     hold: int
     severity: str
     summary: str
     description: str
-    runbook: str
-    """The heading of its entry in the runbook."""
+    comparison: str = ">"
     labels: dict[str, str] = field(default_factory=dict)
     """Further labels, which distinguish the rules of an alert that has several."""
 
@@ -58,7 +57,7 @@ class Alert:
     @property
     def anchor(self) -> str:
         """The address of its entry in the runbook."""
-        return f"{RUNBOOK}#{self.runbook.lower().replace(' ', '-')}"
+        return f"{RUNBOOK}#{self.name.lower()}"
 
 
 def _over(template: str, window: str) -> str:

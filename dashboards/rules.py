@@ -7,7 +7,7 @@ Recording rules are named ``level:metric:operation``; the level names the labels
                                                                     alerts: value > threshold ◀┘
 
 All rules are in one group, in this order, so that each can use the results of those before it. Alerts about a service
-come last (``service_rules.py``).
+come last; they are by ``instance``, since metrics about the service have no label ``job``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import yaml
 
 from asyncpipe.core.kinds import COMPUTE_KINDS
 from dashboards.rule import WINDOW, Alert, Recording
-from dashboards.service_rules import RESTING, SERVICE_ALERTS
 
-__all__ = ["ALERTS", "RECORDINGS", "WINDOW", "Alert", "Recording", "expressions", "rules_yaml"]
+__all__ = ["ALERTS", "RECORDINGS", "WINDOW", "Alert", "Recording", "rules_yaml"]
 
 HEADER = "# Made by `python -m dashboards.build` from dashboards/rules.py; edit that.\n"
 
@@ -43,14 +42,6 @@ def rules_yaml(window: str = WINDOW, hold: float = 1.0) -> str:
         allow_unicode=True,
     )
     return HEADER + text
-
-
-def expressions(window: str = WINDOW) -> dict[str, str]:
-    """Every expression that has data while a job trains, by name: recording rules and the values of alerts."""
-    found = {recording.name: recording.expression(window) for recording in RECORDINGS}
-    for alert in ALERTS:
-        found[" ".join((alert.name, *alert.labels.values()))] = alert.value_expression(window)
-    return found
 
 
 def _alert_rule(alert: Alert, window: str, hold: float) -> dict[str, Any]:
@@ -160,9 +151,12 @@ max by (instance, device) (
     ),
 )
 
+_RESTING = "unless on (instance, job) asyncpipe_job_running == 0"
+"""Excludes jobs that have ended or are paused: a service keeps their metrics for a while, and they are not late."""
+
 _STALLED = f"""\
 (time() - max by (job) (
-  asyncpipe_last_step_timestamp_seconds {RESTING}
+  asyncpipe_last_step_timestamp_seconds {_RESTING}
 ))
 / on (job) clamp_min(
   10 * sum by (job) (asyncpipe_step_duration_seconds_sum)
@@ -171,7 +165,7 @@ _STALLED = f"""\
   60
 )
 or on (job) 2 + 0 * max by (job) (
-  asyncpipe_observer_failures_total offset 15m {RESTING}
+  asyncpipe_observer_failures_total offset 15m {_RESTING}
 )"""
 """The time since the last step, as a multiple of the time that is allowed. The mean duration is that of all steps,
 since a stalled job has no step in the window. A job that has run for a while without any step has the value 2."""
@@ -182,22 +176,29 @@ _WAITS = (
 )
 """Names the stage that waits most. It is no label, because a label that changes would start another alert."""
 
+_READY = """\
+min by (instance) (asyncpipe_service_ready)
+or on (instance) 0 * max by (instance) (last_over_time(asyncpipe_service_ready[1d]))"""
+"""1 or 0; 0 also for a service that was scraped within the last day and is missing now."""
+
+_NONE_BEGINS = """\
+sum by (instance) (asyncpipe_jobs{state="queued"})
+* on (instance) (sum by (instance) (increase(asyncpipe_job_transitions_total{to="running"}[WINDOW])) == bool 0)"""
+"""The number of queued jobs if none has begun within the window. A job's own wait is only known when it begins."""
+
 ALERTS = (
     Alert(
         name="AsyncpipeStalled",
         value=_STALLED,
-        comparison=">",
         threshold=1,
         hold=60,
         severity="critical",
         summary="{{ $labels.job }} completes no steps",
         description="{{ $labels.job }} has completed no step for much longer than its steps take.",
-        runbook="AsyncpipeStalled",
     ),
     Alert(
         name="AsyncpipeStarvedStage",
         value="device:asyncpipe_starved:ratio",
-        comparison=">",
         threshold=0.2,
         hold=300,
         severity="warning",
@@ -206,12 +207,10 @@ ALERTS = (
             "{{ $labels.device }} waits ({{ $labels.reason }}) for {{ $value | humanizePercentage }} of the step that "
             f"neither the schedule nor unequal stages explain, mostly at {_WAITS}."
         ),
-        runbook="AsyncpipeStarvedStage",
     ),
     Alert(
         name="AsyncpipeUnbalancedStages",
         value="job:asyncpipe_imbalance:ratio",
-        comparison=">",
         threshold=1.5,
         hold=300,
         severity="warning",
@@ -220,24 +219,20 @@ ALERTS = (
             'The busiest device, {{ with printf "topk(1, device:asyncpipe_busy:ratio{job=%q})" $labels.job | query }}'
             '{{ . | first | label "device" }}{{ end }}, computes {{ $value | humanize }} times as long as the mean.'
         ),
-        runbook="AsyncpipeUnbalancedStages",
     ),
     Alert(
         name="AsyncpipeLoopLag",
         value="job:asyncpipe_scheduler_loop_lag_seconds:p99",
-        comparison=">",
         threshold=0.1,
         hold=120,
         severity="warning",
         summary="the event loop of {{ $labels.job }} is blocked",
         description="One in a hundred of the scheduler's wake-ups is {{ $value | humanizeDuration }} late or more.",
-        runbook="AsyncpipeLoopLag",
         labels={"signal": "lag"},
     ),
     Alert(
         name="AsyncpipeLoopLag",
         value="job:asyncpipe_dispatch:ratio",
-        comparison=">",
         threshold=0.25,
         hold=120,
         severity="warning",
@@ -245,7 +240,6 @@ ALERTS = (
         description=(
             "Devices wait for the scheduler for {{ $value | humanizePercentage }} of the step although tasks are ready."
         ),
-        runbook="AsyncpipeLoopLag",
         labels={"signal": "dispatch"},
     ),
     Alert(
@@ -254,49 +248,85 @@ ALERTS = (
 sum by (job) (
   rate(asyncpipe_tasks_total{outcome="failed"}[WINDOW]) or rate(asyncpipe_steps_total{outcome="failed"}[WINDOW])
 )""",
-        comparison=">",
         threshold=0,
         hold=0,
         severity="critical",
         summary="tasks of {{ $labels.job }} fail",
         description="Tasks or steps of {{ $labels.job }} fail; the log names task, stage and device.",
-        runbook="AsyncpipeTaskFailures",
     ),
     Alert(
         name="AsyncpipeMemoryNearLimit",
         value="device:asyncpipe_memory:ratio",
-        comparison=">",
         threshold=0.9,
         hold=60,
         severity="warning",
         summary="{{ $labels.device }} is nearly full",
         description="{{ $labels.device }} has had {{ $value | humanizePercentage }} of its memory in use.",
-        runbook="AsyncpipeMemoryNearLimit",
     ),
     Alert(
         name="AsyncpipeSnapshotTooOld",
         value=f"""\
 time() - max by (job) (
-  asyncpipe_last_snapshot_timestamp_seconds {RESTING}
+  asyncpipe_last_snapshot_timestamp_seconds {_RESTING}
 )""",
-        comparison=">",
         threshold=3600,
         hold=60,
         severity="warning",
         summary="{{ $labels.job }} has no recent snapshot",
         description="The last snapshot of {{ $labels.job }} was taken {{ $value | humanizeDuration }} ago.",
-        runbook="AsyncpipeSnapshotTooOld",
     ),
     Alert(
         name="AsyncpipeObserverFailing",
         value="sum by (job, reason) (rate(asyncpipe_observer_failures_total[WINDOW]))",
-        comparison=">",
         threshold=0,
         hold=0,
         severity="warning",
         summary="an observer of {{ $labels.job }} fails ({{ $labels.reason }})",
         description="Training goes on, but an observer of {{ $labels.job }} fails: {{ $labels.reason }}.",
-        runbook="AsyncpipeObserverFailing",
     ),
-    *SERVICE_ALERTS,
+    # About a service. Rare events are counted within the last hour, so that an alert lasts long enough to be noticed.
+    # These counts are not integers, because ``increase`` extrapolates a little beyond the samples.
+    Alert(
+        name="AsyncpipeServiceNotReady",
+        value=_READY,
+        comparison="<",
+        threshold=1,
+        hold=300,
+        severity="critical",
+        summary="the service {{ $labels.instance }} accepts no jobs",
+        description="{{ $labels.instance }} has accepted no jobs for five minutes, or cannot be reached.",
+    ),
+    Alert(
+        name="AsyncpipeJobsWaitTooLong",
+        value=_NONE_BEGINS,
+        threshold=0,
+        hold=3600,
+        severity="warning",
+        summary="jobs of {{ $labels.instance }} wait and none begins",
+        description="{{ $value }} jobs of {{ $labels.instance }} wait, and for an hour none has begun.",
+    ),
+    Alert(
+        name="AsyncpipeJobRetries",
+        value='sum by (instance) (increase(asyncpipe_job_retries_total{how="snapshot"}[1h]))',
+        threshold=2.5,
+        hold=0,
+        severity="warning",
+        summary="jobs of {{ $labels.instance }} fail again and again",
+        description=(
+            'Jobs of {{ $labels.instance }} went back to their last snapshots {{ $value | printf "%.0f" }} times '
+            "within an hour."
+        ),
+    ),
+    Alert(
+        name="AsyncpipeHungTasks",
+        value="sum by (instance) (increase(asyncpipe_hung_tasks_total[1h]))",
+        threshold=0,
+        hold=0,
+        severity="critical",
+        summary="tasks of {{ $labels.instance }} hang",
+        description=(
+            "Within the last hour a task of {{ $labels.instance }} did not end and was abandoned; the log has the "
+            "stacks of all threads."
+        ),
+    ),
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from grafana_foundation_sdk.models.dashboard import Panel
+
 from dashboards.board import Band
 from dashboards.panels import runbook_url, text
-from dashboards.sdk import Panel
 
 __all__ = ["RUNBOOK", "bands", "entries"]
 

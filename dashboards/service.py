@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
+
 from asyncpipe.core.kinds import TaskKind
 from dashboards.board import Band, Section, board
 from dashboards.jobs import jobs
 from dashboards.panels import SERVICE, PanelOptions, Property, Query, lines, number, series_style, table, thresholds
-from dashboards.queries import increase, mean, quantile, quantile_of_all, rate, series, total
-from dashboards.sdk import Dashboard, Panel
+from dashboards.queries import increase, mean, quantile, rate, series, total
 from dashboards.states import GREEN, GREY, ORANGE, in_steps
 
 __all__ = ["service"]
@@ -190,7 +191,7 @@ def _snapshots() -> tuple[Band, ...]:
         names=OUTCOMES,
     )
     durations = [
-        Query(quantile_of_all(share, "snapshot_duration_seconds", "job"), f"{name} {{{{job}}}}")
+        Query(quantile(share, "snapshot_duration_seconds", "job", over=series), f"{name} {{{{job}}}}")
         for share, name in (MEDIAN, MOST)
     ]
     made = Query(total("outcome", increase("snapshots_total")), "{{outcome}}")

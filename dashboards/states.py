@@ -26,10 +26,10 @@ __all__ = [
     "STATES",
     "WAITING",
     "State",
-    "dominating",
     "dominating_code",
     "in_steps",
     "share",
+    "waiting",
 ]
 
 GREEN = "#009E73"
@@ -63,8 +63,9 @@ BETWEEN = State("between", 6, "Between steps", PURPLE)
 STATES = (BUSY, *WAITING, BETWEEN)
 
 
-def share(state: State, by: str = "job, device") -> str:
+def share(state: State) -> str:
     """The share of each second, from 0 to 1, that every device spends in ``state``."""
+    by = "job, device"
     busy, idle = total(by, rate("stage_busy_seconds_total")), total(by, rate("stage_idle_seconds_total"))
     if state is BUSY:
         return busy
@@ -74,10 +75,10 @@ def share(state: State, by: str = "job, device") -> str:
     return total(by, rate("stage_idle_seconds_total", f'reason="{state.label}"'))
 
 
-def dominating(by: str) -> str:
-    """The largest reason of idle time, as a share of all time in steps; its labels are ``by`` and ``reason``."""
-    waiting = total(f"{by}, reason", rate("stage_idle_seconds_total"))
-    return f"topk by ({by}) (1, {waiting}\n  / on ({by}) group_left () {in_steps(by)})"
+def waiting() -> str:
+    """The share of all time in steps of each reason of idle time, by job."""
+    idle = total("job, reason", rate("stage_idle_seconds_total"))
+    return f"{idle}\n  / on (job) group_left () {in_steps('job')}"
 
 
 def in_steps(by: str) -> str:

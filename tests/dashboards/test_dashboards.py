@@ -13,19 +13,20 @@ import promql_parser
 import pytest
 import yaml
 from contract import CONTRACT, SERVICE, nodes
+from dashboard_queries import Expression, panel_expressions, substituted
 
 from asyncpipe.errors import OptionError
 from dashboards import build
 from dashboards.board import Band, Section, board
-from dashboards.build import FOLDER, expressions, rendered
+from dashboards.build import FOLDER, rendered
 from dashboards.panels import PanelOptions, Query, lines, panel_id, text
 from dashboards.pipeline import pipeline
-from dashboards.queries import OF_SERVICE, SERVED, Expression, series, substituted
-from dashboards.states import STATES, dominating, dominating_code, share
+from dashboards.queries import OF_SERVICE, SERVED, series
+from dashboards.states import STATES, dominating_code, share
 
 BOARDS = {name: json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")) for name in ("pipeline", "service")}
 PANELS = [(name, panel) for name, found in BOARDS.items() for panel in found["panels"] if panel["type"] != "row"]
-EXPRESSIONS = expressions()
+EXPRESSIONS = panel_expressions()
 
 
 def selectors(expression: Expression) -> list[promql_parser.VectorSelector]:
@@ -271,11 +272,12 @@ def test_states_are_what_devices_spend_most_time_in(promtool, tmp_path):
         for reason, seconds in (("dependency", dependency), ("copy", copy), ("drain", drain), ("dispatch", 0)):
             input_series.append(counter("stage_idle_seconds_total", seconds, reason=reason, **place))
     whole = " + ".join(f"({share(state)})" for state in STATES)
+    [most_idle] = (found.expr for found in EXPRESSIONS if found.panel == "Most idle time")
     codes = dict(zip(("d0", "d1", "d2", "d3"), (1, 3, 2, 6), strict=True))
     wanted = {
         dominating_code(): [(f'{{job="j",device="{device}"}}', code) for device, code in codes.items()],
         whole: [(f'{{job="j",device="{device}"}}', 1) for device in codes],
-        dominating("job"): [('{job="j",reason="copy"}', 43 / 160)],
+        most_idle: [('{job="j",reason="copy"}', 43 / 160)],
     }
     tests = [
         {

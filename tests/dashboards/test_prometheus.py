@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 import pytest
+from dashboard_queries import panel_expressions, rule_expressions, substituted
 from prometheus import Prometheus, poll, running
 
 from asyncpipe.service.client import JobClient
 from dashboards import rules
-from dashboards.build import expressions, substituted
 
 CHARLM = Path(__file__).parents[2] / "examples" / "charlm"
 WINDOW = "5s"
@@ -100,13 +100,13 @@ def without_data(wanted: dict[str, str], ask: Callable[[str], list[dict[str, Any
 def of_panels() -> dict[str, str]:
     return {
         f"{found.dashboard} / {found.panel} / {found.ref}": substituted(found.expr, rate_interval=WINDOW, range="1m")
-        for found in expressions()
+        for found in panel_expressions()
     }
 
 
 def of_rules() -> dict[str, str]:
     recorded = {f"recorded {recording.name}": recording.name for recording in rules.RECORDINGS}
-    return rules.expressions(WINDOW) | recorded
+    return rule_expressions(WINDOW) | recorded
 
 
 def test_every_panel_and_rule_has_data(watching: Prometheus) -> None:
