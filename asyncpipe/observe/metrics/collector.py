@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from math import inf
@@ -37,7 +38,7 @@ from asyncpipe.observe.metrics.fold import fold
 from asyncpipe.observe.metrics.graph_arrays import GraphArraysCache
 from asyncpipe.observe.metrics.metric_table import COUNTERS, GAUGES, HISTOGRAMS
 from asyncpipe.observe.metrics.step_arrays import StepArrays
-from asyncpipe.observe.metrics.totals import Histogram, Totals
+from asyncpipe.observe.metrics.totals import Totals
 
 __all__ = ["FAILURES", "MergedCollector", "PipelineCollector"]
 
@@ -126,8 +127,14 @@ class PipelineCollector(Collector):
             return self._totals.copy()
 
     def _fold_oldest(self, *, scraping: bool) -> bool:
-        """Fold the oldest waiting steps, at most one stack; returns whether there were any."""
-        by_graph = self._take(STACK)
+        """Fold the oldest waiting steps, at most one stack (one step at least); returns whether there were any."""
+        by_graph: dict[TaskGraph, list[StepArrays]] = {}
+        room = STACK
+        with suppress(IndexError):
+            while room > 0:
+                step = self._waiting.popleft()
+                by_graph.setdefault(step.graph, []).append(step)
+                room -= len(step.graph.tasks)
         for graph, steps in by_graph.items():
             change = fold(steps, self._arrays.of(graph))
             if "bubble_ratio" in change.gauges:
@@ -136,18 +143,6 @@ class PipelineCollector(Collector):
             with self._lock:
                 self._totals.merge(change)
         return bool(by_graph)
-
-    def _take(self, most: int) -> dict[TaskGraph, list[StepArrays]]:
-        """Remove and return the oldest waiting steps, of ``most`` tasks together (one step at least), by graph."""
-        found: dict[TaskGraph, list[StepArrays]] = {}
-        while most > 0:
-            try:
-                step = self._waiting.popleft()
-            except IndexError:
-                break
-            found.setdefault(step.graph, []).append(step)
-            most -= len(step.graph.tasks)
-        return found
 
 
 class MergedCollector(Collector):
@@ -197,17 +192,13 @@ def _families(collectors: Sequence[PipelineCollector]) -> Iterator[Metric]:
         histogram = HistogramMetricFamily(f"asyncpipe_{name}", text, labels=("job", *labels))
         for job, totals in snapshots:
             for values, counted in totals.histograms.get(name, {}).items():
-                histogram.add_metric((job, *values), _buckets(counted), counted.total)
+                buckets = [("+Inf" if bound == inf else repr(bound), count) for bound, count in counted.cumulative()]
+                histogram.add_metric((job, *values), buckets, counted.total)
         yield histogram
     info = InfoMetricFamily("asyncpipe_build", "The version of asyncpipe that runs.", labels=("job",))
     for job, _ in snapshots:
         info.add_metric((job,), {"version": _version()})
     yield info
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """(upper bound, cumulative count) of each bucket, as the exposition format has them."""
-    return [("+Inf" if bound == inf else repr(bound), count) for bound, count in histogram.cumulative()]
 
 
 @cache

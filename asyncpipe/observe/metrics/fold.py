@@ -13,14 +13,13 @@ in ``GraphArrays``, so a label is looked up once a series and not once a task.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncpipe.core.engine.events import Outcome
-from asyncpipe.observe.metrics.graph_arrays import Floats, GraphArrays, Numbers, summed
+from asyncpipe.observe.metrics.graph_arrays import Floats, GraphArrays, Numbers, in_order, summed
 from asyncpipe.observe.metrics.idle_time import device_time
 from asyncpipe.observe.metrics.metric_table import HISTOGRAMS, Labels
 from asyncpipe.observe.metrics.step_arrays import StepArrays
@@ -29,19 +28,17 @@ from asyncpipe.observe.metrics.totals import Totals, bucket_of
 __all__ = ["fold"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _TaskTimes:
     """Times of tasks, of shape (steps, tasks), in seconds; 0 for the tasks that did not complete."""
 
-    done: NDArray[np.bool_]
-    duration: Floats
-    queued: Floats
-    started: Floats
-    """(steps, tasks + 1), since the step was submitted; ∞ for "no task" and where a task did not complete."""
-    ended: Floats
-    """As ``started``, but -∞."""
-    seconds: Floats
-    """The duration of each step."""
+    def __init__(self, started: Floats, ended: Floats, arrived: Floats) -> None:
+        self.started, self.ended = started, ended
+        """(steps, tasks + 1), since the submission; ∞ and -∞ for "no task" and where a task did not complete."""
+        self.done = done = ended[:, :-1] > -inf
+        self.duration = np.subtract(ended[:, :-1], started[:, :-1], out=np.zeros(done.shape), where=done)
+        self.queued = np.subtract(started[:, :-1], arrived[:, :-1], out=np.zeros(done.shape), where=done).clip(min=0.0)
+        self.seconds = np.maximum(ended.max(axis=1), 0.0)
+        """The duration of each step."""
 
 
 def fold(steps: Sequence[StepArrays], arrays: GraphArrays) -> Totals:
@@ -49,20 +46,12 @@ def fold(steps: Sequence[StepArrays], arrays: GraphArrays) -> Totals:
     change = Totals()
     started, ended = _stacked(steps, "started", inf), _stacked(steps, "ended", -inf)
     produced, sent, arrived = _input_times(steps, arrays, started, ended)
-    done = ended[:, :-1] > -inf
-    times = _TaskTimes(
-        done=done,
-        duration=np.subtract(ended[:, :-1], started[:, :-1], out=np.zeros(done.shape), where=done),
-        queued=np.subtract(started, arrived, out=np.zeros(arrived.shape), where=started < inf)[:, :-1].clip(min=0.0),
-        started=started,
-        ended=ended,
-        seconds=np.maximum(ended.max(axis=1), 0.0),
-    )
+    times = _TaskTimes(started, ended, arrived)
     _count(change, steps, arrays, times)
     _add_seconds(change, steps, arrays, times)
-    used = device_time(arrays, started, ended, produced, sent, arrived)
-    _add(change, "stage_busy_seconds", arrays.places, used.busy)
-    for reason, seconds in used.idle.items():
+    busy, idle = device_time(arrays, started, ended, produced, sent, arrived)
+    _add(change, "stage_busy_seconds", arrays.places, busy)
+    for reason, seconds in idle.items():
         _add(change, "stage_idle_seconds", [(*place, reason.value) for place in arrays.places], seconds)
     _add_notes(change, steps, arrays)
     _set_gauges(change, steps, arrays, times)
@@ -104,12 +93,9 @@ def _input_times(
 
 def _copies_begun(arrays: GraphArrays, started: Floats, ended: Floats, arrived: Floats) -> Floats:
     """(steps, copies): when each copy began, where waiting for the copies before it on its lane counts as copying."""
-    order = np.argsort(started[:, arrays.copy_rows], axis=2, kind="stable")
-    tasks = np.take_along_axis(arrays.copy_rows[np.newaxis], order, axis=2)
-    cells = tasks + ended.shape[1] * np.arange(len(ended))[:, np.newaxis, np.newaxis]
-    after = np.maximum.accumulate(ended.ravel()[cells], axis=2)
+    _, cells, before, _ = in_order(arrays.copy_rows, started, ended)
     free = np.zeros_like(ended)
-    free.ravel()[cells[:, :, 1:]] = np.maximum(after[:, :, :-1], 0.0)
+    free.ravel()[cells] = before
     waited = np.maximum(free - arrived, 0.0)[:, arrays.copies]
     begun = started[:, arrays.copies] - waited
     return np.where(begun < inf, begun, -inf)

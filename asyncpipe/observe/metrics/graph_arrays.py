@@ -24,7 +24,7 @@ from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.errors import AsyncpipeError
 
-__all__ = ["Floats", "GraphArrays", "GraphArraysCache", "Numbers", "Segments", "summed"]
+__all__ = ["Floats", "GraphArrays", "GraphArraysCache", "Numbers", "Segments", "in_order", "summed"]
 
 Floats = NDArray[np.float64]
 Numbers = NDArray[np.intp]
@@ -122,6 +122,21 @@ class GraphArraysCache:
 def summed(values: Floats, position: Numbers, length: int) -> Floats:
     """For each of ``length`` positions the sum of the ``values`` there."""
     return np.bincount(position, values, length).astype(np.float64, copy=False)
+
+
+def in_order(rows: Numbers, started: Floats, ended: Floats) -> tuple[Numbers, Numbers, Floats, Floats]:
+    """The tasks of lanes in the order of their starts, as four arrays of shape (steps, lanes, tasks of a lane).
+
+    ``rows`` are the task numbers of each lane; ``started`` and ``ended`` have the shape (steps, tasks + 1). The arrays
+    are the task numbers, their positions in ``ended.ravel()``, and when the lane was free before and after each task.
+    """
+    order = np.argsort(started[:, rows], axis=2, kind="stable")
+    tasks = np.take_along_axis(rows[np.newaxis], order, axis=2)
+    cells = tasks + ended.shape[1] * np.arange(len(ended))[:, np.newaxis, np.newaxis]
+    after = np.maximum(np.maximum.accumulate(ended.ravel()[cells], axis=2), 0.0)
+    before = np.zeros_like(after)
+    before[:, :, 1:] = after[:, :, :-1]
+    return tasks, cells, before, after
 
 
 def _numbers(values: Iterable[int]) -> Numbers:

@@ -13,14 +13,13 @@ task that ends it, the drain for the stage of the last task.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
-from asyncpipe.observe.metrics.graph_arrays import Floats, GraphArrays, Numbers, summed
+from asyncpipe.observe.metrics.graph_arrays import Floats, GraphArrays, Numbers, in_order, summed
 
-__all__ = ["DeviceTime", "IdleReason", "device_time"]
+__all__ = ["IdleReason", "device_time"]
 
 
 class IdleReason(StrEnum):
@@ -36,34 +35,18 @@ class IdleReason(StrEnum):
     """The device had no task left in this step."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceTime:
-    """Seconds of the compute lanes over several steps, by position in ``GraphArrays.places``."""
-
-    busy: Floats
-    idle: dict[IdleReason, Floats]
-
-
 def device_time(
     arrays: GraphArrays, started: Floats, ended: Floats, produced: Floats, sent: Floats, arrived: Floats
-) -> DeviceTime:
-    """Busy and idle seconds of the devices, summed over k steps of one graph.
+) -> tuple[Floats, dict[IdleReason, Floats]]:
+    """Busy and idle seconds of the devices, summed over k steps of one graph, by position in ``GraphArrays.places``.
 
     All arrays have the shape (k, tasks + 1), in seconds since each step was submitted: when tasks ``started`` (∞ for
     never) and ``ended`` (-∞), and when their last input was ``produced``, ``sent`` by its copy, and had ``arrived`` on
     their device. The last column means "no task"; the rows of ``arrays.compute`` are filled up with it.
     """
-    steps, columns = ended.shape
-    begin = started[:, arrays.compute]
-    order = np.argsort(begin, axis=2, kind="stable")
-    begin = np.take_along_axis(begin, order, axis=2)
-    tasks = np.take_along_axis(arrays.compute[np.newaxis], order, axis=2)
-    cells = tasks + columns * np.arange(steps)[:, np.newaxis, np.newaxis]
+    tasks, cells, before, after = in_order(arrays.compute, started, ended)
     # Clocks of threads and devices differ a little: time in which two tasks seem to overlap is counted once.
-    after = np.maximum(np.maximum.accumulate(ended.ravel()[cells], axis=2), 0.0)
-    before = np.zeros_like(after)
-    before[:, :, 1:] = after[:, :, :-1]
-    begin = np.minimum(np.maximum(begin, before), after)
+    begin = np.minimum(np.maximum(started.ravel()[cells], before), after)
     made = np.minimum(np.maximum(produced.ravel()[cells], before), begin)
     there = np.minimum(np.maximum(arrived.ravel()[cells], made), begin)
     left = np.minimum(np.maximum(sent.ravel()[cells], made), there)
@@ -72,15 +55,12 @@ def device_time(
     def total(seconds: Floats) -> Floats:
         return summed(seconds.ravel(), places, len(arrays.places))
 
-    return DeviceTime(
-        busy=total(after - begin),
-        idle={
-            IdleReason.DEPENDENCY: total(made - before),
-            IdleReason.COPY: total(there - left),
-            IdleReason.DISPATCH: total(left - made) + total(begin - there),
-            IdleReason.DRAIN: _drained(arrays, tasks, ended, after[:, :, -1]),
-        },
-    )
+    return total(after - begin), {
+        IdleReason.DEPENDENCY: total(made - before),
+        IdleReason.COPY: total(there - left),
+        IdleReason.DISPATCH: total(left - made) + total(begin - there),
+        IdleReason.DRAIN: _drained(arrays, tasks, ended, after[:, :, -1]),
+    }
 
 
 def _drained(arrays: GraphArrays, tasks: Numbers, ended: Floats, last: Floats) -> Floats:

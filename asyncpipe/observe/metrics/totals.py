@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 
 import numpy as np
@@ -23,18 +22,13 @@ def bucket_of(values: NDArray[np.float64], exponents: range) -> NDArray[np.intp]
     return buckets
 
 
-@dataclass(slots=True, eq=False)
 class Histogram:
-    """Counts of values by powers of two; the last bucket has no upper bound."""
+    """Counts of values by powers of two, of which there are none at first; the last bucket has no upper bound."""
 
-    exponents: range
-    counts: NDArray[np.int64]
-    total: float = 0.0
-
-    @classmethod
-    def empty(cls, exponents: range) -> Histogram:
-        """A histogram without values."""
-        return cls(exponents, np.zeros(len(exponents) + 1, np.int64))
+    def __init__(self, exponents: range) -> None:
+        self.exponents = exponents
+        self.counts = np.zeros(len(exponents) + 1, np.int64)
+        self.total = 0.0
 
     def add(self, counts: NDArray[np.int64], total: float) -> None:
         """Add values that are already counted by bucket, and their sum ``total``."""
@@ -45,10 +39,6 @@ class Histogram:
         """(upper bound, values not above it) for every bucket, the last with the bound infinity."""
         bounds = [*(2.0**exponent for exponent in self.exponents), inf]
         return list(zip(bounds, self.counts.cumsum().tolist(), strict=True))
-
-    def copy(self) -> Histogram:
-        """An independent histogram with the same counts."""
-        return Histogram(self.exponents, self.counts.copy(), self.total)
 
 
 class Totals:
@@ -77,7 +67,7 @@ class Totals:
         """Add values that are already counted by bucket, and their sum ``total``, to a histogram."""
         histograms = self.histograms.setdefault(name, {})
         if labels not in histograms:
-            histograms[labels] = Histogram.empty(HISTOGRAMS[name][2])
+            histograms[labels] = Histogram(HISTOGRAMS[name][2])
         histograms[labels].add(counts, total)
 
     def observe(self, name: str, labels: Labels, values: Sequence[float] | NDArray[np.float64]) -> None:

@@ -169,7 +169,7 @@ def test_the_hot_path_takes_no_lock(collector: PipelineCollector) -> None:
 @given(st.one_of(st.floats(0, 64), st.integers(-20, 8).map(lambda exponent: 2.0**exponent)))
 def test_a_bucket_holds_what_is_not_above_its_bound(seconds: float) -> None:
     exponents = range(-4, 3)
-    histogram = Histogram.empty(exponents)
+    histogram = Histogram(exponents)
     histogram.add(np.bincount(bucket_of(np.array([seconds]), exponents), minlength=8), seconds)
     assert histogram.cumulative() == [
         (bound, int(seconds <= bound)) for bound in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, inf)
