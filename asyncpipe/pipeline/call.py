@@ -54,7 +54,7 @@ def call(parts: PipelineParts, tenancy: Tenancy, arguments: Arguments) -> Any:
     """The model's output for ``arguments``; blocks. ``Pipeline.__call__`` says the rest."""
     with tenancy.blocking_turn:
         tenancy.check()
-        if tenancy.portal is None:
+        if tenancy.pool.portal is None:
             raise PipelineClosedError(
                 "pipe(x) blocks its thread, which drives this pipeline's loop; open it with 'with pipe.sync()', or "
                 "give it loop='own', or use 'await pipe.step(x, target)'"
@@ -139,8 +139,8 @@ class PreparedCall(StepProtocol[Any]):
     @property
     def portal(self) -> Portal:
         """The thread of the pipeline's loop."""
-        assert self.tenancy.portal is not None
-        return self.tenancy.portal
+        assert self.tenancy.pool.portal is not None
+        return self.tenancy.pool.portal
 
     @property
     def microbatches(self) -> int:

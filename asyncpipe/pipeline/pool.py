@@ -14,7 +14,6 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 from asyncpipe.core.engine.events import StepNotes
@@ -26,7 +25,6 @@ from asyncpipe.pipeline.pool_options import PoolOptions, takes
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Bind, Execution, Gates, Tenant
 from asyncpipe.runtime.executor import Executor, ThreadExecutor
-from asyncpipe.runtime.lifespan import Lifespan
 from asyncpipe.runtime.portal import Portal
 
 __all__ = ["DevicePool", "Tenancy"]
@@ -38,42 +36,70 @@ class DevicePool:
     """Devices for any number of pipelines: ``async with DevicePool() as pool``, then ``Pipeline(..., pool=pool)``.
 
     Takes the fields of ``PoolOptions`` as keyword arguments. A device gets its executor when the first pipeline that
-    names it opens, and keeps it until the pool is closed.
+    names it opens, and keeps it until the pool is closed. A pool opens once. No thread is left, whichever way it ends:
+    closed, garbage collected without being closed, or at the interpreter's exit.
     """
 
     @takes(PoolOptions)
     def __init__(self, options: PoolOptions) -> None:
+        self.driver = Driver({}, in_flight=options.in_flight, policy=options.policy)
+        self.portal: Portal | None = None
+        """The thread of the driver's loop, if the pool has a loop of its own."""
         self._options = options
         self._intra_op = IntraOpThreads(options.intra_op_threads)
-        self.driver = Driver({}, in_flight=options.in_flight, policy=options.policy)
-        self.lifespan = Lifespan(self.driver, "device pool")
+        self._finalizer: weakref.finalize[..., DevicePool] | None = None
 
     async def __aenter__(self) -> DevicePool:
         self.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
         """Refuse new steps, wait for running ones, then end every thread. May be called again."""
-        if self.lifespan.is_open:
-            await self.lifespan.run(self.driver.drain())
-            self.lifespan.close()
+        if self.is_open:
+            await self.run(self.driver.drain())
+            self.end_threads()
 
-    def open(self, *, in_thread: bool = False) -> None:
-        """Start to drive steps on the running loop, or with ``in_thread`` or ``loop="own"`` on one in a thread."""
-        if self._options.loop == "own" or in_thread:
-            self.lifespan.open_in_thread()
-        else:
-            self.lifespan.open()
+    @property
+    def is_open(self) -> bool:
+        """Whether it has been opened and not closed since."""
+        return self._finalizer is not None and self._finalizer.alive
 
     @property
     def is_broken(self) -> bool:
         """Whether the pool is open, but takes no steps, because its scheduler raised an error."""
-        return self.lifespan.is_open and self.driver.is_closed
+        return self.is_open and self.driver.is_closed
+
+    def check(self) -> None:
+        """Raise ``PipelineClosedError`` unless it is open."""
+        if not self.is_open:
+            state = "not open; use 'async with'" if self._finalizer is None else "closed"
+            raise PipelineClosedError(f"the device pool is {state}")
+
+    def open(self, *, in_thread: bool = False) -> None:
+        """Start to drive steps on the running loop, or with ``in_thread`` or ``loop="own"`` on one in a thread."""
+        if self._finalizer is not None:
+            raise PipelineClosedError("a device pool opens once; make a new one")
+        if self._options.loop == "own" or in_thread:
+            self.portal = Portal()
+            try:
+                self.portal.call(self._start())
+            except BaseException:
+                self.portal.close()
+                raise
+        else:
+            self._open_driver()
+
+    async def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run ``coroutine`` on the driver's loop, from a coroutine of any loop."""
+        return await (self.portal.run(coroutine) if self.portal is not None else coroutine)
+
+    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run ``coroutine`` on the driver's loop, which is in a thread, and block until it has ended."""
+        assert self.portal is not None
+        return self.portal.call(coroutine)
 
     def admit(self, devices: Sequence[Device]) -> None:
         """Make executors for those of ``devices`` that have none; on the driver's loop."""
@@ -83,10 +109,32 @@ class DevicePool:
         if missing:
             self._intra_op.restore()
 
+    def end_threads(self) -> None:
+        """End the threads, when no step is under way. Blocks for a moment. May be called again."""
+        if self._finalizer is not None and self._finalizer.alive:
+            self._finalizer()
+            self.driver.join()
+            if self.portal is not None:
+                self.portal.join()
+
+    async def _start(self) -> None:
+        self._open_driver()
+
+    def _open_driver(self) -> None:
+        self.driver.open()
+        # Runs when the pool is closed, or garbage collected without being closed, or when the interpreter exits.
+        self._finalizer = weakref.finalize(self, _end_threads, self.driver, self.portal)
+
     def _make_executor(self, device: Device) -> Executor:
         if self._options.executors is not None:
             return self._options.executors(device.name)
         return ThreadExecutor(device.name, on_start=None if device.is_accelerator else self._intra_op.initializer())
+
+
+def _end_threads(driver: Driver, portal: Portal | None) -> None:
+    driver.close()
+    if portal is not None:
+        portal.close()
 
 
 class Tenancy:
@@ -94,35 +142,26 @@ class Tenancy:
 
     def __init__(self, pool: DevicePool, devices: Sequence[Device], tenant: Tenant, *, own: bool) -> None:
         """``own``: whether the pool serves this pipeline alone."""
+        self.pool = pool
+        """What runs the steps."""
         self.tenant = tenant
         self.turn = asyncio.Lock()
         """Held during a step that a coroutine awaits: steps of one pipeline run one after the other."""
         self.blocking_turn = threading.Lock()
         """The same for steps for which a thread blocks."""
-        self._pool = pool
         self._devices = devices
         self._own = own
         self._opened = False
         self._finalizer: weakref.finalize[..., Tenancy] | None = None
 
     @property
-    def driver(self) -> Driver:
-        """The driver that runs the steps."""
-        return self._pool.driver
-
-    @property
-    def portal(self) -> Portal | None:
-        """The thread of the driver's loop, if the pool has a loop of its own."""
-        return self._pool.lifespan.portal
-
-    @property
     def is_open(self) -> bool:
         """Whether steps may begin: it has been opened, and closing has not begun."""
-        return self._needs_closing and self.driver.takes(self.tenant)
+        return self._needs_closing and self.pool.driver.takes(self.tenant)
 
     @property
     def _needs_closing(self) -> bool:
-        return self._finalizer is not None and self._finalizer.alive and self._pool.lifespan.is_open
+        return self._finalizer is not None and self._finalizer.alive and self.pool.is_open
 
     def check(self) -> None:
         """Raise ``PipelineClosedError`` unless it is open."""
@@ -135,40 +174,32 @@ class Tenancy:
     async def open(self) -> None:
         """Start the threads that are missing, and drive steps on the running loop or on the pool's own."""
         self._open_pool(in_thread=False)
-        await self._pool.lifespan.run(self._admit())
+        await self.pool.run(self._admit())
 
     def open_in_thread(self) -> None:
         """As ``open``, with the loop in a thread; blocks."""
         self._open_pool(in_thread=True)
-        if self.portal is None:
+        if self.pool.portal is None:
             raise PipelineClosedError("sync() blocks its thread, which drives this pool's loop; give it loop='own'")
-        self._pool.lifespan.call(self._admit())
-
-    async def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run ``coroutine`` on the driver's loop, from a coroutine of any loop."""
-        return await self._pool.lifespan.run(coroutine)
-
-    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run ``coroutine`` on the driver's loop, which is in a thread, and block until it has ended."""
-        return self._pool.lifespan.call(coroutine)
+        self.pool.call(self._admit())
 
     def step(
         self, graph: TaskGraph, bind: Bind, notes: StepNotes, gates: Gates | None = None
     ) -> Coroutine[Any, Any, Execution]:
-        """One step of the pipeline, as ``Driver.run``, for ``run`` or ``call``."""
+        """One step of the pipeline, as ``Driver.run``, for ``DevicePool.run`` or ``call``."""
         # Not a coroutine method: its frame would keep the pool alive in the traceback of a step that fails.
-        return self.driver.run(graph, bind, notes, gates=gates, tenant=self.tenant)
+        return self.pool.driver.run(graph, bind, notes, gates=gates, tenant=self.tenant)
 
     async def aclose(self) -> None:
         """Refuse new steps, wait for running ones, then end the threads that are its own. May be called again."""
         if self._needs_closing:
-            await self.run(self.driver.drain(self.tenant))
+            await self.pool.run(self.pool.driver.drain(self.tenant))
             self._shut()
 
     def close(self) -> None:
         """As ``aclose``, for one that was opened in a thread; blocks."""
         if self._needs_closing:
-            self.call(self.driver.drain(self.tenant))
+            self.pool.call(self.pool.driver.drain(self.tenant))
             self._shut()
 
     def _open_pool(self, *, in_thread: bool) -> None:
@@ -176,16 +207,16 @@ class Tenancy:
             raise PipelineClosedError("a pipeline opens once; make a new one")
         self._opened = True
         if self._own:
-            self._pool.open(in_thread=in_thread)
+            self.pool.open(in_thread=in_thread)
         else:
-            self._pool.lifespan.check()
+            self.pool.check()
 
     async def _admit(self) -> None:
         try:
-            self._pool.admit(self._devices)
+            self.pool.admit(self._devices)
         except BaseException:
             if self._own:
-                await self._pool.aclose()
+                await self.pool.aclose()
             raise
         # Runs when the pipeline is closed, or garbage collected without being closed, or when the interpreter exits.
         self._finalizer = weakref.finalize(self, self.tenant.observers.close)
@@ -194,5 +225,5 @@ class Tenancy:
         assert self._finalizer is not None
         self._finalizer()
         if self._own:
-            self._pool.lifespan.close()
+            self.pool.end_threads()
         self.tenant.observers.join()

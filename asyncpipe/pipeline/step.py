@@ -6,10 +6,10 @@ Everything here runs on the caller's thread.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,8 +54,7 @@ class StepProtocol(ABC, Generic[_Result]):
     """How every step runs: begin, run its graph, then finish or, after any exception, abandon.
 
     A subclass prepares the step in its constructor: it checks and cuts the mini-batch, and changes nothing yet.
-    ``run`` and ``run_blocking`` are then called once. As a context manager, a prepared step begins on entry and is
-    abandoned if its block raises.
+    ``run`` or ``run_blocking`` is then called once.
     """
 
     def __init__(
@@ -78,27 +77,23 @@ class StepProtocol(ABC, Generic[_Result]):
 
     async def run(self) -> _Result:
         """Run the step on the pipeline's loop, from a coroutine of any loop."""
-        with self:
-            return self._finish(await self.tenancy.run(self._execution()))
+        with self._begun():
+            return self._finish(await self.tenancy.pool.run(self._execution()))
 
     def run_blocking(self) -> _Result:
         """Run the step on the pipeline's loop, which is in a thread of its own, and block until it is issued."""
-        with self:
-            return self._finish(self.tenancy.call(self._execution()))
+        with self._begun():
+            return self._finish(self.tenancy.pool.call(self._execution()))
 
-    def __enter__(self) -> Self:
+    @contextmanager
+    def _begun(self) -> Iterator[None]:
+        """Begin the step, and abandon it if this or the block raises."""
         try:
             self._begin()
+            yield
         except BaseException:
             self._abandon()
             raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._abandon()
 
     def _execution(self) -> Coroutine[Any, Any, Execution]:
         return self.tenancy.step(self._graph, self._binder.bind, self._binder.notes)
@@ -173,7 +168,7 @@ class PreparedStep(StepProtocol[StepResult]):
                 self._commit_gradients()
         self.parts.commit_statistics()
         self._tensors.close()
-        return StepResult(loss, tuple(losses), gathered, execution, self.tenancy.portal)
+        return StepResult(loss, tuple(losses), gathered, execution, self.tenancy.pool.portal)
 
     def _abandon(self) -> None:
         self._fence.end()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from operator import methodcaller
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from asyncpipe.ops.model.microbatch import Arguments
@@ -38,9 +37,7 @@ class SyncPipeline(ModelProxy):
         self._tenancy.open_in_thread()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def step(
