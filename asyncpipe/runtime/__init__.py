@@ -6,7 +6,6 @@ In the order of a step:
 ``execution.py``   one step under way, its gates, and the tenant that it belongs to
 ``executor.py``    one thread per device runs tasks in order and reports them
 ``observers.py``   calls observers with the records of completed steps
-``portal.py``      a loop in a thread of its own, for callers that block
-``waiting.py``     waiting that a cancellation does not cut short
+``portal.py``      a loop in a thread of its own, for callers that block; waiting that no cancellation cuts short
 ``watchdog.py``    fails a step whose task hangs
 """

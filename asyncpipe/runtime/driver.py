@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from asyncpipe.core.engine.events import (
@@ -32,7 +33,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import InvalidTransition, PipelineClosedError
 from asyncpipe.runtime.execution import Bind, Execution, Gates, RunningTask, Tenant
 from asyncpipe.runtime.executor import Assignment, Executor, Replaceable
-from asyncpipe.runtime.waiting import wait_uncancelled
+from asyncpipe.runtime.portal import wait_uncancelled
 
 __all__ = ["Driver"]
 
@@ -120,7 +121,7 @@ class Driver:
         self._executions[execution.number] = execution
         self._handle(StepSubmitted(execution.number, graph, tenant.share))
         if gates is not None:
-            gates.attach(self, execution)
+            gates.attach(partial(self._open_gate, execution))
         try:
             end = await asyncio.shield(execution.issued)
         except asyncio.CancelledError:
@@ -129,7 +130,7 @@ class Driver:
         execution.raise_for(end)
         return execution
 
-    def open_gate(self, execution: Execution, microbatch: int) -> None:
+    def _open_gate(self, execution: Execution, microbatch: int) -> None:
         """Let the backwards of ``microbatch`` begin: the caller's gradient exists. Ignored if the step has ended."""
         if execution.number in self._executions:
             execution.closed_gates -= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from asyncpipe.core.engine.events import Outcome, StepCompleted, StepFinished, StepNotes, StepRecord
 from asyncpipe.core.engine.share import Share
@@ -31,10 +31,6 @@ class Tenant:
     """Who gets the records of its steps."""
     leaving: bool = field(default=False, init=False)
     """Set for good when the driver drains it: its steps are refused from then on."""
-
-
-class _OpensGates(Protocol):
-    def open_gate(self, execution: Execution, microbatch: int) -> None: ...
 
 
 class Execution:
@@ -93,25 +89,24 @@ class Gates:
 
     def __init__(self) -> None:
         self._opened: list[int] = []
-        self._driver: _OpensGates | None = None
-        self._execution: Execution | None = None
+        self._open_gate: Callable[[int], None] | None = None
 
     def open(self, microbatches: Iterable[int], call_soon: Callable[..., object]) -> None:
         """Open the gates of ``microbatches``. ``call_soon`` calls a function on the driver's loop."""
         call_soon(self._open, list(microbatches))
 
-    def attach(self, driver: _OpensGates, execution: Execution) -> None:
+    def attach(self, open_gate: Callable[[int], None]) -> None:
         """Open the gates that are to be open, now that the step is under way. Called on the driver's loop."""
-        self._driver, self._execution = driver, execution
+        self._open_gate = open_gate
         opened, self._opened = self._opened, []
         self._open(opened)
 
     def _open(self, microbatches: list[int]) -> None:
-        if self._driver is None or self._execution is None:
+        if self._open_gate is None:
             self._opened += microbatches
             return
         for microbatch in microbatches:
-            self._driver.open_gate(self._execution, microbatch)
+            self._open_gate(microbatch)
 
 
 class RunningTask(NamedTuple):

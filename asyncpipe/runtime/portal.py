@@ -9,9 +9,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from asyncpipe.errors import PipelineClosedError
-from asyncpipe.runtime.waiting import wait_uncancelled
 
-__all__ = ["Portal", "PortalCall", "new_event_loop"]
+__all__ = ["Portal", "PortalCall", "new_event_loop", "wait_uncancelled"]
 
 _T = TypeVar("_T")
 
@@ -28,6 +27,18 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
+
+
+async def wait_uncancelled(future: asyncio.Future[Any]) -> None:
+    """Wait until ``future`` is done, even if the caller is cancelled meanwhile. Raises nothing.
+
+    For the end of a step whose tensors are still used by other threads. The caller raises ``CancelledError`` after it.
+    """
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            continue
 
 
 class Portal:

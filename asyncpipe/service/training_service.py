@@ -30,8 +30,7 @@ from prometheus_client.registry import Collector
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.observe.live import LiveView
-from asyncpipe.runtime.portal import Portal, PortalCall
-from asyncpipe.runtime.waiting import wait_uncancelled
+from asyncpipe.runtime.portal import Portal, PortalCall, wait_uncancelled
 from asyncpipe.service.job_states import JobRecord, JobState, Transition
 from asyncpipe.service.jobs.job_log import JobEvent, JobLog, LossRow, read_losses
 from asyncpipe.service.jobs.manager import Manager

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from asyncpipe.runtime.waiting import wait_uncancelled
+from asyncpipe.runtime.portal import wait_uncancelled
 
 __all__ = ["DedicatedThread", "call_for_future", "in_thread", "wait_to_end"]
 

@@ -9,8 +9,7 @@ import threading
 import pytest
 
 from asyncpipe.errors import PipelineClosedError
-from asyncpipe.runtime.portal import Portal, PortalCall
-from asyncpipe.runtime.waiting import wait_uncancelled
+from asyncpipe.runtime.portal import Portal, PortalCall, wait_uncancelled
 
 
 @pytest.fixture
