@@ -24,8 +24,7 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
-from asyncpipe.core.schedules.csv_notation import read_csv
-from asyncpipe.core.schedules.csv_schedule import CsvSchedule, read_schedule
+from asyncpipe.core.schedules.csv_notation import CsvSchedule, read_csv, read_schedule
 from asyncpipe.core.schedules.protocol import Action, OrderedSchedule, Overlap, Schedule, Shape, flat
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
 from asyncpipe.errors import ScheduleError

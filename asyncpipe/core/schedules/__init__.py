@@ -9,5 +9,5 @@ line in the table of ``registry.py``.
 - ``interleaved.py``, ``hanayo.py``: several stages on each device, in a loop or in waves;
 - ``zero_bubble.py``: backwards in halves; ``v_shaped.py``, ``dualpipev.py``: the same, with stages placed in a V;
 - ``backward_first.py``: a rule that decides while the step runs;
-- ``csv_notation.py``, ``csv_schedule.py``: schedules read from torch's CSV notation.
+- ``csv_notation.py``: schedules read from torch's CSV notation.
 """

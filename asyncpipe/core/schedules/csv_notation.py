@@ -16,14 +16,14 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from io import StringIO
-from typing import NamedTuple
 
 from asyncpipe.core.kinds import INPUT_GRADIENT_KINDS, SCHEDULED_KINDS, TaskKind
-from asyncpipe.core.schedules.protocol import Action, Overlap, Shape, flat
+from asyncpipe.core.schedules.protocol import Action, OrderedSchedule, Overlap, Shape, flat
 from asyncpipe.errors import ScheduleError
 
-__all__ = ["Orders", "format_cell", "read_csv"]
+__all__ = ["CsvSchedule", "format_cell", "read_csv", "read_schedule"]
 
 _F, _B, _I, _W = SCHEDULED_KINDS
 _KINDS = {kind.value: kind for kind in SCHEDULED_KINDS}
@@ -37,11 +37,47 @@ _SHOWN = 60
 """How many characters of a malformed cell a message shows."""
 
 
-class Orders(NamedTuple):
-    """The contents of a CSV text: the ordered entries of each device, and the shape that they are for."""
+@dataclass(frozen=True)
+class CsvSchedule(OrderedSchedule):
+    """A schedule for one shape, as read from a CSV text; each stage is placed on the device that has its actions.
 
-    orders: tuple[tuple[Action | Overlap, ...], ...]
+    ``virtual`` is the number of stages on each device.
+    """
+
+    orders: tuple[tuple[Action | Overlap, ...], ...] = field(repr=False)
     shape: Shape
+    name: str = "csv"
+    _placement: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        device_of = {action.stage: device for device, order in enumerate(self.orders) for action in flat(order)}
+        places = tuple(device_of.get(stage, -1) for stage in range(self.shape.stages))
+        object.__setattr__(self, "_placement", places)
+        object.__setattr__(self, "virtual", max(1, self.shape.stages // self.shape.devices))
+
+    def __hash__(self) -> int:
+        """The hash of name and shape only: caches of graphs are keyed by schedule, and orders are long."""
+        return hash((self.name, self.shape))
+
+    def check(self, shape: Shape) -> None:
+        """Raise ``ScheduleError`` unless ``shape`` is that of the file."""
+        if shape != self.shape:
+            raise ScheduleError(
+                f"schedule {self.name!r} is for {_counted(self.shape)}, got {_counted(shape)}; use it for its own "
+                "shape, or write a file for this one"
+            )
+
+    def placement(self, shape: Shape) -> Sequence[int]:
+        """The device whose row has the actions of each stage."""
+        return self._placement
+
+    def order(self, device: int, shape: Shape) -> Sequence[Action | Overlap]:
+        """The entries of row ``device`` (from 0)."""
+        return self.orders[device]
+
+
+def _counted(shape: Shape) -> str:
+    return f"{shape.stages} stages, {shape.microbatches} micro-batches and {shape.devices} devices"
 
 
 def format_cell(entry: Action | Overlap, where: str) -> str:
@@ -57,8 +93,8 @@ def _can_overlap(overlap: Overlap) -> bool:
     return overlap.first.kind is TaskKind.FORWARD and overlap.second.kind in INPUT_GRADIENT_KINDS
 
 
-def read_csv(text: str, name: str) -> Orders:
-    """The orders in ``text`` and their shape; messages call the schedule ``name``.
+def read_csv(text: str, name: str) -> CsvSchedule:
+    """The schedule in ``text``, called ``name``.
 
     There are as many devices as rows; the highest indices give the numbers of stages and micro-batches. White space
     around cells, quotes, any line ends and blank rows at the end are accepted. Raises ``ScheduleError`` with the row
@@ -70,13 +106,32 @@ def read_csv(text: str, name: str) -> Orders:
     filled = max((row for row, cells in enumerate(rows, start=1) if any(cells)), default=0)
     if not filled:
         raise ScheduleError(f"schedule {name!r} has no actions; give one row of actions per device")
-    table = _OrdersReader(name)
+    table = _CsvReader(name)
     for row, cells in enumerate(rows[:filled], start=1):
         table.add_row(row, cells)
     if text.count('"') % 2:
         # A quoted cell extends to the next quote or the end of the text, so an unclosed quote is in the last cell.
         raise ScheduleError(f"{_where(name, len(rows), len(rows[-1]))}: a quote is opened and never closed")
-    return table.orders()
+    return table.schedule()
+
+
+def read_schedule(path: str) -> CsvSchedule:
+    """The schedule in the CSV file at ``path`` (UTF-8), called ``csv:`` and the path.
+
+    Raises ``ScheduleError`` that names the file if it cannot be read, and the row and column of an error in its text.
+    """
+    name = f"csv:{path}"
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            text = file.read()
+    except UnicodeDecodeError as error:
+        raise ScheduleError(
+            f"schedule {name!r}: the file is not UTF-8 text: {error.reason}; give a CSV file"
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ScheduleError(f"schedule {name!r}: the file cannot be read: {reason}; give csv:FILE") from error
+    return read_csv(text, name)
 
 
 def _rows(text: str, name: str) -> list[list[str]]:
@@ -141,7 +196,7 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
 
 
-class _OrdersReader:
+class _CsvReader:
     """Collects the rows, and checks every action against those before it."""
 
     def __init__(self, name: str) -> None:
@@ -190,8 +245,8 @@ class _OrdersReader:
             return f"cannot be beside {format_cell(other, '')}; a backward is B, or I and W"
         return None
 
-    def orders(self) -> Orders:
-        """The orders of all rows; raises ``ScheduleError`` if a stage or an action is missing."""
+    def schedule(self) -> CsvSchedule:
+        """The schedule of all rows; raises ``ScheduleError`` if a stage or an action is missing."""
         stages = 1 + max(self._row_of)
         if len(self._row_of) < stages:
             missing = next(j for j in range(stages) if j not in self._row_of)
@@ -206,7 +261,7 @@ class _OrdersReader:
                 f"{format_cell(action, '')} is missing; each stage needs an F and a B, or an F, an I and a W, of the "
                 f"micro-batches 0 to {microbatches - 1}"
             )
-        return Orders(tuple(self._orders), Shape(stages, microbatches, len(self._orders)))
+        return CsvSchedule(tuple(self._orders), Shape(stages, microbatches, len(self._orders)), self._name)
 
     def _missing(self, stages: int, microbatches: int) -> Iterator[Action]:
         """The missing actions, lazily: a mistyped index such as 0F100000000 leaves a huge number of gaps."""

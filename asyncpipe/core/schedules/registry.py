@@ -69,7 +69,7 @@ def _named(name: object) -> Schedule:
     if not isinstance(name, str):
         raise ScheduleError(f"schedule must be a name or a Schedule instance, got {name!r}")
     if name.startswith("csv:"):
-        from asyncpipe.core.schedules.csv_schedule import read_schedule
+        from asyncpipe.core.schedules.csv_notation import read_schedule
 
         return read_schedule(name.removeprefix("csv:"))
     called = re.fullmatch(r"([^()]+)\((.*)\)", name)

@@ -18,8 +18,7 @@ from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
-from asyncpipe.core.schedules.csv_notation import read_csv
-from asyncpipe.core.schedules.csv_schedule import CsvSchedule
+from asyncpipe.core.schedules.csv_notation import CsvSchedule, read_csv
 from asyncpipe.core.schedules.protocol import (
     Action,
     B,
@@ -57,7 +56,7 @@ def orders_of(schedule: OrderedSchedule, shape: Shape) -> tuple[tuple[Action | O
 
 
 def read(text: str) -> CsvSchedule:
-    return CsvSchedule(*read_csv(text, "text"), "text")
+    return read_csv(text, "text")
 
 
 def cells_of(text: str) -> list[list[str]]:
@@ -81,10 +80,9 @@ def test_what_is_written_is_read_back(name: str) -> None:
     assert len(shapes) >= 5
     for shape in shapes:
         text = write_csv(schedule, shape)
-        orders, found = read_csv(text, name)
-        assert found == shape
-        assert orders == orders_of(schedule, shape)
-        back = CsvSchedule(orders, found, name)
+        back = read_csv(text, name)
+        assert back.shape == shape
+        assert back.orders == orders_of(schedule, shape)
         assert list(back.placement(shape)) == list(schedule.placement(shape))
         assert back.virtual == shape.stages // shape.devices
         assert write_csv(back, shape) == text
@@ -112,7 +110,7 @@ def test_one_f_one_b_as_torch_writes_it() -> None:
 def test_the_notation_of_every_type() -> None:
     text = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,,0I1,0W1,0B2\n"
     orders = ((F(0, 0), F(1, 0), Overlap(F(2, 0), B(0, 0)), I(1, 0), W(1, 0), B(2, 0)),)
-    assert read_csv(text, "text") == (orders, Shape(1, 3, 1))
+    assert read(text) == CsvSchedule(orders, Shape(1, 3, 1), "text")
     assert write_csv(read(text), Shape(1, 3, 1)) == text
 
 
@@ -160,7 +158,7 @@ def needs(action: Action, stages: int, split: dict[tuple[int, int], bool]) -> se
 def test_any_order_that_can_run_is_read_back(random: Random, devices: int, more: int, microbatches: int) -> None:
     schedule = random_schedule(random, devices + more, microbatches, devices)
     text = write_csv(schedule, schedule.shape)
-    assert CsvSchedule(*read_csv(text, "random"), "random") == schedule
+    assert read_csv(text, "random") == schedule
     assert report(simulate(lower(read(text), schedule.shape))).seconds > 0
 
 
@@ -275,12 +273,13 @@ def test_whatever_stands_in_a_cell_is_refused_with_its_place(cell: str, data: st
 @given(st.lists(st.sampled_from('0123FBIW,\n;()" \r-') | st.just("OVERLAP_F_B")).map("".join))
 def test_any_text_is_a_schedule_or_a_schedule_error(text: str) -> None:
     try:
-        orders, shape = read_csv(text, "text")
+        found = read_csv(text, "text")
     except ScheduleError as error:
         assert str(error).startswith("schedule 'text'")  # noqa: PT017 - either outcome is right
     else:
-        assert sorted(action for order in orders for action in flat(order) if action.kind is TaskKind.FORWARD) == [
-            F(i, j) for i, j in product(range(shape.microbatches), range(shape.stages))
+        forwards = (action for order in found.orders for action in flat(order) if action.kind is TaskKind.FORWARD)
+        assert sorted(forwards) == [
+            F(i, j) for i, j in product(range(found.shape.microbatches), range(found.shape.stages))
         ]
 
 

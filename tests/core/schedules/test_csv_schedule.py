@@ -11,8 +11,7 @@ import pytest
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
-from asyncpipe.core.schedules.csv_notation import read_csv
-from asyncpipe.core.schedules.csv_schedule import CsvSchedule, read_schedule
+from asyncpipe.core.schedules.csv_notation import CsvSchedule, read_csv, read_schedule
 from asyncpipe.core.schedules.protocol import B, F, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import ScheduleError
@@ -22,7 +21,7 @@ ONE_F_ONE_B = "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
 
 
 def read(text: str) -> CsvSchedule:
-    return CsvSchedule(*read_csv(text, "text"), "text")
+    return read_csv(text, "text")
 
 
 def written(folder: Path, content: str | bytes = ONE_F_ONE_B) -> str:
