@@ -17,6 +17,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -29,7 +30,7 @@ from asyncpipe.train.job_file import TrainingTable
 from asyncpipe.train.randomness import RunRandom
 from asyncpipe.train.workload import Batch, Workload
 
-__all__ = ["BatchPrefetcher", "BatchSource", "DataError"]
+__all__ = ["BatchPrefetcher", "BatchSource", "DataError", "data_errors"]
 
 _logger = logging.getLogger(__name__)
 
@@ -42,10 +43,15 @@ class DataError(AsyncpipeError, RuntimeError):
         self.batches = batches
         """How many batches were made before."""
 
-    @classmethod
-    def of(cls, what: str, batches: int, cause: Exception) -> DataError:
-        """``what`` failed after so many batches."""
-        return cls(f"{what} failed after {batches} batches: {type(cause).__name__}: {cause}", batches=batches)
+
+@contextmanager
+def data_errors(what: str, batches: int) -> Iterator[None]:
+    """Turn what the workload's code raises in the block into a ``DataError``: ``what`` failed after so many batches."""
+    try:
+        yield
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise DataError(f"{what} failed after {batches} batches: {cause}", batches=batches) from error
 
 
 class BatchSource:
@@ -60,14 +66,19 @@ class BatchSource:
     ) -> None:
         self.taken = 0
         self._generator = Generator().manual_seed(training.seed)
-        self._source = self._guarded(lambda: workload.batches(training.batch_size, self._generator))
+        with self._data_errors():
+            self._source: Any = workload.batches(training.batch_size, self._generator)
         self._iterator: Iterator[Batch] | None = None
         self._memoryless = workload.memoryless
         self._stopping = stopping
 
     def next(self) -> Batch | None:
         """The next batch; ``None`` after the last one."""
-        batch: Batch | None = self._guarded(self._next)
+        with self._data_errors():
+            if self._iterator is None:
+                # Not earlier: a source with a state of its own makes its iterator from the restored state.
+                self._iterator = iter(self._source)
+            batch: Batch | None = next(self._iterator, None)
         self.taken += batch is not None
         return batch
 
@@ -80,24 +91,16 @@ class BatchSource:
         """Go to that position, before the first batch is taken. If it must skip batches, this may block for long."""
         if self._has_state() and "iterator" in state:
             self._source.load_state_dict(state["iterator"])
-            self._iterator = self._guarded(lambda: iter(self._source))
+            with self._data_errors():
+                self._iterator = iter(self._source)
         elif not self._memoryless:
             self._skip(state["taken"], state["generator"])
             return
         self._generator.set_state(state["generator"])  # Last, because making an iterator may draw from it.
         self.taken = state["taken"]
 
-    def _next(self) -> Batch | None:
-        if self._iterator is None:
-            # Not earlier: a source with a state of its own makes its iterator from the restored state.
-            self._iterator = iter(self._source)
-        return next(self._iterator, None)
-
-    def _guarded(self, function: Callable[[], Any]) -> Any:
-        try:
-            return function()
-        except Exception as error:
-            raise DataError.of("the job's data", self.taken, error) from error
+    def _data_errors(self) -> AbstractContextManager[None]:
+        return data_errors("the job's data", self.taken)
 
     def _has_state(self) -> bool:
         return hasattr(self._source, "state_dict") and hasattr(self._source, "load_state_dict")

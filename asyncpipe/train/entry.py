@@ -8,9 +8,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from asyncpipe.errors import OptionError
 from asyncpipe.train.import_path import import_path
-from asyncpipe.train.job_file import Job, job_file_error
+from asyncpipe.train.job_file import Job, blaming_key, job_file_error
 from asyncpipe.train.workload import Workload
 
 __all__ = ["find_entry"]
@@ -37,10 +36,8 @@ def find_entry(job: Job) -> Callable[[], Workload]:
 
 
 def _make(job: Job, function: Callable[..., object]) -> Workload:
-    try:
+    with blaming_key(job, "job.parameters"):
         made = function(**job.job.parameters)
-    except OptionError as error:
-        raise job_file_error(job.path, f"job.parameters: {error}") from error
     if isinstance(made, Workload):
         return made
     raise job_file_error(job.path, f"job.entry: {job.job.entry} must return a Workload, not {type(made).__name__}")

@@ -40,6 +40,8 @@ Relative paths are relative to the working directory. Nothing of the job is impo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -56,7 +58,7 @@ from pydantic import (
 
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.schedules.registry import could_be_schedule, known_schedules
-from asyncpipe.errors import JobFileError
+from asyncpipe.errors import JobFileError, OptionError
 from asyncpipe.train.validation import StrictModel, read_toml, wrong_keys
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "PipelineTable",
     "SnapshotTable",
     "TrainingTable",
+    "blaming_key",
     "job_file_error",
     "load_job",
 ]
@@ -271,3 +274,12 @@ def load_job(path: str | Path) -> Job:
 def job_file_error(path: Path, *problems: str) -> JobFileError:
     """One error for all ``problems`` of the file at ``path``, a line each."""
     return JobFileError("\n".join(f"{path}: {problem}" for problem in problems))
+
+
+@contextmanager
+def blaming_key(job: Job, key: str) -> Iterator[None]:
+    """Turn an ``OptionError`` in the block into a ``JobFileError`` about the job's ``key``."""
+    try:
+        yield
+    except OptionError as error:
+        raise job_file_error(job.path, f"{key}: {error}") from error

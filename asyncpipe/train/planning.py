@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from torch import Generator
 
 from asyncpipe.core.predict.layer_profile import ADAMW_SCALE, Profile
 from asyncpipe.core.predict.planner import Plan
-from asyncpipe.errors import OptionError
 from asyncpipe.pipeline.profiling import STEPS, SampleBatch, choose, measure
-from asyncpipe.train.job_file import Job, job_file_error
+from asyncpipe.train.job_file import Job, blaming_key, job_file_error
 from asyncpipe.train.workload import Workload
 
 __all__ = ["choose_for", "measure_job", "with_plan"]
@@ -30,7 +28,7 @@ def measure_job(
     Blocks until the measurement is done; the workload does not change. Raises ``JobFileError`` if the job does not fit
     the workload or this machine, and ``TaskError`` if the model fails.
     """
-    with _blaming(job):
+    with blaming_key(job, "pipeline"):
         return measure(
             workload.model, job.pipeline.devices, _sample(job, workload), microbatches, steps=steps, progress=progress
         )
@@ -42,7 +40,7 @@ def choose_for(job: Job, workload: Workload, *, progress: Callable[[str], None] 
     Blocks and raises as ``measure_job`` does.
     """
     table = job.pipeline
-    with _blaming(job):
+    with blaming_key(job, "pipeline"):
         return choose(
             workload.model,
             table.devices,
@@ -64,15 +62,6 @@ def with_plan(job: Job, plan: Plan) -> Job:
         microbatches=plan.microbatches,
         checkpoint=plan.checkpoint,
     )
-
-
-@contextmanager
-def _blaming(job: Job) -> Iterator[None]:
-    """Turn an ``OptionError`` into a ``JobFileError`` that names the ``[pipeline]`` table."""
-    try:
-        yield
-    except OptionError as error:
-        raise job_file_error(job.path, f"pipeline: {error}") from error
 
 
 def _sample(job: Job, workload: Workload) -> SampleBatch:

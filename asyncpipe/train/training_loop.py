@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 
-from asyncpipe.core.engine.events import Observer
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.train.adamw import ClippedAdamW, UpdateResult, learning_rate
 from asyncpipe.train.batches import BatchPrefetcher
@@ -24,28 +23,9 @@ from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.step_failures import NoteCallback, StepRetries, handle_non_finite
 from asyncpipe.train.workload import Batch, Resumable
 
-__all__ = ["StepListeners", "TrainingLoop"]
+__all__ = ["TrainingLoop"]
 
 _logger = logging.getLogger(__name__)
-
-
-class StepListeners:
-    """The ``StepListener``s among ``observers``; one that raises is removed."""
-
-    def __init__(self, observers: Sequence[Observer], failed: Callable[[str], None]) -> None:
-        """``failed`` is called with a reason for each listener that is removed."""
-        self._listeners = [observer for observer in observers if isinstance(observer, StepListener)]
-        self._failed = failed
-
-    def tell(self, progress: StepProgress) -> None:
-        """Report a step to all listeners; raises nothing."""
-        for listener in tuple(self._listeners):
-            try:
-                listener.training_step(progress.loss, progress.samples, progress.tokens, progress.seconds)
-            except Exception:
-                _logger.exception("listener %r failed and is removed", listener)
-                self._listeners = [other for other in self._listeners if other is not listener]
-                self._failed("raised")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -59,7 +39,10 @@ class TrainingLoop:
     optimizer: ClippedAdamW
     meter: Meter
     tokens_per_sample: int
-    listeners: StepListeners
+    listeners: list[StepListener]
+    """One that raises is removed."""
+    listener_failed: Callable[[str], None]
+    """Called with a reason for each listener that is removed."""
     progress: ProgressSink
     note: NoteCallback
 
@@ -119,5 +102,14 @@ class TrainingLoop:
             report=result.report,
             skipped=skipped,
         )
-        self.listeners.tell(progress)
+        self._tell_listeners(progress)
         self.progress.stepped(progress)
+
+    def _tell_listeners(self, progress: StepProgress) -> None:
+        for listener in tuple(self.listeners):
+            try:
+                listener.training_step(progress.loss, progress.samples, progress.tokens, progress.seconds)
+            except Exception:
+                _logger.exception("listener %r failed and is removed", listener)
+                self.listeners = [other for other in self.listeners if other is not listener]
+                self.listener_failed("raised")

@@ -14,23 +14,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from asyncpipe.core.engine.events import Observer
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.train.adamw import ClippedAdamW
 from asyncpipe.train.batches import BatchPrefetcher, BatchSource
 from asyncpipe.train.blocking_calls import DedicatedThread, in_thread
-from asyncpipe.train.evaluation import EvaluationResult, evaluate_and_sample
+from asyncpipe.train.evaluation import evaluate, sample_text
 from asyncpipe.train.import_path import import_path
-from asyncpipe.train.job_file import AUTO, Job, job_file_error
+from asyncpipe.train.job_file import AUTO, Job, blaming_key
 from asyncpipe.train.planning import choose_for, with_plan
-from asyncpipe.train.progress import Meter, ProgressSink, RunStarted, TrainingSummary
+from asyncpipe.train.progress import Meter, ProgressSink, RunStarted, StepListener, TrainingSummary
 from asyncpipe.train.randomness import RunRandom
 from asyncpipe.train.schedule_changes import ScheduleChanges
 from asyncpipe.train.snapshots.resume import ResumePoint, named_states, open_folder, with_chosen_schedule
@@ -38,7 +38,7 @@ from asyncpipe.train.snapshots.run_state import RunState, schedule_sha256
 from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.step_failures import StepRetries
 from asyncpipe.train.trace_files import TraceRecorder, WrittenFiles, make_folders
-from asyncpipe.train.training_loop import StepListeners, TrainingLoop
+from asyncpipe.train.training_loop import TrainingLoop
 from asyncpipe.train.workload import Resumable, Workload
 
 __all__ = ["TrainingRun"]
@@ -69,6 +69,7 @@ class TrainingRun:
     ) -> None:
         self._job = job
         self._make_workload = make_workload
+        self._thread = DedicatedThread(f"asyncpipe-{job.name}")
         self._progress = progress if progress is not None else ProgressSink()
         self._collector = collector
         self._recorder = TraceRecorder(job.observe.trace_steps)
@@ -91,6 +92,9 @@ class TrainingRun:
         Before the first step, or while the run waits for a batch, it ends as soon as that is made.
         """
         self._stopping = True
+
+    def _is_stopping(self) -> bool:
+        return self._stopping
 
     async def change_schedule(self, name: str) -> None:
         """Follow another schedule from the next step on; returns when the change is made.
@@ -119,23 +123,24 @@ class TrainingRun:
 
             self._observers.append(StepSpans(self._job.name))
         try:
-            async with DedicatedThread(f"asyncpipe-{self._job.name}") as thread:
-                return await self._run(thread)
+            async with self._thread:
+                return await self._run()
         finally:
             self._changes.close()
 
-    async def _run(self, thread: DedicatedThread) -> TrainingSummary:
+    async def _run(self) -> TrainingSummary:
         await in_thread(self._open_folders)
         if self._resumed is not None:
             self._progress.entered(str(self._resumed))
-        workload = await thread.run(lambda: self._random.build(self._job.training.seed, self._make_workload))
-        evaluated, written = EvaluationResult(), WrittenFiles()
+        workload = await self._thread.run(lambda: self._random.build(self._job.training.seed, self._make_workload))
+        evaluation = sample = None
+        written = WrittenFiles()
         snapshot = None if self._resumed is None else self._resumed.path
-        if not self._stopping and await self._choose_schedule(workload, thread):
+        if not self._stopping and await self._choose_schedule(workload):
             snapshots = SnapshotWriter(self._job, self._collector, self._resumed, self._progress)
             try:
                 async with snapshots:
-                    evaluated = await self._run_pipeline(workload, snapshots, thread)
+                    evaluation, sample = await self._run_pipeline(workload, snapshots)
                 snapshot = snapshots.last
             finally:
                 written = await in_thread(lambda: self._recorder.write(self._job, lambda: self._count_failure("trace")))
@@ -148,7 +153,8 @@ class TrainingRun:
             seconds=meter.seconds,
             tokens_per_second=meter.tokens_per_second,
             bubble_ratio=meter.bubble_ratio,
-            **evaluated._asdict(),
+            evaluation=evaluation,
+            sample=sample,
             **written._asdict(),
             snapshot=snapshot,
             skipped=meter.skipped,
@@ -169,7 +175,7 @@ class TrainingRun:
         _logger.log(level, "job %s: %s", self._job.name, text)
         self._progress.noted(level, text)
 
-    async def _choose_schedule(self, workload: Workload, thread: DedicatedThread) -> bool:
+    async def _choose_schedule(self, workload: Workload) -> bool:
         """Choose a schedule by measurement if the job asks for that; false if the run was stopped meanwhile."""
         if self._job.pipeline.schedule != AUTO:
             return True
@@ -180,18 +186,17 @@ class TrainingRun:
 
         self._progress.entered("measuring, to choose a schedule")
         try:
-            plan = await thread.run(lambda: choose_for(self._job, workload, progress=check_stop))
+            plan = await self._thread.run(lambda: choose_for(self._job, workload, progress=check_stop))
         except _MeasurementStopped:
             return False
         self._job = with_plan(self._job, plan)
         self._progress.entered(f"chosen: {plan}; predicted {plan.seconds * 1e3:.0f} ms a step")
         return True
 
-    async def _run_pipeline(
-        self, workload: Workload, snapshots: SnapshotWriter, thread: DedicatedThread
-    ) -> EvaluationResult:
+    async def _run_pipeline(self, workload: Workload, snapshots: SnapshotWriter) -> tuple[float | None, str | None]:
+        """Train; returns the held-out loss and the sample, ``None`` without one or if the run was stopped."""
         # In a thread: lowering a large graph and moving a model to its devices take a while.
-        async with await thread.run(lambda: self._pipeline(workload)) as pipe:
+        async with await self._thread.run(lambda: self._pipeline(workload)) as pipe:
             self._progress.started(
                 RunStarted(
                     name=self._job.name,
@@ -200,23 +205,24 @@ class TrainingRun:
                     devices=self._job.pipeline.devices,
                 )
             )
-            await self._train(pipe, workload, snapshots, thread)
+            await self._train(pipe, workload, snapshots)
             # Steps of the evaluation would distort the metrics of bubbles and durations.
             pipe.observers.clear()
-            return await evaluate_and_sample(
-                pipe,
-                workload,
-                self._job.training.batch_size,
-                thread=thread,
-                random=self._random,
-                progress=self._progress,
-                stopping=lambda: self._stopping,
-            )
+            pipe.eval()
+            evaluation = sample = None
+            if (held_out := workload.held_out) is not None and not self._stopping:
+                self._progress.entered("evaluating")
+                batches = partial(held_out, self._job.training.batch_size)
+                evaluation = await evaluate(pipe, batches, self._thread, self._random, self._is_stopping)
+            if workload.sample is not None and not self._stopping:
+                self._progress.entered("sampling")
+                sample = await self._random.drawn_by(sample_text(pipe, workload.sample, self._is_stopping))
+            return evaluation, sample
 
     def _pipeline(self, workload: Workload) -> Pipeline:
         table, observe = self._job.pipeline, self._job.observe
         recorders = [self._recorder] if observe.trace or observe.timeline else []
-        try:
+        with blaming_key(self._job, "pipeline"):
             return Pipeline(
                 workload.model,
                 table.devices,
@@ -233,8 +239,6 @@ class TrainingRun:
                 share=self._share,
                 generator=self._random.generator,
             )
-        except OptionError as error:
-            raise job_file_error(self._job.path, f"pipeline: {error}") from error
 
     def _find_schedule(self, name: str) -> Schedule:
         with import_path(self._job.path.resolve().parent):
@@ -242,18 +246,19 @@ class TrainingRun:
 
     # Training
 
-    async def _train(
-        self, pipe: Pipeline, workload: Workload, snapshots: SnapshotWriter, thread: DedicatedThread
-    ) -> None:
+    async def _train(self, pipe: Pipeline, workload: Workload, snapshots: SnapshotWriter) -> None:
         job = self._job
         pipe.train()
         only_finite = job.faults.non_finite != "ignore"
         # In a thread: the first optimizer of a process imports torch's compiler, which takes seconds.
-        optimizer = await thread.run(lambda: ClippedAdamW(pipe.parameters(), job.training, only_finite=only_finite))
-        batches = BatchPrefetcher(thread, await thread.run(lambda: self._source(workload)), self._random)
+        optimizer = await self._thread.run(
+            lambda: ClippedAdamW(pipe.parameters(), job.training, only_finite=only_finite)
+        )
+        source = await self._thread.run(lambda: self._source(workload))
+        batches = BatchPrefetcher(self._thread, source, self._random)
         own: dict[str, Resumable] = {"model": pipe, "optimizer": optimizer}
         states = named_states(own, workload.states, RunState(self._meter, batches), job)
-        await self._restore(pipe, states, snapshots, thread)
+        await self._restore(pipe, states, snapshots)
         loop = TrainingLoop(
             job=job,
             pipe=pipe,
@@ -262,25 +267,24 @@ class TrainingRun:
             optimizer=optimizer,
             meter=self._meter,
             tokens_per_sample=workload.tokens_per_sample,
-            listeners=StepListeners(self._observers, self._count_failure),
+            listeners=[observer for observer in self._observers if isinstance(observer, StepListener)],
+            listener_failed=self._count_failure,
             progress=self._progress,
             note=self._note,
         )
         await loop.run(
             snapshots,
             states,
-            stopping=lambda: self._stopping,
+            stopping=self._is_stopping,
             before_step=lambda: self._changes.make(lambda name: self._change_schedule(name, pipe, snapshots)),
         )
         self._changes.close()
 
     def _source(self, workload: Workload) -> BatchSource:
         with self._random.drawing():
-            return BatchSource(workload, self._job.training, lambda: self._stopping)
+            return BatchSource(workload, self._job.training, self._is_stopping)
 
-    async def _restore(
-        self, pipe: Pipeline, states: dict[str, Resumable], snapshots: SnapshotWriter, thread: DedicatedThread
-    ) -> None:
+    async def _restore(self, pipe: Pipeline, states: dict[str, Resumable], snapshots: SnapshotWriter) -> None:
         """Restore the states, if the run resumes, and prepare the description for later snapshots."""
         identity = await self._describe_schedule(pipe, snapshots)
         resumed = self._resumed
@@ -293,7 +297,7 @@ class TrainingRun:
                 self._job.pipeline.schedule,
                 resumed.path,
             )
-        await thread.run(lambda: resumed.restore(states, self._job))
+        await self._thread.run(lambda: resumed.restore(states, self._job))
 
     async def _describe_schedule(self, pipe: Pipeline, snapshots: SnapshotWriter) -> str:
         """Let later snapshots name the pipeline's schedule; returns its SHA-256."""

@@ -23,10 +23,9 @@ from asyncpipe.core.predict.memory import StageMemory, peak_memory
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import OptionError
 from asyncpipe.ops.model.sequential import as_sequential, split
 from asyncpipe.ops.model.stage import StagedModel
-from asyncpipe.train.job_file import AUTO, Job, PipelineTable, job_file_error
+from asyncpipe.train.job_file import AUTO, Job, PipelineTable, blaming_key
 from asyncpipe.train.planning import choose_for, measure_job
 from asyncpipe.train.workload import Workload
 
@@ -45,13 +44,11 @@ def footprint(job: Job, workload: Workload, *, progress: Callable[[str], None] |
         return _by_name(table.devices, choose_for(job, workload, progress=progress).memory)
     microbatches = _cut(job.training.batch_size, table.microbatches)
     profile = measure_job(job, workload, [microbatches], steps=1, progress=progress)
-    try:
+    with blaming_key(job, "pipeline"):
         schedule = find_schedule(table.schedule, order=table.order)
         balance = _balance(table, workload, schedule)
         memory = profile.memory(balance, microbatches, ADAMW_SCALE)
         peaks = peaks_of(memory, schedule, microbatches, len(table.devices), table.checkpoint, profile.wiring(balance))
-    except OptionError as error:
-        raise job_file_error(job.path, f"pipeline: {error}") from error
     return _by_name(table.devices, peaks)
 
 
