@@ -7,6 +7,7 @@ simulate, profile, plan, bench. What they share:
     step_options.py    options of commands that lower a schedule, and the graph that they ask for
     tables.py          tables, by rich
     progress.py        the progress display of train
+    metrics.py         the metrics server of train and serve
 
 Commands may import everything; nothing imports them. A module here imports torch, aiohttp or rich only when its command
 runs, so that ``--help`` and the other commands start quickly.

@@ -61,7 +61,17 @@ def choose_progress(*, wanted: bool, out: TextIO | None = None) -> Iterator[Prog
     elif not out.isatty():
         yield LineProgress(out)
     else:
-        with _live(out) as progress:
+        try:
+            from rich.console import Console
+            from rich.live import Live
+        except ImportError as error:
+            raise OptionError(
+                "the live display needs rich, which is not installed: pip install 'asyncpipe[cli]', or give "
+                "--no-progress"
+            ) from error
+        console = Console(file=out)
+        progress = LiveProgress(console)
+        with Live(get_renderable=progress.draw, console=console, refresh_per_second=REDRAWS_PER_SECOND):
             yield progress
 
 
@@ -162,18 +172,3 @@ def headline(run: RunStarted) -> str:
 def minutes(seconds: float) -> str:
     """``75`` as ``1:15``."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
-@contextmanager
-def _live(out: TextIO) -> Iterator[LiveProgress]:
-    try:
-        from rich.console import Console
-        from rich.live import Live
-    except ImportError as error:
-        raise OptionError(
-            "the live display needs rich, which is not installed: pip install 'asyncpipe[cli]', or give --no-progress"
-        ) from error
-    console = Console(file=out)
-    progress = LiveProgress(console)
-    with Live(get_renderable=progress.draw, console=console, refresh_per_second=REDRAWS_PER_SECOND):
-        yield progress

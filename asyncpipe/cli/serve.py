@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from asyncpipe.cli.arguments import add_command
+from asyncpipe.cli.metrics import metrics_served
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
             service = await stack.enter_async_context(TrainingService(settings))
             url = await stack.enter_async_context(serve_api(service, settings))
             _print(f"service: {url}")
-            stack.enter_context(_metrics(service, settings))
+            stack.enter_context(metrics_served(service.collector, settings.metrics_port, settings.metrics_address))
             _print(f"entries: {', '.join(service.entries.names)}; devices: {', '.join(settings.devices)}")
             _print(_ready_line(service))
             number = await signals.first()
@@ -182,23 +183,6 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
             _print_last(ending_line(service, settings, number))
             await service.drain(cause)
         _print_last("ended; jobs go on at the next start")
-
-
-@contextmanager
-def _metrics(service: TrainingService, settings: ServiceSettings) -> Iterator[None]:
-    """Serve metrics over HTTP during the block, unless the settings disable them; prints their address."""
-    from prometheus_client import CollectorRegistry
-
-    from asyncpipe.observe.metrics import serve_metrics
-
-    if settings.metrics_port is None:
-        yield
-        return
-    registry = CollectorRegistry()
-    registry.register(service.collector)
-    with serve_metrics(registry, settings.metrics_port, settings.metrics_address) as server:
-        _print(f"metrics: http://{settings.metrics_address}:{server.port}/metrics")
-        yield
 
 
 class _EndSignals:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncpipe.cli.arguments import add_command, count
+from asyncpipe.cli.metrics import metrics_served
 from asyncpipe.errors import DeviceError, OptionError
 
 if TYPE_CHECKING:
     from asyncpipe.cli.arguments import Subparsers
     from asyncpipe.observe.live import LiveView
-    from asyncpipe.observe.metrics import PipelineCollector
     from asyncpipe.train.job_file import Job
     from asyncpipe.train.progress import TrainingSummary
     from asyncpipe.train.training_run import TrainingRun
@@ -119,9 +118,13 @@ def _train(args: argparse.Namespace) -> int:
 
     make_workload = find_entry(job)
     collector = PipelineCollector(job.name)
-    view = _live_view(job)
+    view = None
+    if job.observe.serve_port is not None:
+        from asyncpipe.observe.live import LiveView
+
+        view = LiveView(job.name, steps=job.training.steps)
     with (
-        _served(job, collector),
+        metrics_served(collector, job.observe.metrics_port, job.observe.metrics_address),
         choose_progress(wanted=not args.no_progress) as progress,
         asyncio.Runner(loop_factory=new_event_loop) as runner,
     ):
@@ -178,46 +181,6 @@ def _logical_devices(number: int, kind: str) -> tuple[str, ...]:
     return tuple(f"cuda:{index % available}" for index in range(number))
 
 
-@contextmanager
-def _served(job: Job, collector: PipelineCollector) -> Iterator[None]:
-    """Serve metrics over HTTP during the block, if the job asks for them, and print their address."""
-    from prometheus_client import CollectorRegistry
-
-    from asyncpipe.observe.metrics import serve_metrics
-
-    if job.observe.metrics_port is None:
-        yield
-        return
-    registry = CollectorRegistry()
-    registry.register(collector)
-    address = job.observe.metrics_address
-    with serve_metrics(registry, job.observe.metrics_port, address) as server:
-        print(f"metrics: http://{address}:{server.port}/metrics", flush=True)
-        yield
-
-
-def _live_view(job: Job) -> LiveView | None:
-    """The observer behind the live page, if the job asks for one."""
-    if job.observe.serve_port is None:
-        return None
-    from asyncpipe.observe.live import LiveView
-
-    return LiveView(job.name, steps=job.training.steps)
-
-
-@asynccontextmanager
-async def _shown(job: Job, view: LiveView | None) -> AsyncIterator[None]:
-    """Serve the live page during the block, if there is a view, and print its address."""
-    if view is None or job.observe.serve_port is None:
-        yield
-        return
-    from asyncpipe.observe.live import serve_live
-
-    async with serve_live(view, job.observe.serve_port) as server:
-        print(f"live view: {server.url}", flush=True)
-        yield
-
-
 async def _run(
     run: TrainingRun, job: Job, view: LiveView | None
 ) -> tuple[TrainingSummary | None, signal.Signals | None]:
@@ -239,7 +202,12 @@ async def _run(
         with suppress(NotImplementedError, RuntimeError, ValueError):
             loop.add_signal_handler(number, on_signal, number)
     try:
-        async with _shown(job, view):
+        async with AsyncExitStack() as stack:
+            if view is not None and job.observe.serve_port is not None:
+                from asyncpipe.observe.live import serve_live
+
+                server = await stack.enter_async_context(serve_live(view, job.observe.serve_port))
+                print(f"live view: {server.url}", flush=True)
             return await run.run(), received[0] if received else None
     except asyncio.CancelledError:
         if not received:

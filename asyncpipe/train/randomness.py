@@ -24,7 +24,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Generic, TypeVar
+from types import coroutine
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class RunRandom:
     def build(self, seed: int, make: Callable[[], _T]) -> _T:
         """The result of ``make``; its random numbers and all later ones of the run follow from ``seed``."""
         if self._shared:
-            self.seed(seed)
+            self._mode.seed(seed)
             with self._mode:
                 return make()
         torch.manual_seed(seed)
@@ -56,17 +57,13 @@ class RunRandom:
         self.generator.set_state(torch.get_rng_state())
         return made
 
-    def seed(self, seed: int) -> None:
-        """Seed the run's generator, and no other."""
-        self._mode.seed(seed)
-
     def drawing(self) -> AbstractContextManager[Any]:
         """A context in which this thread draws from the run's generator. For one thread at a time."""
         return self._mode
 
-    async def drawn_by(self, coroutine: Awaitable[_T]) -> _T:
-        """Await ``coroutine``, which draws from the run's generator; other coroutines on the loop do not."""
-        return await _WithContext(coroutine, self._mode)
+    async def drawn_by(self, awaitable: Awaitable[_T]) -> _T:
+        """Await ``awaitable``, which draws from the run's generator; other coroutines on the loop do not."""
+        return await _inside(self._mode, awaitable)
 
     @property
     def position(self) -> Tensor:
@@ -132,29 +129,24 @@ class _RunGenerator(RandomStream):
         return super()._generator(device)
 
 
-class _WithContext(Generic[_T]):
-    """An awaitable that runs ``coroutine`` inside ``context``, and leaves the context while the coroutine waits."""
-
-    def __init__(self, coroutine: Awaitable[_T], context: AbstractContextManager[Any]) -> None:
-        self._coroutine = coroutine
-        self._context = context
-
-    def __await__(self) -> Generator[Any, Any, _T]:
-        steps: Any = self._coroutine.__await__()
-        resume: Callable[[], Any] = partial(next, steps)
-        while True:
-            try:
-                with self._context:
-                    awaited = resume()
-            except StopIteration as end:
-                result: _T = end.value
-                return result
-            try:
-                sent = yield awaited
-            except BaseException as error:  # noqa: BLE001 - thrown into the coroutine, which handles it
-                resume = partial(steps.throw, error)
-            else:
-                resume = partial(steps.send, sent)
+@coroutine
+def _inside(context: AbstractContextManager[Any], awaitable: Awaitable[_T]) -> Generator[Any, Any, _T]:
+    """Await ``awaitable`` inside ``context``, which is left while ``awaitable`` waits."""
+    steps: Any = awaitable.__await__()
+    resume: Callable[[], Any] = partial(next, steps)
+    while True:
+        try:
+            with context:
+                awaited = resume()
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+        try:
+            sent = yield awaited
+        except BaseException as error:  # noqa: BLE001 - thrown into the awaitable, which handles it
+            resume = partial(steps.throw, error)
+        else:
+            resume = partial(steps.send, sent)
 
 
 # The process's generators

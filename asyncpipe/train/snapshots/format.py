@@ -23,7 +23,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -91,7 +91,7 @@ class Snapshot:
 
     path: Path
     manifest: Manifest
-    states: dict[str, Any]
+    states: dict[str, Any] = field(repr=False)
     """The states by name, with tensors on the CPU."""
 
     @property

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +52,14 @@ OWN_STATES = ("model", "optimizer", "run")
 """The states that every run has."""
 
 
-@dataclass(slots=True, eq=False)
-class ResumePoint:
+@dataclass(frozen=True, slots=True, eq=False)
+class ResumePoint(Snapshot):
     """The snapshot that a run continues from. Its states can be restored once."""
 
-    path: Path
-    manifest: Manifest
     changed: tuple[str, ...]
     """What the job says otherwise than the run that wrote the snapshot: ``training.steps: 9, was 6``."""
     removable: tuple[Path, ...]
     """This snapshot and older ones that are not kept forever, oldest first."""
-    _states: dict[str, Any] = field(repr=False)
-
-    @property
-    def step(self) -> int:
-        """Number of finished steps."""
-        return self.manifest.step
 
     def __str__(self) -> str:
         changed = f" ({'; '.join(self.changed)})" if self.changed else ""
@@ -82,9 +74,10 @@ class ResumePoint:
 
         Raises ``JobFileError`` if a state does not fit the job, and ``DataError`` if the job's data fails meanwhile.
         """
-        if missing := sorted(states.keys() - self._states.keys()):
+        if missing := sorted(states.keys() - self.states.keys()):
             raise job_file_error(job.path, f"snapshots.resume: {self.path} has no state of {', '.join(missing)}")
-        saved, self._states = self._states, {}
+        saved = dict(self.states)
+        self.states.clear()
         for name, state in states.items():
             try:
                 state.load_state_dict(saved.pop(name))  # Popped, so that its memory is released as soon as possible.
@@ -191,11 +184,11 @@ def _resume_point(snapshot: Snapshot, job: Job, table: SnapshotTable, existing: 
     before = manifest.parameters
     now = with_chosen_schedule(job, manifest).model_dump(mode="json", include=set(before))
     return ResumePoint(
-        path=snapshot.path,
-        manifest=manifest,
+        snapshot.path,
+        manifest,
+        snapshot.states,
         changed=tuple(_changes(before, now)),
         removable=tuple(path for path in older if not _stays(path, table)),
-        _states=snapshot.states,
     )
 
 

@@ -23,59 +23,44 @@ from collections.abc import Mapping
 from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncpipe import __version__
-from asyncpipe.core.engine.events import FailureCounter
+from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.train.blocking_calls import in_thread, wait_to_end
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import ProgressSink
 from asyncpipe.train.snapshots.format import Manifest, write_snapshot
 from asyncpipe.train.snapshots.resume import ResumePoint, is_kept_forever
+from asyncpipe.train.workload import Resumable
 
-__all__ = ["SnapshotListener", "SnapshotWriter", "Stateful"]
+__all__ = ["SnapshotWriter"]
 
 _logger = logging.getLogger(__name__)
-
-
-class Stateful(Protocol):
-    """A part of a run that can be saved: a model, an optimizer, a pipeline."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nested dicts, lists and tuples of tensors and plain values."""
-
-
-class SnapshotListener(FailureCounter, Protocol):
-    """Counts snapshots, on the run's loop; a failed one is also reported to ``observer_failed`` as ``snapshot``."""
-
-    def snapshot_taken(self, seconds: float, at: float) -> None:
-        """A snapshot is on disk, ``seconds`` after its step ended; ``at`` is the Unix time."""
-
-    def snapshot_failed(self) -> None:
-        """A snapshot could not be taken."""
 
 
 class SnapshotWriter:
     """Takes the snapshots of one run of ``job``: at an interval of steps and after the last; none if it wants none.
 
-    An async context manager for one loop; leaving it waits for the snapshot that is being written. ``progress`` is told
-    of each snapshot that is on disk and of each failure. Call ``resume.open_folder`` before; ``resumed`` is its result.
+    An async context manager for one loop; leaving it waits for the snapshot that is being written. ``progress`` and
+    ``collector`` are told of each snapshot that is on disk and of each failure. Call ``resume.open_folder`` before;
+    ``resumed`` is its result.
     """
 
     def __init__(
         self,
         job: Job,
-        listener: SnapshotListener | None = None,
+        collector: PipelineCollector | None = None,
         resumed: ResumePoint | None = None,
         progress: ProgressSink | None = None,
     ) -> None:
         self._table = job.snapshots
         self._job = job
         self._schedule_sha256: str | None = None
-        self._listener = listener
+        self._collector = collector
         self._progress = progress if progress is not None else ProgressSink()
         self._begun = 0 if resumed is None else resumed.step
         """The step of the newest snapshot that was begun."""
@@ -95,7 +80,7 @@ class SnapshotWriter:
         """Write this description into the manifest of each snapshot from now on."""
         self._job, self._schedule_sha256 = job, schedule_sha256
 
-    async def after_step(self, step: int, states: Mapping[str, Stateful]) -> None:
+    async def after_step(self, step: int, states: Mapping[str, Resumable]) -> None:
         """Take a snapshot if one is due after ``step`` steps and none is being written; each of ``states`` is a file.
 
         Returns when the states are copied; they must not change meanwhile. Raises only what ``progress`` has raised.
@@ -105,7 +90,7 @@ class SnapshotWriter:
         if self._table is not None and step - self._begun >= self._table.every and self._saving is None:
             await self._take(step, states)
 
-    async def after_last_step(self, step: int, states: Mapping[str, Stateful]) -> None:
+    async def after_last_step(self, step: int, states: Mapping[str, Resumable]) -> None:
         """Take a snapshot of the end of the run, unless there is one; first waits for the one that is being written."""
         if self._table is not None and step > self._begun:
             await self.finish()
@@ -130,7 +115,7 @@ class SnapshotWriter:
             if error is None:
                 raise
 
-    async def _take(self, step: int, states: Mapping[str, Stateful]) -> None:
+    async def _take(self, step: int, states: Mapping[str, Resumable]) -> None:
         assert self._table is not None
         self._begun = step
         started = time.perf_counter()
@@ -163,8 +148,8 @@ class SnapshotWriter:
             self._report_failure(manifest.step, path.parent, error)
             return
         self._last, self._number = path, manifest.number
-        if self._listener is not None:
-            self._listener.snapshot_taken(time.perf_counter() - started, time.time())
+        if self._collector is not None:
+            self._collector.snapshot_taken(time.perf_counter() - started, time.time())
         if not is_kept_forever(manifest.number, self._table):
             self._removable.append(path)
         while len(self._removable) > self._table.keep:
@@ -174,9 +159,9 @@ class SnapshotWriter:
     def _report_failure(self, step: int, folder: Path, error: Exception) -> None:
         cause = _cause(error)
         _logger.error("no snapshot of step %d in %s: %s", step, folder, cause)
-        if self._listener is not None:
-            self._listener.snapshot_failed()
-            self._listener.observer_failed("snapshot")
+        if self._collector is not None:
+            self._collector.snapshot_failed()
+            self._collector.observer_failed("snapshot")
         self._progress.noted(logging.ERROR, f"no snapshot of step {step}: {cause}")
 
 
@@ -193,10 +178,10 @@ def _cause(error: BaseException) -> str:
 _CopiedTensors = dict[tuple[object, ...], Tensor]
 
 
-def _copy_states(states: Mapping[str, Stateful]) -> dict[str, Any]:
+def _copy_states(states: Mapping[str, Resumable]) -> dict[str, Any]:
     """The states, copied to the CPU. Blocks."""
     # All states are collected before the first is copied, so that no two tensors can have the same address in turn.
-    collected = {name: stateful.state_dict() for name, stateful in states.items()}
+    collected = {name: state.state_dict() for name, state in states.items()}
     copied: dict[str, Any] = _on_cpu(collected, {})
     return copied
 

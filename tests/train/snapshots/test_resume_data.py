@@ -277,5 +277,5 @@ class Idle(DedicatedThread):
 
 def test_what_a_run_goes_on_from_is_told_in_a_line(tmp_path):
     changed = ("training.steps: 8, was 6", "pipeline.microbatches: 4, was 2")
-    resumed = ResumePoint(tmp_path, Manifest(step=6), changed, (), {})
+    resumed = ResumePoint(tmp_path, Manifest(step=6), {}, changed, ())
     assert str(resumed) == f"going on after step 6, from {tmp_path} ({'; '.join(changed)})"
