@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -23,26 +23,8 @@ from asyncpipe.ops.device.devices import Device
 __all__ = ["AcceleratorStream", "CpuStream", "Fence", "LaneStream", "Timing", "make_streams"]
 
 
-class LaneStream(Protocol):
-    """Where the work of a lane is queued."""
-
-    device: torch.device
-
-    def use(self) -> AbstractContextManager[object]:
-        """Make it the current stream, and its device the current device, of the calling thread."""
-
-    def wait(self, event: torch.Event) -> None:
-        """Run what is queued from now on after ``event``."""
-
-    def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Keep the memory of ``tensors``, allocated on other streams, until the work queued here now is done."""
-
-    def begin(self) -> Timing | None:
-        """Start the clock of a task; ``None`` where the task is done when its call returns."""
-
-
 class CpuStream:
-    """The lane's thread itself."""
+    """The lane's thread itself. Its methods are those of ``AcceleratorStream``."""
 
     device = torch.device("cpu")
 
@@ -56,7 +38,7 @@ class CpuStream:
     def keep(self, tensors: Iterable[Tensor]) -> None:
         pass
 
-    def begin(self) -> Timing | None:
+    def begin(self) -> None:
         return None
 
 
@@ -71,24 +53,31 @@ class AcceleratorStream:
         self._clock = _DeviceClock(self.stream)
 
     def use(self) -> AbstractContextManager[object]:
+        """Make it the current stream, and its device the current device, of the calling thread."""
         context: AbstractContextManager[object] = self._use(self.stream)
         return context
 
     def wait(self, event: torch.Event) -> None:
+        """Run what is queued from now on after ``event``."""
         self.stream.wait_event(event)
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the memory of ``tensors``, allocated on other streams, until the work queued here now is done."""
         for tensor in tensors:
             if not tensor.is_cpu:
                 tensor.record_stream(self.stream)
 
-    def begin(self) -> Timing | None:
+    def begin(self) -> Timing:
+        """Start the clock of a task. (``None`` from a ``CpuStream``, where a task is done when its call returns.)"""
         return Timing(self.stream, self._clock)
 
     def tick(self) -> None:
         """Give the tasks from now on a new clock origin; called once a step."""
         self._clock.tick()
 
+
+LaneStream = CpuStream | AcceleratorStream
+"""Where the work of a lane is queued."""
 
 _unused: defaultdict[torch.device, list[Any]] = defaultdict(list)
 

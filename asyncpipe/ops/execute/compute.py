@@ -236,11 +236,19 @@ class StageCompute:
 
     def _output_gradients(self, i: int, j: int, local_graph: LocalGraph) -> list[Tensor | None]:
         """The gradients of what the stage sent, taken from the tables."""
-        return [
-            gradient
-            for user, tensors in local_graph.outputs.items()
-            for gradient in self._gradients_of(i, j, user, tensors)
-        ]
+        gradients: list[Tensor | None] = []
+        for user, outputs in local_graph.outputs.items():
+            if user == CALLER and self._plan.whole_step:
+                gradients += self._loss_gradient(outputs, i)
+                continue
+            taken = self._tensors.gradients.pop((i, user, j), [None] * len(outputs))
+            if user == CALLER:
+                # Hazard: this compute stream reads memory allocated on a stream of the caller or of the autograd
+                # engine. Its memory must not be reused before that read is done.
+                stream = self._compute_stream(self._stages[j])
+                stream.keep(gradient for gradient in taken if gradient is not None)
+            gradients += taken
+        return gradients
 
     def _hand_back(self, i: int, j: int, local_graph: LocalGraph, gradients: Sequence[Tensor | None]) -> None:
         """Store the gradients of what the stage received, for the stages that sent it."""
@@ -249,17 +257,6 @@ class StageCompute:
             mine = list(islice(rest, len(leaves)))
             if source != CALLER or any(leaf.requires_grad for leaf in leaves):
                 self._tensors.gradients[i, j, source] = mine
-
-    def _gradients_of(self, i: int, j: int, user: int, outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        if user == CALLER and self._plan.whole_step:
-            return self._loss_gradient(outputs, i)
-        gradients = self._tensors.gradients.pop((i, user, j), [None] * len(outputs))
-        if user != CALLER:
-            return gradients
-        # Hazard: this compute stream reads memory allocated on a stream of the caller or of the autograd engine. Its
-        # memory must not be reused before that read is done.
-        self._compute_stream(self._stages[j]).keep(gradient for gradient in gradients if gradient is not None)
-        return gradients
 
     def _loss_gradient(self, outputs: Sequence[Tensor], i: int) -> list[Tensor | None]:
         start = torch.full_like(outputs[0], self._plan.weights[i])

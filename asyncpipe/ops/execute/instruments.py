@@ -9,8 +9,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,7 @@ class Instruments:
 
     def named(self, name: str) -> AbstractContextManager[object]:
         """A context that ``torch.profiler`` and, with ``nvtx``, Nsight Systems show as ``name``."""
-        return _NamedNvtxRange(name) if self.nvtx else _record_function(name)
+        return _nvtx_range(name) if self.nvtx else _record_function(name)
 
     def sample(self, device: torch.device, notes: StepNotes) -> None:
         """With ``sample_memory``: note the bytes allocated on ``device`` now.
@@ -62,17 +62,7 @@ class Instruments:
             notes.samples.append((time.perf_counter(), str(device), allocated_bytes(device)))
 
 
-class _NamedNvtxRange:
-    """A range for ``torch.profiler`` and an NVTX range of the same name."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._recorded = _record_function(name)
-
-    def __enter__(self) -> None:
-        self._recorded.__enter__()
-        torch.cuda.nvtx.range_push(self._name)  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *exception: object) -> None:
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-        self._recorded.__exit__(*exception)  # type: ignore[arg-type]
+@contextmanager
+def _nvtx_range(name: str) -> Iterator[None]:
+    with _record_function(name), torch.cuda.nvtx.range(name):
+        yield

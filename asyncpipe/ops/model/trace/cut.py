@@ -13,13 +13,13 @@ from the sizes of the inputs only is computed by every stage that needs it.
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import accumulate, pairwise, repeat
+from operator import attrgetter, getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -157,7 +157,7 @@ _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _is_item(node: fx.Node) -> bool:
-    return node.target is operator.getitem and bool(node.all_input_nodes)
+    return node.target is getitem and bool(node.all_input_nodes)
 
 
 def _called(node: fx.Node, root: nn.Module) -> Iterator[tuple[int, str, str]]:
@@ -175,12 +175,8 @@ def _called(node: fx.Node, root: nn.Module) -> Iterator[tuple[int, str, str]]:
 
 def inner_graphs(node: fx.Node, root: nn.Module) -> list[fx.GraphModule]:
     """The graphs that a node takes as arguments and runs: regions with a mode of their own, and branches."""
-    modules = [_attribute(root, read.target) for read in node.all_input_nodes if read.op == "get_attr"]
+    modules = [attrgetter(str(read.target))(root) for read in node.all_input_nodes if read.op == "get_attr"]
     return [module for module in modules if isinstance(module, fx.GraphModule)]
-
-
-def _attribute(root: nn.Module, path: Any) -> Any:
-    return operator.attrgetter(path)(root)
 
 
 # Cuts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -143,9 +144,7 @@ def _no_guards(*tensors: Tensor) -> None:
 
 
 def _read(root: fx.GraphModule, node: fx.Node) -> Tensor | None:
-    value: Any = root
-    for word in str(node.target).split("."):
-        value = getattr(value, word)
+    value = attrgetter(str(node.target))(root)
     if isinstance(value, Tensor | nn.Module):
         return value if isinstance(value, Tensor) else None
     raise TraceError(f"the forward uses {node.target}, a {type(value).__name__}, which a stage cannot hold")

@@ -69,7 +69,7 @@ def trace(model: nn.Module, arguments: Arguments, split: int | Sequence[str] | M
     example = inputs.example(arguments)
     train, evaluate = (export_mode(model, inputs, example, state, training) for training in (True, False))
     cuts = _cuts(model, train, evaluate, points, state.tensors)
-    slots = ModelSlots.of(model, state.names)
+    slots = ModelSlots(model.modules(), state.names)
     stages, links, takes = build_stages((train, evaluate), cuts, state.tensors, state.persistent, slots)
 
     def takes_of(arguments: Arguments) -> dict[int, Any]:

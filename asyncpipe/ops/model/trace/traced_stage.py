@@ -9,6 +9,7 @@ recomputed like any other module::
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
@@ -66,20 +67,20 @@ class TracedStage(StageModule):
     def forward(self, received: Mapping[int, Any]) -> dict[int, Any]:
         """Run the graph of the current mode. A link that this mode does not use gets an empty tuple."""
         part = self.graphs[self.training]
-        state = [self._state(name) for name in part.state]
+        # Looked up every time, since the shadow of a module (ops/model/ties.py) has other tensors.
+        state = [attrgetter(name)(self) for name in part.state]
         if part.changed and is_recomputing():
             # The first run has changed it already, so the recomputation changes copies.
             state = [x.clone() if name in part.changed else x for name, x in zip(part.state, state, strict=True)]
         values = [value for source in self._sources for value in received[source]]
         # Not a call of the graph module, which prints to stderr if an operation fails.
-        results = part.graph.forward(self._device(state or tree_leaves(values)), *state, *values)
+        tensors = (value for value in state or tree_leaves(values) if isinstance(value, Tensor))
+        device = next((tensor.device for tensor in tensors), self._traced_device)
+        results = part.graph.forward(device, *state, *values)
         sent = dict(zip(part.targets, results, strict=True))
         if CALLER in sent:
             sent[CALLER] = part.shape.around(sent[CALLER])
         return sent
-
-    def _device(self, values: Iterable[Any]) -> torch.device:
-        return next((value.device for value in values if isinstance(value, Tensor)), self._traced_device)
 
     def _adopt(self, name: str, tensor: Tensor, persistent: bool) -> None:
         """Register a tensor under the name that it has in the model."""
@@ -94,16 +95,6 @@ class TracedStage(StageModule):
         else:
             owner.register_buffer(last, tensor, persistent)
 
-    def _state(self, name: str) -> Tensor:
-        # Looked up every time, since the shadow of a module (ops/model/ties.py) has other tensors.
-        *path, last = name.split(".")
-        owner: nn.Module = self
-        for word in path:
-            owner = owner._modules[word]  # type: ignore[assignment]
-        tensor = owner._parameters[last] if last in owner._parameters else owner._buffers[last]
-        assert tensor is not None
-        return tensor
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
@@ -117,39 +108,23 @@ class ModelSlots:
     A copy of a stage does not belong to the model, and has an empty ``ModelSlots``.
     """
 
-    def __init__(self, slots: Mapping[str, list[tuple[dict[str, Tensor | None], str]]] = MappingProxyType({})) -> None:
-        self._slots = slots
-
-    @classmethod
-    def of(cls, model: nn.Module, names: Mapping[int, str]) -> ModelSlots:
-        """The slots of ``model``. ``names`` has the names of its tensors, by id."""
-        slots: dict[str, list[tuple[dict[str, Tensor | None], str]]] = {}
-        for module in model.modules():
+    def __init__(self, modules: Iterable[nn.Module] = (), names: Mapping[int, str] = MappingProxyType({})) -> None:
+        """``names`` has the names of the tensors of ``modules``, by id."""
+        self._slots: dict[str, list[tuple[dict[str, Tensor | None], str]]] = {}
+        for module in modules:
             parameters: dict[str, Tensor | None] = module._parameters  # type: ignore[assignment]
             for table in (parameters, module._buffers):
                 for key, tensor in table.items():
                     if id(tensor) in names:
-                        slots.setdefault(names[id(tensor)], []).append((table, key))
-        return cls(slots)
+                        self._slots.setdefault(names[id(tensor)], []).append((table, key))
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Make ``tensor`` the model's tensor of this name."""
         for table, key in self._slots.get(name, ()):
             table[key] = tensor
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelSlots:
-        return ModelSlots()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return ModelSlots, ()
-
-
-class BuiltStages(NamedTuple):
-    """The stages, the links between them, and what each stage takes from the caller."""
-
-    stages: list[TracedStage]
-    links: tuple[tuple[int, int], ...]
-    takes: dict[int, list[CallerValue]]
 
 
 def build_stages(
@@ -158,8 +133,8 @@ def build_stages(
     tensors: Mapping[str, Tensor],
     persistent: Container[str],
     slots: ModelSlots,
-) -> BuiltStages:
-    """The stages, from the traces of train and eval mode. The links are those that either mode needs.
+) -> tuple[list[TracedStage], tuple[tuple[int, int], ...], dict[int, list[CallerValue]]]:
+    """The stages from the traces of train and eval mode, the links that either needs, and what stages take of a call.
 
     Raises ``TraceError`` where a stage overwrites what another stage uses.
     """
@@ -167,7 +142,8 @@ def build_stages(
     last = len(cuts[0])
     _check_state(plans)
     links = tuple(sorted(set().union(*(plan.crossing for plan in plans))))
-    takes = {s: sorted(set().union(*(plan.wanted(s) for plan in plans)), key=_wanted_order) for s in range(last + 1)}
+    # Sorted only so that every run writes the same graphs.
+    takes = {s: sorted(set().union(*(plan.wanted(s) for plan in plans)), key=str) for s in range(last + 1)}
     takes = {s: wanted for s, wanted in takes.items() if wanted}
     stages = []
     for s in range(last + 1):
@@ -177,11 +153,7 @@ def build_stages(
         stage = TracedStage({True: train, False: evaluate}, sources, tensors, persistent, slots, modes[0].device)
         stage.overwrites_input = any(s in plan.overwrites.received for plan in plans)
         stages.append(stage)
-    return BuiltStages(stages, links, takes)
-
-
-def _wanted_order(wanted: CallerValue) -> tuple[int, int]:
-    return wanted[0], -1 if wanted[1] is None else wanted[1]
+    return stages, links, takes
 
 
 class _CutGraph:
@@ -203,11 +175,6 @@ class _CutGraph:
     def nodes(self, stage: int) -> list[fx.Node]:
         """The nodes that a stage computes, in order, with the sizes that it needs."""
         own = {node for node, s in self.stages.items() if s == stage}
-        needed = self._needs(stage, own)
-        return [node for node in self.traced.nodes if node in own or node in needed]
-
-    def _needs(self, stage: int, own: set[fx.Node]) -> set[fx.Node]:
-        """The sizes that a stage uses, and those that they are computed from."""
         sizes = self.traced.sizes
         open_ends = [made_of for node in own for made_of in node.all_input_nodes if made_of in sizes]
         if stage == self.last:
@@ -218,7 +185,7 @@ class _CutGraph:
             if node not in needed:
                 needed.add(node)
                 open_ends += [made_of for made_of in node.all_input_nodes if made_of in sizes]
-        return needed
+        return [node for node in self.traced.nodes if node in own or node in needed]
 
     def wanted(self, stage: int) -> set[CallerValue]:
         """What a stage takes from the caller."""
