@@ -22,7 +22,7 @@ from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.instruments import Instruments
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm, deferred_layers
 from asyncpipe.ops.model.microbatch import Arguments
-from asyncpipe.ops.model.sequential import as_sequential, stage_sequence
+from asyncpipe.ops.model.sequential import as_sequential, split, stage_parts
 from asyncpipe.ops.model.stage import Stage, StagedModel
 from asyncpipe.ops.model.ties import Ties, place
 from asyncpipe.pipeline.graph_cache import GraphCache
@@ -103,7 +103,7 @@ def _split_into_stages(model: object, schedule: Schedule, devices: int, options:
     if count is None:
         count = devices * schedule.virtual if isinstance(balance, str) else len(balance)
     schedule.check(Shape(count, options.microbatches, devices))
-    return stage_sequence(sequence, balance, count)
+    return stage_parts(sequence, split(sequence, balance, count))
 
 
 def _make_optimizers(

@@ -26,8 +26,7 @@ from asyncpipe.ops.device.copies import to_device
 from asyncpipe.ops.device.streams import LaneStream
 from asyncpipe.ops.execute.step_tensors import LocalGraph, StepPlan, StepTensors
 from asyncpipe.ops.model.microbatch import Arguments, Packet
-from asyncpipe.ops.model.running_statistics import untouched
-from asyncpipe.ops.model.stage import CALLER, Stage
+from asyncpipe.ops.model.stage import CALLER, Stage, untouched
 
 __all__ = ["StageCompute"]
 

@@ -23,7 +23,7 @@ from asyncpipe.ops.model.skip_layout import skip_layout
 from asyncpipe.ops.model.skips import SkipKey, SkipStore, use_skips
 from asyncpipe.ops.model.stage import CALLER, StagedModel, StageModule
 
-__all__ = ["PipeSequential", "SequentialStage", "as_sequential", "split", "stage_parts", "stage_sequence"]
+__all__ = ["PipeSequential", "SequentialStage", "as_sequential", "split", "stage_parts"]
 
 
 class PipeSequential(nn.Sequential):
@@ -98,18 +98,10 @@ class SequentialStage(StageModule):
         return value
 
 
-def stage_sequence(model: nn.Sequential, balance: str | Sequence[int], stages: int) -> StagedModel:
-    """``model`` cut into ``stages`` stages of consecutive layers; ``balance`` as in ``split``.
-
-    Raises ``BalanceError``, and ``SkipLayoutError`` that lists every stash without a pop and every pop without a stash.
-    """
-    return stage_parts(model, split(model, balance, stages))
-
-
 def stage_parts(module: nn.Module, parts: Sequence[nn.Sequential]) -> StagedModel:
     """``parts`` as the stages of ``module``, which owns their parameters. The parts are called with their hooks.
 
-    Raises ``SkipLayoutError`` as ``stage_sequence`` does.
+    Raises ``SkipLayoutError``, which lists every stash without a pop and every pop without a stash.
     """
     skips = skip_layout(parts)
     links = {(j, j + 1) for j in range(len(parts) - 1)} | {ends for ends in skips.values() if ends[0] != ends[1]}

@@ -17,8 +17,6 @@ __all__ = ["skip_layout", "verify_skippables"]
 class _SkippableModule:
     """A module with skips."""
 
-    number: int
-    """Its position among the modules with skips."""
     stage: int
     label: str
     """What error messages call it."""
@@ -59,7 +57,7 @@ def _skippable_modules(stages: Sequence[Iterable[nn.Module]]) -> list[_Skippable
                     label = f"layer {path} ({type(module).__name__})"
                     stashes = tuple(map(module.skip_key, module.skip_stashes))
                     pops = tuple(map(module.skip_key, module.skip_pops))
-                    modules.append(_SkippableModule(len(modules), stage, label, stashes, pops))
+                    modules.append(_SkippableModule(stage, label, stashes, pops))
     return modules
 
 
@@ -77,10 +75,10 @@ def _matched(modules: Sequence[_SkippableModule]) -> dict[SkipKey, tuple[_Skippa
     """
     sources: dict[SkipKey, _SkippableModule] = {}
     targets: dict[SkipKey, _SkippableModule] = {}
-    mistakes: list[tuple[int, str]] = []
+    mistakes: list[tuple[_SkippableModule, str]] = []
 
     def mistake(module: _SkippableModule, verb: str, key: SkipKey, why: str = "") -> None:
-        mistakes.append((module.number, f"{module.label} {verb} {describe_skip(key)}{why}"))
+        mistakes.append((module, f"{module.label} {verb} {describe_skip(key)}{why}"))
 
     for module in modules:
         for key in module.pops:
@@ -97,7 +95,7 @@ def _matched(modules: Sequence[_SkippableModule]) -> dict[SkipKey, tuple[_Skippa
         if key not in targets:
             mistake(module, "stashes", key, ", which no layer after it pops")
     if mistakes:
-        lines = "".join(f"\n  {line}" for _, line in sorted(mistakes, key=lambda entry: entry[0]))
+        lines = "".join(f"\n  {line}" for _, line in sorted(mistakes, key=lambda entry: modules.index(entry[0])))
         raise SkipLayoutError(
             f"stashes and pops do not match:{lines}\nEvery skip needs one stash and one pop in a later layer; where a "
             f"name is used by several pairs, give each pair its own with isolate(Namespace())."

@@ -11,7 +11,8 @@ to the caller. A pair of source and user is a *link*::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,14 @@ from torch import nn
 
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.model.microbatch import Arguments
-from asyncpipe.ops.model.running_statistics import StatisticsOf
 
-__all__ = ["CALLER", "Stage", "StageModule", "StagedModel"]
+__all__ = ["CALLER", "Stage", "StageModule", "StagedModel", "statistics_of", "untouched"]
 
 CALLER = -1
 """The index that stands for the caller, as the source or the user of a link."""
+
+StatisticsOf = Sequence[tuple[nn.Module, str]]
+"""(module, name of a buffer) for each running statistic of a stage."""
 
 
 class StageModule(nn.Module):
@@ -67,3 +70,22 @@ class Stage:
     device: Device
     statistics: StatisticsOf
     """The buffers that a recomputation must not update again."""
+
+
+def statistics_of(stage: nn.Module) -> StatisticsOf:
+    """The running statistics inside ``stage``: of batch norms, and of other layers with buffers of these names."""
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    return [(module, name) for module in stage.modules() for name in names if module._buffers.get(name) is not None]
+
+
+@contextmanager
+def untouched(statistics: StatisticsOf) -> Iterator[None]:
+    """Keep ``statistics`` unchanged: the forward inside updates copies. For the stage's thread."""
+    kept = [(module._buffers, name, module._buffers[name]) for module, name in statistics]
+    try:
+        for buffers, name, value in kept:
+            buffers[name] = None if value is None else value.clone()
+        yield
+    finally:
+        for buffers, name, value in kept:
+            buffers[name] = value

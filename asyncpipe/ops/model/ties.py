@@ -18,15 +18,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from asyncpipe.errors import SharedParameterError
 from asyncpipe.ops.device.devices import Device
-from asyncpipe.ops.model.running_statistics import statistics_of
-from asyncpipe.ops.model.stage import Stage, StagedModel, StageModule
+from asyncpipe.ops.model.stage import Stage, StagedModel, StageModule, statistics_of
 
 __all__ = ["Replica", "Ties", "place"]
 
@@ -42,6 +41,12 @@ class _Slot(NamedTuple):
         parameters: dict[str, Tensor | None] = self.module._parameters  # type: ignore[assignment]
         return parameters if self.name in parameters else self.module._buffers
 
+    @property
+    def held(self) -> Tensor:
+        tensor = self.table[self.name]
+        assert tensor is not None
+        return tensor
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replica:
@@ -53,13 +58,7 @@ class Replica:
     @property
     def owner(self) -> Tensor:
         """The owner's tensor; looked up each time, since casting a module can replace it."""
-        owner = self.slot.table[self.slot.name]
-        assert owner is not None
-        return owner
-
-    def bring(self, values: Tensor) -> None:
-        """Use ``values``, a copy of the owner's on the replica's device, as the replica's values."""
-        self.tensor.data = values
+        return self.slot.held
 
 
 class Ties:
@@ -105,8 +104,7 @@ class Ties:
     def add(self, owner: int, user: int, slot: _Slot, device: torch.device) -> Tensor:
         """The replica for ``user`` of what is in ``slot`` of ``owner``; created by the first call."""
         replicas = self._replicas.setdefault((owner, user), [])
-        tensor = slot.table[slot.name]
-        assert tensor is not None
+        tensor = slot.held
         for replica in replicas:
             if replica.owner is tensor:
                 return replica.tensor
@@ -116,20 +114,18 @@ class Ties:
         replicas.append(Replica(slot, copy))
         return copy
 
-    def shadow(self, module: StageModule, replaced: dict[tuple[int, str], Tensor]) -> StageModule:
-        """``module`` with the tensors in ``replaced``, by (id of the module, name). Everything else is shared."""
-        shadow = self._shadow(module, replaced, {})
-        assert isinstance(shadow, StageModule)
-        return shadow
-
-    def _shadow(
+    def shadow(
         self, module: nn.Module, replaced: dict[tuple[int, str], Tensor], made: dict[int, nn.Module]
     ) -> nn.Module:
+        """``module`` with the tensors in ``replaced``, by (id of the module, name). Everything else is shared.
+
+        ``made`` has the result for each module inside that was seen before, by id.
+        """
         if id(module) in made:
             return made[id(module)]
         made[id(module)] = module
         children = {
-            name: self._shadow(child, replaced, made) for name, child in module._modules.items() if child is not None
+            name: self.shadow(child, replaced, made) for name, child in module._modules.items() if child is not None
         }
         mine = {name: tensor for (owner, name), tensor in replaced.items() if owner == id(module)}
         if not mine and all(children[name] is module._modules[name] for name in children):
@@ -178,14 +174,14 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
     replaced: list[dict[tuple[int, str], Tensor]] = [{} for _ in model.stages]
     for slots in tied.values():
         owner, source = slots[0]
-        tensor = source.table[source.name]
-        assert tensor is not None
         for user, slot in slots[1:]:
-            slot.table[slot.name] = tensor  # Moving a stage replaces its buffers, so each user had its own.
+            slot.table[slot.name] = source.held  # Moving a stage replaces its buffers, so each user had its own.
             if placement[user] != placement[owner]:
                 replica = ties.add(owner, user, source, devices[placement[user]].physical)
                 replaced[user][id(slot.module), slot.name] = replica
-    modules = [ties.shadow(stage, slots) for stage, slots in zip(model.stages, replaced, strict=True)]
+    modules = [
+        cast(StageModule, ties.shadow(stage, slots, {})) for stage, slots in zip(model.stages, replaced, strict=True)
+    ]
     return [
         Stage(index, module, devices[device], statistics_of(module))
         for index, (module, device) in enumerate(zip(modules, placement, strict=True))

@@ -12,8 +12,8 @@ from asyncpipe.errors import BalanceError, DeviceError, OptionError, SharedParam
 from asyncpipe.ops.device import devices as devices_module
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.model.microbatch import Arguments
-from asyncpipe.ops.model.sequential import SequentialStage, as_sequential, split, stage_sequence
-from asyncpipe.ops.model.stage import CALLER, Stage
+from asyncpipe.ops.model.sequential import SequentialStage, as_sequential, split, stage_parts
+from asyncpipe.ops.model.stage import CALLER, Stage, StagedModel
 from asyncpipe.ops.model.ties import place
 
 CPU = torch.device("cpu")
@@ -22,6 +22,10 @@ META = torch.device("meta")
 
 def model(layers: int = 4) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+
+
+def in_stages(whole: nn.Sequential, balance: list[int]) -> StagedModel:
+    return stage_parts(whole, split(whole, balance, len(balance)))
 
 
 # Devices
@@ -178,7 +182,7 @@ def test_stages_are_placed_and_parameters_stay_the_same_objects() -> None:
     whole = model()
     before = list(whole.parameters())
     devices = resolve_devices(["cpu:0", "cpu:1"])
-    stages, ties = place(stage_sequence(whole, [1, 1, 2], 3), [0, 1, 0], devices)
+    stages, ties = place(in_stages(whole, [1, 1, 2]), [0, 1, 0], devices)
     assert ties.links == ()
     assert [stage.index for stage in stages] == [0, 1, 2]
     assert [stage.device.name for stage in stages] == ["cpu:0", "cpu:1", "cpu:0"]
@@ -195,14 +199,14 @@ def test_stages_are_placed_and_parameters_stay_the_same_objects() -> None:
 
 
 def test_a_stage_is_moved_to_its_device() -> None:
-    staged = stage_sequence(model(2), [1, 1], 2)
+    staged = in_stages(model(2), [1, 1])
     place(staged, [0, 1], [Device("cpu", CPU), Device("meta", META)])
     assert [next(part.parameters()).device for part in staged.stages] == [CPU, META]
 
 
 def test_stages_that_work_in_place_say_so() -> None:
     whole = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(inplace=True)), nn.ReLU())
-    assert [stage.overwrites_input for stage in stage_sequence(whole, [1, 1, 1], 3).stages] == [False, True, False]
+    assert [stage.overwrites_input for stage in in_stages(whole, [1, 1, 1]).stages] == [False, True, False]
 
 
 # Ties
@@ -217,7 +221,7 @@ def tied() -> nn.Sequential:
 @pytest.mark.parametrize("placement", [[0, 0, 0], [0, 1, 0]])
 def test_a_parameter_shared_on_one_device_needs_no_replica(placement: list[int]) -> None:
     whole = tied()
-    stages, ties = place(stage_sequence(whole, [1, 1, 1], 3), placement, resolve_devices(["cpu:0", "cpu:1"]))
+    stages, ties = place(in_stages(whole, [1, 1, 1]), placement, resolve_devices(["cpu:0", "cpu:1"]))
     assert ties.links == ()
     assert layers_of(stages[2])[0].weight is whole[0].weight
 
@@ -226,7 +230,7 @@ def test_a_parameter_tied_over_devices_has_one_owner_and_a_replica() -> None:
     """Also on one physical device, where two threads would otherwise add to the same gradient at once."""
     whole = tied()
     keys = list(whole.state_dict())
-    stages, ties = place(stage_sequence(whole, [1, 1, 1], 3), [0, 1, 2], resolve_devices(["cpu:0"] * 3))
+    stages, ties = place(in_stages(whole, [1, 1, 1]), [0, 1, 2], resolve_devices(["cpu:0"] * 3))
     assert ties.links == ((0, 2),)
     (replica,) = ties.between(0, 2)
     mine = layers_of(stages[2])[0].weight
@@ -241,7 +245,7 @@ def test_a_parameter_tied_over_devices_has_one_owner_and_a_replica() -> None:
 
 def test_the_owner_is_on_the_device_of_the_first_stage_that_uses_it() -> None:
     whole = tied()
-    place(stage_sequence(whole, [1, 1, 1], 3), [0, 1, 1], [Device("cpu", CPU), Device("meta", META)])
+    place(in_stages(whole, [1, 1, 1]), [0, 1, 1], [Device("cpu", CPU), Device("meta", META)])
     assert whole[0].weight.device == CPU
     assert whole[2].weight is whole[0].weight
     assert whole[2].bias.device == META
@@ -250,7 +254,7 @@ def test_the_owner_is_on_the_device_of_the_first_stage_that_uses_it() -> None:
 def test_a_layer_used_twice_is_two_layers_with_replicas() -> None:
     layer = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
     whole = nn.Sequential(layer, nn.ReLU(), layer)
-    stages, ties = place(stage_sequence(whole, [1, 1, 1], 3), [0, 1, 2], resolve_devices(["cpu:0"] * 3))
+    stages, ties = place(in_stages(whole, [1, 1, 1]), [0, 1, 2], resolve_devices(["cpu:0"] * 3))
     assert [replica.owner for replica in ties.between(0, 2)] == [layer[0].weight, layer[0].bias]
     assert layers_of(stages[0])[0] is layer
     shadow = layers_of(stages[2])[0]
@@ -261,7 +265,7 @@ def test_a_layer_used_twice_is_two_layers_with_replicas() -> None:
 def test_shadows_follow_their_module() -> None:
     layer = nn.LSTM(2, 2)
     whole = nn.Sequential(layer, nn.ReLU(), layer)
-    stages, ties = place(stage_sequence(whole, [1, 1, 1], 3), [0, 1, 2], resolve_devices(["cpu:0"] * 3))
+    stages, ties = place(in_stages(whole, [1, 1, 1]), [0, 1, 2], resolve_devices(["cpu:0"] * 3))
     shadow = layers_of(stages[2])[0]
     assert shadow._flat_weights[0] is shadow.weight_ih_l0 is not layer.weight_ih_l0
     whole.eval()
@@ -280,7 +284,7 @@ def test_a_shared_buffer_is_replicated() -> None:
 
     scale = torch.ones(2)
     whole = nn.Sequential(Scaled(scale), Scaled(scale))
-    stages, ties = place(stage_sequence(whole, [1, 1], 2), [0, 1], [Device("cpu", CPU), Device("meta", META)])
+    stages, ties = place(in_stages(whole, [1, 1]), [0, 1], [Device("cpu", CPU), Device("meta", META)])
     (replica,) = ties.between(0, 1)
     assert not replica.tensor.requires_grad
     assert layers_of(stages[1])[0].scale.device == META
@@ -289,7 +293,7 @@ def test_a_shared_buffer_is_replicated() -> None:
 
 def test_running_statistics_shared_over_devices_are_refused_before_anything_moves() -> None:
     layer = nn.BatchNorm1d(2)
-    staged = stage_sequence(nn.Sequential(layer, nn.ReLU(), layer), [1, 1, 1], 3)
+    staged = in_stages(nn.Sequential(layer, nn.ReLU(), layer), [1, 1, 1])
     with pytest.raises(SharedParameterError) as raised:
         place(staged, [1, 0, 0], [Device("cpu", CPU), Device("meta", META)])
     assert str(raised.value) == (

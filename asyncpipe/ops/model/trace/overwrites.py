@@ -37,13 +37,13 @@ def overwrites(traced: TracedGraph, stages: Mapping[fx.Node, int], last: int) ->
     """What stages change in place. Raises ``TraceError`` where a stage would miss a change made by another one."""
     found = Overwrites()
     order = {node: position for position, node in enumerate([*traced.inputs, *traced.state, *traced.nodes])}
-    memory = _Memory(traced.nodes)
+    same = _same_storages(traced.nodes)
     aliases: dict[int, list[fx.Node]] = {}
     for node in order:
-        for storage in memory.of(_storages(node)):
+        for storage in {same.get(storage, storage) for storage in _storages(node)}:
             aliases.setdefault(storage, []).append(node)
     for node in traced.nodes:
-        for storage in memory.of(written_storages(node, traced.root)):
+        for storage in {same.get(storage, storage) for storage in written_storages(node, traced.root)}:
             before = [alias for alias in aliases.get(storage, ()) if order[alias] < order[node]]
             for alias in before:
                 if alias in traced.state:
@@ -53,25 +53,15 @@ def overwrites(traced: TracedGraph, stages: Mapping[fx.Node, int], last: int) ->
     return found
 
 
-class _Memory:
-    """Knows which storages may be the same. A dropout that drops nothing returns its input; the trace shows two."""
-
-    def __init__(self, nodes: Iterable[fx.Node]) -> None:
-        self._same: dict[int, int] = {}
-        for node in nodes:
-            if "dropout" in str(node.target) and isinstance(node.args[0], fx.Node):
-                for output, given in zip(self.of(_storages(node)), self.of(_storages(node.args[0])), strict=False):
-                    if output != given:
-                        self._same[output] = given
-
-    def of(self, storages: Iterable[int]) -> set[int]:
-        """``storages``, with one number for those that may be the same."""
-        return {self._first(storage) for storage in storages}
-
-    def _first(self, storage: int) -> int:
-        while storage in self._same:
-            storage = self._same[storage]
-        return storage
+def _same_storages(nodes: Iterable[fx.Node]) -> dict[int, int]:
+    """By storage: the earlier one that it may be. A dropout that drops nothing returns its input; a trace shows two."""
+    same: dict[int, int] = {}
+    for node in nodes:
+        if "dropout" in str(node.target) and isinstance(node.args[0], fx.Node):
+            for output, given in zip(_storages(node), _storages(node.args[0]), strict=False):
+                if output != given:
+                    same[output] = same.get(given, given)
+    return same
 
 
 def _check_stale(
