@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -111,8 +112,11 @@ class SplitBackward:
         if any("CheckpointFunction" in node.name() for node in graph.inside):
             return _whole_backward(starts, leaves)
         crossings = graph.crossings()
-        inner = [start for start in starts if start[0].node in graph.inside]
-        arrived, found = _noting(crossings, partial(_grad, inner, leaves, crossings))
+        edges, gradients = _unzipped(start for start in starts if start[0].node in graph.inside)
+        # W needs the buffers of the crossings that it runs again.
+        retain = not all(crossing.runs_once for crossing in crossings)
+        with _noting(crossings) as arrived:
+            found = torch.autograd.grad(edges, leaves, gradients, retain_graph=retain, allow_unused=True)
         outer = [start for start in starts if start[0].node not in graph.inside]
         self._groups = _grouped(graph.groups(), crossings, arrived, outer)
         return _apart(found, arrived.values())
@@ -215,15 +219,9 @@ class _BackwardGraph:
 # I
 
 
-def _grad(starts: Sequence[Start], leaves: Sequence[Tensor], crossings: Sequence[_Crossing]) -> Gradients:
-    """The gradients of ``leaves``. Keeps the buffers of the graph if W will run any crossing again."""
-    edges, gradients = _unzipped(starts)
-    retain = not all(crossing.runs_once for crossing in crossings)
-    return torch.autograd.grad(edges, leaves, gradients, retain_graph=retain, allow_unused=True)
-
-
-def _noting(crossings: Sequence[_Crossing], run: Callable[[], Gradients]) -> tuple[dict[int, Gradients], Gradients]:
-    """The gradients that W starts from, by the number of each crossing that ``run`` passed, in order; and its result.
+@contextmanager
+def _noting(crossings: Sequence[_Crossing]) -> Iterator[dict[int, Gradients]]:
+    """The gradients that W starts from, by the number of each crossing that the backward inside passes, in order.
 
     They are the gradients that arrived at the crossing or, if it runs once, those it computed for its outside edges.
     Hooks refer to crossings by number: a reference to the node would be a cycle that the garbage collector cannot see.
@@ -235,15 +233,11 @@ def _noting(crossings: Sequence[_Crossing], run: Callable[[], Gradients]) -> tup
             if crossing.runs_once:
                 handles.append(crossing.node.register_hook(partial(_note_made, arrived, number, crossing.positions)))
             else:
-                handles.append(crossing.node.register_prehook(partial(_note_arrived, arrived, number)))
-        return arrived, run()
+                handles.append(crossing.node.register_prehook(partial(arrived.__setitem__, number)))
+        yield arrived
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _note_arrived(arrived: dict[int, Gradients], number: int, gradients: Gradients) -> None:
-    arrived[number] = gradients
 
 
 def _note_made(

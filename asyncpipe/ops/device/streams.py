@@ -47,8 +47,16 @@ class AcceleratorStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = _borrow(device)
-        finalize(self, _unused[device].append, self.stream).atexit = False
+        # torch has 32 streams a device and hands them out in turn, so in a long process two pipelines would come to
+        # share one. Hazard: the optimizer of pipeline A reads gradients on its caller's stream and frees them. The next
+        # task of pipeline B on the shared stream could then reuse that memory too early, because ``Fence.begin`` makes
+        # only the streams of A wait for the caller of A.
+        unused = _unused[device]
+        try:
+            self.stream = unused.pop()
+        except IndexError:
+            self.stream = torch.get_device_module(device).Stream(device)
+        finalize(self, unused.append, self.stream).atexit = False
         self._use = torch.get_device_module(device).stream
         self._clock = _DeviceClock(self.stream)
 
@@ -82,32 +90,19 @@ LaneStream = CpuStream | AcceleratorStream
 _unused: defaultdict[torch.device, list[Any]] = defaultdict(list)
 
 
-def _borrow(device: torch.device) -> Any:
-    """A stream that no other ``AcceleratorStream`` has.
-
-    torch has 32 streams a device and hands them out in turn, so in a long process two pipelines would come to share
-    one. Hazard: the optimizer of pipeline A reads gradients on its caller's stream and frees them. The next task of
-    pipeline B on the shared stream could then reuse that memory too early, because ``Fence.begin`` makes only the
-    streams of A wait for the caller of A.
-    """
-    try:
-        return _unused[device].pop()
-    except IndexError:
-        return torch.get_device_module(device).Stream(device)
-
-
 class Timing:
     """The time of a task on an accelerator, from when this is made to ``end``. A ``Completion`` for the executor."""
 
     def __init__(self, stream: Any, clock: _DeviceClock) -> None:
+        self._stream = stream
         self._clock = clock
         self._origin = clock.origin
         self._started = _record(stream)
         self.ended: torch.Event | None = None
 
-    def end(self, stream: Any) -> torch.Event:
-        """Record the task's end on ``stream`` (a copy may end on another stream than it began on)."""
-        self.ended = _record(stream)
+    def end(self) -> torch.Event:
+        """Record the task's end."""
+        self.ended = _record(self._stream)
         return self.ended
 
     def wait(self) -> tuple[float, float]:

@@ -79,7 +79,7 @@ class Binder:
             self._await_dependencies(task, stream)
             timing = stream.begin()
             self._act(task)
-            return self._finish(task, timing, stream)
+            return self._finish(task, timing)
 
     def _act(self, task: Task) -> None:
         # Not a table of bound methods: its reference cycle would keep the binder and the stages alive until the garbage
@@ -118,7 +118,7 @@ class Binder:
                 self._await_dependencies(task, side)
             timing = stream.begin()
             put(copier.copy(tensors, side))
-            return self._finish(task, timing, stream)
+            return self._finish(task, timing)
 
     def _sent(self, task: Task, source: int) -> tuple[Sequence[Tensor | None], Callable[[list[Tensor | None]], None]]:
         """The tensors of one micro-batch that ``task`` copies, and a function that stores the copies."""
@@ -163,10 +163,9 @@ class Binder:
             # Hazard: the autograd engine may still be writing the caller's gradient on its own stream.
             stream.wait(self._tensors.gradients_ready.pop(task.microbatch))
 
-    def _finish(self, task: Task, timing: Timing | None, stream: LaneStream) -> Timing | None:
+    def _finish(self, task: Task, timing: Timing | None) -> Timing | None:
         if timing is not None:
-            assert isinstance(stream, AcceleratorStream)
-            self._events[task.number] = timing.end(stream.stream)
+            self._events[task.number] = timing.end()
         return timing
 
     # Tasks of the whole step

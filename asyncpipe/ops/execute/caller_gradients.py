@@ -35,17 +35,14 @@ class CallerGradients:
         self._dim = dim
         places = _ends(batch, pieces)
         self._found = list(dict.fromkeys(places.values()))
+        self.ends = [end.tensor for end in self._found]
+        """The caller's tensors that require gradients."""
         # For each tensor on a link from the caller, the caller's tensor that it comes from.
         self._links: dict[tuple[int, int], list[_CallerTensor | None]] = {
             (i, stage): [places.get((i, id(leaf))) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             for i, takes_of in enumerate(takes)
             for stage, value in takes_of.items()
         }
-
-    @property
-    def ends(self) -> list[Tensor]:
-        """The caller's tensors that require gradients."""
-        return [end.tensor for end in self._found]
 
     def collect(self, gradients: dict[tuple[int, int, int], list[Tensor | None]]) -> list[Tensor | None]:
         """The gradients of ``ends``. Removes those of the micro-batches from the table ``gradients``."""

@@ -88,39 +88,35 @@ class _StageRun:
         return packets
 
 
+@dataclass(slots=True, eq=False)
 class StageCompute:
     """Forward, recompute and backward of every stage, on the tensors of one step."""
 
-    def __init__(
-        self,
-        graph: TaskGraph,
-        plan: StepPlan,
-        tensors: StepTensors,
-        stages: Sequence[Stage],
-        streams: Mapping[Lane, LaneStream],
-        context: CallerContext,
-    ) -> None:
-        self._plan = plan
-        self._tensors = tensors
-        self._stages = stages
-        self._streams = streams
-        self._context = context
-        self._microbatches = graph.shape.microbatches
-        self._sources: list[list[int]] = [[CALLER] for _ in stages]
-        for source, user in sorted(graph.wiring.links):
-            self._sources[user].append(source)
+    graph: TaskGraph
+    plan: StepPlan
+    tensors: StepTensors
+    stages: Sequence[Stage]
+    streams: Mapping[Lane, LaneStream]
+    context: CallerContext
+    sources: list[list[int]] = field(init=False)
+    """By stage: what it receives something from."""
+
+    def __post_init__(self) -> None:
+        self.sources = [[CALLER] for _ in self.stages]
+        for source, user in sorted(self.graph.wiring.links):
+            self.sources[user].append(source)
 
     # Forward
 
     def forward(self, task: Task) -> None:
         """Take what the stage receives; store what it sends and, if a backward follows, its local graph."""
-        i, stage = task.microbatch, self._stages[task.stage]
+        i, stage = task.microbatch, self.stages[task.stage]
         received = self._received(i, stage.index)
         leaves = {source: self._leaves(source, packet, stage) for source, packet in received.items()}
-        run = _StageRun(self._plan, self._context, stage, i, received, self._target(i, stage))
+        run = _StageRun(self.plan, self.context, stage, i, received, self._target(i, stage))
         inputs = _flat(leaves)
         recomputation = None
-        if self._plan.training and self._plan.checkpoint.recomputes(i, self._microbatches):
+        if self.plan.training and self.plan.checkpoint.recomputes(i, self.graph.shape.microbatches):
             flat, recomputation = checkpoint(run, inputs)
         else:
             flat = run(inputs)
@@ -129,12 +125,12 @@ class StageCompute:
         outputs = {user: list(islice(rest, packet.count)) for user, packet in packets.items()}
         for user, packet in packets.items():
             self._send(i, stage.index, user, packet, outputs[user])
-        if self._plan.training:
-            self._tensors.local_graphs[i, stage.index] = LocalGraph(leaves, outputs, recomputation)
+        if self.plan.training:
+            self.tensors.local_graphs[i, stage.index] = LocalGraph(leaves, outputs, recomputation)
 
     def _received(self, i: int, j: int) -> dict[int, Packet]:
-        keys = ((source, (i, source, j)) for source in self._sources[j])
-        activations = self._tensors.activations
+        keys = ((source, (i, source, j)) for source in self.sources[j])
+        activations = self.tensors.activations
         return {source: activations.pop(key) for source, key in keys if source != CALLER or key in activations}
 
     def _leaves(self, source: int, packet: Packet, stage: Stage) -> list[Tensor]:
@@ -145,14 +141,14 @@ class StageCompute:
         packet.tensors = []
         wants = packet.wants_gradient
         # A whole step makes no gradients of the caller's input; in pipe(x) the caller's graph continues there.
-        here = self._plan.training and (source != CALLER or not self._plan.whole_step)
+        here = self.plan.training and (source != CALLER or not self.plan.whole_step)
         return [tensor.detach().requires_grad_(here and want) for tensor, want in zip(tensors, wants, strict=True)]
 
     def _target(self, i: int, stage: Stage) -> Arguments:
         """The arguments of the loss besides the output, on the last stage's device."""
-        if stage.index < len(self._stages) - 1 or i not in self._tensors.targets:
+        if stage.index < len(self.stages) - 1 or i not in self.tensors.targets:
             return Arguments.of()
-        target = Packet(self._tensors.targets.pop(i))
+        target = Packet(self.tensors.targets.pop(i))
         return Arguments.wrap(target.rebuild(self._from_caller(target.tensors, stage)))
 
     def _from_caller(self, tensors: Sequence[Tensor], stage: Stage) -> list[Tensor]:
@@ -164,38 +160,38 @@ class StageCompute:
         return moved
 
     def _compute_stream(self, stage: Stage) -> LaneStream:
-        return self._streams[Lane(stage.device.name, Queue.COMPUTE)]
+        return self.streams[Lane(stage.device.name, Queue.COMPUTE)]
 
     def _send(self, i: int, j: int, user: int, packet: Packet, outputs: Sequence[Tensor]) -> None:
         packet.wants_gradient = [tensor.requires_grad for tensor in outputs]
         packet.tensors = [tensor.detach() for tensor in outputs]
         if user != CALLER:
-            self._tensors.activations[i, j, user] = packet
+            self.tensors.activations[i, j, user] = packet
             return
-        if self._plan.loss is not None:
+        if self.plan.loss is not None:
             result: _LossResult = packet.rebuild(packet.tensors)
-            self._tensors.losses[i] = result.loss
+            self.tensors.losses[i] = result.loss
             if result.counted is not None:
-                self._tensors.counts[i] = result.counted
-            if not self._plan.keep_outputs:
+                self.tensors.counts[i] = result.counted
+            if not self.plan.keep_outputs:
                 return
             packet = Packet(result.output)
-        self._tensors.outputs[i] = packet
+        self.tensors.outputs[i] = packet
 
     # Backward
 
     def recompute(self, task: Task) -> None:
         """Run the forward again, unless that is done already."""
-        recomputation = self._tensors.local_graphs[task.microbatch, task.stage].recomputation
+        recomputation = self.tensors.local_graphs[task.microbatch, task.stage].recomputation
         assert recomputation is not None
-        recomputation.retain = self._tensors.retain
+        recomputation.retain = self.tensors.retain
         recomputation.run()
 
     def backward(self, task: Task) -> None:
         """From the gradients of what the stage sent, make those of what it received and of its parameters."""
         i, j = task.microbatch, task.stage
-        retain = self._tensors.retain
-        local_graphs = self._tensors.local_graphs
+        retain = self.tensors.retain
+        local_graphs = self.tensors.local_graphs
         local_graph = local_graphs[i, j] if retain else local_graphs.pop((i, j))
         if local_graph.recomputation is not None:
             local_graph.recomputation.retain = retain
@@ -209,7 +205,7 @@ class StageCompute:
         try:
             if pairs:
                 tensors, starts = zip(*pairs, strict=True)
-                with _without_hooks(() if self._plan.whole_step else self._stages[j].module.parameters()):
+                with _without_hooks(() if self.plan.whole_step else self.stages[j].module.parameters()):
                     torch.autograd.backward(tensors, starts, retain_graph=retain)
             self._hand_back(i, j, local_graph, [leaf.grad for leaf in leaves])
         finally:
@@ -219,7 +215,7 @@ class StageCompute:
     def input_gradient(self, task: Task) -> None:
         """The half of ``backward`` that earlier stages wait for. Only in whole steps, so no graph is retained."""
         i, j = task.microbatch, task.stage
-        local_graph = self._tensors.local_graphs.pop((i, j))
+        local_graph = self.tensors.local_graphs.pop((i, j))
         gradients = self._output_gradients(i, j, local_graph)
         if local_graph.recomputation is not None:
             leaves, outputs = local_graph.recomputation.take()
@@ -227,24 +223,24 @@ class StageCompute:
             leaves, outputs = _flat(local_graph.inputs), _flat(local_graph.outputs)
         split = SplitBackward(outputs, gradients, leaves)
         self._hand_back(i, j, local_graph, split.input_gradients())
-        self._tensors.split_backwards[i, j] = split
+        self.tensors.split_backwards[i, j] = split
 
     def weight_gradient(self, task: Task) -> None:
         """The other half of ``backward``: the parameters' gradients, from what ``input_gradient`` stored."""
-        self._tensors.split_backwards.pop((task.microbatch, task.stage)).weight_gradients()
+        self.tensors.split_backwards.pop((task.microbatch, task.stage)).weight_gradients()
 
     def _output_gradients(self, i: int, j: int, local_graph: LocalGraph) -> list[Tensor | None]:
         """The gradients of what the stage sent, taken from the tables."""
         gradients: list[Tensor | None] = []
         for user, outputs in local_graph.outputs.items():
-            if user == CALLER and self._plan.whole_step:
+            if user == CALLER and self.plan.whole_step:
                 gradients += self._loss_gradient(outputs, i)
                 continue
-            taken = self._tensors.gradients.pop((i, user, j), [None] * len(outputs))
+            taken = self.tensors.gradients.pop((i, user, j), [None] * len(outputs))
             if user == CALLER:
                 # Hazard: this compute stream reads memory allocated on a stream of the caller or of the autograd
                 # engine. Its memory must not be reused before that read is done.
-                stream = self._compute_stream(self._stages[j])
+                stream = self._compute_stream(self.stages[j])
                 stream.keep(gradient for gradient in taken if gradient is not None)
             gradients += taken
         return gradients
@@ -255,14 +251,14 @@ class StageCompute:
         for source, leaves in local_graph.inputs.items():
             mine = list(islice(rest, len(leaves)))
             if source != CALLER or any(leaf.requires_grad for leaf in leaves):
-                self._tensors.gradients[i, j, source] = mine
+                self.tensors.gradients[i, j, source] = mine
 
     def _loss_gradient(self, outputs: Sequence[Tensor], i: int) -> list[Tensor | None]:
-        start = torch.full_like(outputs[0], self._plan.weights[i])
-        if i in self._tensors.counts:
-            start = self._tensors.counts[i].to(start)
-        if self._plan.scale is not None:
-            start = start * self._plan.scale
+        start = torch.full_like(outputs[0], self.plan.weights[i])
+        if i in self.tensors.counts:
+            start = self.tensors.counts[i].to(start)
+        if self.plan.scale is not None:
+            start = start * self.plan.scale
         return [start, *[None] * (len(outputs) - 1)]
 
 

@@ -48,12 +48,10 @@ class ByteRecorder:
         """By stage."""
         self._calls: dict[int, _StageRecording] = {}
         """By stage, while ``watching``."""
-        self._last = -1
 
     @contextmanager
     def watching(self, stages: Sequence[Stage]) -> Iterator[None]:
         """Count inside. One training step without recomputation must run there."""
-        self._last = len(stages) - 1
         handles = []
         for stage in stages:
             call = self._calls[stage.index] = _StageRecording(stage.module)
@@ -71,7 +69,7 @@ class ByteRecorder:
         """``loss_fn``, whose saved bytes count as the last stage's while watched. That stage then sends nothing."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            call = self._calls.get(self._last)
+            call = next(reversed(self._calls.values()), None)
             if call is None:
                 return loss_fn(*args, **kwargs)
             with call.loss(args, kwargs):

@@ -1,8 +1,9 @@
 """Cuts any module into stages by tracing it; the code of the model does not change.
 
 ``torch.export`` runs the model once on fake tensors and records every operation (``export.py``). The list is cut
-(``cut.py``), each part is written as a graph of its own (``graph_writer.py``), and becomes a stage that runs the same
-operations on the same parameters (``traced_stage.py``)::
+(``cut.py``), unless that would miss a change in place (``overwrites.py``). Each part is written as a graph of its own
+(``graph_writer.py``), and becomes a stage that runs the same operations on the same parameters (``traced_stage.py``).
+Later arguments must fit those of the example (``inputs.py``)::
 
     model, example ──export──▶ graph of `train` ──cut──▶ part 0  │ part 1  │ part 2
                    └─export──▶ graph of `eval`  ──cut──▶ part 0  │ part 1  │ part 2
@@ -28,13 +29,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from asyncpipe.errors import TraceError
 from asyncpipe.ops.model.batchnorm import deferred_layers
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import StagedModel
-from asyncpipe.ops.model.trace.cut import SplitName, TracedGraph, cut_at_names, cut_evenly
+from asyncpipe.ops.model.trace.cut import SplitName, cut_at_names, cut_evenly
 from asyncpipe.ops.model.trace.export import TraceState, export_mode
 from asyncpipe.ops.model.trace.inputs import TraceInputs
 from asyncpipe.ops.model.trace.traced_stage import ModelSlots, build_stages
@@ -68,7 +69,13 @@ def trace(model: nn.Module, arguments: Arguments, split: int | Sequence[str] | M
     state = TraceState(model)
     example = inputs.example(arguments)
     train, evaluate = (export_mode(model, inputs, example, state, training) for training in (True, False))
-    cuts = _cuts(model, train, evaluate, points, state.tensors)
+    if isinstance(points, int):
+        cuts = cut_evenly(train, evaluate, points, state.tensors)
+    else:
+        there, here = (cut_at_names(model, traced, points) for traced in (train, evaluate))
+        if [cut.label for cut in there] != [cut.label for cut in here]:
+            raise TraceError("the submodules to split at are called in another order in eval mode than in train mode")
+        cuts = [cut.position for cut in there], [cut.position for cut in here]
     slots = ModelSlots(model.modules(), state.names)
     stages, links, takes = build_stages((train, evaluate), cuts, state.tensors, state.persistent, slots)
 
@@ -82,22 +89,6 @@ def trace(model: nn.Module, arguments: Arguments, split: int | Sequence[str] | M
 
     _follow(stages, model.training)
     return StagedModel(model, stages, links, takes_of)
-
-
-def _cuts(
-    model: nn.Module,
-    train: TracedGraph,
-    evaluate: TracedGraph,
-    points: int | list[SplitName],
-    tensors: Mapping[str, Tensor],
-) -> tuple[list[int], list[int]]:
-    """The positions of the cuts in both traces."""
-    if isinstance(points, int):
-        return cut_evenly(train, evaluate, points, tensors)
-    there, here = (cut_at_names(model, traced, points) for traced in (train, evaluate))
-    if [cut.label for cut in there] != [cut.label for cut in here]:
-        raise TraceError("the submodules to split at are called in another order in eval mode than in train mode")
-    return [cut.position for cut in there], [cut.position for cut in here]
 
 
 def _follow(stages: Iterable[nn.Module], training: bool) -> None:
