@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from aiohttp import web
 
-__all__ = ["host_name", "is_loopback", "is_own_page", "own_address", "own_host", "shown_address"]
+__all__ = ["host_name", "is_loopback", "is_own_page", "own_host", "shown_address"]
 
 PORTS = {"http": 80, "https": 443}
 
@@ -40,16 +40,11 @@ def is_loopback(name: str) -> bool:
         return False
 
 
-def own_address(request: web.Request) -> str | None:
-    """The address of this machine that the request was sent to."""
-    own = None if request.transport is None else request.transport.get_extra_info("sockname")
-    return own[0] if isinstance(own, tuple) else None
-
-
 def own_host(request: web.Request, hosts: Collection[str]) -> bool:
     """Whether the request's host is this server: a loopback name, the server's address, or one of ``hosts``."""
     name = host_name(request.headers.get("Host", ""))
-    return name in hosts or is_loopback(name) or (name != "" and name == own_address(request))
+    own = None if request.transport is None else request.transport.get_extra_info("sockname")
+    return name in hosts or is_loopback(name) or (name != "" and isinstance(own, tuple) and name == own[0])
 
 
 def is_own_page(origin: str, host: str, hosts: Collection[str]) -> bool:

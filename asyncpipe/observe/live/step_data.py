@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
 from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import WHOLE_STEP
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import Report, TaskTime
 from asyncpipe.observe.metrics.fold import fold
 from asyncpipe.observe.metrics.graph_arrays import GraphArraysCache
 from asyncpipe.observe.metrics.idle_time import IdleReason
 from asyncpipe.observe.metrics.step_arrays import StepArrays
-from asyncpipe.observe.pictures.colours import shade
+from asyncpipe.observe.pictures.timeline import kinds_of, shade
 
 __all__ = ["MOST_TASKS", "rounded", "step_data", "timeline_data"]
 
@@ -63,10 +60,10 @@ def timeline_data(graph: TaskGraph, result: Report) -> dict[str, Any]:
     they go to. ``colours`` are those of each kind, from the first stage of a device to its last; ``tint`` is the
     position of each stage's colours among them.
     """
-    tint, most = _tints(graph.placement)
+    tint = [graph.placement[:stage].count(device) for stage, device in enumerate(graph.placement)]
+    shades = max(tint) + 1
     rows = {device: row for row, device in enumerate(graph.devices)}
-    ran = {time.task.kind for time in result.tasks}
-    kinds = [kind for kind in TaskKind if kind in ran]
+    kinds = kinds_of(result.tasks)
     drawn = result.tasks if len(result.tasks) <= MOST_TASKS else ()
     return {
         "seconds": rounded(result.seconds),
@@ -75,18 +72,8 @@ def timeline_data(graph: TaskGraph, result: Report) -> dict[str, Any]:
         "tasks": [_task(time, rows[time.task.lane.device]) for time in drawn],
         "tint": tint,
         "kinds": {kind.value: kind.word for kind in kinds},
-        "colours": {kind.value: [shade(kind, virtual, most) for virtual in range(most)] for kind in kinds},
+        "colours": {kind.value: [shade(kind, virtual, shades) for virtual in range(shades)] for kind in kinds},
     }
-
-
-def _tints(placement: Sequence[int]) -> tuple[list[int], int]:
-    """For each stage how many stages of its device come before it, and the most stages of a device."""
-    seen: Counter[int] = Counter()
-    tint = []
-    for device in placement:
-        tint.append(seen[device])
-        seen[device] += 1
-    return tint, max(seen.values(), default=1)
 
 
 def _task(time: TaskTime, row: int) -> list[Any]:

@@ -13,8 +13,9 @@ snapshot. The history covers the whole run in bounded memory: when it is full, p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncpipe.core.engine.events import Outcome, StepCompleted, StepRecord
 from asyncpipe.core.predict.report import report
@@ -28,15 +29,6 @@ MOST_POINTS = 600
 """Points of a history; a line on a screen shows no more."""
 RECENT = 20
 """Speeds are means over this many last steps."""
-
-
-class _TrainingStep(NamedTuple):
-    """The last training step."""
-
-    number: int
-    """Counted from 1."""
-    loss: float
-    seconds: float
 
 
 class LiveView:
@@ -56,13 +48,18 @@ class LiveView:
         """How many steps succeeded, and the last of them."""
         self._spoiled: tuple[int, int, str] = (0, 0, "")
         """How many steps failed, how many were cancelled, and a sentence about the last of these."""
-        self._training: _TrainingStep | None = None
-        self._recent: tuple[tuple[float, int, int], ...] = ()
-        """(seconds, samples, tokens) of the last training steps."""
+        self._recent: tuple[tuple[int, float, float, int, int], ...] = ()
+        """(step, counted from 1; loss, seconds, samples, tokens) of the last training steps."""
         self._history = Series(5)
-        """(step, loss, seconds, samples, tokens)"""
+        """The same of all training steps."""
         self._ended = False
-        self._data = _NewestStepData()
+        self._lock = Lock()
+        """Guards what follows. Held by threads that take snapshots, never by the training loop."""
+        self._shown: tuple[int, dict[str, Any] | None, dict[str, Any] | None] = (0, None, None)
+        """The number, the data and the timeline of the newest step that a snapshot was taken of."""
+        self._bubbles = Series(2)
+        """(training step, bubble) of the steps that snapshots were taken of."""
+        self._arrays = GraphArraysCache()
 
     def step_completed(self, record: StepRecord) -> None:
         """Keep ``record`` until the next one; of a step that failed or was cancelled, keep a sentence."""
@@ -76,11 +73,9 @@ class LiveView:
 
     def training_step(self, loss: float, samples: int, tokens: int, duration: float) -> None:
         """Add a training step: its loss, the data it consumed, and its seconds with optimizer and data loading."""
-        number = (self._training.number if self._training else 0) + 1
-        loss = float(loss)
-        self._history.add(number, loss, duration, samples, tokens)
-        self._recent = (*self._recent[1 - RECENT :], (duration, samples, tokens))
-        self._training = _TrainingStep(number, loss, duration)
+        point = (self._done + 1, float(loss), duration, samples, tokens)
+        self._history.add(*point)
+        self._recent = (*self._recent[1 - RECENT :], point)
 
     def end(self) -> None:
         """Mark the run as ended: nothing new will come. May be called twice."""
@@ -95,8 +90,12 @@ class LiveView:
     def version(self) -> tuple[int, ...]:
         """Changes whenever there is something new to show; cheap."""
         failed, cancelled, _ = self._spoiled
-        done = self._training.number if self._training else 0
-        return (self._newest[0] if self._newest else 0, failed, cancelled, done, int(self._ended))
+        return (self._newest[0] if self._newest else 0, failed, cancelled, self._done, int(self._ended))
+
+    @property
+    def _done(self) -> int:
+        """The number of training steps so far."""
+        return self._recent[-1][0] if self._recent else 0
 
     def snapshot(self) -> dict[str, Any]:
         """All that a page shows, as plain data for ``json.dumps``; numbers that are not finite are ``None``.
@@ -105,29 +104,27 @@ class LiveView:
         is ``None`` before the first one. Shares are of the step's time, from 0 to 1. The first snapshot after a step
         takes 4 to 12 µs a task (and 20 more if the graph is new); others are cheap.
         """
-        ended, training, newest = self._ended, self._training, self._newest
-        step, timeline, bubbles = self._data.of(newest, training.number if training else None)
+        ended, recent, newest = self._ended, self._recent, self._newest
         failed, cancelled, sentence = self._spoiled
+        with self._lock:
+            number, step, timeline = self._shown
+            if newest is not None and newest[0] > number:
+                number, record = newest
+                result = report(record)
+                step, timeline = step_data(record, result, self._arrays), timeline_data(record.graph, result)
+                self._shown = (number, step, timeline)
+                self._bubbles.add(recent[-1][0] if recent else number, result.bubble_ratio)
+            bubbles = self._bubbles.points()
         return {
             "job": self.job,
             "ended": ended,
             "steps": self._steps,
             "spoiled": {"failed": failed, "cancelled": cancelled, "last": sentence},
-            "training": None if training is None else self._training_data(training),
+            "training": _training_data(recent) if recent else None,
             "step": step,
             "timeline": timeline,
             "history": [_history_row(*point) for point in self._history.points()],
             "bubbles": [[rounded(x, 7), rounded(bubble)] for x, bubble in bubbles],
-        }
-
-    def _training_data(self, training: _TrainingStep) -> dict[str, Any]:
-        seconds, samples, tokens = (sum(column) for column in zip(*self._recent, strict=True))
-        return {
-            "steps": training.number,
-            "loss": rounded(training.loss, 6),
-            "seconds": rounded(training.seconds),
-            "unit": "tokens" if tokens else "samples",
-            "rate": _rate(seconds, samples, tokens),
         }
 
 
@@ -164,28 +161,17 @@ class Series:
         return [*kept, tuple(value / count for value in sums)] if count else kept
 
 
-class _NewestStepData:
-    """The data of the newest record, computed once, and the bubbles of all records that it was computed for."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        """Held by threads that take snapshots, never by the training loop."""
-        self._number = 0
-        self._data: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
-        self._bubbles = Series(2)
-        self._arrays = GraphArraysCache()
-
-    def of(
-        self, newest: tuple[int, StepRecord] | None, done: int | None
-    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None, list[tuple[float, ...]]]:
-        """The step, its timeline, and (training step, bubble) of the steps so far."""
-        with self._lock:
-            if newest is not None and newest[0] > self._number:
-                self._number, record = newest
-                result = report(record)
-                self._data = step_data(record, result, self._arrays), timeline_data(record.graph, result)
-                self._bubbles.add(self._number if done is None else done, result.bubble_ratio)
-            return *self._data, self._bubbles.points()
+def _training_data(recent: Sequence[tuple[int, float, float, int, int]]) -> dict[str, Any]:
+    """The key figures of the last training step, and the speed of the ``recent`` ones."""
+    number, loss, seconds, _, _ = recent[-1]
+    _, _, *sums = (sum(column) for column in zip(*recent, strict=True))
+    return {
+        "steps": number,
+        "loss": rounded(loss, 6),
+        "seconds": rounded(seconds),
+        "unit": "tokens" if sums[-1] else "samples",
+        "rate": _rate(*sums),
+    }
 
 
 def _history_row(step: float, loss: float, seconds: float, samples: float, tokens: float) -> list[float | None]:

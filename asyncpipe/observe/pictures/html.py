@@ -26,12 +26,11 @@ from typing import NamedTuple
 from jinja2 import Environment, StrictUndefined
 
 from asyncpipe.core.engine.events import StepRecord
-from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.core.predict.report import Report, peak_per_device, report
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.pictures.svg import common_scale, has_few_copies, svg_timeline
-from asyncpipe.observe.pictures.timeline import format_time
+from asyncpipe.observe.pictures.timeline import format_time, kinds_of
 
 __all__ = ["ComparedStep", "html_comparison"]
 
@@ -81,7 +80,6 @@ def html_comparison(steps: Sequence[ComparedStep], *, title: str = "Steps compar
         headings.append("peak memory")
     shortest = min(result.seconds for result in results)
     cells = [list(_cells(*each, shortest))[: len(headings) - 1] for each in zip(steps, results, strict=True)]
-    ran = {time.task.kind for result in results for time in result.tasks if time.seconds > 0}
     placements = [step.record.graph.placement for step in steps]
     template = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
     return template.from_string(_file("comparison.html")).render(
@@ -90,7 +88,7 @@ def html_comparison(steps: Sequence[ComparedStep], *, title: str = "Steps compar
         script=_file("comparison.js"),
         headings=headings,
         rows=list(zip(steps, cells, strict=True)),
-        kinds=[kind for kind in TaskKind if kind in ran],
+        kinds=kinds_of(time for result in results for time in result.tasks if time.seconds > 0),
         shared_devices=any(len(set(placement)) < len(placement) for placement in placements),
         pictures=list(zip(steps, _pictures(steps), strict=True)),
     )

@@ -13,26 +13,25 @@ Pictures that are to be compared share a scale: a second has the same width in e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import count, takewhile
+from itertools import chain
 
 from asyncpipe.core.engine.events import StepRecord
-from asyncpipe.core.graph.task import Queue
+from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import Report, TaskTime, report
-from asyncpipe.observe.pictures.colours import INK, shade
 from asyncpipe.observe.pictures.timeline import (
-    LaneRow,
     format_time,
     kinds_of,
     labels,
     lane_rows,
     quantum,
+    shade,
     summary,
-    tick_step,
+    ticks,
 )
 from asyncpipe.observe.pictures.waits import Wait, waits
 
@@ -40,6 +39,8 @@ __all__ = ["PictureScale", "common_scale", "has_few_copies", "svg_timeline"]
 
 TEXT = "#6e7781"
 """A grey with enough contrast on white and on GitHub's dark background: a picture does not know which one it is on."""
+INK = "#16212c"
+"""The colour of text on a task."""
 CHARACTER, TITLE_CHARACTER, ROW, BAR, GAP, TOP = 7.0, 7.4, 26.0, 5.0, 12.0, 40.0
 """Pixels: the widths of a character of a label and of a title, the heights of a compute row and of a copy bar, the
 space below a row and above the first."""
@@ -59,23 +60,19 @@ class PictureScale:
     """Pixels from time 0 to ``seconds``."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Layout:
     """The scale and the vertical positions, in pixels."""
 
-    scale: PictureScale
-    top: dict[str, float]
-    """The top of each device's compute row."""
-    bottom: float
-    """The bottom of the lowest row."""
-
-    @property
-    def per_second(self) -> float:
-        return self.scale.width / self.scale.seconds if self.scale.seconds else 0.0
-
-    @property
-    def right(self) -> float:
-        return self.scale.left + self.scale.width
+    def __init__(self, graph: TaskGraph, rows: Iterable[Lane], scale: PictureScale, top: float) -> None:
+        self.scale = scale
+        self.per_second = scale.width / scale.seconds if scale.seconds else 0.0
+        self.right = scale.left + scale.width
+        copies = any(lane.queue is not Queue.COMPUTE for lane in rows)
+        height = ROW + (2 * (BAR + 1) + 1 if copies else 0) + GAP
+        self.top = {device: top + number * height for number, device in enumerate(graph.devices)}
+        """The top of each device's compute row."""
+        self.bottom = top + len(self.top) * height - GAP
+        """The bottom of the lowest row."""
 
     def x(self, seconds: float) -> float:
         return self.scale.left + seconds * self.per_second
@@ -115,7 +112,7 @@ def svg_timeline(
     result = report(record)
     rows = lane_rows(result, record.graph, copies=True)
     top = TOP if inline is None else 4.0
-    layout = _layout(record.graph, rows, scale or _scale(result, record.graph), top)
+    layout = _Layout(record.graph, rows, scale or _scale(result, record.graph), top)
     if arrows is None:
         arrows = has_few_copies(record.graph)
     name = escape(title or record.graph.schedule)
@@ -128,9 +125,10 @@ def svg_timeline(
     ]
     if inline is not None:
         return "\n".join([_opening(layout, 28, _data(name, record.graph, layout)), *drawing]) + "\n"
+    kinds = kinds_of(chain.from_iterable(rows.values()))
     figures = summary(result, training=record.graph.training, virtual=virtual)
     below = f'<text x="{_n(layout.scale.left)}" y="{_n(layout.bottom + 42)}">{figures}</text>'
-    head = [_opening(layout, 52, title=title), f"<title>{name}</title>", *_heading(name, rows, layout.right), below]
+    head = [_opening(layout, 52, title=title), f"<title>{name}</title>", *_heading(name, kinds, layout.right), below]
     return "\n".join([*head, *drawing]) + "\n"
 
 
@@ -159,27 +157,20 @@ def _n(pixels: float) -> str:
 def _scale(result: Report, graph: TaskGraph) -> PictureScale:
     """The scale for one step: as wide as its labels need if its times have a quantum, else 1000 pixels."""
     left = CHARACTER * max(len(device) for device in graph.devices) + 16
-    compute = [time for row in lane_rows(result, graph, copies=False) for time in row.times]
     width = 1000.0
     if quantum([time for time in result.tasks if time.seconds > 0]) is not None:
         label = labels(graph)
+        compute = chain.from_iterable(lane_rows(result, graph, copies=False).values())
         wanted = max(((len(label(t.task)) * CHARACTER + 6) / t.seconds for t in compute), default=0.0)
         width = min(max(result.seconds * wanted, NARROWEST), WIDEST)
     return PictureScale(result.seconds, left, width)
 
 
-def _layout(graph: TaskGraph, rows: Sequence[LaneRow], scale: PictureScale, top: float) -> _Layout:
-    copies = any(row.times for row in rows if row.lane.queue is not Queue.COMPUTE)
-    height = ROW + (2 * (BAR + 1) + 1 if copies else 0) + GAP
-    tops = {device: top + number * height for number, device in enumerate(graph.devices)}
-    return _Layout(scale, tops, top + len(tops) * height - GAP)
-
-
-def _heading(title: str, rows: Sequence[LaneRow], right: float) -> Iterator[str]:
+def _heading(title: str, kinds: Sequence[TaskKind], right: float) -> Iterator[str]:
     """The title on the left and the legend of the kinds on the right."""
     yield f'<text x="8" y="16" font-size="12" font-weight="bold">{title}</text>'
     x = right
-    for kind in reversed(kinds_of(rows)):
+    for kind in reversed(kinds):
         x -= len(kind.word) * CHARACTER + 26
         yield f'<rect x="{_n(x)}" y="20" width="12" height="12" rx="2" fill="{kind.colour}"/>'
         yield f'<text x="{_n(x + 6)}" y="29.2" font-size="9" text-anchor="middle" fill="{INK}">{kind.value}</text>'
@@ -198,17 +189,17 @@ def _lanes(result: Report, layout: _Layout) -> Iterator[str]:
 
 
 def _tasks(
-    graph: TaskGraph, result: Report, rows: Sequence[LaneRow], layout: _Layout, *, virtual: bool
+    graph: TaskGraph, result: Report, rows: Mapping[Lane, Sequence[TaskTime]], layout: _Layout, *, virtual: bool
 ) -> Iterator[str]:
     label = labels(graph)
     waited = waits(result, graph)
     mates = {device: [stage for stage, at in enumerate(graph.placement) if at == device] for device in graph.placement}
-    for row in rows:
-        if not row.times:
+    for lane, times in rows.items():
+        if not times:
             continue
-        top, height = _band(row, layout)
+        top, height = _band(lane, layout)
         yield f'<g text-anchor="middle" fill="{INK}">'
-        for time in row.times:
+        for time in times:
             x, width = layout.x(time.start), time.seconds * layout.per_second
             story = _story(time, waited.get(time.task.number), result.seconds, virtual=virtual)
             stages = mates[graph.placement[time.task.stage]]
@@ -235,12 +226,12 @@ def _story(time: TaskTime, waited: Wait | None, longest: float, *, virtual: bool
     return text if waited.idle <= longest * 1e-9 else f"{text}, {waited.queue} idle for {shown(waited.idle)}"
 
 
-def _band(row: LaneRow, layout: _Layout) -> tuple[float, float]:
+def _band(lane: Lane, layout: _Layout) -> tuple[float, float]:
     """The top and the height of a lane: the compute row, or one of the bars below it."""
-    top = layout.top[row.lane.device]
-    if row.lane.queue is Queue.COMPUTE:
+    top = layout.top[lane.device]
+    if lane.queue is Queue.COMPUTE:
         return top, ROW
-    return top + ROW + 2 + (BAR + 1) * (row.lane.queue is Queue.GRAD_IN), BAR
+    return top + ROW + 2 + (BAR + 1) * (lane.queue is Queue.GRAD_IN), BAR
 
 
 def _label(text: str, x: float, top: float, width: float, height: float) -> str:
@@ -284,12 +275,7 @@ def _axis(layout: _Layout, *, virtual: bool) -> Iterator[str]:
     yield '<g class="axis" text-anchor="middle">'
     yield f'<path d="M{_n(layout.scale.left)} {_n(y)}H{_n(layout.right)}" stroke="{TEXT}" fill="none"/>'
     if longest:
-        widest = (len(format_time(longest * 0.999, longest, virtual=virtual)) + 3) * CHARACTER
-        step = tick_step(widest / layout.per_second)
-        if virtual and widest / layout.per_second <= 1:
-            step = 1.0
-        for at in takewhile(lambda at: at <= longest * (1 + 1e-9), (tick * step for tick in count())):
+        for at, text in ticks(longest, CHARACTER / layout.per_second, 3, virtual=virtual):
             yield f'<path d="M{_n(layout.x(at))} {_n(y)}v4" stroke="{TEXT}"/>'
-            text = format_time(at, longest, virtual=virtual)
             yield f'<text x="{_n(layout.x(at))}" y="{_n(y + 16)}">{text}</text>'
     yield "</g>"

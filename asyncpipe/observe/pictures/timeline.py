@@ -12,9 +12,9 @@ tasks may have colours.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, count, groupby, takewhile
 from math import ceil, floor, gcd, log10
 
 from asyncpipe.core.engine.events import StepRecord
@@ -24,31 +24,26 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import Report, TaskTime, report
 
 __all__ = [
-    "LaneRow",
     "format_time",
     "kinds_of",
     "labels",
     "lane_rows",
     "quantum",
+    "shade",
     "summary",
     "text_timeline",
     "tick_step",
+    "ticks",
 ]
 
 DEFAULT_WIDTH = 100
 """The columns of a timeline without a quantum if no width is given."""
 SHORTEST_TASK = 10
 """The most quanta that the shortest task may have; with more, an exact timeline would be too wide."""
+PALEST = 0.55
+"""The share of white in the colours of a device's last stage."""
 SELF_EVIDENT = {TaskKind.FORWARD, TaskKind.BACKWARD}
 """The kinds whose letters need no explanation; a legend of these alone is left out."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaneRow:
-    """One lane and the tasks that ran on it, in the order of their starts; those that took no time are left out."""
-
-    lane: Lane
-    times: tuple[TaskTime, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,34 +73,47 @@ def text_timeline(
     rows = lane_rows(result, record.graph, copies=copies)
     if not result.seconds:
         return "no task took any time\n"
-    names = [_row_name(row.lane) for row in rows]
+    names = [lane.device if lane.queue is Queue.COMPUTE else f"  {lane.queue.value}" for lane in rows]
     margin = max(map(len, [*names, "time"])) + 2
     label = labels(record.graph)
-    scale = _scale(result, rows, label, None if width is None else max(width - margin, 10))
+    shown = list(chain.from_iterable(rows.values()))
+    scale = _scale(result, shown, label, None if width is None else max(width - margin, 10))
     lines = ["time".ljust(margin) + _axis(scale, result.seconds, virtual=virtual)]
-    for name, row in zip(names, rows, strict=True):
-        lines.append(name.ljust(margin) + "".join(_cells(row, scale, label, colour=colour)))
-    kinds = kinds_of(rows)
+    for name, times in zip(names, rows.values(), strict=True):
+        lines.append(name.ljust(margin) + "".join(_cells(times, scale, label, colour=colour)))
+    kinds = kinds_of(shown)
     if colour or set(kinds) - SELF_EVIDENT:
         lines += ["", _legend(kinds, colour=colour)]
     figures = summary(result, training=record.graph.training, virtual=virtual)
     return "\n".join(line.rstrip() for line in [*lines, "", figures]) + "\n"
 
 
-def lane_rows(result: Report, graph: TaskGraph, *, copies: bool) -> list[LaneRow]:
-    """The compute lane of every device, with ``copies`` each followed by those of its copy lanes that were busy."""
+def lane_rows(result: Report, graph: TaskGraph, *, copies: bool) -> dict[Lane, list[TaskTime]]:
+    """The compute lane of every device, with ``copies`` each followed by those of its copy lanes that were busy.
+
+    Each has the tasks that ran on it, in the order of their starts; those that took no time are left out.
+    """
     queues = list(Queue) if copies else [Queue.COMPUTE]
     times: dict[Lane, list[TaskTime]] = {Lane(device, queue): [] for device in graph.devices for queue in queues}
     for time in result.tasks:
         if time.seconds > 0 and time.task.lane in times:
             times[time.task.lane].append(time)
-    return [LaneRow(lane, tuple(ran)) for lane, ran in times.items() if ran or lane.queue is Queue.COMPUTE]
+    return {lane: ran for lane, ran in times.items() if ran or lane.queue is Queue.COMPUTE}
 
 
-def kinds_of(rows: Sequence[LaneRow]) -> list[TaskKind]:
-    """The kinds of tasks in ``rows``, in the order of legends."""
-    shown = {time.task.kind for row in rows for time in row.times}
+def kinds_of(times: Iterable[TaskTime]) -> list[TaskKind]:
+    """The kinds of tasks in ``times``, in the order of legends."""
+    shown = {time.task.kind for time in times}
     return [kind for kind in TaskKind if kind in shown]
+
+
+def shade(kind: TaskKind, virtual: int, stages: int) -> str:
+    """The colour of ``kind`` at stage ``virtual`` (from 0) of a device that has ``stages``: later ones are paler."""
+    if not virtual:
+        return kind.colour
+    white = PALEST * virtual / (stages - 1)
+    parts = (int(kind.colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
 
 
 def summary(result: Report, *, training: bool, virtual: bool) -> str:
@@ -146,6 +154,17 @@ def tick_step(least: float) -> float:
     return next((factor * power for factor in (1, 2, 5) if factor * power >= least * (1 - 1e-9)), 10 * power)
 
 
+def ticks(longest: float, character: float, gap: int, *, virtual: bool) -> Iterator[tuple[float, str]]:
+    """The ticks of an axis from 0 to ``longest``: (time, text); a character is as wide as ``character`` seconds.
+
+    The texts are ``gap`` characters apart or more. If there is room, virtual times have whole numbers.
+    """
+    least = (len(format_time(longest * 0.999, longest, virtual=virtual)) + gap) * character
+    step = tick_step(max(least, 1.0) if virtual else least)
+    for at in takewhile(lambda at: at <= longest * (1 + 1e-9), (tick * step for tick in count())):
+        yield at, format_time(at, longest, virtual=virtual)
+
+
 def format_time(seconds: float, longest: float, *, virtual: bool) -> str:
     """``seconds`` in a unit that suits ``longest``, such as ``1.25 ms``; a bare number if ``virtual``."""
     if virtual:
@@ -156,13 +175,8 @@ def format_time(seconds: float, longest: float, *, virtual: bool) -> str:
     return f"{seconds / size:.4g} {unit}"
 
 
-def _row_name(lane: Lane) -> str:
-    return lane.device if lane.queue is Queue.COMPUTE else f"  {lane.queue.value}"
-
-
-def _scale(result: Report, rows: Sequence[LaneRow], label: Callable[[Task], str], room: int | None) -> _ColumnScale:
+def _scale(result: Report, times: Sequence[TaskTime], label: Callable[[Task], str], room: int | None) -> _ColumnScale:
     """An exact scale if the times have a quantum and there is room for it, else the room divided evenly."""
-    times = [time for row in rows for time in row.times]
     unit = quantum(times)
     if unit is not None:
         units = round(result.seconds / unit)
@@ -175,8 +189,10 @@ def _scale(result: Report, rows: Sequence[LaneRow], label: Callable[[Task], str]
     return _ColumnScale(result.seconds / columns, columns)
 
 
-def _cells(row: LaneRow, scale: _ColumnScale, label: Callable[[Task], str], *, colour: bool) -> Iterator[str]:
-    for shown, columns in groupby(_columns(row.times, scale)):
+def _cells(
+    times: Sequence[TaskTime], scale: _ColumnScale, label: Callable[[Task], str], *, colour: bool
+) -> Iterator[str]:
+    for shown, columns in groupby(_columns(times, scale)):
         width = len(list(columns))
         if shown is None:
             yield "·" * width
@@ -233,13 +249,9 @@ def _cell(label: str, width: int) -> str:
 
 def _axis(scale: _ColumnScale, longest: float, *, virtual: bool) -> str:
     """The time axis: each number stands at the column where its time begins."""
-    widest = len(format_time(longest * 0.999, longest, virtual=virtual)) + 2
-    step = tick_step(scale.seconds * widest)
-    if virtual and step < 1 and scale.seconds * widest <= 1:
-        step = 1.0
     line = ""
-    tick = 0
-    while (column := round(tick * step / scale.seconds)) < scale.columns:
-        line = line.ljust(column) + format_time(tick * step, longest, virtual=virtual)
-        tick += 1
+    for at, text in ticks(longest, scale.seconds, 2, virtual=virtual):
+        column = round(at / scale.seconds)
+        if column < scale.columns:
+            line = line.ljust(column) + text
     return line

@@ -29,8 +29,8 @@ from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.memory import StageMemory
 from asyncpipe.core.predict.report import report
-from asyncpipe.observe.pictures.trace_counters import in_flight, measured_memory, predicted_memory, sampled_devices
-from asyncpipe.observe.pictures.trace_tracks import TraceClock, TraceEvent, TraceTracks
+from asyncpipe.observe.pictures.trace_counters import in_flight, measured_memory, predicted_memory
+from asyncpipe.observe.pictures.trace_tracks import TraceEvent, TraceTracks
 
 __all__ = ["to_chrome", "write_trace"]
 
@@ -58,21 +58,18 @@ def to_chrome(records: Iterable[StepRecord], *, memory: StageMemory | None = Non
     seconds a unit of the journals' time stands for. Raises ``OptionError`` if ``memory`` has another number of stages.
     """
     kept = list(records)
-    clock = TraceClock(kept, unit)
-    steps = [_step(record, clock) for record in kept]
-    rows = _rows(steps)
-    tracks = TraceTracks(kept, max(rows, default=-1) + 1, sampled_devices(kept))
-    events = [{**step, **tracks.step(row)} for step, row in zip(steps, rows, strict=True)]
+    tracks = TraceTracks(kept, unit)
+    events = [_step(record, place) for record, place in zip(kept, tracks.steps, strict=True)]
     names = count(1)
     for record in kept:
-        slices = _slices(record, tracks, clock)
+        slices = _slices(record, tracks)
         events += slices.values()
         events += _flows(record, slices, names)
-        events += _failures(record, tracks, clock)
-    events += in_flight(kept, tracks, clock)
-    events += measured_memory(kept, tracks, clock)
+        events += _failures(record, tracks)
+    events += in_flight(kept, tracks)
+    events += measured_memory(kept, tracks)
     if memory is not None:
-        events += predicted_memory(kept, memory, tracks, clock)
+        events += predicted_memory(kept, memory, tracks)
     events.sort(key=lambda event: float(event["ts"]))
     return {"traceEvents": [*tracks.metadata(), *events], "displayTimeUnit": "ms"}
 
@@ -80,19 +77,15 @@ def to_chrome(records: Iterable[StepRecord], *, memory: StageMemory | None = Non
 # Steps
 
 
-def _step(record: StepRecord, clock: TraceClock) -> TraceEvent:
-    """The slice of a whole step, from its submission to the end of its last task, without its place."""
-    ended = [event.ended for _, event in record.journal if isinstance(event, TaskCompleted)]
-    begin = clock.at(record.journal[0][0]) if record.journal else 0.0
-    end = clock.at(max([record.journal[-1][0], *ended])) if record.journal else begin
+def _step(record: StepRecord, place: TraceEvent) -> TraceEvent:
+    """The slice of a whole step, from its submission to the end of its last task."""
     return {
         "ph": "X",
         "name": _step_name(record),
         "cat": "step",
         "cname": STEP_COLOURS[record.outcome],
-        "ts": begin,
-        "dur": round(max(end - begin, 0.0), 3),
         "args": _step_arguments(record),
+        **place,
     }
 
 
@@ -123,36 +116,22 @@ def _step_arguments(record: StepRecord) -> TraceEvent:
     return arguments
 
 
-def _rows(steps: Sequence[TraceEvent]) -> list[int]:
-    """The first free row for each step. Steps overlap if devices run ahead or jobs share devices."""
-    ends: list[float] = []
-    rows = [0] * len(steps)
-    for number in sorted(range(len(steps)), key=lambda number: float(steps[number]["ts"])):
-        begin, end = steps[number]["ts"], steps[number]["ts"] + steps[number]["dur"]
-        row = next((row for row, free in enumerate(ends) if free <= begin), len(ends))
-        ends[row : row + 1] = [end]
-        rows[number] = row
-    return rows
-
-
 # Tasks
 
 
-def _slices(record: StepRecord, tracks: TraceTracks, clock: TraceClock) -> dict[int, TraceEvent]:
+def _slices(record: StepRecord, tracks: TraceTracks) -> dict[int, TraceEvent]:
     """The slice of every completed task, by the task's number."""
     slices = {}
     for _, event in record.journal:
         if isinstance(event, TaskCompleted):
             task = record.graph.tasks[event.task]
-            start, end = clock.at(event.started), clock.at(event.ended)
             slices[event.task] = {
                 "ph": "X",
                 "name": task.id,
                 "cat": task.kind.name.lower(),
                 "cname": task.kind.trace_colour,
                 **tracks.lane(task.lane),
-                "ts": start,
-                "dur": round(max(end - start, 0.0), 3),
+                **tracks.span(event.started, event.ended),
                 "args": _arguments(record, task),
             }
     return slices
@@ -172,7 +151,7 @@ def _arguments(record: StepRecord, task: Task) -> TraceEvent:
     return arguments
 
 
-def _failures(record: StepRecord, tracks: TraceTracks, clock: TraceClock) -> Iterator[TraceEvent]:
+def _failures(record: StepRecord, tracks: TraceTracks) -> Iterator[TraceEvent]:
     """A mark on the lane of each failed task. It has no slice, because its journal does not say when it began."""
     for at, event in record.journal:
         if isinstance(event, TaskFailed):
@@ -182,7 +161,7 @@ def _failures(record: StepRecord, tracks: TraceTracks, clock: TraceClock) -> Ite
                 "s": "t",
                 "name": f"{task.id} failed: {type(event.error).__name__}",
                 **tracks.lane(task.lane),
-                "ts": clock.at(at),
+                "ts": tracks.at(at),
                 "args": _arguments(record, task),
             }
 

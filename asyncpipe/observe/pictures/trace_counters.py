@@ -10,30 +10,29 @@ counters of bytes. Perfetto labels a counter by its name and the key of its valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 
 from asyncpipe.core.engine.events import Outcome, StepRecord, TaskCompleted
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.memory import StageMemory, memory_over_time
-from asyncpipe.observe.pictures.trace_tracks import TraceClock, TraceEvent, TraceTracks
+from asyncpipe.observe.pictures.trace_tracks import TraceEvent, TraceTracks
 
-__all__ = ["in_flight", "measured_memory", "predicted_memory", "sampled_devices"]
+__all__ = ["in_flight", "measured_memory", "predicted_memory"]
 
-_MemorySample = tuple[float, str, int]
-"""(time of the journal, device, bytes)"""
+_Sample = tuple[float, str, str, int]
+"""(time of the journal, name of the counter, device, value)"""
 
 
-def in_flight(records: Sequence[StepRecord], tracks: TraceTracks, clock: TraceClock) -> Iterator[TraceEvent]:
+def in_flight(records: Sequence[StepRecord], tracks: TraceTracks) -> Iterator[TraceEvent]:
     """Per stage, how many micro-batches are between the start of their forward and the end of their backward."""
-    changes: list[tuple[float, int, int, str]] = []
-    for record in records:
-        changes += _changes(record)
-    live: dict[tuple[int, str], list[tuple[float, int]]] = {}
-    for at, change, stage, device in sorted(changes):
-        row = live.setdefault((stage, device), [])
-        row.append((at, (row[-1][1] if row else 0) + change))
-    for (stage, device), row in live.items():
-        yield from _counter(f"stage {stage}", "micro-batches in flight", tracks.device(device), row, clock)
+    live: Counter[tuple[int, str]] = Counter()
+    samples: list[_Sample] = []
+    for at, change, stage, device in sorted(change for record in records for change in _changes(record)):
+        live[stage, device] += change
+        samples.append((at, f"stage {stage}", device, live[stage, device]))
+    return _counters(samples, "micro-batches in flight", tracks)
 
 
 def _changes(record: StepRecord) -> Iterator[tuple[float, int, int, str]]:
@@ -58,58 +57,38 @@ def _changes(record: StepRecord) -> Iterator[tuple[float, int, int, str]]:
             yield end, -1, stage, graph.devices[graph.placement[stage]]
 
 
-def sampled_devices(records: Sequence[StepRecord]) -> list[str]:
-    """The names of the physical devices with measured memory."""
-    return sorted({device for record in records for _, device, _ in _samples(record)})
-
-
-def measured_memory(records: Sequence[StepRecord], tracks: TraceTracks, clock: TraceClock) -> Iterator[TraceEvent]:
+def measured_memory(records: Sequence[StepRecord], tracks: TraceTracks) -> Iterator[TraceEvent]:
     """Per physical device, the bytes allocated on it, as noted during the steps and at their ends."""
-    samples = [sample for record in records for sample in _samples(record)]
+    samples: list[_Sample] = []
+    for record in records:
+        samples += [(at, "memory", device, held) for at, device, held in record.notes.samples]
+        for device, memory in record.notes.memory.items():
+            samples.append((record.journal[-1][0], "memory", device, memory.allocated))
     # Several threads note samples, so they are not in order.
-    samples.sort(key=lambda sample: sample[0])
-    return _memory("memory", samples, tracks, clock)
+    return _counters(sorted(samples, key=itemgetter(0)), "bytes", tracks)
 
 
-def _samples(record: StepRecord) -> Iterator[_MemorySample]:
-    yield from record.notes.samples
-    if record.journal:
-        end = record.journal[-1][0]
-        yield from ((end, device, memory.allocated) for device, memory in record.notes.memory.items())
-
-
-def predicted_memory(
-    records: Sequence[StepRecord], memory: StageMemory, tracks: TraceTracks, clock: TraceClock
-) -> Iterator[TraceEvent]:
+def predicted_memory(records: Sequence[StepRecord], memory: StageMemory, tracks: TraceTracks) -> Iterator[TraceEvent]:
     """Per logical device, the bytes that stages of the sizes ``memory`` hold; raises as ``memory_over_time`` does."""
     samples = [
-        (at, record.graph.devices[device], held)
+        (at, "predicted memory", record.graph.devices[device], held)
         for record in records
         for at, device, held in memory_over_time(record, memory)
     ]
-    samples.sort(key=lambda sample: sample[0])
-    return _memory("predicted memory", samples, tracks, clock)
+    return _counters(sorted(samples, key=itemgetter(0)), "bytes", tracks)
 
 
-def _memory(
-    name: str, samples: Sequence[_MemorySample], tracks: TraceTracks, clock: TraceClock
-) -> Iterator[TraceEvent]:
-    rows: dict[str, list[tuple[float, int]]] = {}
-    for at, device, held in samples:
-        rows.setdefault(device, []).append((at, held))
-    for device, row in rows.items():
-        yield from _counter(name, "bytes", tracks.device(device), row, clock)
-
-
-def _counter(
-    name: str, key: str, place: TraceEvent, row: Sequence[tuple[float, int]], clock: TraceClock
-) -> Iterator[TraceEvent]:
-    """A counter through a row of (time, value): the last value of each instant, where it differs from the one before.
+def _counters(samples: Iterable[_Sample], key: str, tracks: TraceTracks) -> Iterator[TraceEvent]:
+    """Counters through ``samples`` in the order of their times: the last value of each instant, where it is new.
 
     Without this, an end and a start at one instant would be a notch in the picture.
     """
-    shown = None
-    for at, value in {clock.at(time): value for time, value in row}.items():
-        if value != shown:
-            yield {"ph": "C", "name": name, **place, "ts": at, "args": {key: value}}
-        shown = value
+    rows: dict[tuple[str, str], dict[float, int]] = {}
+    for at, name, device, value in samples:
+        rows.setdefault((name, device), {})[tracks.at(at)] = value
+    for (name, device), row in rows.items():
+        shown = None
+        for instant, value in row.items():
+            if value != shown:
+                yield {"ph": "C", "name": name, **tracks.device(device), "ts": instant, "args": {key: value}}
+            shown = value

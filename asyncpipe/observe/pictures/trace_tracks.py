@@ -2,31 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncpipe.core.engine.events import StepRecord, TaskCompleted
 from asyncpipe.core.graph.task import Lane
 
-__all__ = ["TraceClock", "TraceEvent", "TraceTracks"]
+__all__ = ["TraceEvent", "TraceTracks"]
 
 TraceEvent = dict[str, Any]
 """One event of a trace, or a part of one, ready for ``json.dumps``."""
 
 
-class TraceClock:
-    """Converts times of journals into microseconds since the earliest of them, to the nanosecond.
+class TraceTracks:
+    """The numbers of processes (``pid``) and threads (``tid``) in a trace, and its clock.
 
-    ``unit`` is how many seconds a unit of the journals' time stands for.
+    There is a process for each logical device, for each physical device with measured memory (unless a logical device
+    has its name), and for the steps, which are shown on top. Threads are numbered from 1, because viewers treat 0
+    specially, and through all processes, because some viewers expect unique numbers. Processes have the numbers after
+    those of the threads, because Perfetto takes a thread with its process's number for the main thread.
+
+    Times are microseconds since the earliest of the journals, to the nanosecond. ``unit`` is how many seconds a unit of
+    the journals' time stands for.
     """
 
-    def __init__(self, records: Sequence[StepRecord], unit: float = 1.0) -> None:
+    def __init__(self, records: Sequence[StepRecord], unit: float) -> None:
         self._origin = min((at for record in records for at in _starts(record)), default=0.0)
         self._scale = unit * 1e6
+        spans = [self._span_of(record) for record in records]
+        rows = _rows(spans)
+        lanes = dict.fromkeys(lane for record in records for lane in record.graph.lanes)
+        self._lanes = {lane: tid for tid, lane in enumerate(lanes, 1)}
+        self._rows = range(len(lanes) + 1, len(lanes) + 2 + max(rows, default=-1))
+        logical = dict.fromkeys(lane.device for lane in lanes)
+        measured = {name for record in records for name in record.notes.memory}
+        measured |= {name for record in records for _, name, _ in record.notes.samples}
+        self._memories = measured - logical.keys()
+        self._devices = {name: pid for pid, name in enumerate([*logical, *sorted(self._memories)], self._rows.stop + 1)}
+        self.steps = [
+            {"pid": self._rows.stop, "tid": self._rows[row], **span} for row, span in zip(rows, spans, strict=True)
+        ]
+        """The place and the time of each record; steps that overlap are in different rows."""
 
     def at(self, time: float) -> float:
-        """``time`` in microseconds."""
+        """A time of a journal in microseconds."""
         return round((time - self._origin) * self._scale, 3)
+
+    def span(self, start: float, end: float) -> TraceEvent:
+        """The time of a slice."""
+        begin = self.at(start)
+        return {"ts": begin, "dur": round(max(self.at(end) - begin, 0.0), 3)}
+
+    def device(self, device: str) -> TraceEvent:
+        """The place of the counters of a device, logical or physical."""
+        return {"pid": self._devices[device]}
+
+    def lane(self, lane: Lane) -> TraceEvent:
+        """The place of the tasks of a lane."""
+        return {**self.device(lane.device), "tid": self._lanes[lane]}
+
+    def metadata(self) -> Iterator[TraceEvent]:
+        """The events that name processes and threads and put them in order."""
+        if self._rows:
+            yield from _named("process", {"pid": self._rows.stop}, "steps", 1)
+        for device, pid in self._devices.items():
+            name = f"{device} memory" if device in self._memories else device
+            yield from _named("process", {"pid": pid}, name, pid)
+        for lane, tid in self._lanes.items():
+            yield from _named("thread", self.lane(lane), lane.queue.value, tid)
+        for row, tid in enumerate(self._rows, 1):
+            name = "step" if len(self._rows) == 1 else f"row {row}"
+            yield from _named("thread", {"pid": self._rows.stop, "tid": tid}, name, tid)
+
+    def _span_of(self, record: StepRecord) -> TraceEvent:
+        """The time of a whole step, from its submission to the end of its last task."""
+        if not record.journal:
+            return self.span(self._origin, self._origin)
+        ended = [event.ended for _, event in record.journal if isinstance(event, TaskCompleted)]
+        return self.span(record.journal[0][0], max([record.journal[-1][0], *ended]))
 
 
 def _starts(record: StepRecord) -> Iterator[float]:
@@ -38,47 +91,16 @@ def _starts(record: StepRecord) -> Iterator[float]:
             yield event.started
 
 
-class TraceTracks:
-    """The numbers of processes (``pid``) and threads (``tid``) in a trace.
-
-    There is a process for each logical device, for each physical device with measured memory (unless a logical device
-    has its name), and for the steps, which are shown on top. Threads are numbered from 1, because viewers treat 0
-    specially, and through all processes, because some viewers expect unique numbers. Processes have the numbers after
-    those of the threads, because Perfetto takes a thread with its process's number for the main thread.
-    """
-
-    def __init__(self, records: Sequence[StepRecord], rows: int, memories: Iterable[str]) -> None:
-        """``rows`` of steps, which are side by side where steps overlap; ``memories`` are names of physical devices."""
-        lanes = dict.fromkeys(lane for record in records for lane in record.graph.lanes)
-        self._lanes = {lane: tid for tid, lane in enumerate(lanes, 1)}
-        self._rows = range(len(lanes) + 1, len(lanes) + 1 + rows)
-        names = dict.fromkeys([*(lane.device for lane in lanes), *memories])
-        self._devices = {name: pid for pid, name in enumerate(names, self._rows.stop + 1)}
-        self._memories = names.keys() - {lane.device for lane in lanes}
-
-    def device(self, device: str) -> TraceEvent:
-        """The place of the counters of a device, logical or physical."""
-        return {"pid": self._devices[device]}
-
-    def lane(self, lane: Lane) -> TraceEvent:
-        """The place of the tasks of a lane."""
-        return {**self.device(lane.device), "tid": self._lanes[lane]}
-
-    def step(self, row: int) -> TraceEvent:
-        """The place of the steps of a row, counted from 0."""
-        return {"pid": self._rows.stop, "tid": self._rows[row]}
-
-    def metadata(self) -> Iterator[TraceEvent]:
-        """The events that name processes and threads and put them in order."""
-        if self._rows:
-            yield from _named("process", {"pid": self._rows.stop}, "steps", 1)
-        for device, pid in self._devices.items():
-            name = f"{device} memory" if device in self._memories else device
-            yield from _named("process", {"pid": pid}, name, pid)
-        for lane, tid in self._lanes.items():
-            yield from _named("thread", self.lane(lane), lane.queue.value, tid)
-        for row, tid in enumerate(self._rows):
-            yield from _named("thread", self.step(row), "step" if len(self._rows) == 1 else f"row {row + 1}", tid)
+def _rows(spans: Sequence[TraceEvent]) -> list[int]:
+    """The first free row for each step. Steps overlap if devices run ahead or jobs share devices."""
+    ends: list[float] = []
+    rows = [0] * len(spans)
+    for number in sorted(range(len(spans)), key=lambda number: float(spans[number]["ts"])):
+        begin, end = spans[number]["ts"], spans[number]["ts"] + spans[number]["dur"]
+        row = next((row for row, free in enumerate(ends) if free <= begin), len(ends))
+        ends[row : row + 1] = [end]
+        rows[number] = row
+    return rows
 
 
 def _named(what: str, place: TraceEvent, name: str, order: int) -> Iterator[TraceEvent]:

@@ -35,7 +35,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.observe.live import step_data
 from asyncpipe.observe.live import view as live_view
 from asyncpipe.observe.live.view import LiveView, Series
-from asyncpipe.observe.pictures.colours import shade
+from asyncpipe.observe.pictures.timeline import shade
 
 
 def lowered(name: str = "1f1b", stages: int = 4, microbatches: int = 8, devices: int = 4) -> TaskGraph:
