@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from asyncpipe.core.engine.events import Outcome, StepCompleted, StepRecord, TaskCompleted
 from asyncpipe.core.graph.task import Queue
-from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
@@ -112,27 +111,19 @@ def _describe(span: Span, record: StepRecord, to_wall: int) -> float:
                 last = ended
     span.set_attribute("asyncpipe.tasks_completed", completed)
     if record.outcome is Outcome.OK:
-        _describe_use(span, graph, busy, last - begin)
+        seconds = last - begin
+        computed = dict.fromkeys(graph.devices, 0.0)
+        for lane, taken in zip(graph.lanes, busy, strict=True):
+            if lane.queue is Queue.COMPUTE:
+                computed[lane.device] += taken
+        busiest = max(computed, key=computed.__getitem__)
+        bubble = 1.0 - sum(computed.values()) / (seconds * len(computed)) if seconds else 0.0
+        span.set_attribute("asyncpipe.bubble_ratio", bubble)
+        span.set_attribute("asyncpipe.busiest_device", busiest)
+        span.set_attribute("asyncpipe.busiest_utilization", computed[busiest] / seconds if seconds else 0.0)
     elif record.outcome is Outcome.FAILED:
         _describe_failure(span, record, to_wall)
     return last
-
-
-def _describe_use(span: Span, graph: TaskGraph, busy: list[float], seconds: float) -> None:
-    """Set how much of the step's ``seconds`` the devices computed; ``busy`` are the busy seconds of each lane."""
-    computed = dict.fromkeys(graph.devices, 0.0)
-    for lane, taken in zip(graph.lanes, busy, strict=True):
-        if lane.queue is Queue.COMPUTE:
-            computed[lane.device] += taken
-    busiest = max(computed, key=computed.__getitem__)
-    whole = seconds * len(computed)
-    span.set_attributes(
-        {
-            "asyncpipe.bubble_ratio": 1.0 - sum(computed.values()) / whole if whole else 0.0,
-            "asyncpipe.busiest_device": busiest,
-            "asyncpipe.busiest_utilization": computed[busiest] / seconds if seconds else 0.0,
-        }
-    )
 
 
 def _describe_failure(span: Span, record: StepRecord, to_wall: int) -> None:

@@ -2,12 +2,14 @@
 
 No request changes anything, so the only danger is that foreign pages read a run's state; ``http_hosts.py`` says how
 that is prevented. ``make_app`` serves one feed. ``LiveHandlers`` looks up the feed of each request, so that one
-application can have the live pages of many jobs.
+application can have the live pages of many jobs. ``EventStreams`` sends any server-sent events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing, suppress
 from functools import partial
 from importlib import resources
 
@@ -15,10 +17,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from asyncpipe.observe.http_hosts import host_name, own_host
-from asyncpipe.observe.live.event_streams import EventStreams
 from asyncpipe.observe.live.feed import LiveFeed
 
-__all__ = ["FILES", "HEADERS", "LiveHandlers", "add_files", "add_headers", "make_app"]
+__all__ = ["FILES", "HEADERS", "EventStreams", "LiveHandlers", "add_files", "add_headers", "make_app"]
 
 FILES = {
     "/": ("live.html", "text/html"),
@@ -26,6 +27,10 @@ FILES = {
     "/live.js": ("live.js", "text/javascript"),
     "/live_draw.js": ("live_draw.js", "text/javascript"),
 }
+RETRY = b"retry: 1000\n\n"
+"""The milliseconds after which a page reconnects when its connection is lost."""
+GOODBYE_SECONDS = 1.0
+"""The time that clients have to take the last events before their connections are cut."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -36,6 +41,48 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
+
+
+class EventStreams:
+    """The open event streams of an application."""
+
+    def __init__(self) -> None:
+        self._open: set[asyncio.Transport] = set()
+        self._left = asyncio.Event()
+        """Set when a stream has ended."""
+
+    async def send(self, request: web.Request, events: AsyncGenerator[bytes, None]) -> web.StreamResponse:
+        """Answer ``request`` with ``events``, until they end or the client has gone."""
+        # Without the second header, proxies such as nginx hold events back until they have some kilobytes.
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+        connection = request.transport
+        if request.method == "HEAD" or connection is None:
+            return response
+        self._open.add(connection)
+        try:
+            await response.prepare(request)
+            await response.write(RETRY)
+            async with aclosing(events):
+                async for event in events:
+                    await response.write(event)
+            await response.write_eof()
+        except ConnectionError:
+            pass  # The client has gone.
+        finally:
+            self._open.discard(connection)
+            self._left.set()
+        return response
+
+    async def close(self) -> None:
+        """Wait until all clients have taken the last events of their streams, which have ended by now; cut the rest."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                while self._open:
+                    self._left.clear()
+                    await self._left.wait()
+        for connection in list(self._open):
+            # The handler waits until its client reads, which the client does not do; this ends the wait.
+            connection.abort()
 
 
 def make_app(feed: LiveFeed, hosts: Iterable[str]) -> web.Application:

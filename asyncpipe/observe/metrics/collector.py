@@ -17,8 +17,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cache
-from importlib import metadata
 from math import inf
 from threading import Lock
 
@@ -31,6 +29,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from asyncpipe import __version__
 from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import OptionError
@@ -197,13 +196,5 @@ def _families(collectors: Sequence[PipelineCollector]) -> Iterator[Metric]:
         yield histogram
     info = InfoMetricFamily("asyncpipe_build", "The version of asyncpipe that runs.", labels=("job",))
     for job, _ in snapshots:
-        info.add_metric((job,), {"version": _version()})
+        info.add_metric((job,), {"version": __version__})
     yield info
-
-
-@cache
-def _version() -> str:
-    try:
-        return metadata.version("asyncpipe")
-    except metadata.PackageNotFoundError:
-        return "unknown"

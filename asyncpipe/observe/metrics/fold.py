@@ -113,7 +113,7 @@ def _count(change: Totals, steps: Sequence[StepArrays], arrays: GraphArrays, tim
         for task, how in step.lost:
             change.add("tasks", (arrays.kinds[arrays.kind[task]], how), 1)
     _observe(change, "task_duration_seconds", arrays.sorts, arrays.sort, times.duration, times.done)
-    _observe(change, "task_queue_seconds", _each(arrays.devices), arrays.device, times.queued, times.done)
+    _observe(change, "task_queue_seconds", arrays.devices, arrays.device, times.queued, times.done)
     whole = times.seconds[[step.outcome is Outcome.OK for step in steps]]
     if len(whole):
         change.observe("step_duration_seconds", (), whole)
@@ -138,10 +138,6 @@ def _observe(
             change.count(name, labels, row, total)
 
 
-def _each(labels: Sequence[str]) -> list[Labels]:
-    return [(label,) for label in labels]
-
-
 def _add(change: Totals, name: str, series: Sequence[Labels], values: Floats) -> None:
     for labels, value in zip(series, values.tolist(), strict=True):
         change.add(name, labels, value)
@@ -155,7 +151,7 @@ def _add_seconds(change: Totals, steps: Sequence[StepArrays], arrays: GraphArray
         if step.issued is not None:
             taken += np.where(np.isnan(step.issued), duration, step.issued) - duration
     busy = summed(taken, arrays.device, len(arrays.devices))
-    _add(change, "executor_busy_seconds", _each(arrays.devices), busy)
+    _add(change, "executor_busy_seconds", arrays.devices, busy)
 
 
 def _add_notes(change: Totals, steps: Sequence[StepArrays], arrays: GraphArrays) -> None:
@@ -188,7 +184,7 @@ def _set_gauges(change: Totals, steps: Sequence[StepArrays], arrays: GraphArrays
     computed = np.append(times.duration[row], 0.0)[arrays.compute].sum()
     idle = 1.0 - float(computed) / (seconds * len(arrays.devices)) if seconds < inf else 0.0
     change.set("bubble_ratio", {(): idle}, at)
-    change.set("ready_tasks", dict(zip(_each(arrays.devices), waited.tolist(), strict=True)), at)
+    change.set("ready_tasks", dict(zip(arrays.devices, waited.tolist(), strict=True)), at)
     if len(arrays.releases):
         peaks = _peaks(arrays, times.started[row], times.ended[row])
         change.set("inflight_microbatches", {(str(stage),): float(peak) for stage, peak in enumerate(peaks)}, at)

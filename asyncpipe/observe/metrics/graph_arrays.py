@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncpipe.core.graph.task import Lane, Queue, Task
+from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import report
@@ -57,16 +57,18 @@ class GraphArrays:
 
     def __init__(self, graph: TaskGraph) -> None:
         tasks, count = graph.tasks, len(graph.tasks)
-        copies = [task for task in tasks if task.source is not None]
-        copied = {task.number for task in copies}
+        copies = [(task, task.source) for task in tasks if task.source is not None]
+        copied = {task.number for task, _ in copies}
         fed = [number for number, reads in enumerate(graph.dependencies) if not copied.isdisjoint(reads)]
         on = [graph.devices.index(lane.device) for lane in graph.lanes]
         self.kind, self.kinds = _positions(task.kind.value for task in tasks)
         self.sort, self.sorts = _positions((str(task.stage), task.kind.value) for task in tasks)
         """(stage, kind)"""
-        self.device, self.devices = _numbers(on[lane] for lane in graph.lane_of), graph.devices
-        self.home, homes = _positions((_first_stage(graph, k), name) for k, name in enumerate(graph.devices))
-        """For each device the place of its first stage."""
+        self.device = _numbers(on[lane] for lane in graph.lane_of)
+        self.devices = tuple((device,) for device in graph.devices)
+        firsts = [graph.placement.index(k) if k in graph.placement else 0 for k in range(len(graph.devices))]
+        self.home, homes = _positions(zip(map(str, firsts), graph.devices, strict=True))
+        """For each device the place of its first stage; of stage 0 where there is none."""
         place, self.places = _positions(((str(task.stage), task.lane.device) for task in tasks), homes)
         """(stage, device) of everything that computes, and a stage for each device that computes nothing."""
         self.place = np.append(place, 0)
@@ -74,8 +76,10 @@ class GraphArrays:
         self.reads = Segments(graph.dependencies, count)
         self.fed = _numbers(fed)
         self.fed_reads = Segments([graph.dependencies[number] for number in fed], count)
-        self.copies = _numbers(task.number for task in copies)
-        self.route, self.routes = _positions((_source_device(graph, task), task.lane.device) for task in copies)
+        self.copies = _numbers(task.number for task, _ in copies)
+        self.route, self.routes = _positions(
+            (graph.devices[graph.placement[source]], task.lane.device) for task, source in copies
+        )
         """The route of each of ``copies``, in their order: (source device, destination device)."""
         self.copy_rows = _lane_rows(graph, lambda lane: lane.queue is not Queue.COMPUTE)
         """(copy lanes, most copies of a lane), filled up with "no task"."""
@@ -148,16 +152,6 @@ def _positions(labels: Iterable[_Label], known: Sequence[_Label] = ()) -> tuple[
     seen = {label: position for position, label in enumerate(known)}
     found = _numbers(seen.setdefault(label, len(seen)) for label in labels)
     return found, tuple(seen)
-
-
-def _first_stage(graph: TaskGraph, device: int) -> str:
-    """The first stage on a device; stage 0 where there is none."""
-    return str(graph.placement.index(device) if device in graph.placement else 0)
-
-
-def _source_device(graph: TaskGraph, copy: Task) -> str:
-    assert copy.source is not None
-    return graph.devices[graph.placement[copy.source]]
 
 
 def _lane_rows(graph: TaskGraph, chosen: Callable[[Lane], bool]) -> Numbers:

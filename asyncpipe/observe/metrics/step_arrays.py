@@ -7,7 +7,6 @@ failed step's journal would also keep its error alive, and through the traceback
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import chain
 from math import inf, nan
 
@@ -52,7 +51,8 @@ class StepArrays:
         self.submitted = next((when for when, event in others if isinstance(event, StepSubmitted)), 0.0)
         self.started, self.ended = _floats(started), _floats(ended)
         """∞ and -∞ where a task did not complete."""
-        self.issued = _issued(tasks, (event for _, event in others if isinstance(event, TaskIssued)))
+        issued = {event.task: event.seconds for _, event in others if isinstance(event, TaskIssued)}
+        self.issued = _floats([issued.get(task, nan) for task in range(tasks)]) if issued else None
         """Seconds that the host took to issue each task, NaN where issuing was running it; ``None`` if that holds for
         all."""
         self.opened = [(gates[event.microbatch], when) for when, event in others if isinstance(event, GateOpened)]
@@ -71,8 +71,3 @@ class StepArrays:
 
 def _floats(values: list[float]) -> Floats:
     return np.fromiter(values, np.float64, len(values))
-
-
-def _issued(tasks: int, events: Iterable[TaskIssued]) -> Floats | None:
-    seconds = {event.task: event.seconds for event in events}
-    return _floats([seconds.get(task, nan) for task in range(tasks)]) if seconds else None

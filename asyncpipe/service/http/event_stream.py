@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from asyncpipe.observe.live.event_streams import EventStreams
+from asyncpipe.observe.live.handlers import EventStreams
 from asyncpipe.service.http.models import EventAnswer
 from asyncpipe.service.http.problems import Problem
 from asyncpipe.service.http.rate_limits import ConcurrencyLimit, LimitReachedError

@@ -24,7 +24,7 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.http_hosts import shown_address
-from asyncpipe.observe.live import LiveView, event_streams, live_app, serve_live
+from asyncpipe.observe.live import LiveView, live_app, serve_live
 from asyncpipe.observe.live import feed as live_feed
 from asyncpipe.observe.live import handlers as live_http
 from asyncpipe.observe.live import server as live
@@ -121,7 +121,7 @@ async def next_event(response: Any) -> Event:
 async def test_a_page_is_sent_the_state_and_then_what_is_new(view: CountedView) -> None:
     async with connected(view) as client, client.get("/events") as response:
         assert response.headers["Content-Type"] == "text/event-stream"
-        assert await next_block(response) == event_streams.RETRY
+        assert await next_block(response) == live_http.RETRY
         first = await next_event(response)
         assert (first.kind, first.data["job"], first.data["training"]) == ("state", "demo", None)
         assert first.data["timeline"]["count"] == 2 * 2 * 4 + 2 * 4
@@ -317,7 +317,7 @@ async def test_a_run_that_ends_is_told_while_the_server_goes_on(view: CountedVie
 async def test_a_page_that_takes_nothing_does_not_hold_up_the_end(
     view: CountedView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_streams, "GOODBYE_SECONDS", 0.05)
+    monkeypatch.setattr(live_http, "GOODBYE_SECONDS", 0.05)
     view.filling = "x" * (8 << 20)
     stuck = asyncio.Event()
     prepare = web.StreamResponse.write
