@@ -42,6 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -59,6 +60,7 @@ from pydantic import (
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.schedules.registry import could_be_schedule, known_schedules
 from asyncpipe.errors import JobFileError, OptionError
+from asyncpipe.pipeline.options import PipelineOptions
 from asyncpipe.train.validation import StrictModel, read_toml, wrong_keys
 
 __all__ = [
@@ -133,16 +135,22 @@ class JobTable(StrictModel):
     parameters: dict[str, Any] = Field(default_factory=dict, description="must be a table of keyword arguments")
 
 
+_DEFAULTS: dict[str, Any] = {option.name: option.default for option in fields(PipelineOptions)}
+
+
 class PipelineTable(StrictModel):
-    """``[pipeline]``: devices, and options of ``asyncpipe.Pipeline``, which ``PipelineOptions`` explains."""
+    """``[pipeline]``: devices, and options of ``asyncpipe.Pipeline``, which ``PipelineOptions`` explains.
+
+    The defaults are those of the options.
+    """
 
     devices: Devices
     microbatches: PositiveInt = 8
-    schedule: Annotated[str, BeforeValidator(_checked_schedule)] = "1f1b"
-    order: Literal["strict", "hint"] = Field(default="strict", description='must be "strict" or "hint"')
-    checkpoint: CheckpointName = CheckpointMode.EXCEPT_LAST
-    balance: Balance = "auto"
-    stages: PositiveInt | None = None
+    schedule: Annotated[str, BeforeValidator(_checked_schedule)] = _DEFAULTS["schedule"]
+    order: Literal["strict", "hint"] = Field(default=_DEFAULTS["order"], description='must be "strict" or "hint"')
+    checkpoint: CheckpointName = CheckpointMode(_DEFAULTS["checkpoint"])
+    balance: Balance = _DEFAULTS["balance"]
+    stages: PositiveInt | None = _DEFAULTS["stages"]
 
     @field_validator("order", "stages")
     @classmethod

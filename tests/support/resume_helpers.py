@@ -18,6 +18,7 @@ from asyncpipe.train.workload import Batch, Workload
 __all__ = [
     "STEPS",
     "Loader",
+    "Part",
     "Sink",
     "assert_same",
     "batches",
@@ -30,7 +31,10 @@ __all__ = [
 STEPS = 6
 
 
-def make_job(folder: Path, **tables: dict[str, Any]) -> Job:
+def make_job(folder: Path | None = None, **tables: dict[str, Any]) -> Job:
+    """A small job, with ``tables`` in place of these values. It resumes from its snapshots if it has a ``folder``."""
+    snapshots = {} if folder is None else {"folder": str(folder), "every": 1, "keep": 9, "resume": True}
+    snapshots |= tables.get("snapshots", {})
     training = {"steps": STEPS, "batch_size": 8, "learning_rate": 0.05, "weight_decay": 0.1, "clip": 0.5, "seed": 3}
     return Job.model_validate(
         {
@@ -38,7 +42,8 @@ def make_job(folder: Path, **tables: dict[str, Any]) -> Job:
             "job": {"entry": "tests:build"},
             "pipeline": {"devices": ["cpu:0", "cpu:1"], "microbatches": 4, **tables.get("pipeline", {})},
             "training": {**training, **tables.get("training", {})},
-            "snapshots": {"folder": str(folder), "every": 1, "keep": 9, "resume": True, **tables.get("snapshots", {})},
+            "observe": tables.get("observe", {}),
+            "snapshots": snapshots or None,
         }
     )
 
@@ -76,6 +81,16 @@ class Loader:
 def make_workload() -> Workload:
     layers = [nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 3)]
     return Workload(nn.Sequential(*layers).double(), nn.functional.mse_loss, batches)
+
+
+class Part:
+    """Anything that has a state."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
 
 
 class Sink(ProgressSink):

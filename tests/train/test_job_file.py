@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from pydantic import ValidationError
 
 from asyncpipe import cli
 from asyncpipe.errors import JobFileError
-from asyncpipe.pipeline.options import PipelineOptions
 from asyncpipe.train.entry import find_entry
 from asyncpipe.train.job_file import (
     FaultTable,
@@ -126,13 +124,6 @@ def test_a_job_is_frozen_and_overridden_by_copies(write):
     assert (other.training.steps, job.training.steps) == (9, 3)
     assert other.training.batch_size == 16
     assert other.path == job.path
-
-
-def test_the_options_of_a_pipeline_and_their_defaults_are_those_of_the_pipeline():
-    options = {option.name: option.default for option in fields(PipelineOptions)}
-    for name, field in PipelineTable.model_fields.items():
-        if name != "devices":
-            assert options[name] in (field.default, MISSING)
 
 
 # (what the right file says, what the wrong one says, the key, what else the message holds)

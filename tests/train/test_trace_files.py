@@ -33,15 +33,7 @@ from asyncpipe.train.workload import Workload
 
 
 def make_job(**observe: object) -> Job:
-    return Job.model_validate(
-        {
-            "name": "linear",
-            "job": {"entry": "tests:build"},
-            "pipeline": {"devices": ["cpu:0"]},
-            "training": {"steps": 1, "batch_size": 1, "learning_rate": 1},
-            "observe": {name: str(value) for name, value in observe.items()},
-        }
-    )
+    return make_run(observe={name: str(value) for name, value in observe.items()})
 
 
 def recorder(steps: int = 1) -> TraceRecorder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from shutil import rmtree
@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from resume_helpers import batches, make_job
 from torch import Generator, Tensor, nn
 
 from asyncpipe.core.engine.events import StepRecord
@@ -21,32 +22,12 @@ from asyncpipe.errors import JobFileError, TaskError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.train.adamw import BETAS, learning_rate
-from asyncpipe.train.job_file import Job, TrainingTable
+from asyncpipe.train.job_file import TrainingTable
 from asyncpipe.train.progress import ProgressSink, RunStarted, StepProgress
 from asyncpipe.train.training_run import TrainingRun
-from asyncpipe.train.workload import Batch, Workload
+from asyncpipe.train.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-
-
-def make_job(**tables: dict[str, Any]) -> Job:
-    training = {"steps": 6, "batch_size": 8, "learning_rate": 0.05, "weight_decay": 0.1, "clip": 0.5, "seed": 3}
-    return Job.model_validate(
-        {
-            "name": "linear",
-            "job": {"entry": "tests:build"},
-            "pipeline": {"devices": ["cpu:0", "cpu:1"], "microbatches": 4, **tables.get("pipeline", {})},
-            "training": {**training, "warmup_steps": 2, **tables.get("training", {})},
-            "observe": tables.get("observe", {}),
-            **({"snapshots": tables["snapshots"]} if "snapshots" in tables else {}),
-        }
-    )
-
-
-def batches(batch_size: int, generator: Generator) -> Iterator[Batch]:
-    while True:
-        x = torch.randn(batch_size, 3, generator=generator, dtype=torch.float64)
-        yield x, x.flip(1)
 
 
 def make_workload() -> Workload:
@@ -126,7 +107,7 @@ def unsplit_losses(training: TrainingTable) -> list[float]:
 
 
 async def test_losses_are_those_of_the_unsplit_model():
-    sink, job = Sink(), make_job()
+    sink, job = Sink(), make_job(training={"warmup_steps": 2})
     summary = await TrainingRun(job, make_workload, progress=sink).run()
     wanted = unsplit_losses(job.training)
     assert [progress.loss for progress in sink.steps] == pytest.approx(wanted, rel=1e-12)

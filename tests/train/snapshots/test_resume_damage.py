@@ -10,46 +10,22 @@ import os
 import pickle
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from resume_helpers import names
-from torch import Generator, nn
+from resume_helpers import make_job, make_workload, names
 
 from asyncpipe.errors import AsyncpipeError, JobFileError, OptionError
 from asyncpipe.service.jobs.job_run import is_permanent
-from asyncpipe.train.job_file import Job
 from asyncpipe.train.snapshots import format as snapshot_files
 from asyncpipe.train.snapshots.format import FolderError, Manifest, read_manifest, read_snapshot, write_snapshot
 from asyncpipe.train.snapshots.resume import newest_snapshot, open_folder
 from asyncpipe.train.training_run import TrainingRun
-from asyncpipe.train.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "snapshot_each_step")
-
-
-def make_job(folder: Path, *, steps: int = 3, resume: bool = True) -> Job:
-    return Job.model_validate(
-        {
-            "name": "linear",
-            "job": {"entry": "tests:build"},
-            "pipeline": {"devices": ["cpu:0"], "microbatches": 2},
-            "training": {"steps": steps, "batch_size": 8, "learning_rate": 0.05},
-            "snapshots": {"folder": str(folder), "every": 1, "resume": resume},
-        }
-    )
-
-
-def make_workload() -> Workload:
-    def batches(batch_size: int, generator: Generator) -> Iterator[Batch]:
-        while True:
-            x = torch.randn(batch_size, 3, generator=generator)
-            yield x, x.flip(1)
-
-    return Workload(nn.Sequential(nn.Linear(3, 3)), nn.functional.mse_loss, batches)
 
 
 def make_snapshots(folder: Path, *steps: int) -> list[Path]:
@@ -230,7 +206,7 @@ def test_where_there_is_none_the_run_begins_afresh(tmp_path):
 def test_without_resume_the_folder_is_refused_and_the_way_on_told(tmp_path):
     make_snapshots(tmp_path, 9, 10)
     with pytest.raises(JobFileError, match=r"up to step-10; move them away or name another one, or go on .* --resume"):
-        open_folder(make_job(tmp_path, resume=False))
+        open_folder(make_job(tmp_path, snapshots={"resume": False}))
 
 
 def test_the_newest_is_that_of_the_highest_step(tmp_path):
@@ -260,10 +236,10 @@ def test_a_file_that_may_not_be_read_is_told(tmp_path):
 
 @pytest.mark.one_loop
 async def test_the_step_that_was_damaged_is_done_and_saved_again(tmp_path, caplog):
-    await TrainingRun(make_job(tmp_path), make_workload).run()
+    await TrainingRun(make_job(tmp_path, training={"steps": 3}), make_workload).run()
     wanted = read_snapshot(tmp_path / "step-3").states["model"]
     flip(tmp_path / "step-3" / "model.pt", 500)
-    summary = await TrainingRun(make_job(tmp_path), make_workload).run()
+    summary = await TrainingRun(make_job(tmp_path, training={"steps": 3}), make_workload).run()
     assert (summary.steps, summary.snapshot) == (3, tmp_path / "step-3")
     again = read_snapshot(tmp_path / "step-3")
     assert again.manifest.number == 3

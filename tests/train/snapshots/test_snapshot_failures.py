@@ -11,28 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from resume_helpers import names
+from resume_helpers import Part, make_job, names
 
 from asyncpipe.errors import JobFileError
-from asyncpipe.train.job_file import Job
 from asyncpipe.train.snapshots import format as module
 from asyncpipe.train.snapshots.resume import open_folder
 from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.training_run import TrainingRun
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-
-
-def make_job(folder: Path, *, keep: int = 9) -> Job:
-    return Job.model_validate(
-        {
-            "name": "linear",
-            "job": {"entry": "tests:build"},
-            "pipeline": {"devices": ["cpu:0"]},
-            "training": {"steps": 1, "batch_size": 8, "learning_rate": 0.05},
-            "snapshots": {"folder": str(folder), "every": 1, "keep": keep},
-        }
-    )
 
 
 class Listener:
@@ -52,16 +39,6 @@ class Listener:
         assert reason == "snapshot"
 
 
-class Part:
-    """Anything that has a state."""
-
-    def __init__(self, **state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-
 def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(tmp_path):
     for name in ("step-7.incomplete", "step-12.incomplete", "step-x.incomplete", "step-7.incomplete.old"):
         (tmp_path / name).mkdir()
@@ -76,7 +53,7 @@ async def test_a_run_does_not_begin_where_another_ones_snapshots_are(tmp_path):
         (tmp_path / name).mkdir()
     message = r"job\.toml: snapshots\.folder: .* holds snapshots of another run, up to step-10; move them away or name"
     with pytest.raises(JobFileError, match=message):
-        await TrainingRun(make_job(tmp_path), lambda: pytest.fail("built")).run()
+        await TrainingRun(make_job(tmp_path, snapshots={"resume": False}), lambda: pytest.fail("built")).run()
     assert names(tmp_path) == ["step-10", "step-11.incomplete", "step-9"]
 
 
@@ -180,7 +157,7 @@ async def test_an_old_one_that_cannot_be_removed_does_not_look_whole(tmp_path, m
 
     monkeypatch.setattr(module.shutil, "rmtree", rmtree)
     listener = Listener()
-    async with SnapshotWriter(make_job(tmp_path, keep=1), listener) as snapshots:
+    async with SnapshotWriter(make_job(tmp_path, snapshots={"keep": 1}), listener) as snapshots:
         for step in (1, 2):
             await snapshots.after_step(step, {"part": Part()})
             await snapshots.finish()

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from resume_helpers import Sink, batches, names
+from resume_helpers import STEPS, Part, Sink, batches, names
+from resume_helpers import make_job as make_run
 from torch import Generator, Tensor, nn
 
 from asyncpipe.core.schedules.protocol import Shape
@@ -29,34 +30,14 @@ from asyncpipe.train.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-STEPS = 6
 
-
-def make_job(folder: Path, *, every: int = 1, keep: int = 9, **more: Any) -> Job:
-    return Job.model_validate(
-        {
-            "name": "linear",
-            "job": {"entry": "tests:build"},
-            "pipeline": {"devices": ["cpu:0", "cpu:1"], "microbatches": 4},
-            "training": {"steps": STEPS, "batch_size": 8, "learning_rate": 0.05, "weight_decay": 0.1, "seed": 3},
-            "snapshots": {"folder": str(folder), "every": every, "keep": keep, **more},
-        }
-    )
+def make_job(folder: Path, **snapshots: Any) -> Job:
+    return make_run(folder, training={"clip": None}, snapshots={"resume": False, **snapshots})
 
 
 def make_workload() -> Workload:
     model = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)).double()
     return Workload(model, nn.functional.mse_loss, batches)
-
-
-class Part:
-    """Anything that has a state."""
-
-    def __init__(self, **state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
 
 
 class Gate:
