@@ -157,7 +157,7 @@ class TrainingService:
                 self._entries = await in_thread(lambda: Entries.load(settings))
             store = await stack.enter_async_context(JobStore(settings.folder / "jobs.sqlite3"))
             manager = Manager(settings, self._entries, store, metrics=self._metrics, **self._options)
-            self._metrics.commits = lambda: store.commits
+            self._metrics.commits = lambda: store.thread.commits
             self._metrics.hung_tasks = lambda: manager.watchdog.hung
             self._manager = await stack.enter_async_context(manager)
             self._beat()

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.runtime.watchdog import Watchdog
-from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, Transition
+from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
 from asyncpipe.service.jobs.job_control import JobControl
 from asyncpipe.service.jobs.job_log import JobLog, JobLogs
@@ -161,7 +161,7 @@ class Manager:
             return "the job scheduler has failed"
         if self.pool.is_broken:
             return "the task scheduler has failed"
-        return None if self.jobs.store.is_alive else "the job store's thread has ended"
+        return None if self.jobs.store.thread.is_alive else "the job store's thread has ended"
 
     def waits_for(self, job: str) -> str | None:
         """Why a queued job has not started; ``None`` for any other job. On the loop."""
@@ -290,13 +290,10 @@ class Manager:
         """One run, from its start to the transition that ends it."""
         job = run.record.id
 
-        async def history() -> Sequence[Transition]:
-            return await self.jobs.store.history(job)
-
         try:
-            async with self.logs.use(job, history) as log:
+            async with self.logs.use(job, lambda: self.jobs.store.history(job)) as log:
                 await self._end(run, await self._run(run, make_workload, log))
-        except StoreError as error:  # Raised by history: the run has not started.
+        except StoreError as error:  # The log could not be opened: the run has not started.
             await self._end(run, RunOutcome(RunEnding.FAILED, str(error)))
         except Exception:
             _logger.exception("the end of a run of job %s could not be recorded; this is a bug in asyncpipe", job)

@@ -45,7 +45,10 @@ class _Request(NamedTuple):
 
 
 class DatabaseThread:
-    """Runs functions on a connection, in a thread of its own. Opens once and closes once; requests from any loop."""
+    """Runs functions on a connection, in a thread of its own. Opens once and closes once; requests from any loop.
+
+    The thread refers to this object, so it ends only when somebody calls ``stop``.
+    """
 
     def __init__(
         self,
@@ -55,18 +58,18 @@ class DatabaseThread:
         closed: Callable[[], Exception],
     ) -> None:
         """``connect`` is called in the thread; requests raise what ``explain`` and ``closed`` make."""
-        # The thread refers to the server only, so a DatabaseThread that is dropped without close can be collected.
-        self._server = _Server(connect, explain, closed)
+        self.commits = 0
+        """Transactions that were committed since ``open``."""
+        self._name = name
+        self._connect = connect
+        self._explain = explain
+        self._closed = closed
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Future[None] | None = None
-        self._name = name
-        self.stop = self._server.close
-        """Lets the thread end after the queued requests; from any thread, also after this object was collected."""
-
-    @property
-    def commits(self) -> int:
-        """Transactions that were committed since ``open``."""
-        return self._server.commits
+        self._queue: SimpleQueue[_Request | None] = SimpleQueue()
+        """``None`` follows the last request."""
+        self._lock = threading.Lock()
+        self._is_stopped = False
 
     @property
     def is_alive(self) -> bool:
@@ -76,12 +79,12 @@ class DatabaseThread:
     async def open(self) -> None:
         """Start the thread and connect. Raises what ``connect`` raises; no thread is left then."""
         if self._thread is not None:
-            raise self._server.closed()
+            raise self._closed()
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[None] = loop.create_future()
         self._ended = loop.create_future()
         arguments = (opened, self._ended)
-        self._thread = threading.Thread(target=self._server.run, args=arguments, name=self._name, daemon=True)
+        self._thread = threading.Thread(target=self._serve_all, args=arguments, name=self._name, daemon=True)
         self._thread.start()
         try:
             await wait_to_end(opened)
@@ -96,57 +99,31 @@ class DatabaseThread:
         be called a second time, after its first call was rolled back.
         """
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        if self._thread is None or not self._server.put(_Request(function, writes, future)):
-            raise self._server.closed()
+        with self._lock:
+            if self._thread is None or self._is_stopped:
+                raise self._closed()
+            self._queue.put(_Request(function, writes, future))
         return await future
 
+    def stop(self) -> None:
+        """Take no more requests, and let the thread end after the queued ones. From any thread, also again."""
+        with self._lock:
+            if not self._is_stopped:
+                self._is_stopped = True
+                self._queue.put(None)
+
     async def close(self) -> None:
-        """Wait for the queued requests and for the thread. May be called again; a cancellation is raised afterwards."""
-        self._server.close()
+        """``stop``, and wait for the thread. May be called again; a cancellation is raised afterwards."""
+        self.stop()
         if self._thread is not None and self._ended is not None:
             try:
                 await wait_to_end(self._ended)
             finally:
                 self._thread.join()
 
-
-class _Server:
-    """The queue of requests, and what the thread does with them."""
-
-    def __init__(
-        self,
-        connect: Callable[[], sqlite3.Connection],
-        explain: Callable[[sqlite3.Error], Exception],
-        closed: Callable[[], Exception],
-    ) -> None:
-        self.closed = closed
-        self.commits = 0
-        self._connect = connect
-        self._explain = explain
-        self._queue: SimpleQueue[_Request | None] = SimpleQueue()
-        """``None`` follows the last request."""
-        self._lock = threading.Lock()
-        self._is_closed = False
-
-    # From any thread
-
-    def put(self, request: _Request) -> bool:
-        """Queue ``request``; false if the queue is closed."""
-        with self._lock:
-            if not self._is_closed:
-                self._queue.put(request)
-            return not self._is_closed
-
-    def close(self) -> None:
-        """Take no more requests. May be called again."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._queue.put(None)
-
     # In the thread
 
-    def run(self, opened: asyncio.Future[None], done: asyncio.Future[None]) -> None:
+    def _serve_all(self, opened: asyncio.Future[None], done: asyncio.Future[None]) -> None:
         """Serve requests until the queue is closed and empty; every future gets an answer, however this ends."""
         connection: sqlite3.Connection | None = None
         try:
@@ -158,12 +135,12 @@ class _Server:
                 # An idle thread must not keep the last requests alive.
                 del group
         finally:
-            self.close()
+            self.stop()
             if connection is not None:
                 with suppress(sqlite3.Error):
                     connection.close()
             while group := self._take():
-                _answer([(request.future, _Reply(error=self.closed())) for request in group])
+                _answer([(request.future, _Reply(error=self._closed())) for request in group])
             _answer([(done, _Reply())])
 
     def _take(self) -> list[_Request]:

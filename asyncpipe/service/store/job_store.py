@@ -97,18 +97,9 @@ class JobStore:
             closed=closed,
         )
         """Runs any function on the store's connection."""
-        # Ends the thread when the store is collected without having been closed, or the interpreter exits.
+        # Ends the thread, which does not refer to the store, when the store is collected without having been closed, or
+        # the interpreter exits.
         weakref.finalize(self, self.thread.stop)
-
-    @property
-    def commits(self) -> int:
-        """Transactions since the store was opened; requests that wait at the same time share one."""
-        return self.thread.commits
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the store's thread runs; from any thread."""
-        return self.thread.is_alive
 
     async def __aenter__(self) -> JobStore:
         await self.thread.open()

@@ -220,7 +220,7 @@ async def held(store: Held, *requests) -> list[object]:
 async def test_what_waits_is_committed_together_and_each_has_its_own_answer(path):
     async with Held(path) as store:
         job = await store.submit(SPEC, "key")
-        before = store.commits
+        before = store.thread.commits
         answers = await held(
             store,
             *(store.submit(SPEC) for _ in range(10)),
@@ -230,7 +230,7 @@ async def test_what_waits_is_committed_together_and_each_has_its_own_answer(path
             store.progress(job.id, 3),
             *(store.submit(SPEC) for _ in range(10)),
         )
-        assert store.commits == before + 1
+        assert store.thread.commits == before + 1
         assert [type(answer).__name__ for answer in answers] == [
             *["JobRecord"] * 10, "JobStateError", "IdempotencyConflictError", "JobRecord", "NoneType",
             *["JobRecord"] * 10,
@@ -279,7 +279,7 @@ async def test_an_error_of_sqlite_fails_only_the_request_that_made_it(path):
 async def test_a_flood_is_committed_in_groups_of_bounded_size(path):
     async with Held(path) as store:
         await held(store, *(store.submit(SPEC) for _ in range(database_thread.LARGEST_GROUP * 2 + 1)))
-        assert store.commits == 3
+        assert store.thread.commits == 3
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -316,7 +316,7 @@ async def test_closing_finishes_what_waits_and_takes_no_more(path):
         release.set()
         with pytest.raises(asyncio.CancelledError):
             await closing
-        assert not store.is_alive
+        assert not store.thread.is_alive
         ids = {(await job).id for job in waiting}
     with pytest.raises(StoreError, match="is not open"):
         await store.__aenter__()

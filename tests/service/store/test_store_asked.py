@@ -107,7 +107,7 @@ async def test_a_full_queue_lets_no_paused_job_in(path):
 
 async def test_whether_the_thread_is_there(path):
     store = JobStore(path)
-    assert not store.is_alive
+    assert not store.thread.is_alive
     async with store:
-        assert store.is_alive
-    assert not store.is_alive
+        assert store.thread.is_alive
+    assert not store.thread.is_alive
