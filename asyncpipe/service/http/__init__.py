@@ -18,7 +18,7 @@ May import everything below it in the service. This module needs no aiohttp; the
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from asyncpipe.errors import OptionError
@@ -44,17 +44,13 @@ def make_api(service: TrainingService, settings: ServiceSettings) -> web.Applica
     return app.make_api(service, settings)
 
 
-def serve_api(service: TrainingService, settings: ServiceSettings) -> AbstractAsyncContextManager[str]:
+@asynccontextmanager
+async def serve_api(service: TrainingService, settings: ServiceSettings) -> AsyncIterator[str]:
     """Serves the API on ``settings.address`` and ``settings.port`` during the block; yields its URL.
 
     It uses the running loop and handles no signals; port 0 takes a free one. Raises ``OptionError`` if it cannot
     listen, for an address that others can reach if there is no token, and without aiohttp.
     """
-    return _serve(service, settings)
-
-
-@asynccontextmanager
-async def _serve(service: TrainingService, settings: ServiceSettings) -> AsyncIterator[str]:
     _check_aiohttp()
     from asyncpipe.service.http import app
 

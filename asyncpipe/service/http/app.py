@@ -18,7 +18,7 @@ from asyncpipe.service.http.connection import connections
 from asyncpipe.service.http.event_stream import JobEventStreams
 from asyncpipe.service.http.pages import Pages
 from asyncpipe.service.http.problems import Problem, catch_problems
-from asyncpipe.service.http.rate_limits import ConcurrencyLimit, TokenBuckets
+from asyncpipe.service.http.rate_limits import StreamLimit, TokenBuckets
 from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.http.routes import Routes
 from asyncpipe.service.settings.service_settings import ServiceSettings
@@ -40,7 +40,7 @@ def make_api(service: TrainingService, settings: ServiceSettings) -> web.Applica
     redact, audit = _redactor(settings), Audit()
     buckets = TokenBuckets(settings.requests_per_second, settings.burst)
     access = AccessControl(settings.hosts, settings.token, buckets, audit)
-    stream_limit = ConcurrencyLimit(max(1, settings.max_connections // STREAM_SHARE))
+    stream_limit = StreamLimit(max(1, settings.max_connections // STREAM_SHARE))
     streams, pages = JobEventStreams(stream_limit, redact), Pages(service, stream_limit)
     routes = Routes(service, settings, streams, audit, redact)
     app = web.Application(middlewares=[catch_problems(redact), access.middleware])

@@ -20,8 +20,7 @@ from aiohttp import web
 
 from asyncpipe.observe.live.handlers import EventStreams
 from asyncpipe.service.http.models import EventAnswer
-from asyncpipe.service.http.problems import Problem
-from asyncpipe.service.http.rate_limits import ConcurrencyLimit, LimitReachedError
+from asyncpipe.service.http.rate_limits import StreamLimit
 from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.jobs.job_log import JobEvent
 
@@ -36,7 +35,7 @@ END = b"event: end\ndata: {}\n\n"
 class JobEventStreams:
     """The event streams of an API, at most as many as ``limit`` allows; ``close`` ends them."""
 
-    def __init__(self, limit: ConcurrencyLimit, redact: Redactor) -> None:
+    def __init__(self, limit: StreamLimit, redact: Redactor) -> None:
         self._limit = limit
         self._redact = redact
         self._closing = asyncio.Event()
@@ -49,11 +48,8 @@ class JobEventStreams:
 
         Raises ``Problem`` if there are too many streams.
         """
-        try:
-            with self._limit.hold():
-                return await self._streams.send(request, self._parts(events, is_over))
-        except LimitReachedError:
-            raise too_many() from None
+        with self._limit.hold():
+            return await self._streams.send(request, self._parts(events, is_over))
 
     async def _parts(
         self, events: AsyncIterator[JobEvent], is_over: Callable[[], Awaitable[bool]]
@@ -90,11 +86,6 @@ class JobEventStreams:
         """End every stream, and cut the connections of clients that do not read."""
         self._closing.set()
         await self._streams.close()
-
-
-def too_many() -> Problem:
-    """A 503: all event streams are in use."""
-    return Problem(503, "too-many-streams", "all event streams are in use", headers=[("Retry-After", "10")])
 
 
 async def _next(events: AsyncIterator[JobEvent]) -> JobEvent | None:

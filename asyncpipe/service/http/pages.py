@@ -13,8 +13,7 @@ from aiohttp import web
 from asyncpipe.observe.live import LiveView
 from asyncpipe.observe.live.feed import LiveFeed
 from asyncpipe.observe.live.handlers import FILES, LiveHandlers, add_files
-from asyncpipe.service.http.event_stream import too_many
-from asyncpipe.service.http.rate_limits import ConcurrencyLimit, LimitReachedError
+from asyncpipe.service.http.rate_limits import StreamLimit
 from asyncpipe.service.http.routes import job_id
 from asyncpipe.service.job_states import JobRecord
 from asyncpipe.service.training_service import TrainingService
@@ -34,7 +33,7 @@ SHARED_FILES = {"/live_draw.js": FILES["/live_draw.js"]}
 class Pages:
     """The pages of one service."""
 
-    def __init__(self, service: TrainingService, limit: ConcurrencyLimit) -> None:
+    def __init__(self, service: TrainingService, limit: StreamLimit) -> None:
         self._service = service
         self._limit = limit
         self._feeds: OrderedDict[str, tuple[LiveView, LiveFeed]] = OrderedDict()
@@ -63,11 +62,8 @@ class Pages:
         return web.Response(status=308, headers={"Location": f"{job_id(request)}/"})
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        try:
-            with self._limit.hold():
-                return await self._live.events(request)
-        except LimitReachedError:
-            raise too_many() from None
+        with self._limit.hold():
+            return await self._live.events(request)
 
     async def _feed(self, request: web.Request) -> LiveFeed:
         """The feed of the job that ``request`` names. Raises ``UnknownJobError``."""

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from ipaddress import IPv6Address, ip_address
 from time import monotonic
 
-__all__ = ["TokenBuckets", "LimitReachedError", "ConcurrencyLimit", "client_of", "retry_after"]
+from asyncpipe.service.http.problems import Problem
+
+__all__ = ["StreamLimit", "TokenBuckets", "client_of", "retry_after"]
 
 MOST_CLIENTS = 4096
 IPV6_NETWORK = 64
@@ -48,12 +50,8 @@ class TokenBuckets:
         return wait
 
 
-class LimitReachedError(Exception):
-    """A ``ConcurrencyLimit`` is reached."""
-
-
-class ConcurrencyLimit:
-    """At most ``most`` blocks at once; does not wait."""
+class StreamLimit:
+    """At most ``most`` event streams at once, of all clients."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -61,9 +59,10 @@ class ConcurrencyLimit:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Counts as one during the block. Raises ``LimitReachedError``."""
+        """Counts as one stream during the block. Raises ``Problem`` if all are in use."""
         if self.held >= self.most:
-            raise LimitReachedError
+            headers = [("Retry-After", "10")]
+            raise Problem(503, "too-many-streams", "all event streams are in use", headers=headers)
         self.held += 1
         try:
             yield

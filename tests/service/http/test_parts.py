@@ -22,7 +22,7 @@ from asyncpipe.service.http import audit as audit_module
 from asyncpipe.service.http import serve_api
 from asyncpipe.service.http.json_body import MOST_DEPTH, parse_json
 from asyncpipe.service.http.problems import Problem
-from asyncpipe.service.http.rate_limits import ConcurrencyLimit, LimitReachedError, TokenBuckets, client_of
+from asyncpipe.service.http.rate_limits import StreamLimit, TokenBuckets, client_of
 from asyncpipe.service.http.redact import Redactor, shorten
 
 pytestmark = [pytest.mark.one_loop]
@@ -96,8 +96,8 @@ def test_a_network_is_one_client() -> None:
 
 
 def test_places_are_given_back() -> None:
-    limit = ConcurrencyLimit(1)
-    with limit.hold(), pytest.raises(LimitReachedError), limit.hold():
+    limit = StreamLimit(1)
+    with limit.hold(), pytest.raises(Problem, match="too-many-streams"), limit.hold():
         pass
     with limit.hold():
         assert limit.held == 1
