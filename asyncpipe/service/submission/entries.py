@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, NotRequired, Required, get_type_hints
+from typing import Any, NotRequired, Required, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
@@ -34,6 +35,8 @@ from asyncpipe.train.validation import WrongKey, adapter_wrong_keys, similar
 from asyncpipe.train.workload import Workload
 
 __all__ = ["Entries", "EntryError", "Factory"]
+
+_T = TypeVar("_T")
 
 Factory = Callable[..., Workload]
 """The function that an entry names."""
@@ -53,15 +56,7 @@ class Entries:
     def __init__(
         self, factories: Mapping[str, Factory], fixed: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     ) -> None:
-        self._entries: dict[str, _RegisteredEntry] = {}
-        problems: list[str] = []
-        for name, factory in factories.items():
-            try:
-                self._entries[name] = _RegisteredEntry(name, factory, fixed.get(name, {}))
-            except SettingsError as error:
-                problems.append(str(error))
-        if problems:
-            raise SettingsError("\n".join(problems))
+        self._entries = _for_each(factories, lambda name: _RegisteredEntry(name, factories[name], fixed.get(name, {})))
 
     @classmethod
     def load(cls, settings: ServiceSettings) -> Entries:
@@ -69,19 +64,8 @@ class Entries:
 
         ``settings.entry_path`` is the first item of ``sys.path`` during the imports only. Raises ``SettingsError``.
         """
-        factories: dict[str, Factory] = {}
-        problems: list[str] = []
-        for name in settings.entries:
-            try:
-                if settings.entry_path is None:
-                    factories[name] = _imported(name)
-                else:
-                    with import_path(settings.entry_path.resolve()):
-                        factories[name] = _imported(name)
-            except SettingsError as error:
-                problems.append(str(error))
-        if problems:
-            raise SettingsError("\n".join(problems))
+        with nullcontext() if settings.entry_path is None else import_path(settings.entry_path.resolve()):
+            factories = _for_each(settings.entries, _imported)
         return cls(factories, {name: entry.fixed for name, entry in settings.entries.items()})
 
     @property
@@ -220,6 +204,20 @@ class _RegisteredEntry:
 
 
 _UNANNOTATED = bool | int | float | str | None
+
+
+def _for_each(names: Iterable[str], make: Callable[[str], _T]) -> dict[str, _T]:
+    """What ``make`` returns for each name. Raises ``SettingsError`` with a line for each name that it refuses."""
+    made: dict[str, _T] = {}
+    problems: list[str] = []
+    for name in names:
+        try:
+            made[name] = make(name)
+        except SettingsError as error:
+            problems.append(str(error))
+    if problems:
+        raise SettingsError("\n".join(problems))
+    return made
 
 
 def _imported(name: str) -> Factory:
