@@ -202,19 +202,19 @@ class TrainingService:
         if manager.shutdown is not None:
             raise ServiceDrainingError(f"the service takes no more jobs: {manager.shutdown}")
         spec = check_submission(submission, self.settings, self.entries)
-        return await self._do(manager.control.submit(spec, idempotency_key))
+        return await self._do(manager.jobs.submit(spec, idempotency_key))
 
     async def pause(self, job: str, cause: str = "asked to pause") -> JobRecord:
         """The job, paused; or running and asked to pause after its step, with a snapshot."""
-        return await self._do(self.manager.control.pause(job, cause))
+        return await self._do(self.manager.jobs.pause(job, cause))
 
     async def resume(self, job: str, cause: str = "asked to go on") -> JobRecord:
         """The job, queued; or still running, if it had been asked to pause. Raises ``QueueFullError``."""
-        return await self._do(self.manager.control.resume(job, cause))
+        return await self._do(self.manager.jobs.resume(job, cause))
 
     async def cancel(self, job: str, cause: str = "asked to end") -> JobRecord:
         """The job, cancelled; or running and asked to end between two tasks, without a snapshot."""
-        return await self._do(self.manager.control.cancel(job, cause))
+        return await self._do(self.manager.jobs.cancel(job, cause))
 
     async def change_schedule(self, job: str, schedule: str) -> JobRecord:
         """The job, which follows ``schedule`` from its next step on, also after a restart.
@@ -222,7 +222,7 @@ class TrainingService:
         Raises ``SubmissionError`` for a schedule that is not registered or does not fit the job, ``ScheduleError`` if
         the running pipeline cannot follow it; nothing was changed then.
         """
-        return await self._do(self.manager.control.change_schedule(job, schedule))
+        return await self._do(self.manager.jobs.change_schedule(job, schedule))
 
     # Reading
 

@@ -19,7 +19,8 @@ from asyncpipe.errors import OptionError
 from asyncpipe.service import training_service
 from asyncpipe.service.job_states import JobState, JobStateError, check_history
 from asyncpipe.service.jobs import manager
-from asyncpipe.service.store.job_store import IdempotencyConflictError, JobStore, UnknownJobError
+from asyncpipe.service.store.database_thread import DatabaseThread
+from asyncpipe.service.store.job_store import IdempotencyConflictError, UnknownJobError
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import SubmissionError
 from asyncpipe.service.training_service import ServiceDrainingError, TrainingService
@@ -348,7 +349,7 @@ async def test_a_service_that_does_not_answer_is_not_live(tmp_path, monkeypatch)
         finally:
             go_on.set()
         await until(lambda: opened.status().live)
-        monkeypatch.setattr(JobStore, "is_alive", property(lambda store: False))
+        monkeypatch.setattr(DatabaseThread, "is_alive", property(lambda thread: False))
         assert "store's thread" in opened.status().reason
         monkeypatch.undo()
     assert opened.status().live

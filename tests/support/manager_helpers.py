@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from asyncpipe.core.predict.report import Report
 from asyncpipe.service.job_states import JobRecord, JobState
-from asyncpipe.service.jobs.job_control import JobControl
+from asyncpipe.service.jobs.active_jobs import ActiveJobs
 from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobStore
@@ -156,8 +156,8 @@ class Service:
     entries: Entries
 
     @property
-    def control(self) -> JobControl:
-        return self.manager.control
+    def control(self) -> ActiveJobs:
+        return self.manager.jobs
 
     async def submit(self, name: str = "job", **changed: Any) -> JobRecord:
         spec = check_submission(submission(name, **changed), self.manager.settings, self.entries)

@@ -6,8 +6,8 @@
     job_queue.py           which queued jobs may start: a pure function
     memory_footprint.py    how much memory a job will need, measured before it starts
     job_run.py             one run of a job, and the job's next state when it ends
-    job_control.py         the requests of clients: submit, pause, resume, cancel, change the schedule
-    active_jobs.py           the jobs that have not ended; the only place where a job changes its state
+    active_jobs.py         the jobs that have not ended, and the requests of clients; the only place where a job changes
+                           its state
     job_log.py             the events of a job for those who follow it; loss_file.py: its loss curve
     service_metrics.py     the metrics of the service
 

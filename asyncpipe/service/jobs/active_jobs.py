@@ -1,26 +1,35 @@
-"""The jobs of a service that have not ended, and the only way in which a job changes its state.
+"""The jobs of a service that have not ended: what clients ask of them, and the only way in which one changes its state.
 
 ::
 
-    JobControl ──┐                    ┌──▶ store      on disk first; if that fails, nothing changes
-    Manager ─────┴──▶ turn ─▶ become ─┼──▶ log        if it is in use
-                                      ├──▶ metrics
-                                      └──▶ queued     and the manager looks at the queue again
+    clients ──┐                    ┌──▶ store      on disk first; if that fails, nothing changes
+    Manager ──┴──▶ turn ─▶ become ─┼──▶ log        if it is in use
+                                   ├──▶ metrics
+                                   └──▶ queued     and the manager looks at the queue again
 
-Whoever changes a job holds its turn (a lock), so what was read of the job is still true when it is changed.
+Whoever changes a job holds its turn (a lock), so what was read of the job is still true when it is changed. A job that
+is not running changes its state at once. For a running job the store keeps the request, the run is told, and the
+manager makes the transition when the run has ended::
+
+    pause    queued ──▶ paused        running ──▶ asked: paused     ──▶ ends after its step, with a snapshot
+    cancel   queued ──▶ cancelled     running ──▶ asked: cancelled  ──▶ ends between two tasks
+    resume   paused ──▶ queued        running, asked: paused ──▶ asked: nothing, runs again when it has ended
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from weakref import WeakValueDictionary
 
-from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState
+from asyncpipe.errors import AsyncpipeError
+from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobSpec, JobState, JobStateError
 from asyncpipe.service.jobs.job_log import JobLogs
 from asyncpipe.service.jobs.job_run import JobRun
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
-from asyncpipe.service.store.job_store import JobStore
+from asyncpipe.service.store.job_store import JobStore, StoreError
+from asyncpipe.service.submission.submission import check_new_schedule
 
 __all__ = ["ActiveJobs"]
 
@@ -28,20 +37,22 @@ PAGE = 1000
 
 
 class ActiveJobs:
-    """The queued and the running jobs. Belongs to the service's loop."""
+    """The queued and the running jobs. Belongs to the service's loop.
+
+    When a request of a client returns, its effect is on disk. It raises ``UnknownJobError``; ``JobStateError`` if the
+    job's state does not allow it; ``StoreError``, and it changed nothing then.
+    """
 
     def __init__(
         self,
         store: JobStore,
         logs: JobLogs,
         metrics: ServiceMetrics,
-        ended: Callable[[str], object] = lambda job: None,
+        most_queued: int,
+        ended: Callable[[str], object],
     ) -> None:
         """``ended`` is called with each job that reaches a final state."""
-        self._ended = ended
         self.store = store
-        self.logs = logs
-        self.metrics = metrics
         self.queued: dict[str, JobRecord] = {}
         self.running: dict[str, JobRun] = {}
         """From the transition to ``running`` to the next one."""
@@ -49,11 +60,11 @@ class ActiveJobs:
         """Set when a queued job might be able to start."""
         self.version = 0
         """Goes up whenever a job changes its state."""
+        self._logs = logs
+        self._metrics = metrics
+        self._most_queued = most_queued
+        self._ended = ended
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    def turn(self, job: str) -> asyncio.Lock:
-        """The lock that is held while ``job`` is changed."""
-        return self._turns.setdefault(job, asyncio.Lock())
 
     async def load(self) -> tuple[JobRecord, ...]:
         """Load the jobs that the last process left; returns those that were running. Raises ``StoreError``."""
@@ -62,33 +73,27 @@ class ActiveJobs:
         while page:
             self.queued.update((record.id, record) for record in page)
             page = await self.store.list([JobState.QUEUED], limit=PAGE, after=page[-1].id)
-        self.metrics.there_are(await self.store.count())
+        self._metrics.there_are(await self.store.count())
         return recovered
+
+    # Transitions
+
+    def turn(self, job: str) -> asyncio.Lock:
+        """The lock that is held while ``job`` is changed."""
+        return self._turns.setdefault(job, asyncio.Lock())
 
     async def become(self, record: JobRecord, to: JobState, cause: str, most_queued: int | None = None) -> JobRecord:
         """The job of ``record`` after its transition to ``to``. Raises as ``JobStore.transition``."""
         after = await self.store.transition(record.id, to, cause, expect=record.state, most_queued=most_queued)
-        self.metrics.changed(record.state, to)
         if to is JobState.RUNNING:
-            self.metrics.waited(after.updated - record.updated)
-        self._keep(after)
+            self._metrics.waited(after.updated - record.updated)
+        self._keep(record.state, after)
         return after
 
-    def added(self, record: JobRecord) -> None:
-        """Add a new job, which the store has."""
-        self.metrics.changed(None, record.state)
-        self._keep(record)
-
-    def update(self, record: JobRecord) -> None:
-        """Replace the record of a job whose state has not changed."""
-        if record.id in self.queued:
-            self.queued[record.id] = record
-        elif (run := self.running.get(record.id)) is not None:
-            run.record = record
-
-    def _keep(self, record: JobRecord) -> None:
+    def _keep(self, before: JobState | None, record: JobRecord) -> None:
+        self._metrics.changed(before, record.state)
         self.version += 1
-        if (log := self.logs.of(record.id)) is not None:
+        if (log := self._logs.of(record.id)) is not None:
             log.state(record)
         if record.state is JobState.QUEUED:
             self.queued[record.id] = record
@@ -99,3 +104,85 @@ class ActiveJobs:
         if record.state in FINAL_STATES:
             self._ended(record.id)
         self.changed.set()
+
+    def _update(self, record: JobRecord) -> JobRecord:
+        """``record``, which replaces that of a job whose state has not changed."""
+        if record.id in self.queued:
+            self.queued[record.id] = record
+        elif (run := self.running.get(record.id)) is not None:
+            run.record = record
+        return record
+
+    # Requests of clients
+
+    async def submit(self, spec: JobSpec, idempotency_key: str | None) -> tuple[JobRecord, bool]:
+        """The job, and whether it is new. Raises as ``JobStore.add``."""
+        record, new = await self.store.add(spec, idempotency_key, most_queued=self._most_queued)
+        if new:
+            self._keep(None, record)
+        return record, new
+
+    async def pause(self, job: str, cause: str) -> JobRecord:
+        """The job, paused, or running and asked to pause after its step."""
+        return await self._end(job, JobState.PAUSED, cause, JobRun.stop)
+
+    async def cancel(self, job: str, cause: str) -> JobRecord:
+        """The job, cancelled, or running and asked to end after the current tasks."""
+        return await self._end(job, JobState.CANCELLED, cause, JobRun.cancel)
+
+    async def _end(self, job: str, to: JobState, cause: str, end: Callable[[JobRun], None]) -> JobRecord:
+        async with self.turn(job):
+            if (run := self.running.get(job)) is not None:
+                record = self._update(await self.store.ask(job, to, cause))
+                end(run)
+                return record
+            return await self.become(await self.store.get(job), to, cause)
+
+    async def resume(self, job: str, cause: str) -> JobRecord:
+        """The job, queued, or still running and no longer asked to pause. Raises ``QueueFullError``.
+
+        A job that still runs is queued again when its run has ended, also if the queue is full.
+        """
+        async with self.turn(job):
+            if job in self.running:
+                return self._update(await self.store.ask(job, None, cause))
+            return await self.become(await self.store.get(job), JobState.QUEUED, cause, self._most_queued)
+
+    async def change_schedule(self, job: str, schedule: str) -> JobRecord:
+        """The job, which follows ``schedule`` from its next step on, also after a restart.
+
+        Raises ``SubmissionError`` for a schedule that is not registered or cannot serve the job, ``ScheduleError`` if
+        the job's pipeline cannot follow it.
+        """
+        record = await self.store.get(job)
+        if record.state in FINAL_STATES:
+            raise JobStateError(job, record.state, "change its schedule")
+        check_new_schedule(record.spec, schedule)
+        while True:
+            run = self.running.get(job)
+            if run is None:
+                async with self.turn(job):
+                    if job not in self.running:
+                        return self._update(await self.store.change_schedule(job, schedule))
+            elif (changed := await self._change_running(run, schedule)) is not None:
+                return changed
+
+    async def _change_running(self, run: JobRun, schedule: str) -> JobRecord | None:
+        """The job after its run changed the schedule; ``None`` if the run ended before that was in the store.
+
+        The job's turn is not held while the run finishes its step, so the job can be cancelled meanwhile.
+        """
+        job = run.record.id
+        async with run.schedule_turn:
+            before = run.record.schedule or run.job.pipeline.schedule
+            changed = await run.change_schedule(schedule)  # If not, the run ends; the manager makes its transition.
+            async with self.turn(job):
+                if self.running.get(job) is not run:
+                    return None
+                try:
+                    return self._update(await self.store.change_schedule(job, schedule))
+                except StoreError:
+                    if changed:  # The request failed, so it must have no effect.
+                        with suppress(AsyncpipeError):
+                            await run.change_schedule(before)
+                    raise

@@ -37,7 +37,7 @@ from asyncpipe.train.schedule_changes import NoMoreStepsError
 from asyncpipe.train.step_failures import NonFiniteLossError
 from asyncpipe.train.workload import Workload
 
-__all__ = ["JobRun", "RunOutcome", "RunEnding", "JobTrainer", "is_permanent", "next_state", "share_of"]
+__all__ = ["JobRun", "RunOutcome", "RunEnding", "JobTrainer", "is_permanent", "next_state"]
 
 _logger = logging.getLogger(__name__)
 
@@ -122,11 +122,6 @@ class JobTrainer(Protocol):
 MakeTrainer = Callable[..., JobTrainer]
 
 
-def share_of(record: JobRecord) -> Share:
-    """The job's share of its devices."""
-    return Share(record.id, weight=record.spec.weight, background=record.is_background)
-
-
 class JobRun:
     """One run of a job; belongs to the service's loop. ``run`` is awaited once."""
 
@@ -139,7 +134,7 @@ class JobRun:
         peaks: Mapping[str, int],
         retried: Callable[[], object] = lambda: None,
     ) -> None:
-        """``record`` is the job's at the start of the run; ``ActiveJobs.update`` replaces it when the job changes.
+        """``record`` is the job's at the start of the run; ``ActiveJobs`` replaces it when the job changes.
 
         ``retried`` is called for each step that is tried again.
         """
@@ -226,6 +221,7 @@ class JobRun:
     async def _train(
         self, make: MakeTrainer, make_workload: Callable[[], Workload], options: Mapping[str, Any]
     ) -> RunOutcome:
+        record = self.record
         try:
             self._training = make(
                 self.job,
@@ -233,7 +229,7 @@ class JobRun:
                 progress=self,
                 collector=self.collector,
                 observers=[self.view, self],
-                share=share_of(self.record),
+                share=Share(record.id, weight=record.spec.weight, background=record.is_background),
                 **options,
             )
             self._task = asyncio.create_task(self._training.run(), name=f"asyncpipe job {self.record.id}")

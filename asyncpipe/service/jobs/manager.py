@@ -24,7 +24,6 @@ from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
-from asyncpipe.service.jobs.job_control import JobControl
 from asyncpipe.service.jobs.job_log import JobLog, JobLogs
 from asyncpipe.service.jobs.job_queue import Candidate, QueueAction, QueueDecision, decide, place_of
 from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer, RunEnding, RunOutcome, is_permanent, next_state
@@ -68,9 +67,7 @@ class Manager:
         self.settings = settings
         self.metrics = metrics or ServiceMetrics()
         self.logs = JobLogs(settings.folder / "jobs", self._log_failed)
-        self.jobs = ActiveJobs(store, self.logs, self.metrics, self._forget)
-        self.control = JobControl(self.jobs, settings.max_queued)
-        """The requests of clients."""
+        self.jobs = ActiveJobs(store, self.logs, self.metrics, settings.max_queued, self._forget)
         self.pool = DevicePool()
         self.watchdog = Watchdog(self.pool.driver, factor=settings.watchdog_factor, floor=settings.watchdog_floor)
         self._entries = entries
