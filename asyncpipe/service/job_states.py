@@ -19,7 +19,7 @@ it survives if the process is killed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -39,7 +39,6 @@ __all__ = [
     "PriorityClass",
     "Transition",
     "check_asking",
-    "check_history",
     "check_transition",
     "is_idempotency_key",
     "tidy_cause",
@@ -103,19 +102,18 @@ class JobSpecError(OptionError):
 class JobStateError(AsyncpipeError, RuntimeError):
     """A job's state does not allow a request; the message says what it allows. Nothing was changed.
 
-    ``job`` is the job's id, ``state`` its state (``None`` if it was never submitted), ``asked`` the request,
-    ``possible`` the states that may follow.
+    ``job`` is the job's id, ``state`` its state, ``asked`` the request, ``possible`` the states that may follow.
     """
 
-    def __init__(self, job: str, state: JobState | None, asked: str) -> None:
+    def __init__(self, job: str, state: JobState, asked: str) -> None:
         self.job = job
         self.state = state
         self.asked = asked
-        self.possible = (JobState.QUEUED,) if state is None else TRANSITIONS[state]
+        self.possible = TRANSITIONS[state]
         after = f"from there it can become {', '.join(self.possible)}" if self.possible else "that state is final"
-        super().__init__(f"job {job} is {state or 'not submitted'}: it cannot {asked}; {after}")
+        super().__init__(f"job {job} is {state}: it cannot {asked}; {after}")
 
-    def __reduce__(self) -> tuple[type[JobStateError], tuple[str, JobState | None, str]]:
+    def __reduce__(self) -> tuple[type[JobStateError], tuple[str, JobState, str]]:
         return type(self), (self.job, self.state, self.asked)
 
 
@@ -248,19 +246,6 @@ def check_asking(job: str, state: JobState, asked: JobState | None, to: JobState
         raise JobStateError(job, state, f"become {to or 'queued'}, as it is being cancelled")
     if asked is None and to is None:
         raise JobStateError(job, state, "go on, as it does already")
-
-
-def check_history(history: Iterable[Transition]) -> None:
-    """Raise ``JobStateError`` unless ``history``, of one job from its submission on, has allowed transitions only."""
-    state: JobState | None = None
-    for transition in history:
-        if state is not transition.from_state:
-            raise JobStateError(transition.job, state, f"leave {transition.from_state}")
-        if state is not None:
-            check_transition(transition.job, state, transition.to_state)
-        elif transition.to_state is not JobState.QUEUED:
-            raise JobStateError(transition.job, None, f"become {transition.to_state}")
-        state = transition.to_state
 
 
 def tidy_cause(cause: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from store_helpers import check_history
 
 from asyncpipe.errors import AsyncpipeError, OptionError
 from asyncpipe.service.job_states import (
@@ -24,7 +25,6 @@ from asyncpipe.service.job_states import (
     PriorityClass,
     Transition,
     check_asking,
-    check_history,
     check_transition,
     tidy_cause,
 )
@@ -102,13 +102,13 @@ def path(*states: str | None) -> list[Transition]:
 def test_histories_are_legal_paths_from_the_submission():
     check_history(path("queued", "running", "queued", "running", "paused", "queued", "cancelled"))
     check_history([])
-    with pytest.raises(JobStateError, match="is not submitted: it cannot become running"):
+    with pytest.raises(AssertionError, match="is None: it cannot become running"):
         check_history(path("running"))
-    with pytest.raises(JobStateError, match="is paused: it cannot become finished"):
+    with pytest.raises(AssertionError, match="is paused: it cannot become finished"):
         check_history(path("queued", "running", "paused", "finished"))
-    with pytest.raises(JobStateError, match="is queued: it cannot leave running"):
+    with pytest.raises(AssertionError, match="is queued: it cannot leave running"):
         check_history([step for step in path("queued", "running", "paused") if step.to_state is not JobState.RUNNING])
-    with pytest.raises(JobStateError, match="is not submitted: it cannot leave queued"):
+    with pytest.raises(AssertionError, match="is None: it cannot leave queued"):
         check_history(path("queued", "running")[1:])
 
 

@@ -29,9 +29,11 @@ from torch import Generator, Tensor, nn
 
 pytest.importorskip("aiohttp", reason="the API needs aiohttp: pip install 'asyncpipe[service]'")
 
+from store_helpers import check_history
+
 from asyncpipe.service.client import ApiError, JobClient
 from asyncpipe.service.http import serve_api
-from asyncpipe.service.job_states import JobState, Transition, check_history
+from asyncpipe.service.job_states import JobState, Transition
 from asyncpipe.service.jobs.loss_file import read_losses
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.training_service import TrainingService

@@ -13,11 +13,12 @@ import torch
 from manager_helpers import ENTRY, Fakes, make_settings, submission, until
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from store_helpers import check_history
 from torch import Generator, Tensor, nn
 
 from asyncpipe.errors import OptionError
 from asyncpipe.service import training_service
-from asyncpipe.service.job_states import JobState, JobStateError, check_history
+from asyncpipe.service.job_states import JobState, JobStateError
 from asyncpipe.service.jobs import manager
 from asyncpipe.service.store.database_thread import DatabaseThread
 from asyncpipe.service.store.job_store import IdempotencyConflictError, UnknownJobError

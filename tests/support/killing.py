@@ -26,9 +26,10 @@ from threading import Event, Thread
 from typing import Any
 
 import torch
+from store_helpers import check_history
 
 from asyncpipe.service.client import ApiError, JobClient, ServerEvent, UnreachableError
-from asyncpipe.service.job_states import JobState, Transition, check_history
+from asyncpipe.service.job_states import JobState, Transition
 from asyncpipe.service.jobs.loss_file import read_losses
 from asyncpipe.train.snapshots.format import read_snapshot
 from asyncpipe.train.snapshots.resume import snapshots_in

@@ -106,8 +106,7 @@ def problem_of(error: BaseException, redact: Redactor) -> Problem | None:
             return Problem(404, "unknown-job", "there is no job of this id")
         case JobStateError():
             possible = [str(state) for state in error.possible]
-            state = None if error.state is None else str(error.state)
-            more = {"job": error.job, "state": state, "possible": possible}
+            more = {"job": error.job, "state": str(error.state), "possible": possible}
             return Problem(409, "job-state", str(error), more=more)
         case IdempotencyConflictError():
             detail = "the idempotency key belongs to a job with another specification"

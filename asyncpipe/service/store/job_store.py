@@ -1,7 +1,7 @@
 """The job store: all jobs of a service and the history of each, in one SQLite file.
 
 A process may be killed at any instant. Whatever a method returned is in the file, and ``recover`` finds the jobs that
-were running. A request that got no reply may have been carried out or not; ``submit`` can be repeated safely with an
+were running. A request that got no reply may have been carried out or not; ``add`` can be repeated safely with an
 idempotency key.
 """
 
@@ -110,21 +110,13 @@ class JobStore:
 
     # Changing
 
-    async def submit(self, spec: JobSpec, idempotency_key: str | None = None) -> JobRecord:
-        """The new job, queued; or the job that the same key and specification created before.
-
-        Raises ``JobSpecError``, ``OptionError`` (the key), and ``IdempotencyConflictError`` where the key was used with
-        another specification.
-        """
-        record, _ = await self.add(spec, idempotency_key)
-        return record
-
     async def add(
         self, spec: JobSpec, idempotency_key: str | None = None, *, most_queued: int | None = None
     ) -> tuple[JobRecord, bool]:
-        """What ``submit`` returns, and whether it is new.
+        """The new job, queued, and true; or the job that the same key and specification created before, and false.
 
-        Raises what ``submit`` does, and ``QueueFullError`` for a new job if ``most_queued`` jobs are queued already.
+        Raises ``JobSpecError``, ``OptionError`` (the key), ``IdempotencyConflictError`` where the key was used with
+        another specification, and ``QueueFullError`` for a new job if ``most_queued`` jobs are queued already.
         """
         text = spec.to_json()
         if idempotency_key is not None and not is_idempotency_key(idempotency_key):

@@ -7,9 +7,10 @@ import random
 
 import pytest
 from manager_helpers import Fakes, opened, tasks_named, until
+from store_helpers import check_history
 
 from asyncpipe.errors import ScheduleError
-from asyncpipe.service.job_states import JobState, JobStateError, PriorityClass, check_history
+from asyncpipe.service.job_states import JobState, JobStateError, PriorityClass
 from asyncpipe.service.store.job_store import QueueFullError, UnknownJobError
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import SubmissionError

@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from store_helpers import submitted
 
 from asyncpipe.service.job_states import JobSpec, JobState
 from asyncpipe.service.store.database import MIGRATIONS, explain, open_database
@@ -42,7 +43,7 @@ async def refused(path: Path) -> StoreError:
 async def filled(path: Path, jobs: int = 1) -> list[str]:
     """Ids of new jobs in a store that is closed again."""
     async with JobStore(path) as store:
-        return [job.id for job in await asyncio.gather(*(store.submit(SPEC) for _ in range(jobs)))]
+        return [job.id for job in await asyncio.gather(*(submitted(store, SPEC) for _ in range(jobs)))]
 
 
 async def pragma(store: JobStore, name: str) -> object:
@@ -53,7 +54,7 @@ async def test_nobody_else_may_read_it(path):
     before = os.umask(0)
     try:
         async with JobStore(path) as store:
-            await store.submit(SPEC)
+            await submitted(store, SPEC)
             modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (path.parent, *path.parent.iterdir())}
     finally:
         os.umask(before)
@@ -92,7 +93,7 @@ async def test_a_second_store_on_the_file_is_refused_and_the_first_goes_on(path)
         )
         _, errors = await child.communicate()
         assert b"only one process can use a store" in errors
-        await store.submit(SPEC)
+        await submitted(store, SPEC)
     assert len(await filled(path)) == 1
 
 
@@ -145,7 +146,7 @@ async def test_damage_that_is_met_later_is_a_typed_error_and_the_store_closes(pa
         with pytest.raises(StoreError, match=f"job {ids[0]}: a stored specification cannot be read") as caught:
             await store.get(ids[0])
         assert caught.value.problem is StoreProblem.DAMAGED
-        assert (await store.submit(SPEC)).state is JobState.QUEUED
+        assert (await submitted(store, SPEC)).state is JobState.QUEUED
 
 
 async def test_a_place_where_no_file_can_be_is_refused(tmp_path, path):
@@ -195,12 +196,12 @@ def test_a_migration_that_fails_leaves_the_store_as_it_was(path):
 async def test_a_full_store_says_so_and_goes_on_when_there_is_room(path):
     large = JobSpec("large", "m:f", {"x": "y" * 60_000})
     async with JobStore(path) as store:
-        job = await store.submit(SPEC)
+        job = await submitted(store, SPEC)
         pages = await pragma(store, "page_count")
         await pragma(store, f"max_page_count = {pages + 4}")
         # In a group, one that does not fit leaves its neighbours alone.
         answers = await asyncio.gather(
-            *(store.submit(spec) for spec in (SPEC, large, SPEC, large)), return_exceptions=True
+            *(submitted(store, spec) for spec in (SPEC, large, SPEC, large)), return_exceptions=True
         )
         errors = [answer for answer in answers if isinstance(answer, StoreError)]
         assert [error.problem for error in errors] == [StoreProblem.FULL] * 2
@@ -208,7 +209,7 @@ async def test_a_full_store_says_so_and_goes_on_when_there_is_room(path):
         assert len(await store.list()) == 3
         await store.transition(job.id, JobState.RUNNING, "what fits is still done")
         await pragma(store, "max_page_count = 1000000")
-        assert (await store.submit(large)).spec == large
+        assert (await submitted(store, large)).spec == large
     with closing(open_database(path, 0)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
@@ -228,14 +229,14 @@ async def main(path):
         for size in (200_000, None, 300_000, None):
             limit(size)
             answers = [answer for _ in range(10) for answer in await asyncio.gather(
-                *(store.submit(spec) for _ in range(20)), return_exceptions=True)]
+                *(store.add(spec) for _ in range(20)), return_exceptions=True)]
             failed = [answer for answer in answers if isinstance(answer, Exception)]
             assert all(isinstance(error, StoreError) for error in failed), failed
             assert {error.problem for error in failed} <= {StoreProblem.FULL, StoreProblem.FAILED}, failed
             assert all("full" in str(error) or "no room" in str(error) for error in failed), failed
             assert bool(failed) == (size is not None), (size, len(failed))
             lost += len(failed)
-            kept += [answer.id for answer in answers if answer not in failed]
+            kept += [answer[0].id for answer in answers if answer not in failed]
             assert [job.id for job in await store.list(limit=1000)] == kept
         limit(100_000)
     limit(None)

@@ -12,6 +12,7 @@ from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
+from store_helpers import submitted
 
 from asyncpipe.errors import OptionError
 from asyncpipe.service.job_states import JobRecord, JobSpec, JobSpecError, JobState, JobStateError, PriorityClass
@@ -61,7 +62,7 @@ def numbered() -> Callable[[float], str]:
 @pytest.mark.usefixtures("no_leaks")
 async def test_a_job_is_there_again_with_all_that_happened_to_it(path):
     async with JobStore(path, clock=ticking(), make_id=numbered()) as store:
-        queued = await store.submit(SPEC)
+        queued = await submitted(store, SPEC)
         assert queued == JobRecord("job-1", SPEC, QUEUED, "submitted", 1000.0, 1000.0)
         running = await store.transition("job-1", RUNNING, "the devices are free", expect=QUEUED)
         assert running == replace(queued, state=RUNNING, cause="the devices are free", updated=1001.0, attempts=1)
@@ -81,7 +82,7 @@ async def test_a_job_is_there_again_with_all_that_happened_to_it(path):
 
 async def test_a_refused_transition_changes_nothing(path):
     async with JobStore(path) as store:
-        job = await store.submit(SPEC)
+        job = await submitted(store, SPEC)
         with pytest.raises(JobStateError, match="is queued: it cannot become finished"):
             await store.transition(job.id, FINISHED, "because")
         with pytest.raises(JobStateError, match="as a job that is running"):
@@ -110,7 +111,7 @@ async def test_a_job_that_is_not_there_is_a_typed_error_everywhere(path, unknown
 
 async def test_what_cannot_be_kept_is_refused(path):
     async with JobStore(path) as store:
-        job = await store.submit(SPEC)
+        job = await submitted(store, SPEC)
         await store.transition(job.id, RUNNING, "because")
         for step in (-1, 2**63, 1.5, True, "3"):
             with pytest.raises(OptionError, match="a step is an integer"):
@@ -123,9 +124,9 @@ async def test_what_cannot_be_kept_is_refused(path):
                 await store.list(limit=limit)
         for key in ("", "x" * 201, "ä", "a\nb", 3):
             with pytest.raises(OptionError, match="an idempotency key is"):
-                await store.submit(SPEC, key)
+                await submitted(store, SPEC, key)
         with pytest.raises(JobSpecError):
-            await store.submit(replace(SPEC, document={"x": float("nan")}))
+            await submitted(store, replace(SPEC, document={"x": float("nan")}))
         await store.progress(job.id, 2**63 - 1)
         assert (await store.get(job.id)).step == 2**63 - 1
         assert len(await store.list()) == 1
@@ -134,22 +135,22 @@ async def test_what_cannot_be_kept_is_refused(path):
 async def test_a_key_makes_one_job(path):
     other = replace(SPEC, weight=2.0)
     async with JobStore(path) as store:
-        jobs = await asyncio.gather(*(store.submit(SPEC, "key") for _ in range(10)))
+        jobs = await asyncio.gather(*(submitted(store, SPEC, "key") for _ in range(10)))
         assert len({job.id for job in jobs}) == 1
         with pytest.raises(IdempotencyConflictError, match="'key' belongs to job") as caught:
-            await store.submit(other, "key")
+            await submitted(store, other, "key")
         assert caught.value.job == jobs[0].id
         running = await store.transition(jobs[0].id, RUNNING, "because")
     async with JobStore(path) as store:
-        assert await store.submit(SPEC, "key") == running
-        assert (await store.submit(other, "another key")).id != running.id
-        assert len({(await store.submit(SPEC)).id for _ in range(3)}) == 3
+        assert await submitted(store, SPEC, "key") == running
+        assert (await submitted(store, other, "another key")).id != running.id
+        assert len({(await submitted(store, SPEC)).id for _ in range(3)}) == 3
 
 
 async def test_pages_of_a_list_leave_nothing_out_while_jobs_change(path):
     async with JobStore(path, clock=iter([9.0, 3.0, 5.0] * 99).__next__, make_id=lambda at: f"{at}{next(n)}") as store:
         n = count()
-        ids = [(await store.submit(SPEC)).id for _ in range(7)]
+        ids = [(await submitted(store, SPEC)).id for _ in range(7)]
         assert ids != sorted(ids)  # The order is that of submission, whatever the clock says.
         first = await store.list([QUEUED], limit=3)
         await store.transition(first[-1].id, CANCELLED, "because")
@@ -165,7 +166,7 @@ async def test_recovery_queues_what_was_running_the_foreground_first(path):
     background = replace(SPEC, priority_class=PriorityClass.BACKGROUND)
     async with JobStore(path, make_id=numbered()) as store:
         for spec in (background, SPEC, background, SPEC, SPEC):
-            job = await store.submit(spec)
+            job = await submitted(store, spec)
             await store.transition(job.id, RUNNING, "because")
         await store.progress("job-2", 7, "step-5")
         await store.transition("job-4", PAUSED, "asked for")
@@ -219,16 +220,16 @@ async def held(store: Held, *requests) -> list[object]:
 
 async def test_what_waits_is_committed_together_and_each_has_its_own_answer(path):
     async with Held(path) as store:
-        job = await store.submit(SPEC, "key")
+        job = await submitted(store, SPEC, "key")
         before = store.thread.commits
         answers = await held(
             store,
-            *(store.submit(SPEC) for _ in range(10)),
+            *(submitted(store, SPEC) for _ in range(10)),
             store.transition(job.id, FINISHED, "because"),
-            store.submit(replace(SPEC, name="other"), "key"),
+            submitted(store, replace(SPEC, name="other"), "key"),
             store.transition(job.id, RUNNING, "because"),
             store.progress(job.id, 3),
-            *(store.submit(SPEC) for _ in range(10)),
+            *(submitted(store, SPEC) for _ in range(10)),
         )
         assert store.thread.commits == before + 1
         assert [type(answer).__name__ for answer in answers] == [
@@ -246,8 +247,10 @@ async def test_a_request_that_fails_half_way_is_undone_alone(path, raised):
         raise raised
 
     async with Held(path) as store:
-        good = await store.submit(SPEC)
-        answers = await held(store, store.submit(SPEC), store.thread.run(broken, writes=True), store.submit(SPEC))
+        good = await submitted(store, SPEC)
+        answers = await held(
+            store, submitted(store, SPEC), store.thread.run(broken, writes=True), submitted(store, SPEC)
+        )
         assert raised.__name__ in repr(answers[1])
         assert isinstance(answers[1], KeyError | RuntimeError)
         assert [job.cause for job in await store.list()] == ["submitted"] * 3
@@ -257,12 +260,12 @@ async def test_a_request_that_fails_half_way_is_undone_alone(path, raised):
 async def test_an_error_of_sqlite_fails_only_the_request_that_made_it(path):
     make_id, same = numbered(), list[str]()
     async with Held(path, make_id=lambda at: same[0] if same else make_id(at)) as store:
-        await store.submit(SPEC)
+        await submitted(store, SPEC)
         answers = await held(
             store,
-            store.submit(SPEC),
+            submitted(store, SPEC),
             store.thread.run(lambda connection: connection.execute("no SQL"), writes=True),
-            store.submit(SPEC),
+            submitted(store, SPEC),
             store.thread.run(lambda connection: connection.execute("ROLLBACK"), writes=True),
             store.get("job-1"),
         )
@@ -273,12 +276,12 @@ async def test_an_error_of_sqlite_fails_only_the_request_that_made_it(path):
         # An id that is there already is refused, not doubled.
         same.append("job-1")
         with pytest.raises(StoreError, match="refused a request"):
-            await store.submit(SPEC)
+            await submitted(store, SPEC)
 
 
 async def test_a_flood_is_committed_in_groups_of_bounded_size(path):
     async with Held(path) as store:
-        await held(store, *(store.submit(SPEC) for _ in range(database_thread.LARGEST_GROUP * 2 + 1)))
+        await held(store, *(submitted(store, SPEC) for _ in range(database_thread.LARGEST_GROUP * 2 + 1)))
         assert store.thread.commits == 3
 
 
@@ -286,8 +289,8 @@ async def test_a_flood_is_committed_in_groups_of_bounded_size(path):
 async def test_cancelling_who_waits_tears_nothing(path):
     async with Held(path, make_id=numbered()) as store:
         holding, release = await store.hold()
-        cancelled = asyncio.create_task(store.submit(SPEC))
-        stays = asyncio.create_task(store.submit(SPEC))
+        cancelled = asyncio.create_task(submitted(store, SPEC))
+        stays = asyncio.create_task(submitted(store, SPEC))
         await asyncio.sleep(0)
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -302,11 +305,11 @@ async def test_cancelling_who_waits_tears_nothing(path):
 async def test_closing_finishes_what_waits_and_takes_no_more(path):
     store = Held(path)
     with pytest.raises(StoreError, match="is not open") as caught:
-        await store.submit(SPEC)
+        await submitted(store, SPEC)
     assert caught.value.problem is StoreProblem.CLOSED
     async with store:
         _, release = await store.hold()
-        waiting = [asyncio.create_task(store.submit(SPEC)) for _ in range(5)]
+        waiting = [asyncio.create_task(submitted(store, SPEC)) for _ in range(5)]
         await asyncio.sleep(0)
         closing = asyncio.create_task(store.__aexit__(None, None, None))
         await asyncio.sleep(0)
@@ -332,14 +335,14 @@ async def test_whoever_is_cancelled_while_it_opens_leaves_no_thread(path):
     with pytest.raises(asyncio.CancelledError):
         await opening
     async with JobStore(path, busy_seconds=0) as store:
-        await store.submit(SPEC)
+        await submitted(store, SPEC)
 
 
 @pytest.mark.one_loop
 def test_a_store_that_is_dropped_lets_its_thread_end(path, new_threads):
     async def drop() -> threading.Thread:
         store = await JobStore(path).__aenter__()
-        await store.submit(SPEC)
+        await submitted(store, SPEC)
         (thread,) = [each for each in threading.enumerate() if each.name == "asyncpipe job store"]
         return thread
 
@@ -352,7 +355,7 @@ def test_a_store_that_is_dropped_lets_its_thread_end(path, new_threads):
 @pytest.mark.one_loop
 async def test_coroutines_of_another_loop_are_answered_too(path):
     async with JobStore(path) as store:
-        job = await asyncio.to_thread(lambda: asyncio.run(store.submit(SPEC)))
+        job = await asyncio.to_thread(lambda: asyncio.run(submitted(store, SPEC)))
         assert await store.get(job.id) == job
 
 
@@ -368,7 +371,7 @@ async def test_twenty_clients_leave_a_legal_history_of_each_of_a_thousand_jobs(p
     async def client(number: int) -> None:
         chance = random.Random(number)
         for _ in range(50):
-            jobs.append((await store.submit(SPEC, f"{number} {len(jobs)}")).id)
+            jobs.append((await submitted(store, SPEC, f"{number} {len(jobs)}")).id)
             for _ in range(5):
                 job = chance.choice(jobs)
                 expect = chance.choice([None, *JobState])

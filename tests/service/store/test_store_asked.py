@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from store_helpers import submitted
 
 from asyncpipe.errors import OptionError
 from asyncpipe.service.job_states import JobSpec, JobState, JobStateError
@@ -37,7 +38,7 @@ def numbered() -> Callable[[float], str]:
 
 async def test_what_a_running_job_was_asked_survives_a_kill(path):
     async with JobStore(path, clock=ticking(), make_id=numbered()) as store:
-        ids = [(await store.submit(SPEC)).id for _ in range(4)]
+        ids = [(await submitted(store, SPEC)).id for _ in range(4)]
         for job in ids:
             await store.transition(job, RUNNING, "because")
         asked = await store.ask(ids[0], PAUSED, "ann asked")
@@ -62,7 +63,7 @@ async def test_what_a_running_job_was_asked_survives_a_kill(path):
 
 async def test_a_schedule_is_kept_until_the_end(path):
     async with JobStore(path) as store:
-        job = await store.submit(SPEC)
+        job = await submitted(store, SPEC)
         assert job.schedule is None
         assert (await store.change_schedule(job.id, "gpipe")).schedule == "gpipe"
         await store.transition(job.id, RUNNING, "because")
@@ -91,7 +92,7 @@ async def test_a_full_queue_takes_no_more_but_answers_for_what_it_has(path):
 
 async def test_a_full_queue_lets_no_paused_job_in(path):
     async with JobStore(path) as store:
-        first, second = await store.submit(SPEC), await store.submit(SPEC)
+        first, second = await submitted(store, SPEC), await submitted(store, SPEC)
         await store.transition(first.id, PAUSED, "because")
         with pytest.raises(QueueFullError, match="the queue is full: 1 jobs wait; try again"):
             await store.transition(first.id, QUEUED, "because", most_queued=1)

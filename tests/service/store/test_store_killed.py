@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from store_helpers import check_history, submitted
 
-from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, check_history
+from asyncpipe.service.job_states import JobRecord, JobSpec, JobState
 from asyncpipe.service.store.job_store import RECOVERED, JobStore
 
 KILLS = int(os.environ.get("ASYNCPIPE_KILLS", "8"))
@@ -42,7 +43,7 @@ async def client(store, chance, name):
     jobs = []
     while True:
         key = f"{name} {chance.getrandbits(60)}"
-        job = (await store.submit(JobSpec("job", "m:f", {"key": key, "x": "y" * chance.randrange(5000)}), key)).id
+        job = (await store.add(JobSpec("job", "m:f", {"key": key, "x": "y" * chance.randrange(5000)}), key))[0].id
         say("submitted", job, key)
         jobs.append(job)
         for _ in range(4):
@@ -144,7 +145,7 @@ async def test_nothing_that_was_acknowledged_is_lost(tmp_path):
         # Whoever was not told asks again, and gets the job that there is.
         job = next(iter(jobs.values()))
         key = job.spec.document["key"]
-        assert (await store.submit(JobSpec("job", "m:f", job.spec.document), key)).id == job.id
+        assert (await submitted(store, JobSpec("job", "m:f", job.spec.document), key)).id == job.id
 
 
 def integrity(path: Path) -> str:

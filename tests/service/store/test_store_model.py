@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from store_helpers import submitted
 
 from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, JobStateError, PriorityClass
 from asyncpipe.service.store.job_store import IdempotencyConflictError, JobStore
@@ -72,12 +73,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.now += 1
         if (there := self.keys.get(key)) is not None:
             if self.jobs[there].spec == spec:
-                assert self.runner.run(self.store.submit(spec, key)) == self.jobs[there]
+                assert self.runner.run(submitted(self.store, spec, key)) == self.jobs[there]
             else:
                 with pytest.raises(IdempotencyConflictError):
-                    self.runner.run(self.store.submit(spec, key))
+                    self.runner.run(submitted(self.store, spec, key))
             return
-        job = self.runner.run(self.store.submit(spec, key))
+        job = self.runner.run(submitted(self.store, spec, key))
         assert job.id not in self.jobs
         self.jobs[job.id] = JobRecord(job.id, spec, QUEUED, "submitted", self.now, self.now)
         self.paths[job.id] = [(None, QUEUED, self.now, "submitted")]
