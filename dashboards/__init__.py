@@ -3,7 +3,7 @@
 ``python -m dashboards.build`` writes the JSON and YAML files of this folder from the Python files:
 
 - ``pipeline.py``, ``details.py``: the dashboard *Pipeline*; ``service.py``, ``jobs.py``: the dashboard *Service*
-- ``rules.py``: recording rules and alerts, of the types in ``rule.py``
+- ``rules.py``: recording rules and alerts
 - ``panels.py``, ``board.py``: kinds of panels, and the grid around them; ``queries.py``, ``states.py``: PromQL
 - ``runbook.py``: ``RUNBOOK.md`` as panels
 

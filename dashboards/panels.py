@@ -49,7 +49,6 @@ __all__ = [
     "state_styles",
     "number",
     "panel_id",
-    "panel_link",
     "runbook_url",
     "states",
     "table",
@@ -214,11 +213,6 @@ def panel_id(title: str) -> int:
     return 1 + crc32(title.encode()) % 99_999
 
 
-def panel_link(title: str, url: str) -> build.DashboardLink:
-    """A link in a panel's corner."""
-    return build.DashboardLink(title).type(model.DashboardLinkType.LINK).icon("external link").url(url)
-
-
 def runbook_url(entry: str) -> str:
     """The address of a runbook entry in Grafana, which fills in the time range and the variables in panels' links."""
     return f"/d/{SERVICE}?viewPanel=panel-{panel_id(entry)}&${{__url_time_range}}&${{__all_variables}}"
@@ -226,7 +220,8 @@ def runbook_url(entry: str) -> str:
 
 def _with_options(panel: P, options: PanelOptions) -> P:
     panel.title(options.title).description(options.about).datasource(SOURCE).unit(options.unit)
-    panel.links([panel_link(f"Runbook: {entry}", runbook_url(entry)) for entry in options.runbook])
+    links = [build.DashboardLink(f"Runbook: {entry}").url(runbook_url(entry)) for entry in options.runbook]
+    panel.links([link.type(model.DashboardLinkType.LINK).icon("external link") for link in links])
     panel.thresholds(_thresholds(options.steps))
     if options.low is not None:
         panel.min(options.low)

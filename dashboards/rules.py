@@ -8,20 +8,63 @@ Recording rules are named ``level:metric:operation``; the level names the labels
 
 All rules are in one group, in this order, so that each can use the results of those before it. Alerts about a service
 come last; they are by ``instance``, since metrics about the service have no label ``job``.
+
+An alert is a value and a threshold instead of one condition, because the value has data also when nothing is wrong: a
+test can query it, and a panel can show how far it is from the threshold. ``[WINDOW]`` in an expression stands for the
+range of its rates.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from textwrap import indent
 from typing import Any
 
 import yaml
 
 from asyncpipe.core.kinds import COMPUTE_KINDS
-from dashboards.rule import WINDOW, Alert, Recording
 
-__all__ = ["ALERTS", "RECORDINGS", "WINDOW", "Alert", "Recording", "rules_yaml"]
+__all__ = ["ALERTS", "RECORDINGS", "WINDOW", "Alert", "rates_over", "rules_yaml"]
 
+WINDOW = "5m"
+"""The range of rates: several scrapes at the usual intervals, and at least a step of jobs with steps of minutes."""
+RUNBOOK = "dashboards/RUNBOOK.md"
 HEADER = "# Made by `python -m dashboards.build` from dashboards/rules.py; edit that.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """An alert, which fires when the comparison of ``value`` with ``threshold`` has held for ``hold`` seconds."""
+
+    name: str
+    """Also the heading of its entry in the runbook."""
+    value: str
+    """PromQL that has data also when nothing is wrong."""
+    threshold: float
+    hold: int
+    severity: str
+    summary: str
+    description: str
+    comparison: str = ">"
+    labels: dict[str, str] = field(default_factory=dict)
+    """Further labels, which distinguish the rules of an alert that has several."""
+
+    @property
+    def condition(self) -> str:
+        """The condition in PromQL, with the same ``[WINDOW]``."""
+        value = self.value
+        whole = f"(\n{indent(value, '  ')}\n)" if "\n" in value else f"({value})" if " " in value else value
+        return f"{whole} {self.comparison} {self.threshold:g}"
+
+    @property
+    def anchor(self) -> str:
+        """The address of its entry in the runbook."""
+        return f"{RUNBOOK}#{self.name.lower()}"
+
+
+def rates_over(window: str, expression: str) -> str:
+    """``expression`` with its rates over ``window``."""
+    return expression.replace("[WINDOW]", f"[{window}]")
 
 
 def rules_yaml(window: str = WINDOW, hold: float = 1.0) -> str:
@@ -31,7 +74,7 @@ def rules_yaml(window: str = WINDOW, hold: float = 1.0) -> str:
     in seconds.
     """
     rules: list[dict[str, Any]] = [
-        {"record": recording.name, "expr": recording.expression(window)} for recording in RECORDINGS
+        {"record": name, "expr": rates_over(window, expression)} for name, expression in RECORDINGS.items()
     ]
     rules += [_alert_rule(alert, window, hold) for alert in ALERTS]
     text = yaml.dump(
@@ -46,7 +89,7 @@ def rules_yaml(window: str = WINDOW, hold: float = 1.0) -> str:
 
 def _alert_rule(alert: Alert, window: str, hold: float) -> dict[str, Any]:
     milliseconds = round(alert.hold * hold * 1000)
-    rule: dict[str, Any] = {"alert": alert.name, "expr": alert.expression(window)}
+    rule: dict[str, Any] = {"alert": alert.name, "expr": rates_over(window, alert.condition)}
     if milliseconds:
         rule["for"] = _duration(milliseconds)
     rule["labels"] = {"severity": alert.severity, **alert.labels}
@@ -75,43 +118,30 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-RECORDINGS = (
+RECORDINGS = {
     # Seconds of steps per second: 1 if steps follow one another without a pause.
-    Recording(
-        "device:asyncpipe_step_seconds:rate",
-        """\
+    "device:asyncpipe_step_seconds:rate": """\
 sum by (job, device) (rate(asyncpipe_stage_busy_seconds_total[WINDOW]))
 + sum by (job, device) (rate(asyncpipe_stage_idle_seconds_total[WINDOW]))""",
-    ),
     # Shares of the step time. If no step ended in the window there is no series, instead of 0 / 0.
-    Recording(
-        "stage:asyncpipe_busy:ratio",
-        """\
+    "stage:asyncpipe_busy:ratio": """\
 sum by (job, stage, device) (rate(asyncpipe_stage_busy_seconds_total[WINDOW]))
 / on (job, device) group_left () (device:asyncpipe_step_seconds:rate > 0)""",
-    ),
-    Recording(
-        "stage:asyncpipe_idle:ratio",
-        """\
+    "stage:asyncpipe_idle:ratio": """\
 sum by (job, stage, device, reason) (rate(asyncpipe_stage_idle_seconds_total[WINDOW]))
 / on (job, device) group_left () (device:asyncpipe_step_seconds:rate > 0)""",
+    "device:asyncpipe_busy:ratio": "sum by (job, device) (stage:asyncpipe_busy:ratio)",
+    "device:asyncpipe_idle:ratio": "sum by (job, device, reason) (stage:asyncpipe_idle:ratio)",
+    "job:asyncpipe_bubble:ratio": "1 - avg by (job) (device:asyncpipe_busy:ratio)",
+    "job:asyncpipe_bubble_above_ideal:ratio": (
+        "job:asyncpipe_bubble:ratio - on (job) max by (job) (asyncpipe_ideal_bubble_ratio)"
     ),
-    Recording("device:asyncpipe_busy:ratio", "sum by (job, device) (stage:asyncpipe_busy:ratio)"),
-    Recording("device:asyncpipe_idle:ratio", "sum by (job, device, reason) (stage:asyncpipe_idle:ratio)"),
-    Recording("job:asyncpipe_bubble:ratio", "1 - avg by (job) (device:asyncpipe_busy:ratio)"),
-    Recording(
-        "job:asyncpipe_bubble_above_ideal:ratio",
-        "job:asyncpipe_bubble:ratio - on (job) max by (job) (asyncpipe_ideal_bubble_ratio)",
-    ),
-    Recording(
-        "job:asyncpipe_imbalance:ratio",
-        "max by (job) (device:asyncpipe_busy:ratio) / avg by (job) (device:asyncpipe_busy:ratio)",
+    "job:asyncpipe_imbalance:ratio": (
+        "max by (job) (device:asyncpipe_busy:ratio) / avg by (job) (device:asyncpipe_busy:ratio)"
     ),
     # The time for which a device waits for data, less what other causes explain: the schedule's own bubble, a busier
     # device, and waits for copies or dispatch on any device, which make other devices wait for data.
-    Recording(
-        "device:asyncpipe_starved:ratio",
-        """\
+    "device:asyncpipe_starved:ratio": """\
 device:asyncpipe_idle:ratio{reason="dependency"}
   - on (job) group_left () max by (job) (asyncpipe_ideal_bubble_ratio)
   - on (job) group_left () sum by (job) (avg by (job, reason) (device:asyncpipe_idle:ratio{reason=~"copy|dispatch"}))
@@ -119,37 +149,26 @@ device:asyncpipe_idle:ratio{reason="dependency"}
     max by (job) (device:asyncpipe_busy:ratio) - on (job) group_right () device:asyncpipe_busy:ratio
   )
 or device:asyncpipe_idle:ratio{reason="copy"}""",
-    ),
-    Recording("job:asyncpipe_dispatch:ratio", 'avg by (job) (device:asyncpipe_idle:ratio{reason="dispatch"})'),
-    Recording(
-        "job:asyncpipe_recompute:ratio",
-        f"""\
+    "job:asyncpipe_dispatch:ratio": 'avg by (job) (device:asyncpipe_idle:ratio{reason="dispatch"})',
+    "job:asyncpipe_recompute:ratio": f"""\
 sum by (job) (rate(asyncpipe_task_duration_seconds_sum{{kind="R"}}[WINDOW]))
 / (sum by (job) (rate(asyncpipe_task_duration_seconds_sum{{kind=~"{"|".join(COMPUTE_KINDS)}"}}[WINDOW])) > 0)""",
-    ),
-    Recording(
-        "job:asyncpipe_step_duration_seconds:mean",
-        """\
+    "job:asyncpipe_step_duration_seconds:mean": """\
 sum by (job) (rate(asyncpipe_step_duration_seconds_sum[WINDOW]))
 / (sum by (job) (rate(asyncpipe_step_duration_seconds_count[WINDOW])) > 0)""",
-    ),
-    Recording("job:asyncpipe_samples:rate", "sum by (job) (rate(asyncpipe_samples_total[WINDOW]))"),
-    Recording("job:asyncpipe_tokens:rate", "sum by (job) (rate(asyncpipe_tokens_total[WINDOW]))"),
-    Recording(
-        "job:asyncpipe_scheduler_loop_lag_seconds:p99",
-        "histogram_quantile(0.99, sum by (job, le) (rate(asyncpipe_scheduler_loop_lag_seconds_bucket[WINDOW])))",
+    "job:asyncpipe_samples:rate": "sum by (job) (rate(asyncpipe_samples_total[WINDOW]))",
+    "job:asyncpipe_tokens:rate": "sum by (job) (rate(asyncpipe_tokens_total[WINDOW]))",
+    "job:asyncpipe_scheduler_loop_lag_seconds:p99": (
+        "histogram_quantile(0.99, sum by (job, le) (rate(asyncpipe_scheduler_loop_lag_seconds_bucket[WINDOW])))"
     ),
     # Jobs of one process share a device's memory; processes do not. On a GPU the peak is inside a step. The peak of the
     # host's memory may have another cause, such as loading data, so the host's present use is compared instead.
-    Recording(
-        "device:asyncpipe_memory:ratio",
-        """\
+    "device:asyncpipe_memory:ratio": """\
 max by (instance, device) (
   asyncpipe_memory_peak_bytes{device!="cpu"} or asyncpipe_memory_allocated_bytes{device="cpu"}
 )
 / max by (instance, device) (asyncpipe_memory_limit_bytes)""",
-    ),
-)
+}
 
 _RESTING = "unless on (instance, job) asyncpipe_job_running == 0"
 """Excludes jobs that have ended or are paused: a service keeps their metrics for a while, and they are not late."""

@@ -105,7 +105,7 @@ def of_panels() -> dict[str, str]:
 
 
 def of_rules() -> dict[str, str]:
-    recorded = {f"recorded {recording.name}": recording.name for recording in rules.RECORDINGS}
+    recorded = {f"recorded {name}": name for name in rules.RECORDINGS}
     return rule_expressions(WINDOW) | recorded
 
 

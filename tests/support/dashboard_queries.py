@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from asyncpipe.errors import OptionError
 from dashboards.build import built
-from dashboards.rules import ALERTS, RECORDINGS, WINDOW
+from dashboards.rules import ALERTS, RECORDINGS, WINDOW, rates_over
 
 
 class Expression(NamedTuple):
@@ -31,10 +31,8 @@ def panel_expressions() -> list[Expression]:
 
 def rule_expressions(window: str = WINDOW) -> dict[str, str]:
     """Every expression that has data while a job trains, by name: recording rules and the values of alerts."""
-    found = {recording.name: recording.expression(window) for recording in RECORDINGS}
-    for alert in ALERTS:
-        found[" ".join((alert.name, *alert.labels.values()))] = alert.value_expression(window)
-    return found
+    alerts = {" ".join((alert.name, *alert.labels.values())): alert.value for alert in ALERTS}
+    return {name: rates_over(window, expression) for name, expression in {**RECORDINGS, **alerts}.items()}
 
 
 def substituted(expression: str, rate_interval: str = "1m", **variables: str) -> str:
