@@ -223,7 +223,8 @@ def _story(time: TaskTime, waited: Wait | None, longest: float, *, virtual: bool
     if waited is None:
         return text
     text += f"\nwaited for {waited.name} until {shown(waited.until)}"
-    return text if waited.idle <= longest * 1e-9 else f"{text}, {waited.queue} idle for {shown(waited.idle)}"
+    queue = "device" if time.task.lane.queue is Queue.COMPUTE else time.task.lane.queue.value
+    return text if waited.idle <= longest * 1e-9 else f"{text}, {queue} idle for {shown(waited.idle)}"
 
 
 def _band(lane: Lane, layout: _Layout) -> tuple[float, float]:

@@ -196,16 +196,13 @@ def _cells(
         width = len(list(columns))
         if shown is None:
             yield "·" * width
-        elif colour:
-            yield _coloured_cell(_cell(label(shown.task), width), shown.task.kind)
-        else:
-            yield _cell(label(shown.task), width)
-
-
-def _coloured_cell(cell: str, kind: TaskKind) -> str:
-    """``cell`` on the colour of its kind; the gap at its end stays bare, so that cells remain separate."""
-    drawn = cell.rstrip()
-    return _painted(drawn.replace("─", " "), kind) + " " * (len(cell) - len(drawn))
+            continue
+        cell = _cell(label(shown.task), width)
+        if colour:
+            # The gap at its end stays bare, so that cells remain separate.
+            drawn = cell.rstrip()
+            cell = _painted(drawn.replace("─", " "), shown.task.kind) + " " * (len(cell) - len(drawn))
+        yield cell
 
 
 def _painted(text: str, kind: TaskKind) -> str:

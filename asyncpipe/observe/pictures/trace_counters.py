@@ -36,25 +36,25 @@ def in_flight(records: Sequence[StepRecord], tracks: TraceTracks) -> Iterator[Tr
 
 
 def _changes(record: StepRecord) -> Iterator[tuple[float, int, int, str]]:
-    """(time, +1 or -1, stage, device) of each micro-batch that a stage begins or ceases to hold.
+    """(time, change, stage, device): how many micro-batches a stage begins or ceases to hold.
 
     When sorted, ends come before starts of the same time. What a failed step still holds ends with the step.
     """
     graph = record.graph
-    held: set[tuple[int, int]] = set()
+    held: Counter[int] = Counter()
     for _, event in record.journal:
         if isinstance(event, TaskCompleted):
             task = graph.tasks[event.task]
             if task.kind is TaskKind.FORWARD:
-                held.add((task.microbatch, task.stage))
+                held[task.stage] += 1
                 yield event.started, 1, task.stage, task.lane.device
             if task.kind in graph.releasing:
-                held.discard((task.microbatch, task.stage))
+                held[task.stage] -= 1
                 yield event.ended, -1, task.stage, task.lane.device
     if record.outcome is not Outcome.OK:
         end = record.journal[-1][0]
-        for _, stage in held:
-            yield end, -1, stage, graph.devices[graph.placement[stage]]
+        for stage, count in held.items():
+            yield end, -count, stage, graph.devices[graph.placement[stage]]
 
 
 def measured_memory(records: Sequence[StepRecord], tracks: TraceTracks) -> Iterator[TraceEvent]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from asyncpipe.core.graph.task import Lane, Queue
+from asyncpipe.core.graph.task import Lane
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import Report, TaskTime
@@ -12,8 +12,7 @@ from asyncpipe.core.predict.report import Report, TaskTime
 __all__ = ["Wait", "waits"]
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """The last thing that a task waited for: one of its inputs, or the task before it on its lane."""
 
     name: str
@@ -21,8 +20,6 @@ class Wait:
     """When that ended, in seconds since the step was submitted."""
     idle: float
     """Seconds that the lane was idle before the task."""
-    queue: str
-    """The lane's name in a sentence: ``device``, or the name of a copy queue."""
 
 
 def waits(result: Report, graph: TaskGraph) -> dict[int, Wait]:
@@ -41,8 +38,7 @@ def waits(result: Report, graph: TaskGraph) -> dict[int, Wait]:
         if candidates:
             end, _, name = max(candidates)
             free = before[lane].end if lane in before else 0.0
-            queue = "device" if lane.queue is Queue.COMPUTE else lane.queue.value
-            found[number] = Wait(name, end, max(time.start - free, 0.0), queue)
+            found[number] = Wait(name, end, max(time.start - free, 0.0))
         if time.seconds > 0:
             before[lane] = time
     return found
