@@ -29,18 +29,17 @@ def find_entry(job: Job) -> Callable[[], Workload]:
     if not callable(function):
         where = getattr(module, "__file__", None) or "a built-in module"
         raise job_file_error(job.path, f"job.entry: module {module_name!r} ({where}) has no function {function_name!r}")
-    problems = list(_wrong_parameters(function, job.job.parameters))
-    if problems:
+    if problems := list(_wrong_parameters(function, job.job.parameters)):
         raise job_file_error(job.path, *problems)
-    return lambda: _make(job, function)
 
+    def make() -> Workload:
+        with blaming_key(job, "job.parameters"):
+            made = function(**job.job.parameters)
+        if isinstance(made, Workload):
+            return made
+        raise job_file_error(job.path, f"job.entry: {job.job.entry} must return a Workload, not {type(made).__name__}")
 
-def _make(job: Job, function: Callable[..., object]) -> Workload:
-    with blaming_key(job, "job.parameters"):
-        made = function(**job.job.parameters)
-    if isinstance(made, Workload):
-        return made
-    raise job_file_error(job.path, f"job.entry: {job.job.entry} must return a Workload, not {type(made).__name__}")
+    return make
 
 
 def _import(job: Job, name: str) -> ModuleType:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from resume_helpers import make_job as make_run
 from torch import Tensor, nn
 
 from asyncpipe import Arguments, Pipeline
@@ -217,14 +218,7 @@ def test_a_job_without_a_schedule_gets_the_best_one(job, capsys):
 
 
 def make_job(**pipeline: Any) -> Job:
-    return Job.model_validate(
-        {
-            "name": "tiny",
-            "job": {"entry": "tests:build"},
-            "pipeline": {"devices": ["cpu:0", "cpu:1"], "microbatches": 4, "schedule": "auto", **pipeline},
-            "training": {"steps": 3, "batch_size": 8, "learning_rate": 0.05},
-        }
-    )
+    return make_run(pipeline={"schedule": "auto", **pipeline}, training={"steps": 3})
 
 
 def make_workload() -> Workload:

@@ -23,6 +23,7 @@ __all__ = [
     "assert_same",
     "batches",
     "disturb",
+    "make_chain",
     "make_job",
     "make_workload",
     "names",
@@ -81,6 +82,16 @@ class Loader:
 def make_workload() -> Workload:
     layers = [nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 3)]
     return Workload(nn.Sequential(*layers).double(), nn.functional.mse_loss, batches)
+
+
+def make_chain(*, tied: bool) -> Callable[[], Workload]:
+    def make() -> Workload:
+        layers = [nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 3)]
+        if tied:
+            layers[4].weight = layers[2].weight
+        return Workload(nn.Sequential(*layers).double(), nn.functional.mse_loss, batches)
+
+    return make
 
 
 class Part:

@@ -13,8 +13,18 @@ from statistics import fmean
 
 import pytest
 import torch
-from resume_helpers import STEPS, Loader, Sink, assert_same, batches, disturb, make_job, make_workload, names
-from torch import Generator, nn
+from resume_helpers import (
+    STEPS,
+    Loader,
+    Sink,
+    assert_same,
+    disturb,
+    make_chain,
+    make_job,
+    make_workload,
+    names,
+)
+from torch import Generator
 
 from asyncpipe.train.adamw import learning_rate
 from asyncpipe.train.snapshots.format import read_snapshot
@@ -129,16 +139,6 @@ async def test_a_run_on_cuda_goes_on_with_the_same_losses(tmp_path):
 
 
 # Another pipeline, or none
-
-
-def make_chain(*, tied: bool) -> Callable[[], Workload]:
-    def make() -> Workload:
-        layers = [nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 3)]
-        if tied:
-            layers[4].weight = layers[2].weight
-        return Workload(nn.Sequential(*layers).double(), nn.functional.mse_loss, batches)
-
-    return make
 
 
 FOUR = {"devices": ["cpu:0", "cpu:1", "cpu:2", "cpu:3"], "schedule": "1f1b", "checkpoint": "except_last"}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from resume_helpers import Sink, batches, make_job, make_workload, names
+from resume_helpers import Sink, make_chain, make_job, make_workload, names
 from torch import nn
 
 from asyncpipe.errors import JobFileError
@@ -20,16 +19,6 @@ from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "snapshot_each_step")
-
-
-def make_chain(*, tied: bool) -> Callable[[], Workload]:
-    def make() -> Workload:
-        layers = [nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 3)]
-        if tied:
-            layers[4].weight = layers[2].weight
-        return Workload(nn.Sequential(*layers).double(), nn.functional.mse_loss, batches)
-
-    return make
 
 
 # A state that joins in
