@@ -116,11 +116,6 @@ class PreparedCall(StepProtocol[Any]):
         outputs = [packet.rebuild(packet.tensors) for packet in packets]
         return outputs if self._ready_made else gather(outputs, self.parts.options.batch_dim)
 
-    def _abandon(self) -> None:
-        self._fence.end()
-        self.parts.discard_statistics()
-        self._tensors.close()
-
     def _attach(self, packets: Sequence[Packet], backward: CallBackward) -> None:
         assert self._inputs is not None
         ends = [*self._inputs.ends, *self.parameters]

@@ -12,7 +12,7 @@ busy. Two pipelines on copies of the model take turns, so that other load on the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -200,7 +200,9 @@ class Measuring:
 
     def __enter__(self) -> Measuring:
         with ExitStack() as stack:
-            stack.enter_context(_gradients_enabled())
+            # Steps train, whatever the caller's modes.
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
             count = len(self._layers)
             self._fine = stack.enter_context(self._open(self._devices[:count], [1] * count))
             self._coarse = self._fine
@@ -238,13 +240,6 @@ class Measuring:
         layers = tuple(replace(la, inner=of.inner) for la, of in zip(self._layers, sizes, strict=True))
         names = tuple(device.name for device in self._devices)
         return Profile(layers, self._fine.wiring.links, measurements, names)
-
-
-@contextmanager
-def _gradients_enabled() -> Iterator[None]:
-    """Enables gradients inside, whatever the caller's modes."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
 
 
 class _InGroups(OrderedSchedule):

@@ -106,9 +106,11 @@ class StepProtocol(ABC, Generic[_Result]):
     def _finish(self, execution: Execution) -> _Result:
         """The result of a step whose last task is issued. Orders the caller's streams behind the step."""
 
-    @abstractmethod
     def _abandon(self) -> None:
-        """Undo what the step did to gradients and running statistics, and drop its tensors."""
+        """Undo what the step did to running statistics, and drop its tensors."""
+        self._fence.end()
+        self.parts.discard_statistics()
+        self._tensors.close()
 
 
 class PreparedStep(StepProtocol[StepResult]):
@@ -171,12 +173,10 @@ class PreparedStep(StepProtocol[StepResult]):
         return StepResult(loss, tuple(losses), gathered, execution, self.tenancy.pool.portal)
 
     def _abandon(self) -> None:
-        self._fence.end()
+        super()._abandon()
         if self._has_set_gradients_aside:
             self.parts.resources.guard.roll_back()
         self.parts.resources.ties.drop_gradients()
-        self.parts.discard_statistics()
-        self._tensors.close()
 
     def _commit_gradients(self) -> None:
         # Parameters that were updated inside the step have no gradient any more.

@@ -69,7 +69,8 @@ class Driver:
         self._executions: dict[int, Execution] = {}
         self._steps = 0
         self._draining = False
-        self._closed = False
+        self.is_closed = False
+        """Whether ``close`` was called, by its owner or because the scheduler broke."""
 
     def open(self) -> None:
         """Start the executors and bind the driver to the running loop."""
@@ -86,14 +87,9 @@ class Driver:
         """Whether there is an executor for this device."""
         return device in self._executors
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether ``close`` was called, by its owner or because the scheduler broke."""
-        return self._closed
-
     def takes(self, tenant: Tenant) -> bool:
         """Whether steps of ``tenant`` may begin. From any thread."""
-        return self._loop is not None and not (self._closed or self._draining or tenant.leaving)
+        return self._loop is not None and not (self.is_closed or self._draining or tenant.leaving)
 
     async def run(
         self,
@@ -183,7 +179,7 @@ class Driver:
 
     def close(self) -> None:
         """Let the executors end once their queues are empty. May be called again, from any thread."""
-        self._closed = True
+        self.is_closed = True
         for executor in self._executors.values():
             executor.close()
 
@@ -255,7 +251,7 @@ class Driver:
             self._alarm.cancel()
             self._alarm = None
         wake_at = self.scheduler.wake_at(now)
-        if wake_at is not None and not self._closed:
+        if wake_at is not None and not self.is_closed:
             assert self._loop is not None
             self._alarm = self._loop.call_later(max(0.0, wake_at - now), self._wake)
 

@@ -10,7 +10,6 @@ from math import inf
 from asyncpipe.core.engine.events import (
     Command,
     Dispatch,
-    Event,
     GateOpened,
     StepCompleted,
     StepRecord,
@@ -104,21 +103,18 @@ class _Simulation:
         """Handle the next event of this moment, if any: ends of tasks in the order of their numbers, then new steps."""
         if self._running and self._running[0][0] <= self.now:
             end, step, task, start = heappop(self._running)
-            return self._handle(TaskCompleted(step, task, start, end))
+            return self.state.handle(TaskCompleted(step, task, start, end), self.now)
         if self._begins and self._begins[0][0] <= self.now:
             return self._begin(heappop(self._begins)[1])
         return []
-
-    def _handle(self, event: Event) -> list[Command]:
-        return self.state.handle(event, self.now)
 
     def _begin(self, number: int) -> list[Command]:
         job, step = self._jobs[number], len(self._owner)
         self._owner.append(number)
         self._ends.append({})
-        commands = self._handle(StepSubmitted(step, job.graph, job.share))
+        commands = self.state.handle(StepSubmitted(step, job.graph, job.share), self.now)
         for microbatch in range(len(job.graph.gates)):
-            commands += self._handle(GateOpened(step, microbatch))
+            commands += self.state.handle(GateOpened(step, microbatch), self.now)
         return commands
 
     def _execute(self, commands: Sequence[Command]) -> None:

@@ -11,8 +11,9 @@ of the time a device has a forward of one leg and a backward of the other to run
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import count
 
 from asyncpipe.core.schedules.protocol import Action, B, F, I, Overlap, Shape, W
 from asyncpipe.core.schedules.v_shaped import VShaped
@@ -62,28 +63,25 @@ class _NextActions:
 
     def __init__(self, down: int, up: int) -> None:
         self.down, self.up = down, up
-        self._forwards: Counter[int] = Counter()
-        self._backwards: Counter[int] = Counter()
+        self._forwards: defaultdict[int, count[int]] = defaultdict(count)
+        self._backwards: defaultdict[int, count[int]] = defaultdict(count)
         self._weights: list[Action] = []
 
     def forward(self, stage: int) -> Action:
-        self._forwards[stage] += 1
-        return F(self._forwards[stage] - 1, stage)
+        return F(next(self._forwards[stage]), stage)
 
     def backward(self, stage: int) -> Action:
-        self._backwards[stage] += 1
-        return B(self._backwards[stage] - 1, stage)
+        return B(next(self._backwards[stage]), stage)
 
     def input_gradient(self, stage: int) -> Action:
         """I of the next micro-batch; its W is queued for ``weight_gradients``."""
-        microbatch = self._backwards[stage]
-        self._backwards[stage] += 1
+        microbatch = next(self._backwards[stage])
         self._weights.append(W(microbatch, stage))
         return I(microbatch, stage)
 
-    def weight_gradients(self, count: int) -> list[Action]:
-        """The oldest queued W, at most ``count``."""
-        taken, self._weights = self._weights[:count], self._weights[count:]
+    def weight_gradients(self, most: int) -> list[Action]:
+        """The oldest queued W, at most ``most``."""
+        taken, self._weights = self._weights[:most], self._weights[most:]
         return taken
 
     def overlap(self, forward: int, backward: int) -> Overlap:

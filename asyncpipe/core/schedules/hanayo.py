@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Shape, demand_even_stages, zigzag_placement
+from asyncpipe.core.schedules.one_f_one_b import alternate
+from asyncpipe.core.schedules.protocol import Action, OrderedSchedule, Shape, demand_even_stages, zigzag_placement
 
 __all__ = ["Hanayo"]
 
@@ -68,7 +69,4 @@ def _padded_order(device: int, shape: Shape) -> Iterator[Action]:
     backwards = sorted(product(microbatches, mine), key=lambda at: tick(at[0], last - at[1]))
     ahead = 0 if shape.microbatches <= p else p - 1
     warmup = sum(tick(i, j) <= last + device + ahead for i, j in forwards)
-    yield from (F(i, j) for i, j in forwards[:warmup])
-    for done, (i, j) in enumerate(backwards):
-        yield B(i, j)
-        yield from (F(k, n) for k, n in forwards[done + warmup : done + warmup + 1])
+    return alternate(forwards, backwards, warmup)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from asyncpipe.core.schedules.one_f_one_b import alternate
 from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Shape, demand_even_stages
 
 __all__ = ["Interleaved", "LoopSchedule", "LoopedBreadthFirst", "rounds"]
@@ -38,7 +39,12 @@ class Interleaved(LoopSchedule):
     name = "interleaved"
 
     def order(self, device: int, shape: Shape) -> Iterator[Action]:
-        return (action for action in _padded_order(device, shape) if action.microbatch < shape.microbatches)
+        p, v = shape.devices, shape.stages // shape.devices
+        forwards = list(rounds(device, shape, range(v)))
+        backwards = rounds(device, shape, range(v)[::-1])
+        # As in Megatron-LM.
+        padded = alternate(forwards, backwards, ahead=(v - 1) * p + 2 * (p - device - 1) + 1)
+        return (action for action in padded if action.microbatch < shape.microbatches)
 
 
 class LoopedBreadthFirst(LoopSchedule):
@@ -58,18 +64,6 @@ class LoopedBreadthFirst(LoopSchedule):
         forwards = [F(i, j) for j in range(device, shape.stages, shape.devices) for i in range(shape.microbatches)]
         yield from forwards
         yield from (B(i, j) for _, i, j in reversed(forwards))
-
-
-def _padded_order(device: int, shape: Shape) -> Iterator[Action]:
-    """The order for the next multiple of p micro-batches, as in Megatron-LM."""
-    p, v = shape.devices, shape.stages // shape.devices
-    forwards = [F(i, j) for i, j in rounds(device, shape, range(v))]
-    backwards = [B(i, j) for i, j in rounds(device, shape, range(v)[::-1])]
-    warmup = min((v - 1) * p + 2 * (p - device - 1) + 1, len(forwards))
-    yield from forwards[:warmup]
-    for done, action in enumerate(backwards):
-        yield action
-        yield from forwards[done + warmup : done + warmup + 1]
 
 
 def rounds(device: int, shape: Shape, virtual_stages: range) -> Iterator[tuple[int, int]]:

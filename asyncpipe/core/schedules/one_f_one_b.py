@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from asyncpipe.core.checks import check_positive
 from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Shape
 
-__all__ = ["EagerOneFOneB", "OneFOneB"]
+__all__ = ["EagerOneFOneB", "OneFOneB", "alternate"]
 
 
 class OneFOneB(OrderedSchedule):
@@ -21,7 +21,8 @@ class OneFOneB(OrderedSchedule):
     name = "1f1b"
 
     def order(self, device: int, shape: Shape) -> Iterator[Action]:
-        return _alternate(device, shape.microbatches, shape.stages - device)
+        passes = [(i, device) for i in range(shape.microbatches)]
+        return alternate(passes, passes, shape.stages - device)
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,19 @@ class EagerOneFOneB(OrderedSchedule):
         if self.cap is not None and self.cap < min(most, shape.microbatches):
             # Rounded up. Not min(ahead, cap): neighbours with equal numbers have no slack between them.
             ahead = -(-ahead * self.cap // most)
-        return _alternate(device, shape.microbatches, ahead)
+        passes = [(i, device) for i in range(shape.microbatches)]
+        return alternate(passes, passes, ahead)
 
 
-def _alternate(stage: int, microbatches: int, ahead: int) -> Iterator[Action]:
-    """``ahead`` forwards (at most all), then a backward and a forward in turn, then the remaining backwards."""
-    warmup = min(ahead, microbatches)
-    yield from (F(i, stage) for i in range(warmup))
-    for i in range(microbatches):
-        yield B(i, stage)
-        if i + warmup < microbatches:
-            yield F(i + warmup, stage)
+def alternate(
+    forwards: Sequence[tuple[int, int]], backwards: Iterable[tuple[int, int]], ahead: int
+) -> Iterator[Action]:
+    """1F1B over (micro-batch, stage) pairs: ``ahead`` forwards, then a backward and a forward in turn.
+
+    There may be fewer forwards than ``ahead``. Backwards remain at the end.
+    """
+    yield from (F(*pair) for pair in forwards[:ahead])
+    for done, pair in enumerate(backwards):
+        yield B(*pair)
+        if done + ahead < len(forwards):
+            yield F(*forwards[done + ahead])

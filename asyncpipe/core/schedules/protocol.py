@@ -1,26 +1,11 @@
 """What a schedule is: the order of each device's actions, or a rule that picks among them while a step runs.
 
 An *ordered* schedule yields the actions of each device in the order in which they run. A *ruled* one gives each action
-a priority and says how many micro-batches a device may hold. The same schedule, both ways::
+a priority and says how many micro-batches a device may hold. ``gpipe.py`` and ``backward_first.py`` are the shortest
+examples. A *hinted* schedule is a rule made from an order: positions in the order are the priorities.
 
-    class OneFOneB(OrderedSchedule):
-        def order(self, device, shape):
-            warmup = min(shape.stages - device, shape.microbatches)
-            yield from (F(i, device) for i in range(warmup))
-            for i in range(shape.microbatches):
-                yield B(i, device)
-                if i + warmup < shape.microbatches:
-                    yield F(i + warmup, device)
-
-    class BackwardFirst(RuledSchedule):
-        def priority(self, action, shape):
-            return action.kind is TaskKind.FORWARD
-        def admit(self, action, live, shape):
-            return live < shape.devices - action.stage
-
-A *hinted* schedule is a rule made from an order: positions in the order are the priorities. ``lower`` turns a schedule
-into a task graph and adds copies and recomputations, so a schedule does not name them. ``registry.py`` finds schedules
-by name.
+``lower`` turns a schedule into a task graph and adds copies and recomputations, so a schedule does not name them.
+``registry.py`` finds schedules by name.
 """
 
 from __future__ import annotations
