@@ -251,7 +251,7 @@ class _BackwardPass:
         """Open the gates of these micro-batches, in this order."""
         self.closed.difference_update(microbatches)
         try:
-            self._gates.open(microbatches, self.call.portal.call_soon)
+            self._gates.open(microbatches, self.call.portal.loop)
         except RuntimeError as error:
             raise PipelineClosedError(_CLOSED) from error
 

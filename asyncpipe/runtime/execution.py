@@ -91,9 +91,9 @@ class Gates:
         self._opened: list[int] = []
         self._open_gate: Callable[[int], None] | None = None
 
-    def open(self, microbatches: Iterable[int], call_soon: Callable[..., object]) -> None:
-        """Open the gates of ``microbatches``. ``call_soon`` calls a function on the driver's loop."""
-        call_soon(self._open, list(microbatches))
+    def open(self, microbatches: Iterable[int], loop: asyncio.AbstractEventLoop) -> None:
+        """Open the gates of ``microbatches``, on the driver's ``loop``; ``RuntimeError`` if that is closed."""
+        loop.call_soon_threadsafe(self._open, list(microbatches))
 
     def attach(self, open_gate: Callable[[int], None]) -> None:
         """Open the gates that are to be open, now that the step is under way. Called on the driver's loop."""

@@ -62,9 +62,8 @@ class Observers:
                 self._show_here(observer, record)
             elif not thread.offer(record):
                 self._count("dropped")
-        for thread in [thread for thread in self._threads.values() if not self._is_shown(thread.observer)]:
-            del self._threads[id(thread.observer)]
-            thread.close()
+        for removed in self._threads.keys() - {id(observer) for observer in self.shown}:
+            self._threads.pop(removed).close()
 
     def close(self) -> None:
         """Let the threads end after the records that are queued. May be called again."""
@@ -104,9 +103,6 @@ class Observers:
                     observer.observer_failed(reason)
                 except Exception:
                     _logger.exception("observer %r failed to count that an observer %s", observer, reason)
-
-    def _is_shown(self, observer: Observer) -> bool:
-        return any(other is observer for other in self.shown)
 
 
 class _ObserverThread:

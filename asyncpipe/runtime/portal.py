@@ -96,10 +96,6 @@ class Portal:
         call.start()
         return call
 
-    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Call ``function`` on the portal's loop. Does not block. Raises ``RuntimeError`` if the portal is closed."""
-        self.loop.call_soon_threadsafe(function, *args)
-
     def close(self) -> None:
         """Stop the loop after the callbacks that are queued. May be called again, from any thread."""
         _post(self.loop, self.loop.stop)

@@ -161,7 +161,7 @@ def test_what_runs_or_is_about_to_when_the_portal_is_closed(no_leaks):
         held.set()
         assert let_go.wait(30)
 
-    portal.call_soon(hold)
+    portal.loop.call_soon_threadsafe(hold)
     assert held.wait(30)
     waiting = portal.submit(asyncio.Event().wait())
     portal.close()

@@ -153,15 +153,14 @@ def _means(steps: Iterable[MeasuredStep]) -> dict[tuple[TaskKind, int], float]:
 
 def _waits(steps: Iterable[MeasuredStep]) -> tuple[float, float]:
     """The gap between two tasks of a busy device, and the time from a task's end to the start of a remote dependent."""
-    gaps: list[float] = []
-    handoffs: list[float] = []
+    columns: dict[bool, list[float]] = defaultdict(list)
     for step in steps:
-        found: dict[bool, list[float]] = {True: [], False: []}
+        found: dict[bool, list[float]] = defaultdict(list)
         for busy, seconds in _pauses(step.record):
             found[busy].append(seconds)
-        gaps += [fmean(found[True])] if found[True] else []
-        handoffs += [fmean(found[False])] if found[False] else []
-    return (median(gaps) if gaps else 0.0), (median(handoffs) if handoffs else 0.0)
+        for busy, pauses in found.items():
+            columns[busy].append(fmean(pauses))
+    return median(columns[True] or [0.0]), median(columns[False] or [0.0])
 
 
 def _pauses(record: StepRecord) -> Iterator[tuple[bool, float]]:
