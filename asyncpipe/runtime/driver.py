@@ -112,7 +112,8 @@ class Driver:
         tenant = tenant or Tenant()
         if not self.takes(tenant):
             raise PipelineClosedError("the pipeline is closed")
-        execution = Execution(self._steps, graph, bind, notes or StepNotes(), tenant, self._executors)
+        executors = [self._executors[lane.device] for lane in graph.lanes]
+        execution = Execution(self._steps, graph, bind, notes or StepNotes(), tenant, executors)
         self._steps += 1
         self._executions[execution.number] = execution
         self._handle(StepSubmitted(execution.number, graph, tenant.share))

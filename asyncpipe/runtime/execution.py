@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,28 +33,23 @@ class Tenant:
     """Set for good when the driver drains it: its steps are refused from then on."""
 
 
+@dataclass(eq=False, repr=False)
 class Execution:
     """One step under way."""
 
-    def __init__(
-        self,
-        number: int,
-        graph: TaskGraph,
-        bind: Bind,
-        notes: StepNotes,
-        tenant: Tenant,
-        executors: Mapping[str, Executor],
-    ) -> None:
+    number: int
+    graph: TaskGraph
+    bind: Bind
+    notes: StepNotes
+    tenant: Tenant
+    executors: Sequence[Executor]
+    """The executor of each of the graph's lanes."""
+    aborted: bool = field(default=False, init=False)
+    """Read by executor threads: tasks that have not begun are dropped."""
+
+    def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.number = number
-        self.tenant = tenant
-        self.aborted = False
-        """Read by executor threads: tasks that have not begun are dropped."""
-        self.graph = graph
-        self.closed_gates = len(graph.gates)
-        self.bind = bind
-        self.notes = notes
-        self.executors = [executors[lane.device] for lane in graph.lanes]
+        self.closed_gates = len(self.graph.gates)
         self.issued: asyncio.Future[StepFinished] = loop.create_future()
         self.done: asyncio.Future[tuple[StepCompleted, StepRecord]] = loop.create_future()
 

@@ -29,6 +29,7 @@ and S adds it to the owner's. U updates a stage when its gradients are complete:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -117,6 +118,7 @@ def _orders(schedule: Schedule, shape: Shape, placement: tuple[int, ...], phase:
             yield [Action(_B, i, j) for _, i, j in reversed(forwards)]
 
 
+@dataclass(eq=False)
 class _Builder:
     """Collects tasks and what each waits for, then numbers the tasks by clock cycle.
 
@@ -125,33 +127,27 @@ class _Builder:
     the hundreds of thousands of tasks of a large graph, collections would take a third of the time.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        shape: Shape,
-        placement: tuple[int, ...],
-        checkpoint: CheckpointMode,
-        phase: Phase,
-        wiring: Wiring,
-    ) -> None:
-        self._name = schedule.name
-        self._ruled = schedule if isinstance(schedule, RuledSchedule) and phase is Phase.STEP else None
-        self._shape = shape
-        self._placement = placement
-        self._phase = phase
-        self._wiring = wiring
-        m = shape.microbatches
-        self._recomputed = [phase is not Phase.FORWARD and checkpoint.recomputes(i, m) for i in range(m)]
+    schedule: Schedule
+    shape: Shape
+    placement: tuple[int, ...]
+    checkpoint: CheckpointMode
+    phase: Phase
+    wiring: Wiring
+
+    def __post_init__(self) -> None:
+        m, stages = self.shape.microbatches, self.shape.stages
+        self._ruled = self.schedule if isinstance(self.schedule, RuledSchedule) and self.phase is Phase.STEP else None
+        self._recomputed = [self.phase is not Phase.FORWARD and self.checkpoint.recomputes(i, m) for i in range(m)]
         self._kinds: list[TaskKind] = []
         self._microbatches: list[int] = []
         self._stages: list[int] = []
         self._sources: list[int | None] = []
         self._dependencies: list[tuple[int, ...]] = []
-        self._forward = [[-1] * m for _ in range(shape.stages)]
+        self._forward = [[-1] * m for _ in range(stages)]
         """F of each stage and micro-batch."""
-        self._backward = [[-1] * m for _ in range(shape.stages)]
+        self._backward = [[-1] * m for _ in range(stages)]
         """B or I of each stage and micro-batch: the task that computes the gradient of the stage's input."""
-        self._recompute = [[-1] * m for _ in range(shape.stages)]
+        self._recompute = [[-1] * m for _ in range(stages)]
         self._first: dict[int, list[int]] = {}
         """The first action of each stage; in a ruled schedule, all its forwards."""
         self._last: dict[int, list[int]] = {}
@@ -189,7 +185,7 @@ class _Builder:
 
     def _add_backward(self, kind: TaskKind, i: int, j: int, before: tuple[int, ...]) -> int:
         # The graph of the backwards alone has no forwards to wait for.
-        read = before if self._phase is Phase.BACKWARD else _with(before, self._forward[j][i])
+        read = before if self.phase is Phase.BACKWARD else _with(before, self._forward[j][i])
         if not self._recomputed[i]:
             return self._add(kind, i, j, read)
         # In an ordered schedule the chain already puts R(i,j) after F(i,j), whose saved input it reads.
@@ -198,38 +194,38 @@ class _Builder:
 
     def add_ends(self) -> None:
         """Add the S and U tasks, which wait for a stage's last backward. Call it after ``add_actions``."""
-        if self._phase is Phase.FORWARD:
+        if self.phase is Phase.FORWARD:
             return
         ends = dict(self._last)
-        for owner, _ in self._wiring.ties:
+        for owner, _ in self.wiring.ties:
             if owner not in self._sums:
                 self._sums[owner] = self._add(TaskKind.SUM, WHOLE_STEP, owner, self._last[owner])
                 ends[owner] = [self._sums[owner]]
-        if self._phase is Phase.STEP:
-            for stage in self._wiring.updates:
+        if self.phase is Phase.STEP:
+            for stage in self.wiring.updates:
                 self._add(TaskKind.UPDATE, WHOLE_STEP, stage, ends[stage])
 
     def add_transfers(self) -> None:
         """Add the data edges between stages, with copies where the device changes. Call it last."""
-        for source, user in self._wiring.links:
-            for i in range(self._shape.microbatches):
-                if self._phase is not Phase.BACKWARD:
+        for source, user in self.wiring.links:
+            for i in range(self.shape.microbatches):
+                if self.phase is not Phase.BACKWARD:
                     self._transfer(i, source, user, self._forward)
-                if self._phase is not Phase.FORWARD:
+                if self.phase is not Phase.FORWARD:
                     self._transfer(i, user, source, self._backward)
-        for owner, user in self._wiring.ties:
-            if self._phase is not Phase.BACKWARD:
+        for owner, user in self.wiring.ties:
+            if self.phase is not Phase.BACKWARD:
                 values = self._add(_C, WHOLE_STEP, user, (), owner)
                 for first in self._first[user]:
                     self._depend(first, values)
-            if self._phase is not Phase.FORWARD:
+            if self.phase is not Phase.FORWARD:
                 self._depend(self._sums[owner], self._add(_C, WHOLE_STEP, owner, self._last[user], user))
 
     def _transfer(self, i: int, source: int, stage: int, table: list[list[int]]) -> None:
         producer, consumer = table[source][i], table[stage][i]
         if table is self._backward and self._ruled is not None and self._recomputed[i]:
             self._depend(self._recompute[stage][i], producer)
-        if self._placement[source] != self._placement[stage]:
+        if self.placement[source] != self.placement[stage]:
             producer = self._add(_C, i, stage, (producer,), source)
         self._depend(consumer, producer)
 
@@ -242,7 +238,7 @@ class _Builder:
         rank = [2 * cycle + (kind is not _C) for cycle, kind in zip(cycles, self._kinds, strict=True)]
         by_number = sorted(range(len(rank)), key=rank.__getitem__)
         number = _inverse(by_number)
-        placement = self._placement
+        placement = self.placement
         dependencies: list[tuple[int, ...]] = []
         local: list[tuple[int, ...]] = [()] * len(number)
         remote: list[tuple[int, ...]] = [()] * len(number)
@@ -271,25 +267,25 @@ class _Builder:
             ]
         )
         return TaskGraph(
-            schedule=self._name,
-            shape=self._shape,
+            schedule=self.schedule.name,
+            shape=self.shape,
             devices=devices,
             placement=placement,
-            phase=self._phase,
-            wiring=self._wiring,
+            phase=self.phase,
+            wiring=self.wiring,
             tasks=tasks,
             dependencies=tuple(dependencies),
             local_dependents=tuple(local),
             remote_dependents=tuple(remote),
             lanes=lanes,
             lane_of=tuple(lane_of),
-            gates=tuple([number[index] for index in self._backward[-1]]) if self._phase is Phase.BACKWARD else (),
+            gates=tuple([number[index] for index in self._backward[-1]]) if self.phase is Phase.BACKWARD else (),
             rule=None if self._ruled is None else self._rule(self._ruled, tasks),
         )
 
     def _rule(self, schedule: RuledSchedule, tasks: tuple[Task, ...]) -> Rule:
         """The schedule's answers that do not depend on what is in flight."""
-        shape = self._shape
+        shape = self.shape
         ranked: list[tuple[Any, int]] = []
         unranked: list[int] = []
         loads = [[0] * shape.microbatches for _ in range(shape.devices)]
@@ -298,8 +294,8 @@ class _Builder:
                 unranked.append(task.number)
             else:
                 ranked.append((self._priority(schedule, task), task.number))
-                loads[self._placement[task.stage]][task.microbatch] += 1
-        with blaming(f"schedule {self._name!r}: comparing priorities"):
+                loads[self.placement[task.stage]][task.microbatch] += 1
+        with blaming(f"schedule {self.schedule.name!r}: comparing priorities"):
             by_rank = [number for _, number in sorted(ranked)] + unranked
         return Rule(
             ranks=tuple(_inverse(by_rank)),
@@ -312,15 +308,15 @@ class _Builder:
     def _priority(self, schedule: RuledSchedule, task: Task) -> Any:
         i, j = task.microbatch, task.stage
         action = Action(self._kinds[self._backward[j][i]] if task.kind is _R else task.kind, i, j)
-        with blaming(lambda: f"schedule {self._name!r}: priority of {action}"):
-            return schedule.priority(action, self._shape)
+        with blaming(lambda: f"schedule {self.schedule.name!r}: priority of {action}"):
+            return schedule.priority(action, self.shape)
 
     def _lane(self, stage: int, source: int | None) -> int:
         """The position of a task's lane: the queues of device 0, then those of device 1 …"""
         queue = _COMPUTE
         if source is not None:
             queue = _COPY_IN if source < stage else _GRAD_IN
-        return self._placement[stage] * len(Queue) + queue
+        return self.placement[stage] * len(Queue) + queue
 
     def _cycles(self) -> list[int]:
         """The clock cycle of each task: the longest chain of compute tasks before it (F(i,j) of GPipe: i + j).
@@ -356,8 +352,8 @@ class _Builder:
         steps = list(path)
         circle = [step for step in steps[steps.index(task) :] if self._kinds[step] in SCHEDULED_KINDS]
         names = [str(Action(self._kinds[k], self._microbatches[k], self._stages[k])) for k in (*circle, circle[0])]
-        device = self._placement[self._stages[circle[0]]]
-        return f"schedule {self._name!r} deadlocks: on device {device}, {', which waits for '.join(names)}"
+        device = self.placement[self._stages[circle[0]]]
+        return f"schedule {self.schedule.name!r} deadlocks: on device {device}, {', which waits for '.join(names)}"
 
 
 def _with(dependencies: tuple[int, ...], dependency: int) -> tuple[int, ...]:

@@ -109,7 +109,7 @@ def plan(
     for number in numbers:
         profile.measurement(number)
     tell = progress or (lambda _: None)
-    search = _Search(profile, devices, by_name, parameter_scale, memory_limit)
+    search = _Search(profile, devices, by_name, parameter_scale, inf if memory_limit is None else memory_limit)
     candidates = list(search.candidates(numbers, modes))
     if not candidates:
         raise PlanError(search.refusal())
@@ -145,37 +145,32 @@ def busiest_device(costs: StageCosts, placement: Sequence[int], microbatches: in
     return max(load)
 
 
+@dataclass(eq=False)
 class _Search:
     """The plans tried so far, and the task graphs, which plans of a candidate share if their skips cross alike."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        devices: int,
-        schedules: Mapping[str, Schedule],
-        parameter_scale: float,
-        limit: int | None,
-    ) -> None:
-        self._profile = profile
-        self._devices = devices
-        self._schedules = schedules
-        self._scale = parameter_scale
-        self._limit = inf if limit is None else limit
+    profile: Profile
+    devices: int
+    schedules: Mapping[str, Schedule]
+    parameter_scale: float
+    limit: float
+
+    def __post_init__(self) -> None:
         self._graphs: dict[tuple[_PlanCandidate, Wiring], TaskGraph] = {}
         self._plans: dict[tuple[_PlanCandidate, tuple[int, ...]], Plan] = {}
         self._refusals: dict[str, str] = {}
 
     def candidates(self, numbers: Sequence[int], modes: Sequence[CheckpointMode]) -> Iterator[_PlanCandidate]:
         """Every candidate whose shape its schedule supports."""
-        for name, schedule in self._schedules.items():
+        for name, schedule in self.schedules.items():
             for virtual in sorted({schedule.virtual, *range(1, MOST_VIRTUAL + 1)}):
-                stages = self._devices * virtual
-                if stages > len(self._profile.layers):
+                stages = self.devices * virtual
+                if stages > len(self.profile.layers):
                     self._refusals.setdefault(name, f"{stages} stages need as many layers")
                     continue
                 for number in numbers:
                     try:
-                        schedule.check(Shape(stages, number, self._devices))
+                        schedule.check(Shape(stages, number, self.devices))
                     except ScheduleError as error:
                         self._refusals.setdefault(name, str(error))
                     else:
@@ -184,7 +179,7 @@ class _Search:
     def refusal(self) -> str:
         """Why there is no candidate."""
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self._refusals.items())
-        return f"no schedule serves {self._devices} devices and {len(self._profile.layers)} layers: {reasons}"
+        return f"no schedule serves {self.devices} devices and {len(self.profile.layers)} layers: {reasons}"
 
     def begin(self, candidate: _PlanCandidate, balances: Sequence[Sequence[int]]) -> None:
         """Try the candidate with these balances, except where it cannot be among the best."""
@@ -192,36 +187,36 @@ class _Search:
         slowest_of_best = max(nsmallest(REFINED, fitting)) if len(fitting) >= REFINED else inf
         for balance in balances:
             if len(balance) == candidate.stages and self._bound(candidate, balance) < slowest_of_best:
-                self._try(candidate, tuple(check_balance(balance, len(self._profile.layers))))
+                self._try(candidate, tuple(check_balance(balance, len(self.profile.layers))))
 
     def _bound(self, candidate: _PlanCandidate, balance: Sequence[int]) -> float:
         """Seconds that no step of this plan is shorter than."""
         m = candidate.microbatches
-        placement = self._schedules[candidate.schedule].placement(Shape(candidate.stages, m, self._devices))
+        placement = self.schedules[candidate.schedule].placement(Shape(candidate.stages, m, self.devices))
         recomputed = sum(candidate.checkpoint.recomputes(i, m) for i in range(m))
-        costs = self._profile.costs(balance, m, candidate.checkpoint)
-        return busiest_device(costs, placement, m, recomputed) + self._profile.measurement(m).step
+        costs = self.profile.costs(balance, m, candidate.checkpoint)
+        return busiest_device(costs, placement, m, recomputed) + self.profile.measurement(m).step
 
     def _try(self, candidate: _PlanCandidate, balance: tuple[int, ...]) -> Plan:
         key = candidate, balance
         if key not in self._plans:
             schedule, _, m, mode = candidate
-            record = simulate(self._graph(candidate, balance), self._profile.costs(balance, m, mode))
+            record = simulate(self._graph(candidate, balance), self.profile.costs(balance, m, mode))
             found = report(record)
             self._plans[key] = Plan(
                 *(schedule, balance, m, mode),
-                seconds=found.seconds + self._profile.measurement(m).step,
-                memory=tuple(peak_memory(record, self._profile.memory(balance, m, self._scale))),
+                seconds=found.seconds + self.profile.measurement(m).step,
+                memory=tuple(peak_memory(record, self.profile.memory(balance, m, self.parameter_scale))),
                 bubble=found.bubble_ratio,
             )
         return self._plans[key]
 
     def _graph(self, candidate: _PlanCandidate, balance: tuple[int, ...]) -> TaskGraph:
         schedule, stages, m, mode = candidate
-        wiring = self._profile.wiring(balance)
+        wiring = self.profile.wiring(balance)
         if (candidate, wiring) not in self._graphs:
             self._graphs[candidate, wiring] = lower(
-                self._schedules[schedule], Shape(stages, m, self._devices), checkpoint=mode, wiring=wiring
+                self.schedules[schedule], Shape(stages, m, self.devices), checkpoint=mode, wiring=wiring
             )
         return self._graphs[candidate, wiring]
 
@@ -249,18 +244,18 @@ class _Search:
 
     def _rank(self, each: Plan) -> tuple[float, float]:
         """The bytes above the limit, then the seconds: a plan that fits ranks before one that does not."""
-        return max(0, max(each.memory) - self._limit), each.seconds
+        return max(0, max(each.memory) - self.limit), each.seconds
 
     def ranked(self) -> list[Plan]:
         """All plans that fit, the fastest first; equals by memory."""
-        fitting = [each for each in self._plans.values() if max(each.memory) <= self._limit]
+        fitting = [each for each in self._plans.values() if max(each.memory) <= self.limit]
         if fitting:
             return sorted(fitting, key=lambda each: (each.seconds, max(each.memory)))
         if not self._plans:
             raise PlanError("none of the balances has as many stages as a schedule can serve here")
         least = min(self._plans.values(), key=lambda each: max(each.memory))
         raise PlanError(
-            f"nothing fits into {self._limit:,} bytes a device; the smallest that was found needs "
+            f"nothing fits into {self.limit:,} bytes a device; the smallest that was found needs "
             f"{max(least.memory):,}: {least}"
         )
 
