@@ -9,6 +9,7 @@ import re
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from asyncpipe.core.schedules.csv_notation import read_schedule
 from asyncpipe.core.schedules.protocol import HintedSchedule, OrderedSchedule, Schedule
 from asyncpipe.errors import AsyncpipeError, OptionError, ScheduleError, UnknownScheduleError
 
@@ -69,8 +70,6 @@ def _named(name: object) -> Schedule:
     if not isinstance(name, str):
         raise ScheduleError(f"schedule must be a name or a Schedule instance, got {name!r}")
     if name.startswith("csv:"):
-        from asyncpipe.core.schedules.csv_notation import read_schedule
-
         return read_schedule(name.removeprefix("csv:"))
     called = re.fullmatch(r"([^()]+)\((.*)\)", name)
     options = {} if called is None else _options(name, called[2])
