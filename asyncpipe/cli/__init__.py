@@ -4,7 +4,7 @@ Each command is a module with an ``add_parser`` function: train, serve, jobs (wi
 simulate, profile, plan, bench. What they share:
 
     arguments.py       the parser of a command, and types of arguments
-    step_options.py    options of commands that lower a schedule, and the graph that they ask for
+    step_options.py    options of commands that lower a schedule, and texts about its graph
     tables.py          tables, by rich
     progress.py        the progress display of train
     metrics.py         the metrics server of train and serve

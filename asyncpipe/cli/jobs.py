@@ -11,6 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncpipe.cli.arguments import add_command, count, natural, seconds
+from asyncpipe.cli.jobs_text import (
+    LOSSES_HEAD,
+    EventPrinter,
+    change_text,
+    history_table,
+    job_text,
+    jobs_table,
+    loss_line,
+    plain,
+)
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
@@ -30,6 +40,7 @@ CHANGES = {
     "resume": "continue a paused job when its devices are free",
     "cancel": "end a job for good",
 }
+"""Commands that are methods of ``JobClient``, with their summaries."""
 NOT_FINISHED, TIMED_OUT = 1, 3
 """Exit statuses of ``follow`` and ``wait`` other than 0: the job has failed or was cancelled; it still runs."""
 FEW, MANY = 1, 8
@@ -162,7 +173,6 @@ def _token(path: Path | None) -> str | None:
 
 
 def _submit(client: JobClient, args: argparse.Namespace) -> int:
-    from asyncpipe.cli.jobs_text import plain
     from asyncpipe.service.submission.from_job_file import read_submission
 
     submission, ignored = read_submission(args.file)
@@ -179,24 +189,23 @@ def _submit(client: JobClient, args: argparse.Namespace) -> int:
 
 def _with_options(submission: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """The submission, with options of the command line in place of the file's values."""
-    changes = {
-        "pipeline": {
-            "devices": None if args.devices is None else [device.strip() for device in args.devices.split(",")],
-            "schedule": args.schedule,
-        },
-        "training": {"steps": args.steps},
-    }
-    changed = dict(submission)
-    for table, values in changes.items():
-        changed[table] = {**changed[table], **{key: value for key, value in values.items() if value is not None}}
-    priority = "background" if args.background else None
-    above = {"name": args.name, "entry": args.entry, "weight": args.weight, "priority_class": priority}
-    return {**changed, **{key: value for key, value in above.items() if value is not None}}
+
+    def changed(table: dict[str, Any], **options: Any) -> dict[str, Any]:
+        return {**table, **{key: value for key, value in options.items() if value is not None}}
+
+    devices = None if args.devices is None else [device.strip() for device in args.devices.split(",")]
+    return changed(
+        submission,
+        name=args.name,
+        entry=args.entry,
+        weight=args.weight,
+        priority_class="background" if args.background else None,
+        pipeline=changed(submission["pipeline"], devices=devices, schedule=args.schedule),
+        training=changed(submission["training"], steps=args.steps),
+    )
 
 
 def _list(client: JobClient, args: argparse.Namespace) -> int:
-    from asyncpipe.cli.jobs_text import jobs_table
-
     jobs = tuple(client.list(args.state, limit=args.limit, after=args.after))
     _print(jobs, jobs_table if jobs else lambda _: "no jobs", args)
     if len(jobs) == args.limit and not args.json:
@@ -205,27 +214,18 @@ def _list(client: JobClient, args: argparse.Namespace) -> int:
 
 
 def _show(client: JobClient, args: argparse.Namespace) -> int:
-    from asyncpipe.cli.jobs_text import job_text
-
     return _print(client.show(args.job), job_text, args)
 
 
 def _history(client: JobClient, args: argparse.Namespace) -> int:
-    from asyncpipe.cli.jobs_text import history_table
-
     return _print(client.history(args.job), history_table, args)
 
 
 def _change(client: JobClient, args: argparse.Namespace) -> int:
-    from asyncpipe.cli.jobs_text import change_text
-
-    change = {"pause": client.pause, "resume": client.resume, "cancel": client.cancel}[args.change]
-    return _print(change(args.job), change_text, args)
+    return _print(getattr(client, args.change)(args.job), change_text, args)
 
 
 def _schedule(client: JobClient, args: argparse.Namespace) -> int:
-    from asyncpipe.cli.jobs_text import change_text
-
     return _print(client.change_schedule(args.job, args.schedule), change_text, args)
 
 
@@ -235,8 +235,6 @@ def _print(found: _T, text: Callable[[_T], str], args: argparse.Namespace) -> in
 
 
 def _losses(client: JobClient, args: argparse.Namespace) -> int:
-    from asyncpipe.cli.jobs_text import LOSSES_HEAD, loss_line
-
     if not args.json:
         print(LOSSES_HEAD)
     for row in client.losses(args.job, args.after):
@@ -245,8 +243,6 @@ def _losses(client: JobClient, args: argparse.Namespace) -> int:
 
 
 def _follow(client: JobClient, args: argparse.Namespace) -> int:
-    from asyncpipe.cli.jobs_text import EventPrinter
-
     printer = EventPrinter(sys.stdout, as_json=args.json, steps=client.show(args.job).get("steps"))
     try:
         for event in client.events(args.job):
@@ -274,8 +270,6 @@ def _wait(client: JobClient, args: argparse.Namespace) -> int:
 
 
 def _outcome(job: dict[str, Any], *, quiet: bool) -> int:
-    from asyncpipe.cli.jobs_text import change_text
-
     if not quiet:
         print(change_text(job))
     return 0 if job["state"] == "finished" else NOT_FINISHED

@@ -95,8 +95,9 @@ def change_text(job: Mapping[str, Any]) -> str:
 def loss_line(row: Mapping[str, Any]) -> str:
     """One line about a step, under ``LOSSES_HEAD``. Lines are printed one by one, since a job may have millions."""
     loss, rate, seconds = (
-        f"{row[key]:{form}}" if row.get(key) is not None else "not finite"
-        for key, form in (("loss", ".6f"), ("learning_rate", ".3e"), ("seconds", ".3f"))
+        _number(row, "loss", ".6f"),
+        _number(row, "learning_rate", ".3e"),
+        _number(row, "seconds", ".3f"),
     )
     return f"{row['step']:>9}  {loss:>10}  {rate:>9}  {seconds:>8}  {row['tokens']:>8}"
 
@@ -167,14 +168,15 @@ def _event_text(event: ServerEvent) -> str:
 
 
 def _step_text(data: Mapping[str, Any], steps: int | None) -> str:
-    loss, rate = (
-        f"{data[key]:{form}}" if isinstance(data.get(key), int | float) else "not finite"
-        for key, form in (("loss", ".4f"), ("learning_rate", ".2e"))
-    )
+    loss, rate = _number(data, "loss", ".4f"), _number(data, "learning_rate", ".2e")
     seconds, tokens = data.get("seconds"), data.get("tokens")
     speed = f"  {tokens / seconds:,.0f} tokens/s" if tokens and isinstance(seconds, int | float) and seconds > 0 else ""
     total = f"/{steps}" if steps else ""
     return f"step {data.get('step')}{total}  loss {loss}  rate {rate}{speed}"
+
+
+def _number(row: Mapping[str, Any], key: str, form: str) -> str:
+    return f"{row[key]:{form}}" if isinstance(row.get(key), int | float) else "not finite"
 
 
 def _state(job: Mapping[str, Any]) -> str:

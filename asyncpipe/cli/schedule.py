@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -147,15 +147,8 @@ def _shape_on_devices(schedule: Schedule, costs: Costs, args: argparse.Namespace
         if value is not None and value < 1:
             raise OptionError(f"{option} must be a positive integer, got {value}")
     virtual = schedule.virtual if args.virtual is None else args.virtual
-    each = replace(
-        costs,
-        forward=costs.forward / virtual,
-        recompute=costs.recompute / virtual,
-        backward=None if costs.backward is None else costs.backward / virtual,
-        input_gradient=costs.input_gradient / virtual,
-        weight_gradient=costs.weight_gradient / virtual,
-    )
-    return Shape(args.devices * virtual, args.microbatches, args.devices), each
+    shares = {name: cost / virtual for name, cost in asdict(costs).items() if name != "copy" and cost is not None}
+    return Shape(args.devices * virtual, args.microbatches, args.devices), replace(costs, **shares)
 
 
 def _text(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:

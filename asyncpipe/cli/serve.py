@@ -113,16 +113,14 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.set_defaults(run=_serve)
 
 
-SETTINGS = (
-    "config folder devices entries entry_path address port hosts token_file metrics_address metrics_port max_running "
-    "max_queued memory_limit grace_seconds"
-).split()
-"""The flags that are also keys of the settings."""
+NO_SETTINGS = ("log_level", "run")
+"""Arguments that are no keys of the settings."""
 
 
 def _serve(args: argparse.Namespace) -> int:
     # Late imports: other commands, --help and wrong settings do not wait for torch.
-    settings = _settings({key: value for key in SETTINGS if (value := getattr(args, key)) is not None})
+    given = {key: value for key, value in vars(args).items() if key not in NO_SETTINGS and value is not None}
+    settings = _settings(given)
     logging.basicConfig(level=args.log_level.upper(), format=FORMAT, stream=sys.stderr)
 
     from asyncpipe.service.malloc import limit_arenas
@@ -167,16 +165,16 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
     from asyncpipe.service.http import serve_api
     from asyncpipe.service.training_service import TrainingService
 
-    signals = _EndSignals()
-    with signals.handled():
+    with _end_signals() as first:
         async with AsyncExitStack() as stack:
             service = await stack.enter_async_context(TrainingService(settings))
             url = await stack.enter_async_context(serve_api(service, settings))
             _print(f"service: {url}")
             stack.enter_context(metrics_served(service.collector, settings.metrics_port, settings.metrics_address))
             _print(f"entries: {', '.join(service.entries.names)}; devices: {', '.join(settings.devices)}")
-            _print(_ready_line(service))
-            number = await signals.first()
+            status = service.status()
+            _print(f"ready: {status.running} jobs run, {status.queued} wait")
+            number = await first
             deadline.start()
             cause = f"the service was told to end by {number.name}"
             service.take_no_more(cause)  # Before the message, whose readers rely on it.
@@ -185,55 +183,41 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
         _print_last("ended; jobs go on at the next start")
 
 
-class _EndSignals:
-    """SIGINT and SIGTERM: the first one is awaited by the service, the second one ends the process at once."""
+@contextmanager
+def _end_signals() -> Iterator[asyncio.Future[signal.Signals]]:
+    """Handle SIGINT and SIGTERM during the block: the first is the future's result, the second ends the process.
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[signal.Signals] = self._loop.create_future()
-        self._seen = False
+    The handlers are Python's (``signal.signal``), which run between two bytecodes of the main thread, and not the event
+    loop's: the loop may be stuck in a callback, and the second signal must not wait for it.
+    """
+    loop = asyncio.get_running_loop()
+    first: asyncio.Future[signal.Signals] = loop.create_future()
+    seen = False
 
-    async def first(self) -> signal.Signals:
-        """Wait for the first signal."""
-        return await self._future
-
-    @contextmanager
-    def handled(self) -> Iterator[None]:
-        """Handle the signals during the block.
-
-        The handlers are Python's (``signal.signal``), which run between two bytecodes of the main thread, and not the
-        event loop's: the loop may be stuck in a callback, and the second signal must not wait for it.
-        """
-        before: dict[signal.Signals, Any] = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with suppress(ValueError):  # Only the main thread may set handlers.
-                before[number] = signal.signal(number, self._on_signal)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._seen:
+    def on_signal(number: int, _: FrameType | None) -> None:
+        nonlocal seen
+        if seen:
             os._exit(128 + number)  # Not sys.exit: the user wants no cleanup, which may be what hangs.
-        self._seen = True
-        self._loop.call_soon_threadsafe(self._future.set_result, signal.Signals(number))
+        seen = True
+        loop.call_soon_threadsafe(first.set_result, signal.Signals(number))
 
-
-def _ready_line(service: TrainingService) -> str:
-    status = service.status()
-    return f"ready: {status.running} jobs run, {status.queued} wait"
+    before: dict[signal.Signals, Any] = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with suppress(ValueError):  # Only the main thread may set handlers.
+            before[number] = signal.signal(number, on_signal)
+    try:
+        yield first
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ending_line(service: TrainingService, settings: ServiceSettings, number: signal.Signals) -> str:
     """The line that is printed when a signal ends the service."""
     jobs = service.status().running
-    running = "no job runs" if not jobs else f"{jobs} running {'job ends its' if jobs == 1 else 'jobs end their'} step"
-    rest = (
-        "" if not jobs else f" and take{'s' if jobs == 1 else ''} a snapshot, in at most {settings.grace_seconds:g} s"
-    )
-    return f"{number.name}: no more jobs are taken; {running}{rest} (once more: end at once)"
+    does = "running job ends its step and takes" if jobs == 1 else "running jobs end their step and take"
+    running = f"{jobs} {does} a snapshot, in at most {settings.grace_seconds:g} s" if jobs else "no job runs"
+    return f"{number.name}: no more jobs are taken; {running} (once more: end at once)"
 
 
 def _print(line: str) -> None:

@@ -18,12 +18,12 @@ from asyncpipe.cli.step_options import (
     add_step_arguments,
     counted,
     headline,
-    lowered,
+    shape_of,
     spelled,
 )
 from asyncpipe.cli.tables import table
 from asyncpipe.core.engine.events import StepRecord
-from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.predict.balance import even_balance
@@ -31,6 +31,7 @@ from asyncpipe.core.predict.costs import Jitter, parse_costs
 from asyncpipe.core.predict.memory import StageMemory, format_bytes, peak_memory
 from asyncpipe.core.predict.report import peak_per_device, report
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
@@ -130,7 +131,9 @@ class _CostModel:
 def _simulate(args: argparse.Namespace) -> int:
     model = _cost_model(args)
     models = _jittered(model.costs, args)
-    graph = lowered(args, wiring=model.wiring)
+    schedule = find_schedule(args.name, order=args.order)
+    shape = shape_of(schedule, args.stages, args.microbatches, args.virtual)
+    graph = lower(schedule, shape, checkpoint=CheckpointMode.parse(args.checkpoint), wiring=model.wiring)
     found = _summary([_run(graph, costs, model.memory) for costs in models])
     if model.overhead is not None:
         found["step_seconds"] = found["makespan"] + model.overhead
@@ -138,7 +141,6 @@ def _simulate(args: argparse.Namespace) -> int:
         _write_trace(simulate(graph, models[0]), model, args.trace)
         found["trace"] = str(args.trace)
     if args.json:
-        shape = graph.shape
         asked = {
             "schedule": graph.schedule,
             "stages": shape.stages,
@@ -213,47 +215,30 @@ def _jittered(costs: Callable[[Task], float], args: argparse.Namespace) -> list[
     return [Jitter(costs, args.jitter, args.seed + k, per_microbatch) for k in range(args.repeat)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Prediction:
-    """The figures of one simulated run."""
-
-    makespan: float
-    bubble: list[float]
-    peak: tuple[float, ...]
-    peak_in_flight: tuple[int, ...]
-    critical_path: float
-    memory: list[int] | None
-
-
-def _run(graph: TaskGraph, costs: Callable[[Task], float], memory: StageMemory | None) -> _Prediction:
+def _run(graph: TaskGraph, costs: Callable[[Task], float], memory: StageMemory | None) -> dict[str, Any]:
+    """The figures of one simulated run: lists are by device, ``peak_in_flight`` by stage."""
     record = simulate(graph, costs)
     found = report(record)
-    return _Prediction(
-        makespan=found.seconds,
-        bubble=[max(0.0, 1.0 - busy) if found.seconds else 0.0 for busy in found.device_utilization.values()],
-        peak=peak_per_device(found, graph),
-        peak_in_flight=found.peak_in_flight,
-        critical_path=found.critical_path,
-        memory=None if memory is None else peak_memory(record, memory),
-    )
-
-
-def _summary(runs: Sequence[_Prediction]) -> dict[str, Any]:
-    """Means of times and shares over the runs, and the maximum of their peaks, ready for ``json.dumps``."""
-    bubble = [fmean(shares) for shares in zip(*(run.bubble for run in runs), strict=True)]
-    found: dict[str, Any] = {
-        "makespan": fmean(run.makespan for run in runs),
-        "bubble": bubble,
-        "peak": [max(peaks) for peaks in zip(*(run.peak for run in runs), strict=True)],
-        "peak_in_flight": [max(peaks) for peaks in zip(*(run.peak_in_flight for run in runs), strict=True)],
-        "bubble_ratio": fmean(bubble),
-        "critical_path": fmean(run.critical_path for run in runs),
+    return {
+        "makespan": found.seconds,
+        "critical_path": found.critical_path,
+        "bubble": [max(0.0, 1.0 - busy) if found.seconds else 0.0 for busy in found.device_utilization.values()],
+        "peak": peak_per_device(found, graph),
+        "peak_in_flight": found.peak_in_flight,
+        **({} if memory is None else {"memory": peak_memory(record, memory)}),
     }
+
+
+def _summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means of times and shares over the runs, and the maximum of their peaks, ready for ``json.dumps``."""
+    columns = {name: [run[name] for run in runs] for name in runs[0]}
+    found: dict[str, Any] = {name: fmean(columns.pop(name)) for name in ("makespan", "critical_path")}
+    for name, rows in columns.items():
+        merge = fmean if name == "bubble" else max
+        found[name] = [merge(values) for values in zip(*rows, strict=True)]
+    found["bubble_ratio"] = fmean(found["bubble"])
     if len(runs) > 1:
-        found["makespans"] = [run.makespan for run in runs]
-    measured = [run.memory for run in runs if run.memory is not None]
-    if measured:
-        found["memory"] = [max(peaks) for peaks in zip(*measured, strict=True)]
+        found["makespans"] = [run["makespan"] for run in runs]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Options of the commands that lower a schedule (``schedule show``, ``simulate``), and the graph that they ask for.
+"""Options of the commands that lower a schedule (``schedule show``, ``simulate``), and texts about its graph.
 
 Nothing here imports torch, so that these commands start quickly.
 """
@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
-from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
+from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.schedules.protocol import Schedule, Shape
-from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 
 __all__ = [
@@ -21,7 +19,6 @@ __all__ = [
     "add_step_arguments",
     "counted",
     "headline",
-    "lowered",
     "shape_of",
     "spelled",
 ]
@@ -68,18 +65,6 @@ def add_costs_argument(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def lowered(args: argparse.Namespace, *, phase: Phase = Phase.STEP, wiring: Wiring | None = None) -> TaskGraph:
-    """The task graph of the schedule ``args.name`` with the options of this module.
-
-    Without a ``wiring`` each stage feeds the next one. Raises an ``OptionError`` for an impossible schedule, shape or
-    mode.
-    """
-    schedule = find_schedule(args.name, order=args.order)
-    shape = shape_of(schedule, args.stages, args.microbatches, args.virtual)
-    checkpoint = CheckpointMode.parse(args.checkpoint)
-    return lower(schedule, shape, checkpoint=checkpoint, phase=phase, wiring=wiring)
-
-
 def shape_of(schedule: Schedule, stages: int, microbatches: int, virtual: int | None) -> Shape:
     """The shape with ``stages`` stages in total, ``virtual`` of them on each device.
 
@@ -105,15 +90,10 @@ def headline(graph: TaskGraph, checkpoint: str) -> str:
 
 def spelled(costs: Costs) -> str:
     """The costs as text: ``F=1 R=1 B=2 I=1 W=1 C=0``."""
-    found = {
-        "F": costs.forward,
-        "R": costs.recompute,
-        "B": costs.full_backward,
-        "I": costs.input_gradient,
-        "W": costs.weight_gradient,
-        "C": costs.copy,
-    }
-    return " ".join(f"{kind}={cost:g}" for kind, cost in found.items())
+    return (
+        f"F={costs.forward:g} R={costs.recompute:g} B={costs.full_backward:g} "
+        f"I={costs.input_gradient:g} W={costs.weight_gradient:g} C={costs.copy:g}"
+    )
 
 
 def counted(count: int, noun: str) -> str:
