@@ -1,4 +1,4 @@
-"""What the benchmarks share: rounds of alternating arms, timed steps, medians, tables, and small models.
+"""What the benchmarks share: rounds of alternating arms, times, medians, tables, and small models.
 
 A benchmark compares arms. The arms run in turn within each round, in one process, so that whatever else the machine
 does hits all of them; the figures are medians over the rounds, without those that warm up.
@@ -8,30 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
 from asyncpipe.bench import Progress
-from asyncpipe.bench.scraper import Scraper
 from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
 from asyncpipe.runtime.portal import new_event_loop
 
-__all__ = [
-    "StepTime",
-    "alternating",
-    "lone_thread",
-    "medians",
-    "mlp",
-    "rounds",
-    "run_on_loop",
-    "table",
-    "timed_steps",
-]
+__all__ = ["alternating", "lone_thread", "medians", "mlp", "rounds", "run_on_loop", "seconds_of", "table"]
 
 _T = TypeVar("_T")
 
@@ -54,22 +43,11 @@ def alternating(arms: Sequence[_T], number: int) -> Sequence[_T]:
     return arms if number % 2 else arms[::-1]
 
 
-class StepTime(NamedTuple):
-    """Seconds per step: by the clock, and of this process's CPU time."""
-
-    wall: float
-    cpu: float
-
-
-async def timed_steps(step: Callable[[], Awaitable[object]], seconds: float, scrapes: Scraper | None) -> StepTime:
-    """Repeat ``step`` for about ``seconds``, while ``scrapes`` (if given) scrapes; returns the means per step."""
-    steps, begun, used = 0, time.perf_counter(), time.process_time()
-    with nullcontext() if scrapes is None else scrapes.scraping():
-        while (taken := time.perf_counter() - begun) < seconds:
-            await step()
-            steps += 1
-    used = time.process_time() - used
-    return StepTime(taken / steps, used / steps)
+def seconds_of(work: Callable[[], object]) -> float:
+    """The seconds that ``work`` takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

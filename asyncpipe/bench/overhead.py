@@ -1,7 +1,7 @@
 """The cost of the scheduler itself: empty tasks through the whole runtime; lowering and simulating large schedules.
 
-The cost of metrics is measured in slices with and without them, which alternate; each slice with metrics is compared
-with the adjacent one without. Metrics are scraped over HTTP meanwhile, so that all of a collector's work counts.
+The cost of metrics is measured in turns with and without them (``scraper.py``), so that all of a collector's work
+counts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.harness import StepTime, alternating, rounds, run_on_loop, timed_steps
-from asyncpipe.bench.scraper import scraper
+from asyncpipe.bench.harness import run_on_loop
+from asyncpipe.bench.scraper import TurnSize, turns_with_metrics
 from asyncpipe.core.engine.events import Observer
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Task
@@ -35,21 +35,17 @@ SCHEDULE = "1f1b"
 
 
 @dataclass(frozen=True, slots=True)
-class OverheadSize:
+class OverheadSize(TurnSize):
     """The graphs, and how long they are measured."""
 
+    seconds: float = 2.0
+    rounds: int = 9
+    warm_up: int = 5
     devices: tuple[int, ...] = (2, MAIN_DEVICES, 8, 16)
     steps: int = 20
     """On each number of devices."""
-    warm_up: int = 5
     graph_stages: int = 64
     graph_microbatches: tuple[int, ...] = (128, 256, 512, 1024)
-    seconds: float = 2.0
-    """Of a slice with or without metrics."""
-    rounds: int = 9
-    """Slices with metrics, and the same number without."""
-    period: float = 1.0
-    """Seconds between scrapes."""
 
 
 def run(progress: Progress, *, size: OverheadSize | None = None) -> Figures:
@@ -116,27 +112,18 @@ async def metrics_cost(progress: Progress, size: OverheadSize) -> Figures:
     """µs per empty task without metrics, with metrics that are scraped, and the median difference."""
     graph = _graph(MAIN_DEVICES)
     collector = PipelineCollector("overhead")
-    empty = {False: _EmptySteps(graph), True: _EmptySteps(graph, [collector])}
-    slices: dict[bool, list[StepTime]] = {False: [], True: []}
-    with scraper(collector, size.period) as scrapes:
-        for steps in empty.values():
-            for _ in range(size.warm_up):
-                await steps.step()
-        scrapes.scrape()
-        for number in rounds(size.rounds, progress, "empty tasks with and without metrics,"):
-            for observed in alternating((False, True), number):
-                step = empty[observed].step
-                slices[observed].append(await timed_steps(step, size.seconds, scrapes if observed else None))
-    for steps in empty.values():
-        steps.close()
-    pairs = list(zip(slices[True], slices[False], strict=True))
+    plain, observed = _EmptySteps(graph), _EmptySteps(graph, [collector])
+    what = "empty tasks with and without metrics,"
+    turns = await turns_with_metrics(collector, plain.step, observed.step, size, progress, what)
+    plain.close()
+    observed.close()
     scale = 1e6 / len(graph.tasks)
     return {
-        "us_per_task": scale * median(on.wall - off.wall for on, off in pairs),
-        "cpu_us_per_task": scale * median(on.cpu - off.cpu for on, off in pairs),
-        "plain_us_per_task": scale * median(off.wall for off in slices[False]),
-        "scraped_us_per_task": scale * median(on.wall for on in slices[True]),
-        "scrapes": scrapes.scrapes,
+        "us_per_task": scale * median(on.wall - off.wall for on, off in turns.pairs),
+        "cpu_us_per_task": scale * median(on.cpu - off.cpu for on, off in turns.pairs),
+        "plain_us_per_task": scale * median(off.wall for off in turns.plain),
+        "scraped_us_per_task": scale * median(on.wall for on in turns.observed),
+        "scrapes": turns.scrapes,
         "tasks": len(graph.tasks),
         "rounds": size.rounds,
     }

@@ -1,20 +1,96 @@
-"""Metrics served and scraped as in production: a collector behind an HTTP server, and a thread that fetches it."""
+"""Steps in turns with and without metrics, which are served and scraped over HTTP as in production.
+
+Turns alternate. Each turn with metrics is compared with the adjacent one without.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Event, Thread
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from threading import Event
+from typing import NamedTuple
 from urllib.request import urlopen
 
 from prometheus_client import CollectorRegistry
 
+from asyncpipe.bench import Progress
+from asyncpipe.bench.harness import alternating, rounds
 from asyncpipe.observe.metrics import PipelineCollector, serve_metrics
 
-__all__ = ["Scraper", "scraper"]
+__all__ = ["StepTime", "TurnSize", "Turns", "turns_with_metrics"]
+
+Step = Callable[[], Awaitable[object]]
 
 
-class Scraper:
+@dataclass(frozen=True, slots=True)
+class TurnSize:
+    """How long is measured."""
+
+    seconds: float = 1.0
+    """Of each turn: short, so that both kinds of turns see the same load from other processes."""
+    rounds: int = 100
+    """Turns with metrics, and the same number without."""
+    period: float = 1.0
+    """Seconds between scrapes."""
+    warm_up: int = 20
+    """Steps of each kind before the first turn."""
+
+
+class StepTime(NamedTuple):
+    """Seconds per step: by the clock, and of this process's CPU time."""
+
+    wall: float
+    cpu: float
+
+
+class Turns(NamedTuple):
+    """The mean step of each turn, in pairs, and how often metrics were scraped."""
+
+    plain: list[StepTime]
+    observed: list[StepTime]
+    scrapes: int
+
+    @property
+    def pairs(self) -> list[tuple[StepTime, StepTime]]:
+        """Each turn with metrics and the one without that belongs to it."""
+        return list(zip(self.observed, self.plain, strict=True))
+
+
+async def turns_with_metrics(
+    collector: PipelineCollector, plain: Step, observed: Step, size: TurnSize, progress: Progress, what: str = "round"
+) -> Turns:
+    """Repeat ``plain`` and ``observed`` in turns; ``collector``, which ``observed`` feeds, is scraped meanwhile."""
+    steps = {False: plain, True: observed}
+    times: dict[bool, list[StepTime]] = {False: [], True: []}
+    registry = CollectorRegistry()
+    registry.register(collector)
+    with serve_metrics(registry, 0) as server:
+        scraper = _Scraper(server.port, size.period)
+        for step in steps.values():
+            for _ in range(size.warm_up):
+                await step()
+        scraper.scrape()
+        for number in rounds(size.rounds, progress, what):
+            for scraped in alternating((False, True), number):
+                scraping = scraper.scraping() if scraped else nullcontext()
+                times[scraped].append(await _repeated(steps[scraped], size.seconds, scraping))
+    return Turns(times[False], times[True], scraper.scrapes)
+
+
+async def _repeated(step: Step, seconds: float, scraping: AbstractContextManager[None]) -> StepTime:
+    """Repeat ``step`` for about ``seconds`` inside ``scraping``; returns the means per step."""
+    steps, begun, used = 0, time.perf_counter(), time.process_time()
+    with scraping:
+        while (taken := time.perf_counter() - begun) < seconds:
+            await step()
+            steps += 1
+    return StepTime(taken / steps, (time.process_time() - used) / steps)
+
+
+class _Scraper:
     """Fetches the metrics of a server on the loopback address every ``period`` seconds, as Prometheus does."""
 
     def __init__(self, port: int, period: float) -> None:
@@ -28,44 +104,26 @@ class Scraper:
 
         A block that is too short for that is scraped once at its end. The error of a failed scrape is raised there.
         """
-        before = self.scrapes
-        stop = Event()
-        failed: list[OSError] = []
+        before, stop = self.scrapes, Event()
 
         def scrape() -> None:
             pause = self._period / 2
             while not stop.wait(pause):
                 pause = self._period
-                try:
-                    self.scrape()
-                except OSError as error:
-                    failed.append(error)
-                    return
+                self.scrape()
 
-        thread = Thread(target=scrape, name="asyncpipe bench scraper")
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
-        if failed:
-            raise failed[0]
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(scrape)
+            try:
+                yield
+            finally:
+                stop.set()
+        done.result()
         if self.scrapes == before:
             self.scrape()
 
-    def scrape(self) -> str:
+    def scrape(self) -> None:
         """Fetch all metrics once."""
         with urlopen(self._url) as answer:  # noqa: S310 - always http
-            text: str = answer.read().decode()
+            answer.read()
         self.scrapes += 1
-        return text
-
-
-@contextmanager
-def scraper(collector: PipelineCollector, period: float) -> Iterator[Scraper]:
-    """Serve ``collector`` during the block; yields a scraper of it."""
-    registry = CollectorRegistry()
-    registry.register(collector)
-    with serve_metrics(registry, 0) as server:
-        yield Scraper(server.port, period)

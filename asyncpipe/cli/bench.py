@@ -6,20 +6,19 @@ import argparse
 import json
 import platform
 import sys
+from importlib import import_module
 from typing import Any
 
-from asyncpipe.bench import BENCHMARKS
+from asyncpipe.bench import BENCHMARKS, OPTIONS
 from asyncpipe.cli.arguments import add_command
+from asyncpipe.errors import OptionError
 
 __all__ = ["add_parser"]
-
-OPTIONS = ("device", "size")
-"""The options of all benchmarks; each benchmark has some of them."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Register ``asyncpipe bench``."""
-    names = "\n".join(f"  {name:10} {benchmark.summary}" for name, benchmark in BENCHMARKS.items())
+    names = "\n".join(f"  {name:10} {summary}" for name, summary in BENCHMARKS.items())
     parser = add_command(
         subparsers,
         "bench",
@@ -35,16 +34,21 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark ``args.name``; progress goes to standard error."""
-    benchmark = BENCHMARKS[args.name]
-    options = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    """Run the benchmark ``args.name``; progress goes to standard error.
+
+    Raises ``OptionError`` for an option that this benchmark does not have.
+    """
+    known = OPTIONS.get(args.name, ())
+    options = {name: value for name in ("device", "size") if (value := getattr(args, name)) is not None}
+    for option in options:
+        if option not in known:
+            has = ", ".join(f"--{name}" for name in known) or "no options"
+            raise OptionError(f"the benchmark {args.name!r} has no --{option}; it has {has}")
+    benchmark = import_module(f"asyncpipe.bench.{args.name}")
     figures = benchmark.run(lambda text: print(f"… {text}", file=sys.stderr), **options)
     if args.json:
-        print(json.dumps({"benchmark": benchmark.name, "machine": _machine(), **figures}))
+        machine = {"python": platform.python_version(), "system": platform.system(), "processor": platform.machine()}
+        print(json.dumps({"benchmark": args.name, "machine": machine, **figures}))
     else:
         print(benchmark.show(figures))
     return 0
-
-
-def _machine() -> dict[str, str]:
-    return {"python": platform.python_version(), "system": platform.system(), "processor": platform.machine()}

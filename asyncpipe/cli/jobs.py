@@ -95,25 +95,25 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_submit(commands)
-    listing = _add(commands, "list", _list, "show all jobs, in the order of submission")
+    listing = _add(commands, "list", _list, "show all jobs, in the order of submission", job=False)
     listing.add_argument("--state", action="append", choices=STATES, help="only jobs in this state; may be repeated")
     listing.add_argument("--limit", type=count, default=100, metavar="N", help="at most N jobs (default: 100)")
     listing.add_argument("--after", metavar="JOB", help="only jobs submitted after this one")
-    _add_job(commands, "show", _show, "show a job and its submission")
-    _add_job(commands, "history", _history, "show every change of a job's state, with its cause")
+    _add(commands, "show", _show, "show a job and its submission")
+    _add(commands, "history", _history, "show every change of a job's state, with its cause")
     for name, summary in CHANGES.items():
-        _add_job(commands, name, _change, summary).set_defaults(change=name)
-    schedule = _add_job(commands, "schedule", _schedule, "run a job's next steps by another schedule")
+        _add(commands, name, _change, summary).set_defaults(change=name)
+    schedule = _add(commands, "schedule", _schedule, "run a job's next steps by another schedule")
     schedule.add_argument("schedule", metavar="NAME", help="a registered schedule, as interleaved or eager-1f1b(cap=5)")
-    _add_job(commands, "follow", _follow, "show what happens to a job until it ends", FOLLOW)
-    losses = _add_job(commands, "losses", _losses, "show the loss of each step")
+    _add(commands, "follow", _follow, "show what happens to a job until it ends", FOLLOW)
+    losses = _add(commands, "losses", _losses, "show the loss of each step")
     losses.add_argument("--after", type=natural, default=0, metavar="N", help="only steps after number N")
-    waiting = _add_job(commands, "wait", _wait, "wait until a job has ended", WAIT)
+    waiting = _add(commands, "wait", _wait, "wait until a job has ended", WAIT)
     waiting.add_argument("--timeout", type=seconds, metavar="SECONDS", help="do not wait longer")
 
 
 def _add(
-    commands: Subparsers, name: str, command: Command, summary: str, description: str | None = None
+    commands: Subparsers, name: str, command: Command, summary: str, description: str | None = None, *, job: bool = True
 ) -> argparse.ArgumentParser:
     # Without allow_abbrev=False, argparse would take `--token SECRET` for `--token-file SECRET` and print the secret
     # in the message that there is no such file.
@@ -121,20 +121,14 @@ def _add(
     parser.add_argument("--url", metavar="URL", help=f"the service's address (default: ASYNCPIPE_URL or {DEFAULT_URL})")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="a file with the service's token, of mode 0600")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    if job:
+        parser.add_argument("job", metavar="JOB", help="the job's id")
     parser.set_defaults(run=lambda args: _run(command, args))
     return parser
 
 
-def _add_job(
-    commands: Subparsers, name: str, command: Command, summary: str, description: str | None = None
-) -> argparse.ArgumentParser:
-    parser = _add(commands, name, command, summary, description)
-    parser.add_argument("job", metavar="JOB", help="the job's id")
-    return parser
-
-
 def _add_submit(commands: Subparsers) -> None:
-    parser = _add(commands, "submit", _submit, "submit the job of a job file", SUBMIT)
+    parser = _add(commands, "submit", _submit, "submit the job of a job file", SUBMIT, job=False)
     add = parser.add_argument
     add("file", metavar="FILE.toml", type=Path, help="the job file")
     add("--name", metavar="NAME", help="name of the job")
@@ -253,7 +247,7 @@ def _follow(client: JobClient, args: argparse.Namespace) -> int:
         print(f"job {args.job} goes on; asyncpipe jobs follow {args.job} shows it again", file=sys.stderr)
         raise
     printer.end()
-    return _outcome(job, quiet=args.json)
+    return _outcome(job, args)
 
 
 def _wait(client: JobClient, args: argparse.Namespace) -> int:
@@ -266,10 +260,10 @@ def _wait(client: JobClient, args: argparse.Namespace) -> int:
         return TIMED_OUT
     if args.json:
         print(json.dumps(job))
-    return _outcome(job, quiet=args.json)
+    return _outcome(job, args)
 
 
-def _outcome(job: dict[str, Any], *, quiet: bool) -> int:
-    if not quiet:
+def _outcome(job: dict[str, Any], args: argparse.Namespace) -> int:
+    if not args.json:
         print(change_text(job))
     return 0 if job["state"] == "finished" else NOT_FINISHED

@@ -158,17 +158,12 @@ def _text(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:
     to_terminal = args.output is None and sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if to_terminal else None
     wanted = not (args.no_color or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb")
-    timelines = [
-        text_timeline(
-            simulate(shown.graph, shown.costs),
-            width,
-            copies=shown.costs.copy > 0,
-            virtual=True,
-            colour=to_terminal and wanted,
-        )
-        for shown in several
-    ]
-    return "\n".join(f"{shown.title}\n\n{timeline}" for shown, timeline in zip(several, timelines, strict=True))
+    colour = to_terminal and wanted
+    texts = []
+    for shown in several:
+        record, copies = simulate(shown.graph, shown.costs), shown.costs.copy > 0
+        texts.append(f"{shown.title}\n\n{text_timeline(record, width, copies=copies, virtual=True, colour=colour)}")
+    return "\n".join(texts)
 
 
 def _html(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:
