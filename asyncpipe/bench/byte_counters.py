@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,17 +43,13 @@ class ByteMeter:
         self._sizes: dict[int, int] = {}
         # Reentrant: the garbage collector may free a storage while this thread is inside `add`.
         self._lock = threading.RLock()
-        self._fake = None if values else FakeTensorMode()
+        self._fake: AbstractContextManager[Any] = nullcontext() if values else FakeTensorMode()
 
     @contextmanager
     def counting(self) -> Iterator[ByteMeter]:
         """Count the operations of this thread during the block, and of the CPU backwards that it starts."""
-        if self._fake is None:
-            with _CountingMode(self):
-                yield self
-        else:
-            with self._fake, _CountingMode(self):
-                yield self
+        with self._fake, _CountingMode(self):
+            yield self
 
     def restart(self) -> None:
         """Reset the peak to the bytes that are live now."""
@@ -129,7 +126,7 @@ class SavedBytes:
         self.live = dict.fromkeys(("saved", "borders", "total"), 0)
         self.peak = dict(self.live)
         self._uncounted = {tensor.untyped_storage()._cdata for tensor in uncounted}
-        self._users: dict[int, dict[str, int]] = {}
+        self._users: dict[int, Counter[str]] = {}
         self._lock = threading.RLock()
 
     def watching(self) -> AbstractContextManager[Any]:
@@ -141,53 +138,44 @@ class SavedBytes:
         storage = tensor.untyped_storage()
         key = storage._cdata
         with self._lock:
-            if key in self._uncounted or self._users.get(key, {}).get("borders"):
+            if key in self._uncounted or (key in self._users and self._users[key]["borders"]):
                 return
-            self._begin(key, "borders", storage.nbytes())
-        weakref.finalize(storage, self._end, key, "borders", storage.nbytes()).atexit = False
+            self._count(key, "borders", storage.nbytes(), 1)
+        weakref.finalize(storage, self._count, key, "borders", storage.nbytes(), -1).atexit = False
 
     def _pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
         if storage._cdata in self._uncounted:
             return tensor.detach()
-        with self._lock:
-            self._begin(storage._cdata, "saved", storage.nbytes())
+        self._count(storage._cdata, "saved", storage.nbytes(), 1)
         # Detached: the output of an operation would otherwise keep its own graph node alive.
-        return _Saved(tensor.detach(), self._end)
+        return _Saved(tensor.detach(), self._count)
 
-    def _begin(self, key: int, reason: str, size: int) -> None:
-        users = self._users.setdefault(key, {})
-        users[reason] = users.get(reason, 0) + 1
-        self._change(reason, users[reason] == 1, size)
-        self._change("total", sum(users.values()) == 1, size)
-
-    def _end(self, key: int, reason: str, size: int) -> None:
+    def _count(self, key: int, reason: str, size: int, change: int) -> None:
+        """Count a user more or less of a storage (``change``: 1 or -1); the first and the last one change ``live``."""
         with self._lock:
-            users = self._users[key]
-            users[reason] -= 1
-            self._change(reason, not users[reason], -size)
-            if not any(users.values()):
+            users = self._users.setdefault(key, Counter())
+            for name in (reason, "total"):
+                users[name] += change
+                if users[name] == (1 if change > 0 else 0):
+                    self.live[name] += change * size
+                    self.peak[name] = max(self.peak[name], self.live[name])
+            if not users["total"]:
                 del self._users[key]
-                self._change("total", True, -size)
-
-    def _change(self, name: str, applies: bool, size: int) -> None:
-        if applies:
-            self.live[name] += size
-            self.peak[name] = max(self.peak[name], self.live[name])
 
 
 class _Saved:
     """What autograd keeps in place of a saved tensor; stops counting the tensor when it is dropped."""
 
-    __slots__ = ("_end", "tensor")
+    __slots__ = ("_count", "tensor")
 
-    def __init__(self, tensor: Tensor, end: Callable[[int, str, int], None]) -> None:
+    def __init__(self, tensor: Tensor, count: Callable[[int, str, int, int], None]) -> None:
         self.tensor = tensor
-        self._end = end
+        self._count = count
 
     def __del__(self) -> None:
         storage = self.tensor.untyped_storage()
-        self._end(storage._cdata, "saved", storage.nbytes())
+        self._count(storage._cdata, "saved", storage.nbytes(), -1)
 
 
 def _unpack(packed: Tensor | _Saved) -> Tensor:

@@ -11,7 +11,6 @@ micro-batches run in three ways, with one intra-op thread per thread::
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.harness import lone_thread, medians, mlp, rounds, table
+from asyncpipe.bench.harness import lone_thread, medians, mlp, rounds, seconds_of, table
 from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import Phase
@@ -152,9 +151,7 @@ class _Arm:
         }
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        work()
-        seconds = time.perf_counter() - start
+        seconds = seconds_of(work)
         self._model.zero_grad()
         return seconds
 

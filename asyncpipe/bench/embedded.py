@@ -2,9 +2,9 @@
 
 ::
 
-    another process        ── 200 requests a second ──▶ ┌ aiohttp application ┐
-      (load_generator.py)  ◀── latency from due time ── │  TrainingService    │── the example's model, on 2 CPU devices
-                                                        └─────────────────────┘
+    another process     ── 200 requests a second ──▶ ┌ aiohttp application ┐
+      (send_requests)   ◀── latency from due time ── │  TrainingService    │── the example's model, on 2 CPU devices
+                                                     └─────────────────────┘
 
 Turns with and without requests alternate and are compared in pairs. In a third kind of turn, another process answers
 the same requests (``web_app.py``): they cost training CPU time, but nothing else. Finally a handler blocks its event
@@ -16,21 +16,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.request import urlopen
+
+from aiohttp import web
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.examples import example_folder, example_job
 from asyncpipe.bench.harness import alternating, rounds, run_on_loop
-from asyncpipe.bench.load_generator import LoadGenerator, load_generator
-from asyncpipe.errors import OptionError
+from asyncpipe.bench.web_app import make_app, send_requests, sender, served, served_by_process
 from asyncpipe.service.settings.service_settings import ServiceSettings
-from asyncpipe.service.training_service import LossRow, TrainingService
+from asyncpipe.service.training_service import TrainingService
 
 __all__ = ["EmbeddedSize", "run", "show"]
 
@@ -74,12 +76,8 @@ class EmbeddedSize:
 def run(progress: Progress, *, size: EmbeddedSize | None = None) -> Figures:
     """Latencies of requests, durations of steps, and steps while a handler blocked; all times in seconds.
 
-    Raises ``OptionError`` without aiohttp, or if the example is not there.
+    Raises ``OptionError`` if the example is not there.
     """
-    try:
-        import aiohttp  # noqa: F401
-    except ImportError as error:
-        raise OptionError("this benchmark needs aiohttp: pip install 'asyncpipe[service]'") from error
     size = size or EmbeddedSize()
     figures: Figures = {"rate": size.rate, "rounds": size.rounds, "seconds": size.seconds}
     figures |= {"blocked": {}, "blocked_seconds": size.blocked_seconds}
@@ -123,6 +121,12 @@ def _steps_line(title: str, steps: Mapping[str, Any]) -> str:
     )
 
 
+class _EndedStep(NamedTuple):
+    at: float
+    """When it ended, in Unix time."""
+    seconds: float
+
+
 class _Embedded:
     """The application and its measurements, with training on one kind of loop."""
 
@@ -133,34 +137,26 @@ class _Embedded:
         self._settings = ServiceSettings(
             folder=folder, devices=DEVICES, entries=["charlm:build"], entry_path=example_folder("charlm"), loop=loop
         )
-        self._job = _submission(example_job("charlm"), size)
         self._blocked = (0.0, 0.0)
         """The interval in which a handler last blocked the loop, in Unix time."""
 
     async def run(self) -> Figures:
         """The figures for this kind of loop. Requests are measured only if training has a loop of its own."""
-        from asyncpipe.bench.web_app import served_by_process
-
         async with TrainingService(self._settings) as service, self._served() as port:
             if self._loop == "running":
-                async with self._training(service) as job:
-                    return {"blocked": await self._blockings(service, job, port, ("sleeps",))}
-            with load_generator(port) as requests, served_by_process() as other, load_generator(other) as apart:
+                async with self._training(service) as steps:
+                    return {"blocked": await self._blockings(steps, port, ("sleeps",))}
+            with sender() as requests, served_by_process() as other:
                 self._progress("requests without training")
-                idle = await self._turn(requests)
-                async with self._training(service) as job:
-                    figures = await self._turns(service, job, {"without": None, "with": requests, "apart": apart})
+                idle = await self._turn(requests, port)
+                async with self._training(service) as steps:
+                    figures = await self._turns(steps, requests, {"without": None, "with": port, "apart": other})
                     figures["requests"]["idle"] = _latencies([idle], "latencies")
-                    return {**figures, "blocked": await self._blockings(service, job, port, tuple(BLOCKS))}
-
-    # The application
+                    return {**figures, "blocked": await self._blockings(steps, port, tuple(BLOCKS))}
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[int]:
         """Serve the application during the block; yields its port."""
-        from aiohttp import web
-
-        from asyncpipe.bench.web_app import make_app, served
 
         async def block(request: web.Request) -> web.Response:
             begun = time.time()
@@ -174,34 +170,49 @@ class _Embedded:
             yield port
 
     @asynccontextmanager
-    async def _training(self, service: TrainingService) -> AsyncIterator[str]:
-        """Run a job during the block, which starts after the warm-up steps; yields its id."""
-        job, _ = await service.submit(self._job)
-        following: Any = service.follow(job.id)
-        async with asyncio.timeout(FIRST_STEPS_SECONDS), aclosing(following):
-            async for event in following:
-                if event.kind == "step" and event.data["step"] >= self._size.warm_up:
-                    break
-        yield job.id
-        await service.cancel(job.id)
+    async def _training(self, service: TrainingService) -> AsyncIterator[list[_EndedStep]]:
+        """Run a job during the block, which starts after the warm-up steps; yields the steps that have ended.
 
-    # Requests
+        Steps are appended as they end; those that end while the loop is blocked are appended later.
+        """
+        job, _ = await service.submit(_submission(example_job("charlm"), self._size))
+        steps: list[_EndedStep] = []
 
-    async def _turns(self, service: TrainingService, job: str, kinds: Mapping[str, LoadGenerator | None]) -> Figures:
+        async def follow() -> None:
+            following: Any = service.follow(job.id)
+            async with aclosing(following):
+                async for event in following:
+                    if event.kind == "step":
+                        ended = _EndedStep(event.at, event.data["seconds"])
+                        steps.append(ended)
+
+        task = asyncio.create_task(follow())
+        try:
+            async with asyncio.timeout(FIRST_STEPS_SECONDS):
+                while len(steps) < self._size.warm_up:  # noqa: ASYNC110 - the follower appends to `steps`
+                    await asyncio.sleep(0.05)
+            yield steps
+            await service.cancel(job.id)
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _turns(
+        self, steps: list[_EndedStep], requests: ProcessPoolExecutor, kinds: Mapping[str, int | None]
+    ) -> Figures:
+        """Latencies and durations of steps in turns of all ``kinds``: each sends requests to a port, or none."""
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         turns: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
         for number in rounds(self._size.rounds, self._progress):
             for kind in alternating(list(kinds), number):
-                after = await _last_step(service, job)
-                steps: tuple[LossRow, ...] = ()
-                while not steps:  # Repeat the turn if no whole step fits into it, on a busy machine.
-                    if (requests := kinds[kind]) is not None:
-                        turns[kind].append(await self._turn(requests))
+                # The first step began before the turn.
+                first = len(steps) + 1
+                while len(steps) <= first:  # Repeat the turn if no whole step fits into it, on a busy machine.
+                    if (port := kinds[kind]) is not None:
+                        turns[kind].append(await self._turn(requests, port))
                     else:
                         await asyncio.sleep(self._size.seconds)
-                    # The first step began before the turn.
-                    steps = tuple(await service.losses(job, after=after))[1:]
-                seconds[kind].append(fmean(step.seconds for step in steps))
+                seconds[kind].append(fmean(step.seconds for step in steps[first:]))
         return {
             "requests": {
                 "training": _latencies(turns["with"], "latencies"),
@@ -217,27 +228,25 @@ class _Embedded:
             },
         }
 
-    async def _turn(self, requests: LoadGenerator) -> dict[str, Any]:
-        return await asyncio.to_thread(requests.turn, self._size.rate, self._size.seconds)
+    async def _turn(self, requests: ProcessPoolExecutor, port: int) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(requests, send_requests, port, self._size.rate, self._size.seconds)
 
-    # A handler that blocks
+    async def _blockings(self, steps: list[_EndedStep], port: int, hows: tuple[str, ...]) -> Figures:
+        return {how: await self._blocking(steps, f"http://127.0.0.1:{port}/block/{how}") for how in hows}
 
-    async def _blockings(self, service: TrainingService, job: str, port: int, hows: tuple[str, ...]) -> Figures:
-        return {how: await self._blocking(service, job, f"http://127.0.0.1:{port}/block/{how}") for how in hows}
-
-    async def _blocking(self, service: TrainingService, job: str, url: str) -> dict[str, float | None]:
+    async def _blocking(self, steps: list[_EndedStep], url: str) -> dict[str, float | None]:
         """Steps per second that ended while the loop was blocked, and in the same time before."""
         seconds = self._size.blocked_seconds
         during, before = [], []
-        async with _ends(service, job) as times:
-            for _ in rounds(self._size.blocked, self._progress, f'loop="{self._loop}", blocked'):
-                await asyncio.sleep(1.5 * seconds)
-                await asyncio.to_thread(_fetch, url)
-                begun, ended = self._blocked
-                while not times or times[-1] <= ended:  # noqa: ASYNC110 - the follower appends to `times`
-                    await asyncio.sleep(0.05)
-                during.append(sum(begun < at <= ended for at in times) / (ended - begun))
-                before.append(sum(begun - seconds < at <= begun for at in times) / seconds)
+        for _ in rounds(self._size.blocked, self._progress, f'loop="{self._loop}", blocked'):
+            await asyncio.sleep(1.5 * seconds)
+            await asyncio.to_thread(_fetch, url)
+            begun, ended = self._blocked
+            while steps[-1].at <= ended:  # noqa: ASYNC110 - the follower appends to `steps`
+                await asyncio.sleep(0.05)
+            during.append(sum(begun < step.at <= ended for step in steps) / (ended - begun))
+            before.append(sum(begun - seconds < step.at <= begun for step in steps) / seconds)
         ratio = sum(during) / sum(before) if any(before) else None
         return {"ratio": ratio, "during": fmean(during), "before": fmean(before)}
 
@@ -265,14 +274,6 @@ def _submission(job: dict[str, Any], size: EmbeddedSize) -> dict[str, Any]:
     }
 
 
-async def _last_step(service: TrainingService, job: str) -> int:
-    """The number of the last finished step."""
-    last = 0
-    while rows := await service.losses(job, after=last, limit=10_000):
-        last = rows[-1].step
-    return last
-
-
 def _latencies(turns: list[dict[str, Any]], name: str) -> dict[str, float]:
     found = sorted(value for turn in turns for value in turn[name])
     return {
@@ -282,26 +283,6 @@ def _latencies(turns: list[dict[str, Any]], name: str) -> dict[str, float]:
         "answered": len(found),
         "failed": sum(turn["failed"] for turn in turns),
     }
-
-
-@asynccontextmanager
-async def _ends(service: TrainingService, job: str) -> AsyncIterator[list[float]]:
-    """Unix times at which steps ended, appended during the block; times from while the loop is blocked come later."""
-    times: list[float] = []
-
-    async def follow() -> None:
-        following: Any = service.follow(job)
-        async with aclosing(following):
-            async for event in following:
-                if event.kind == "step":
-                    times.append(event.at)  # noqa: PERF401 - readers need each time at once
-
-    task = asyncio.create_task(follow())
-    try:
-        yield times
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 def _fetch(url: str) -> None:

@@ -84,15 +84,15 @@ async def _run(workload: Any, job: dict[str, Any], size: TrainingSize, progress:
                 collector.training_step(result.loss.item(), len(x), tokens, seconds)
 
         kinds = partial(step, observed=False), partial(step, observed=True)
-        turns = await turns_with_metrics(collector, *kinds, size, progress)
-    ratios = [on.wall / off.wall for on, off in turns.pairs]
+        pairs, scrapes = await turns_with_metrics(collector, *kinds, size, progress)
+    ratios = [on.wall / off.wall for on, off in pairs]
     return {
-        "plain_seconds": median(turn.wall for turn in turns.plain),
-        "metrics_seconds": median(turn.wall for turn in turns.observed),
+        "plain_seconds": median(turn.wall for _, turn in pairs),
+        "metrics_seconds": median(turn.wall for turn, _ in pairs),
         "ratio": median(ratios),
-        "cpu_ratio": median(on.cpu / off.cpu for on, off in turns.pairs),
+        "cpu_ratio": median(on.cpu / off.cpu for on, off in pairs),
         "ratios": ratios,
-        "scrapes": turns.scrapes,
+        "scrapes": scrapes,
         "tasks": tasks,
         "rounds": size.rounds,
         "seconds": size.seconds,

@@ -114,16 +114,16 @@ async def metrics_cost(progress: Progress, size: OverheadSize) -> Figures:
     collector = PipelineCollector("overhead")
     plain, observed = _EmptySteps(graph), _EmptySteps(graph, [collector])
     what = "empty tasks with and without metrics,"
-    turns = await turns_with_metrics(collector, plain.step, observed.step, size, progress, what)
+    pairs, scrapes = await turns_with_metrics(collector, plain.step, observed.step, size, progress, what)
     plain.close()
     observed.close()
     scale = 1e6 / len(graph.tasks)
     return {
-        "us_per_task": scale * median(on.wall - off.wall for on, off in turns.pairs),
-        "cpu_us_per_task": scale * median(on.cpu - off.cpu for on, off in turns.pairs),
-        "plain_us_per_task": scale * median(off.wall for off in turns.plain),
-        "scraped_us_per_task": scale * median(on.wall for on in turns.observed),
-        "scrapes": turns.scrapes,
+        "us_per_task": scale * median(on.wall - off.wall for on, off in pairs),
+        "cpu_us_per_task": scale * median(on.cpu - off.cpu for on, off in pairs),
+        "plain_us_per_task": scale * median(off.wall for _, off in pairs),
+        "scraped_us_per_task": scale * median(on.wall for on, _ in pairs),
+        "scrapes": scrapes,
         "tasks": len(graph.tasks),
         "rounds": size.rounds,
     }

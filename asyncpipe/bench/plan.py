@@ -6,21 +6,21 @@ other load on the machine affects both. Layers have unequal costs, and tasks tak
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.harness import rounds, table
+from asyncpipe.bench.harness import rounds, seconds_of, table
 from asyncpipe.core.predict.layer_profile import Profile
-from asyncpipe.core.predict.planner import Plan, plan
+from asyncpipe.core.predict.planner import plan
 from asyncpipe.core.predict.profile_from_journals import StepVariant
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.profiling import Measuring, SampleBatch
@@ -80,7 +80,8 @@ def run(progress: Progress, *, size: PlanSize | None = None) -> Figures:
         for turn in rounds(size.rounds + 1, progress):
             for choice, pipe, column in zip(size.choices, pipes, measured, strict=True):
                 measuring.round(choice.microbatches, variants=step_variants(choice), keep=turn > 0)
-                seconds = _step(pipe, x, target)
+                seconds = seconds_of(partial(pipe.step, x, target, return_outputs=False))
+                pipe.module.zero_grad()
                 if turn:
                     column.append(seconds)
         profile = measuring.profile()
@@ -130,16 +131,8 @@ def step_variants(choice: PredictedPipeline) -> list[StepVariant]:
     return [StepVariant.KEPT, *recomputed, *([StepVariant.SPLIT] if "zb" in choice.schedule else [])]
 
 
-def _step(pipe: SyncPipeline, x: Tensor, target: Tensor) -> float:
-    begun = time.perf_counter()
-    pipe.step(x, target, return_outputs=False)
-    seconds = time.perf_counter() - begun
-    pipe.module.zero_grad()
-    return seconds
-
-
-def _predicted(profile: Profile, choice: PredictedPipeline) -> Plan:
-    return plan(
+def _row(profile: Profile, choice: PredictedPipeline, seconds: float) -> Figures:
+    predicted = plan(
         profile,
         len(DEVICES),
         schedules=[choice.schedule],
@@ -147,10 +140,6 @@ def _predicted(profile: Profile, choice: PredictedPipeline) -> Plan:
         checkpoints=[choice.checkpoint],
         balances=lambda *_: [choice.balance],
     )[0]
-
-
-def _row(profile: Profile, choice: PredictedPipeline, seconds: float) -> Figures:
-    predicted = _predicted(profile, choice)
     return {
         **choice._asdict(),
         "predicted_seconds": predicted.seconds,

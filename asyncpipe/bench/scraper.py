@@ -20,7 +20,7 @@ from asyncpipe.bench import Progress
 from asyncpipe.bench.harness import alternating, rounds
 from asyncpipe.observe.metrics import PipelineCollector, serve_metrics
 
-__all__ = ["StepTime", "TurnSize", "Turns", "turns_with_metrics"]
+__all__ = ["StepTime", "TurnSize", "turns_with_metrics"]
 
 Step = Callable[[], Awaitable[object]]
 
@@ -46,23 +46,13 @@ class StepTime(NamedTuple):
     cpu: float
 
 
-class Turns(NamedTuple):
-    """The mean step of each turn, in pairs, and how often metrics were scraped."""
-
-    plain: list[StepTime]
-    observed: list[StepTime]
-    scrapes: int
-
-    @property
-    def pairs(self) -> list[tuple[StepTime, StepTime]]:
-        """Each turn with metrics and the one without that belongs to it."""
-        return list(zip(self.observed, self.plain, strict=True))
-
-
 async def turns_with_metrics(
     collector: PipelineCollector, plain: Step, observed: Step, size: TurnSize, progress: Progress, what: str = "round"
-) -> Turns:
-    """Repeat ``plain`` and ``observed`` in turns; ``collector``, which ``observed`` feeds, is scraped meanwhile."""
+) -> tuple[list[tuple[StepTime, StepTime]], int]:
+    """Repeat ``plain`` and ``observed`` in turns; ``collector``, which ``observed`` feeds, is scraped meanwhile.
+
+    Returns the mean steps of each pair of turns, with metrics and without, and how often metrics were scraped.
+    """
     steps = {False: plain, True: observed}
     times: dict[bool, list[StepTime]] = {False: [], True: []}
     registry = CollectorRegistry()
@@ -77,7 +67,7 @@ async def turns_with_metrics(
             for scraped in alternating((False, True), number):
                 scraping = scraper.scraping() if scraped else nullcontext()
                 times[scraped].append(await _repeated(steps[scraped], size.seconds, scraping))
-    return Turns(times[False], times[True], scraper.scrapes)
+    return list(zip(times[True], times[False], strict=True)), scraper.scrapes
 
 
 async def _repeated(step: Step, seconds: float, scraping: AbstractContextManager[None]) -> StepTime:

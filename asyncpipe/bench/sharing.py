@@ -15,11 +15,12 @@ its schedule alone and not on the machine::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -114,13 +115,20 @@ class BusyInterval(NamedTuple):
     ended: float
 
 
+class RecordedStep(NamedTuple):
+    """The interval from a step's submission to the end of its last task, and the seconds of compute in it."""
+
+    begun: float
+    ended: float
+    busy: float
+
+
 class _JobRecorder:
     """An observer that records the compute intervals and steps of one job."""
 
     def __init__(self) -> None:
         self.tasks: list[BusyInterval] = []
-        self.steps: list[tuple[BusyInterval, float]] = []
-        """The interval from submission to the end of the last task, and the seconds of compute in it."""
+        self.steps: list[RecordedStep] = []
 
     def step_completed(self, record: StepRecord) -> None:
         """Record the times of the step's tasks."""
@@ -131,34 +139,56 @@ class _JobRecorder:
         ]
         submitted = next(at for at, event in record.journal if isinstance(event, StepSubmitted))
         self.tasks += tasks
-        self.steps.append(
-            (BusyInterval(submitted, max(task.ended for task in tasks)), within(tasks, (submitted, float("inf"))))
-        )
+        busy = sum(task.ended - task.begun for task in tasks)
+        self.steps.append(RecordedStep(submitted, max(task.ended for task in tasks), busy))
 
 
-def within(tasks: Iterable[BusyInterval], span: tuple[float, float]) -> float:
-    """Seconds of ``tasks`` inside ``span``."""
-    begun, ended = span
+def within(tasks: Iterable[BusyInterval], begun: float, ended: float) -> float:
+    """Seconds of ``tasks`` between ``begun`` and ``ended``."""
     return sum(max(0.0, min(task.ended, ended) - max(task.begun, begun)) for task in tasks)
+
+
+@asynccontextmanager
+async def _repeating(step: Callable[[], Awaitable[None]]) -> AsyncIterator[asyncio.Task[None]]:
+    """Repeat ``step`` during the block, which starts after the first one; yields the task that repeats it."""
+    over, under_way = asyncio.Event(), asyncio.Event()
+
+    async def repeat() -> None:
+        while not over.is_set():
+            await step()
+            under_way.set()
+
+    task = asyncio.create_task(repeat())
+    try:
+        await asyncio.wait([task, asyncio.ensure_future(under_way.wait())], return_when=asyncio.FIRST_COMPLETED)
+        yield task
+    finally:
+        over.set()
+        await task
 
 
 # Weights
 
 
 async def _weights(size: WeightsSize, progress: Progress) -> Figures:
-    recorders = [_JobRecorder(), _JobRecorder()]
-    over = asyncio.Event()
-    async with DevicePool() as pool:
-        jobs = [
-            asyncio.create_task(_train(pool, f"job {number}", weight, recorders[number], size, over))
-            for number, weight in enumerate(size.weights)
-        ]
-        try:
-            span = await _both(jobs, recorders, size, progress)
-        finally:
-            over.set()
-            await asyncio.gather(*jobs)
-    seconds = [within(recorder.tasks, span) for recorder in recorders]
+    light, heavy = _JobRecorder(), _JobRecorder()
+    first = None
+    async with (
+        DevicePool() as pool,
+        _job(pool, Share("job 0", weight=size.weights[0]), light, size) as job,
+        _job(pool, Share("job 1", weight=size.weights[1]), heavy, size) as other_job,
+    ):
+        # From the lighter job's last warm-up step to the heavier one's last step.
+        while first is None or len(heavy.steps) < first + size.steps:
+            if job.done() or other_job.done():
+                break  # It failed; leaving the block raises its error.
+            await asyncio.sleep(0.05)
+            if first is None and len(light.steps) >= size.warm_up:
+                first = len(heavy.steps)
+                begun = max(light.steps[-1].ended, heavy.steps[-1].ended)
+            progress(f"weights: {len(heavy.steps) - (first or 0)} of {size.steps} steps")
+        ended = min(light.steps[-1].ended, heavy.steps[-1].ended)
+    seconds = [within(recorder.tasks, begun, ended) for recorder in (light, heavy)]
     return {
         "weights": list(size.weights),
         "devices": size.devices,
@@ -169,27 +199,11 @@ async def _weights(size: WeightsSize, progress: Progress) -> Figures:
     }
 
 
-async def _both(
-    jobs: Sequence[asyncio.Task[None]], recorders: Sequence[_JobRecorder], size: WeightsSize, progress: Progress
-) -> tuple[float, float]:
-    """The interval of the measurement: from the lighter job's last warm-up step to the heavier one's last step."""
-    light, heavy = recorders
-    first = None
-    while first is None or len(heavy.steps) < first + size.steps:
-        if any(job.done() for job in jobs):
-            break  # It failed; awaiting it raises its error.
-        await asyncio.sleep(0.05)
-        if first is None and heavy.steps and len(light.steps) >= size.warm_up:
-            first = len(heavy.steps)
-            begun = max(recorder.steps[-1][0].ended for recorder in recorders)
-        progress(f"weights: {len(heavy.steps) - (first or 0)} of {size.steps} steps")
-    return begun, min(recorder.steps[-1][0].ended for recorder in recorders)
-
-
-async def _train(
-    pool: DevicePool, name: str, weight: float, recorder: _JobRecorder, size: WeightsSize, over: asyncio.Event
-) -> None:
-    """Train until ``over`` is set; the weights are updated in a thread, as the service does it."""
+@asynccontextmanager
+async def _job(
+    pool: DevicePool, share: Share, recorder: _JobRecorder, size: WeightsSize
+) -> AsyncIterator[asyncio.Task[None]]:
+    """Train during the block; the weights are updated in a thread, as the service does it."""
     torch.manual_seed(0)
     model = mlp(size.width, size.layers, nn.Tanh)
     x = torch.randn(size.samples, size.width)
@@ -199,7 +213,7 @@ async def _train(
         microbatches=size.microbatches,
         loss_fn=nn.functional.mse_loss,
         pool=pool,
-        share=Share(name, weight=weight),
+        share=share,
         observers=[recorder],
     ) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
@@ -208,9 +222,12 @@ async def _train(
             optimizer.step()
             optimizer.zero_grad()
 
-        while not over.is_set():
+        async def step() -> None:
             await pipe.step(x, x, return_outputs=False)
             await asyncio.to_thread(update)
+
+        async with _repeating(step) as task:
+            yield task
 
 
 # Background
@@ -227,90 +244,51 @@ class _SharedDevice(EmulatedExecutor):
         return self._costs[graph.shape.microbatches](task)
 
 
-class _BackgroundJob:
-    """A background job that can be started and stopped."""
-
-    def __init__(self, pipe: Pipeline, x: torch.Tensor) -> None:
-        self._pipe = pipe
-        self._x = x
-
-    @asynccontextmanager
-    async def running(self) -> Any:
-        """Run steps during the block, which starts after the first steps."""
-        over, under_way = asyncio.Event(), asyncio.Event()
-
-        async def train() -> None:
-            while not over.is_set():
-                await self._pipe.step(self._x, self._x, return_outputs=False)
-                self._pipe.module.zero_grad()
-                under_way.set()
-
-        task = asyncio.create_task(train())
-        try:
-            await asyncio.wait([task, asyncio.ensure_future(under_way.wait())], return_when=asyncio.FIRST_COMPLETED)
-            yield
-        finally:
-            over.set()
-            await task
-
-
 async def _background(size: BackgroundSize, progress: Progress) -> Figures:
-    costs = {size.microbatches: size.costs, size.background_microbatches: size.background_costs}
+    many = size.background_microbatches
+    costs = {size.microbatches: size.costs, many: size.background_costs}
     front, back = _JobRecorder(), _JobRecorder()
+    turns: dict[bool, list[list[RecordedStep]]] = {False: [], True: []}
     async with DevicePool(executors=lambda device: _SharedDevice(device, costs)) as pool:
+        share = Share("background", background=True)
         foreground = _small(pool, size.devices, size.microbatches, Share("foreground"), front, "1f1b")
-        share, many = Share("background", background=True), size.background_microbatches
         background = _small(pool, size.devices, many, share, back, size.background_schedule)
         async with foreground, background:
-            beside = _BackgroundJob(background, torch.randn(size.background_microbatches, 4))
-            spans = await _turns(size, foreground, front, beside, progress)
-    return _background_figures(size, spans, back)
+            foreground_step = partial(_step, foreground, torch.randn(size.microbatches, 4))
+            background_step = partial(_step, background, torch.randn(many, 4))
+            for number in rounds(size.rounds, progress, "background: round"):
+                for beside in alternating((False, True), number):
+                    async with _repeating(background_step) if beside else nullcontext():
+                        front.steps.clear()
+                        for _ in range(size.steps):
+                            await foreground_step()
+                        turns[beside].append(list(front.steps))
 
+    def seconds(turn: list[RecordedStep]) -> float:
+        return sum(step.ended - step.begun for step in turn)
 
-async def _turns(
-    size: BackgroundSize, foreground: Pipeline, front: _JobRecorder, background: _BackgroundJob, progress: Progress
-) -> dict[bool, list[list[tuple[BusyInterval, float]]]]:
-    """The foreground's steps of each turn, alone and beside the background."""
-    x = torch.randn(size.microbatches, 4)
-    spans: dict[bool, list[list[tuple[BusyInterval, float]]]] = {False: [], True: []}
+    def idle(turns: list[list[RecordedStep]]) -> float:
+        return sum(size.devices * seconds(turn) - sum(step.busy for step in turn) for turn in turns)
 
-    async def turn(*, beside: bool) -> None:
-        front.steps.clear()
-        for _ in range(size.steps):
-            await foreground.step(x, x, return_outputs=False)
-            foreground.module.zero_grad()
-        spans[beside].append(list(front.steps))
-
-    for number in rounds(size.rounds, progress, "background: round"):
-        for beside in alternating((False, True), number):
-            async with background.running() if beside else nullcontext():
-                await turn(beside=beside)
-    return spans
-
-
-def _background_figures(
-    size: BackgroundSize, spans: dict[bool, list[list[tuple[BusyInterval, float]]]], back: _JobRecorder
-) -> Figures:
-    def seconds(turn: list[tuple[BusyInterval, float]]) -> float:
-        return sum(span.ended - span.begun for span, _ in turn)
-
-    def idle(turns: list[list[tuple[BusyInterval, float]]]) -> float:
-        return sum(size.devices * seconds(turn) - sum(busy for _, busy in turn) for turn in turns)
-
-    growths = [seconds(beside) / seconds(alone) - 1 for beside, alone in zip(spans[True], spans[False], strict=True)]
-    got = sum(within(back.tasks, span) for turn in spans[True] for span, _ in turn)
+    growths = [seconds(beside) / seconds(alone) - 1 for beside, alone in zip(turns[True], turns[False], strict=True)]
+    got = sum(within(back.tasks, step.begun, step.ended) for turn in turns[True] for step in turn)
     return {
         "devices": size.devices,
         "microbatches": size.microbatches,
-        "background_microbatches": size.background_microbatches,
+        "background_microbatches": many,
         "rounds": size.rounds,
-        "alone_seconds": median(seconds(turn) / size.steps for turn in spans[False]),
-        "beside_seconds": median(seconds(turn) / size.steps for turn in spans[True]),
-        "idle": idle(spans[False]) / sum(size.devices * seconds(turn) for turn in spans[False]),
+        "alone_seconds": median(seconds(turn) / size.steps for turn in turns[False]),
+        "beside_seconds": median(seconds(turn) / size.steps for turn in turns[True]),
+        "idle": idle(turns[False]) / sum(size.devices * seconds(turn) for turn in turns[False]),
         "growth": median(growths),
         "growths": growths,
-        "share": got / idle(spans[True]),
+        "share": got / idle(turns[True]),
     }
+
+
+async def _step(pipe: Pipeline, x: torch.Tensor) -> None:
+    await pipe.step(x, x, return_outputs=False)
+    pipe.module.zero_grad()
 
 
 def _small(

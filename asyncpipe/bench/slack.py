@@ -32,18 +32,13 @@ __all__ = ["SlackSize", "run", "show"]
 DEVICES, MICROBATCHES = 4, 16
 CostModel = Callable[[Task], float]
 
-SCENARIOS: dict[str, Callable[[int], CostModel]] = {
-    "uniform": lambda seed: Costs(1, 2),
-    "jitter": lambda seed: Jitter(Costs(1, 2), 0.3, seed),
-    "lengths": lambda seed: Jitter(Costs(1, 2), 0.6, seed, per_microbatch=True),
-    "copies": lambda seed: Costs(1, 2, copy=1),
+SCENARIOS: dict[str, tuple[str, Callable[[int], CostModel]]] = {
+    "uniform": ("uniform times", lambda seed: Costs(1, 2)),
+    "jitter": ("jitter, sigma 0.3", lambda seed: Jitter(Costs(1, 2), 0.3, seed)),
+    "lengths": ("micro-batch lengths, sigma 0.6", lambda seed: Jitter(Costs(1, 2), 0.6, seed, per_microbatch=True)),
+    "copies": ("copies as long as a forward", lambda seed: Costs(1, 2, copy=1)),
 }
-TITLES = {
-    "uniform": "uniform times",
-    "jitter": "jitter, sigma 0.3",
-    "lengths": "micro-batch lengths, sigma 0.6",
-    "copies": "copies as long as a forward",
-}
+"""The titles of the scenarios, and their cost models by seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +95,12 @@ def show(figures: Figures) -> str:
     for kind, unit in (("simulated", 1.0), ("measured", figures["unit_seconds"])):
         how = f"mean of {figures['seeds']} seeds" if kind == "simulated" else f"median of {figures['rounds']} steps"
         rows = [
-            [TITLES[scenario], *(f"{row[name] / unit:.1f}" for name in names)]
+            [SCENARIOS[scenario][0], *(f"{row[name] / unit:.1f}" for name in names)]
             for scenario, row in figures[kind].items()
         ]
         lines += ["", f"{kind}: {how}, in units of a forward", *table([["", *names], *rows])]
     gains = [
-        [TITLES[scenario], f"{gain['simulated']:.2f}×", f"{gain['measured']:.2f}×"]
+        [SCENARIOS[scenario][0], f"{gain['simulated']:.2f}×", f"{gain['measured']:.2f}×"]
         for scenario, gain in figures["gain"].items()
     ]
     return "\n".join([*lines, "", *table([["1f1b over eager-1f1b", "simulated", "measured"], *gains])])
@@ -114,7 +109,7 @@ def show(figures: Figures) -> str:
 def _simulated(scenario: str, seeds: int) -> dict[str, float]:
     shape = Shape(DEVICES, MICROBATCHES, DEVICES)
     graphs = {name: lower(schedule, shape) for name, schedule in schedules().items()}
-    costs = [SCENARIOS[scenario](seed) for seed in range(seeds)]
+    costs = [SCENARIOS[scenario][1](seed) for seed in range(seeds)]
     return {name: fmean(report(simulate(graph, cost)).seconds for cost in costs) for name, graph in graphs.items()}
 
 
@@ -136,8 +131,8 @@ async def _measured(progress: Progress, size: SlackSize) -> dict[str, dict[str, 
         loss_fn=nn.functional.mse_loss,
         executors=lambda device: EmulatedExecutor(device, seconds),
     ) as pipe:
-        for scenario, make in SCENARIOS.items():
-            progress(f"running steps: {TITLES[scenario]}")
+        for scenario, (title, make) in SCENARIOS.items():
+            progress(f"running steps: {title}")
             for seed in range(size.rounds):
                 cost[0] = make(seed)
                 for name, schedule in schedules().items():

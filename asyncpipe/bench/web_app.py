@@ -1,21 +1,34 @@
-"""The web application of the ``embedded`` benchmark; ``python -m asyncpipe.bench.web_app`` serves it without training.
+"""The web application of the ``embedded`` benchmark, and the requests to it, which another process sends.
 
-Served by another process, requests cost training only the CPU time that they take. The benchmark compares both.
+``python -m asyncpipe.bench.web_app`` serves the application without training. Served by another process, requests cost
+training only the CPU time that they take. The benchmark compares both.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import select
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from http.client import HTTPConnection, HTTPException
+from multiprocessing import get_context
+from typing import Any
 
 from aiohttp import web
 
 from asyncpipe.runtime.portal import new_event_loop
 
-__all__ = ["make_app", "served", "served_by_process"]
+__all__ = ["make_app", "send_requests", "sender", "served", "served_by_process"]
+
+MOST_CONNECTIONS = 64
+PATIENCE = 10.0
+"""Seconds to wait for unanswered requests at the end of a turn."""
 
 
 def make_app() -> web.Application:
@@ -52,6 +65,62 @@ def served_by_process() -> Iterator[int]:
             yield int(process.stdout.readline())
         finally:
             process.stdin.close()
+
+
+def sender() -> ProcessPoolExecutor:
+    """A process for ``send_requests``, without garbage collection, which would delay requests."""
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=gc.disable)
+
+
+class _Connection(HTTPConnection):
+    """A connection that ``select`` takes."""
+
+    due = 0.0
+    """When its request was due."""
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+
+def send_requests(port: int, rate: float, seconds: float) -> dict[str, Any]:
+    """Send ``rate`` requests per second to ``port`` of 127.0.0.1 for ``seconds``, on this thread.
+
+    Returns ``latencies`` and ``late`` in seconds, and ``failed``. Requests are due at a fixed rate, whether or not
+    earlier ones have been answered, and latency counts from the due time: a server that stalls for a second causes 200
+    slow requests, not one. ``late`` is the time between the due time of each request and its sending.
+    """
+    latencies, late, failed = [], [], 0
+    idle: list[_Connection] = []
+    busy: list[_Connection] = []
+    first = time.perf_counter() + 0.01
+    due = deque(first + number / rate for number in range(int(rate * seconds)))
+    over = first + seconds + PATIENCE
+    while (due or busy) and (now := time.perf_counter()) < over:
+        while due and due[0] <= now and (idle or len(busy) < MOST_CONNECTIONS):
+            connection = idle.pop() if idle else _Connection("127.0.0.1", port, timeout=PATIENCE)
+            connection.due = due.popleft()
+            connection.request("GET", "/")
+            late.append(time.perf_counter() - connection.due)
+            busy.append(connection)
+        wait = max(0.0, due[0] - time.perf_counter()) if due else over - now
+        if due and not wait:  # No connection is free: try again soon.
+            wait = 0.001
+        for connection in select.select(busy, (), (), wait)[0]:
+            busy.remove(connection)
+            try:
+                answer = connection.getresponse()
+                answer.read()
+            except (OSError, HTTPException):
+                answer = None
+            if answer is not None and answer.status == 200:
+                latencies.append(time.perf_counter() - connection.due)
+                idle.append(connection)
+            else:
+                failed += 1
+                connection.close()
+    for connection in (*idle, *busy):
+        connection.close()
+    return {"latencies": latencies, "late": late, "failed": failed + len(due) + len(busy)}
 
 
 async def _main() -> None:

@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark ``args.name``; progress goes to standard error.
 
-    Raises ``OptionError`` for an option that this benchmark does not have.
+    Raises ``OptionError`` for an option that this benchmark does not have, and for a package that is not installed.
     """
     known = OPTIONS.get(args.name, ())
     options = {name: value for name in ("device", "size") if (value := getattr(args, name)) is not None}
@@ -44,7 +44,10 @@ def run(args: argparse.Namespace) -> int:
         if option not in known:
             has = ", ".join(f"--{name}" for name in known) or "no options"
             raise OptionError(f"the benchmark {args.name!r} has no --{option}; it has {has}")
-    benchmark = import_module(f"asyncpipe.bench.{args.name}")
+    try:
+        benchmark = import_module(f"asyncpipe.bench.{args.name}")
+    except ImportError as error:
+        raise OptionError(f"this benchmark needs {error.name}: pip install 'asyncpipe[service]'") from error
     figures = benchmark.run(lambda text: print(f"… {text}", file=sys.stderr), **options)
     if args.json:
         machine = {"python": platform.python_version(), "system": platform.system(), "processor": platform.machine()}

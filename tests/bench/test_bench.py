@@ -29,10 +29,10 @@ from asyncpipe.bench import (
     unet,
 )
 from asyncpipe.bench.byte_counters import ByteMeter, SavedBytes
-from asyncpipe.bench.load_generator import load_generator
 from asyncpipe.bench.unet import memory as unet_memory
 from asyncpipe.bench.unet import model as unet_model
 from asyncpipe.bench.unet import speed as unet_speed
+from asyncpipe.bench.web_app import send_requests
 from asyncpipe.cli import main
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase
@@ -378,8 +378,7 @@ def test_requests_that_wait_behind_a_slow_one_are_slow_as_well():
     """The latency counts from when a request was due: a server that stands still is not seen as one slow request."""
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         threading.Thread(target=_serve_one_by_one, args=(server, 10, 0.3), daemon=True).start()
-        with load_generator(server.getsockname()[1]) as requests:
-            found = requests.turn(100, 0.5)
+        found = send_requests(server.getsockname()[1], 100, 0.5)
     assert len(found["latencies"]) + found["failed"] == 50
     assert found["failed"] == 0
     assert len(found["late"]) == 50
@@ -391,8 +390,7 @@ def test_requests_that_fail_are_counted():
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         answer = b"HTTP/1.1 500 Oh\r\nContent-Length: 2\r\n\r\nno"
         threading.Thread(target=_serve_one_by_one, args=(server, 10, 0.0, answer), daemon=True).start()
-        with load_generator(server.getsockname()[1]) as requests:
-            found = requests.turn(100, 0.1)
+        found = send_requests(server.getsockname()[1], 100, 0.1)
     assert found["failed"] == 10
     assert found["latencies"] == []
 
@@ -416,6 +414,8 @@ def _serve_one_by_one(server, slow, seconds, answer=b"HTTP/1.1 200 OK\r\nContent
                 else:
                     selector.unregister(key.fileobj)
                     key.fileobj.close()
+        for key in list(selector.get_map().values()):
+            key.fileobj.close()
 
 
 # Sharing
@@ -439,6 +439,6 @@ def test_sharing_measures_both_kinds_of_shares():
 
 def test_what_is_outside_a_span_does_not_count():
     tasks = [sharing.BusyInterval(0, 2), sharing.BusyInterval(3, 5), sharing.BusyInterval(7, 8)]
-    assert sharing.within(tasks, (1, 4)) == 2
-    assert sharing.within(tasks, (5, 7)) == 0
-    assert sharing.within(tasks, (0, math.inf)) == 5
+    assert sharing.within(tasks, 1, 4) == 2
+    assert sharing.within(tasks, 5, 7) == 0
+    assert sharing.within(tasks, 0, math.inf) == 5

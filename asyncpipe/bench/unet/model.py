@@ -39,6 +39,5 @@ def parameter_count(depth: int, convs: int, channels: int) -> int:
 
 def make_batch(samples: int, image: int, device: Device) -> tuple[Tensor, Tensor]:
     """Pictures of ``image`` × ``image`` pixels, and a mask for each."""
-    shape = (samples, image, image)
-    pictures = torch.rand(shape[0], 3, *shape[1:], device=device.physical)
-    return pictures, torch.ones(shape[0], 1, *shape[1:], device=device.physical)
+    pictures = torch.rand(samples, 3, image, image, device=device.physical)
+    return pictures, torch.ones(samples, 1, image, image, device=device.physical)

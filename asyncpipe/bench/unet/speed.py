@@ -133,32 +133,22 @@ class _Arms:
         return {"bare": median(bares), **figures}
 
     def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        seconds, result = _on_cuda(self._device, work) if self._device.is_accelerator else _on_cpu(work)
+        """The seconds of ``work``, with all of the device's work, and its result."""
+        self._synchronize()
+        start = time.perf_counter()
+        result = work()
+        self._synchronize()
+        seconds = time.perf_counter() - start
         self._model.zero_grad()
         return seconds, result
+
+    def _synchronize(self) -> None:
+        if self._device.is_accelerator:
+            torch.cuda.synchronize(self._device.physical)
 
 
 def _train(model: nn.Module | SyncPipeline, x: Tensor, target: Tensor) -> None:
     torch.autograd.backward(loss_fn(model(x), target))
-
-
-def _on_cpu(work: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
-    result = work()
-    return time.perf_counter() - start, result
-
-
-def _on_cuda(device: Device, work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds between two events on the caller's stream; a pipeline orders its own streams after the first event and
-    before the second."""
-    with torch.cuda.device(device.physical):
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        result = work()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3, result
 
 
 def _forward_share(report: Report) -> float:
