@@ -41,7 +41,7 @@ def allocated_bytes(device: torch.device) -> int:
     if device.type != "cpu":
         return int(torch.get_device_module(device).memory_allocated(device))
     try:
-        return int(_STATM.read_bytes().split()[1]) * _page_size()
+        return int(_STATM.read_bytes().split()[1]) * resource.getpagesize()
     except OSError:  # Not on Linux, where only the peak is known.
         return _process_peak()
 
@@ -53,14 +53,9 @@ def _process_peak() -> int:
 
 
 @cache
-def _page_size() -> int:
-    return os.sysconf("SC_PAGE_SIZE")
-
-
-@cache
 def host_limit() -> int:
     """The bytes that this process may use: its container's limit, at most the machine's memory. Read once."""
-    machine = os.sysconf("SC_PHYS_PAGES") * _page_size()
+    machine = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
     for path in _LIMITS:
         try:
             return min(int(path.read_text(encoding="ascii")), machine)

@@ -6,7 +6,7 @@ it, and gradients pass from stage to stage through the step's tables. Runs on th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -70,22 +70,17 @@ class _StageRun:
             self.packets = {user: Packet(value) for user, value in sent.items()}
             _check_tensors(stage.index, sent, self.packets)
             if CALLER in sent and plan.loss is not None:
-                self.packets[CALLER] = Packet(self._with_loss(sent[CALLER], plan.loss))
+                output = sent[CALLER]
+                loss, count = _loss_and_count(plan.loss(output, *self.target.args, **self.target.kwargs))
+                if torch.is_grad_enabled() and not loss.requires_grad:
+                    raise LossError(
+                        "the loss does not depend on any parameter; does a stage or loss_fn detach its output?"
+                    )
+                self.packets[CALLER] = Packet(_LossResult(loss, count, output if plan.keep_outputs else None))
         flat = [tensor for packet in self.packets.values() for tensor in packet.tensors]
         for packet in self.packets.values():
             packet.tensors = []
         return flat
-
-    def _with_loss(self, output: Any, loss_fn: Callable[..., Any]) -> _LossResult:
-        loss, count = _loss_and_count(loss_fn(output, *self.target.args, **self.target.kwargs))
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise LossError("the loss does not depend on any parameter; does a stage or loss_fn detach its output?")
-        return _LossResult(loss, count, output if self.plan.keep_outputs else None)
-
-    def take_packets(self) -> dict[int, Packet]:
-        """What the stage sends, which is not kept here: the caller's outputs will refer to this graph, a cycle."""
-        packets, self.packets = self.packets, {}
-        return packets
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +116,8 @@ class StageCompute:
         else:
             flat = run(inputs)
         rest = iter(flat)
-        packets = run.take_packets()
+        # Taken from the run: the caller's outputs will refer to the graph that refers to it, which would be a cycle.
+        packets, run.packets = run.packets, {}
         outputs = {user: list(islice(rest, packet.count)) for user, packet in packets.items()}
         for user, packet in packets.items():
             self._send(i, stage.index, user, packet, outputs[user])

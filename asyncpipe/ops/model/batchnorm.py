@@ -165,14 +165,13 @@ def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
     """
     for path, layer in module.named_modules():
         _check_layer(path, layer)
-    converted: dict[nn.Module, nn.Module] = {}
-    if _is_convertible(module):
-        return _deferred(module, converted)
+    plain = [layer for layer in module.modules() if type(layer) in _DEFERRED and layer.track_running_stats]
+    twins = {layer: _deferred(layer) for layer in plain}
     for path, layer in list(module.named_modules(remove_duplicate=False)):
-        if _is_convertible(layer):
+        if path and layer in twins:
             parent, _, name = path.rpartition(".")
-            setattr(module.get_submodule(parent), name, _deferred(layer, converted))
-    return module
+            setattr(module.get_submodule(parent), name, twins[layer])
+    return twins.get(module, module)
 
 
 def deferred_layers(module: nn.Module) -> list[DeferredBatchNorm]:
@@ -180,18 +179,12 @@ def deferred_layers(module: nn.Module) -> list[DeferredBatchNorm]:
     return [layer for layer in module.modules() if isinstance(layer, DeferredBatchNorm)]
 
 
-def _is_convertible(layer: nn.Module) -> bool:
-    return type(layer) in _DEFERRED and bool(layer.track_running_stats)
-
-
-def _deferred(layer: nn.Module, converted: dict[nn.Module, nn.Module]) -> nn.Module:
-    if layer not in converted:
-        kind = _DEFERRED[type(layer)]
-        twin = kind.__new__(kind)
-        # The same dictionaries, so that the replaced layer and handles of its hooks see changes of the new one.
-        vars(twin).update(vars(layer))
-        converted[layer] = twin
-    return converted[layer]
+def _deferred(layer: nn.Module) -> nn.Module:
+    kind = _DEFERRED[type(layer)]
+    twin = kind.__new__(kind)
+    # The same dictionaries, so that the replaced layer and handles of its hooks see changes of the new one.
+    vars(twin).update(vars(layer))
+    return twin
 
 
 def _check_layer(path: str, layer: nn.Module) -> None:

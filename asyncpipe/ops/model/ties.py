@@ -166,7 +166,13 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
     """
     users = _users(model.stages)
     tied = {key: stages for key, stages in users.items() if len({placement[stage] for stage, _ in stages}) > 1}
-    _check_statistics(tied.values())
+    for slots in tied.values():
+        (first, slot), (last, _) = slots[0], slots[-1]
+        if slot.name in ("running_mean", "running_var"):
+            raise SharedParameterError(
+                f"stage {first} and stage {last}, on different devices, both update the running statistics of one "
+                f"{type(slot.module).__name__}; give each a layer of its own, or put both on one device"
+            )
     # In reverse order, so that shared tensors end up on the device of their owner, the first stage that uses them.
     for index in reversed(range(len(model.stages))):
         model.stages[index].to(devices[placement[index]].physical)
@@ -198,13 +204,3 @@ def _users(stages: Sequence[StageModule]) -> dict[int, list[tuple[int, _Slot]]]:
                     if tensor is not None:
                         users.setdefault(id(tensor), []).append((index, _Slot(module, name)))
     return users
-
-
-def _check_statistics(tied: Iterable[list[tuple[int, _Slot]]]) -> None:
-    for slots in tied:
-        (first, slot), (last, _) = slots[0], slots[-1]
-        if slot.name in ("running_mean", "running_var"):
-            raise SharedParameterError(
-                f"stage {first} and stage {last}, on different devices, both update the running statistics of one "
-                f"{type(slot.module).__name__}; give each a layer of its own, or put both on one device"
-            )

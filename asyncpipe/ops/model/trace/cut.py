@@ -17,9 +17,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise, repeat
-from operator import attrgetter, getitem
+from operator import attrgetter, getitem, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -80,11 +80,7 @@ class OutputShape:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickled and copied as a nested value, since torch has deprecated other ways to construct a TreeSpec.
-        return OutputShape, (self.around(repeat(OutputShape)), _is_mark)
-
-
-def _is_mark(leaf: Any) -> bool:
-    return leaf is OutputShape
+        return OutputShape, (self.around(repeat(OutputShape)), partial(is_, OutputShape))
 
 
 @dataclass(frozen=True, eq=False)

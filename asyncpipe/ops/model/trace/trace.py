@@ -77,7 +77,7 @@ def trace(model: nn.Module, arguments: Arguments, split: int | Sequence[str] | M
             raise TraceError("the submodules to split at are called in another order in eval mode than in train mode")
         cuts = [cut.position for cut in there], [cut.position for cut in here]
     slots = ModelSlots(model.modules(), state.names)
-    stages, links, takes = build_stages((train, evaluate), cuts, state.tensors, state.persistent, slots)
+    stages, links, takes = build_stages((train, evaluate), cuts, state, slots)
 
     def takes_of(arguments: Arguments) -> dict[int, Any]:
         _follow(stages, model.training)

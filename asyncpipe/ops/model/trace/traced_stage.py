@@ -8,7 +8,7 @@ recomputed like any other module::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -21,6 +21,7 @@ from asyncpipe.errors import TraceError
 from asyncpipe.ops.autograd.checkpoint import is_recomputing
 from asyncpipe.ops.model.stage import CALLER, StageModule
 from asyncpipe.ops.model.trace.cut import OutputShape, TracedGraph
+from asyncpipe.ops.model.trace.export import TraceState
 from asyncpipe.ops.model.trace.graph_writer import GraphWriter
 from asyncpipe.ops.model.trace.overwrites import overwrites
 
@@ -50,8 +51,7 @@ class TracedStage(StageModule):
         self,
         graphs: Mapping[bool, StageGraph],
         sources: tuple[int, ...],
-        tensors: Mapping[str, Tensor],
-        persistent: Container[str],
+        state: TraceState,
         slots: ModelSlots,
         device: torch.device,
     ) -> None:
@@ -61,8 +61,19 @@ class TracedStage(StageModule):
         self._sources = sources
         self._model_slots = slots
         self._traced_device = device
+        # Every tensor is registered under the name that it has in the model.
         for name in dict.fromkeys(name for part in graphs.values() for name in part.state):
-            self._adopt(name, tensors[name], name in persistent)
+            *path, last = name.split(".")
+            owner: nn.Module = self
+            for word in path:
+                if word not in owner._modules:
+                    owner.add_module(word, nn.Module())
+                owner = owner.get_submodule(word)
+            tensor = state.tensors[name]
+            if isinstance(tensor, nn.Parameter):
+                owner.register_parameter(last, tensor)
+            else:
+                owner.register_buffer(last, tensor, name in state.persistent)
 
     def forward(self, received: Mapping[int, Any]) -> dict[int, Any]:
         """Run the graph of the current mode. A link that this mode does not use gets an empty tuple."""
@@ -73,27 +84,14 @@ class TracedStage(StageModule):
             # The first run has changed it already, so the recomputation changes copies.
             state = [x.clone() if name in part.changed else x for name, x in zip(part.state, state, strict=True)]
         values = [value for source in self._sources for value in received[source]]
-        # Not a call of the graph module, which prints to stderr if an operation fails.
         tensors = (value for value in state or tree_leaves(values) if isinstance(value, Tensor))
         device = next((tensor.device for tensor in tensors), self._traced_device)
+        # Not a call of the graph module, which prints to stderr if an operation fails.
         results = part.graph.forward(device, *state, *values)
         sent = dict(zip(part.targets, results, strict=True))
         if CALLER in sent:
             sent[CALLER] = part.shape.around(sent[CALLER])
         return sent
-
-    def _adopt(self, name: str, tensor: Tensor, persistent: bool) -> None:
-        """Register a tensor under the name that it has in the model."""
-        *path, last = name.split(".")
-        owner: nn.Module = self
-        for word in path:
-            if word not in owner._modules:
-                owner.add_module(word, nn.Module())
-            owner = owner.get_submodule(word)
-        if isinstance(tensor, nn.Parameter):
-            owner.register_parameter(last, tensor)
-        else:
-            owner.register_buffer(last, tensor, persistent)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -128,11 +126,7 @@ class ModelSlots:
 
 
 def build_stages(
-    modes: tuple[TracedGraph, TracedGraph],
-    cuts: tuple[Sequence[int], Sequence[int]],
-    tensors: Mapping[str, Tensor],
-    persistent: Container[str],
-    slots: ModelSlots,
+    modes: tuple[TracedGraph, TracedGraph], cuts: tuple[list[int], list[int]], state: TraceState, slots: ModelSlots
 ) -> tuple[list[TracedStage], tuple[tuple[int, int], ...], dict[int, list[CallerValue]]]:
     """The stages from the traces of train and eval mode, the links that either needs, and what stages take of a call.
 
@@ -150,7 +144,7 @@ def build_stages(
         sources = tuple([CALLER] * (s in takes) + [source for source, user in links if user == s])
         targets = (*(user for source, user in links if source == s), *([CALLER] if s == last else []))
         train, evaluate = (_write(plan, s, takes.get(s, []), sources, targets) for plan in plans)
-        stage = TracedStage({True: train, False: evaluate}, sources, tensors, persistent, slots, modes[0].device)
+        stage = TracedStage({True: train, False: evaluate}, sources, state, slots, modes[0].device)
         stage.overwrites_input = any(s in plan.overwrites.received for plan in plans)
         stages.append(stage)
     return stages, links, takes
