@@ -280,10 +280,7 @@ def _memory(tensor: Tensor) -> int | None:
 
 
 def _grouped(
-    number_of: dict[Node, int],
-    crossings: Sequence[_Crossing],
-    arrived: dict[int, Gradients],
-    outer: Iterable[Start],
+    number_of: dict[Node, int], crossings: Sequence[_Crossing], arrived: dict[int, Gradients], outer: Iterable[Start]
 ) -> deque[_OutsideGroup]:
     """The work of W, in the order of I. All contributions to a parameter's gradient are in one group."""
     groups: dict[int, _OutsideGroup] = {}

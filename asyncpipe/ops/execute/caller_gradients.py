@@ -46,14 +46,14 @@ class CallerGradients:
 
     def collect(self, gradients: dict[tuple[int, int, int], list[Tensor | None]]) -> list[Tensor | None]:
         """The gradients of ``ends``. Removes those of the micro-batches from the table ``gradients``."""
-        parts: dict[int, dict[int, Tensor]] = {id(end): {} for end in self._found}
+        parts: dict[_CallerTensor, dict[int, Tensor]] = {end: {} for end in self._found}
         for (i, stage), ends in self._links.items():
             for end, gradient in zip(ends, gradients.pop((i, stage, CALLER), [None] * len(ends)), strict=True):
                 if end is not None and gradient is not None:
                     moved = gradient.to(end.tensor.device)
-                    mine = parts[id(end)]
+                    mine = parts[end]
                     mine[i] = mine[i] + moved if i in mine else moved
-        return [self._whole(end, parts[id(end)]) for end in self._found]
+        return [self._whole(end, mine) for end, mine in parts.items()]
 
     def _whole(self, end: _CallerTensor, parts: dict[int, Tensor]) -> Tensor | None:
         if not parts:

@@ -23,7 +23,7 @@ class GradientGuard:
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
-        self._before: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
+        self._before: dict[nn.Parameter, Tensor | None] = {}
         self._running = 0
         self._abandoned = 0
         self._failed = False
@@ -36,14 +36,13 @@ class GradientGuard:
                 return
             self._failed = False
             for parameter in parameters:
-                self._before[id(parameter)] = parameter, parameter.grad
+                self._before[parameter] = parameter.grad
                 parameter.grad = None
 
     def commit_some(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add the earlier gradients of ``parameters`` to the new ones, which are complete. Cannot be rolled back."""
         for parameter in parameters:
-            _, before = self._before.pop(id(parameter), (None, None))
-            _add_up(parameter, before)
+            _add_up(parameter, self._before.pop(parameter, None))
 
     def commit(self) -> None:
         """The step succeeded: add the new gradients to the earlier ones, in the earlier tensors.
@@ -52,7 +51,7 @@ class GradientGuard:
         """
         with self._lock:
             if self._is_last():
-                for parameter, before in self._before.values():
+                for parameter, before in self._before.items():
                     _add_up(parameter, before)
                 self._before.clear()
 
@@ -64,7 +63,7 @@ class GradientGuard:
         with self._lock:
             if not self._is_last():
                 return {}
-            taken = {id(parameter): parameter.grad for parameter, _ in self._before.values()}
+            taken = {id(parameter): parameter.grad for parameter in self._before}
             self._restore()
             return taken
 
@@ -105,7 +104,7 @@ class GradientGuard:
         return not self._running
 
     def _restore(self) -> None:
-        for parameter, before in self._before.values():
+        for parameter, before in self._before.items():
             parameter.grad = before
         self._before.clear()
 

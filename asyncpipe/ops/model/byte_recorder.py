@@ -90,7 +90,7 @@ class _StageRecording:
 
     def begin(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         if self.bytes is None:
-            self._hooks = saved_tensors_hooks(self._keep, _unpack)
+            self._hooks = saved_tensors_hooks(self._keep, lambda kept: kept)
             self._hooks.__enter__()
 
     def end(self, _: nn.Module, args: tuple[Any, ...], sent: Mapping[int, Any] | None) -> None:
@@ -118,7 +118,7 @@ class _StageRecording:
         self._counts_loss = False
         targets = args[1:]
         before = self._saved.keys() | _sizes([targets, kwargs]).keys()
-        with saved_tensors_hooks(self._keep, _unpack):
+        with saved_tensors_hooks(self._keep, lambda kept: kept):
             yield
         self.bytes.saved += sum(size for address, size in self._saved.items() if address not in before)
         self.bytes.output = 0
@@ -143,10 +143,6 @@ def _sizes(value: Any) -> dict[int, int]:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _unpack(kept: Tensor) -> Tensor:
-    return kept
 
 
 def parameter_bytes(module: nn.Module) -> tuple[int, int]:

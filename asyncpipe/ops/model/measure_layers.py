@@ -72,12 +72,7 @@ def balance_by_size(
     """
     _check_stages(module, stages)
     costs = layer_bytes(
-        module,
-        sample,
-        microbatches=microbatches,
-        parameter_scale=parameter_scale,
-        batch_dim=batch_dim,
-        device=device,
+        module, sample, microbatches=microbatches, parameter_scale=parameter_scale, batch_dim=batch_dim, device=device
     )
     return even_balance(costs, stages)
 
@@ -106,7 +101,7 @@ def layer_times(
     if not 0 <= seconds < inf:
         raise OptionError(f"seconds must be a finite number, zero or more, got {seconds!r}")
     physical = resolve_devices([device])[0].physical
-    measure = partial(_seconds, stopwatch=_stopwatch(physical, clock))
+    measure = partial(_seconds, device=physical, clock=clock)
     repeats: list[list[float]] = []
     with _left_as_it_was(module, physical):
         value = _placed(sample, physical)
@@ -265,34 +260,29 @@ def _run_layers(
 # Measures
 
 
-def _seconds(layer: _MeasuredLayer, stopwatch: Callable[[Callable[[], None]], float]) -> float:
-    """Seconds of the layer's forward and backward."""
-    forward = stopwatch(layer.forward)
+def _seconds(layer: _MeasuredLayer, device: torch.device, clock: Callable[[], float]) -> float:
+    """Seconds of the layer's forward and backward on ``device``."""
+    forward = _timed(layer.forward, device, clock)
     outputs = [tensor for tensor in layer.sent() if tensor.requires_grad]
     gradients = [torch.ones_like(tensor) for tensor in outputs]
     if not outputs:
         return forward
-    return forward + stopwatch(partial(torch.autograd.backward, outputs, gradients))
+    return forward + _timed(partial(torch.autograd.backward, outputs, gradients), device, clock)
 
 
-def _stopwatch(device: torch.device, clock: Callable[[], float]) -> Callable[[Callable[[], None]], float]:
-    """A function that runs a function and returns the seconds that it took on ``device``."""
-
-    def on_host(work: Callable[[], None]) -> float:
+def _timed(work: Callable[[], None], device: torch.device, clock: Callable[[], float]) -> float:
+    """Run ``work``; the seconds that it took on ``device``."""
+    if device.type == "cpu":
         begun = clock()
         work()
         return clock() - begun
-
-    def on_accelerator(work: Callable[[], None]) -> float:
-        begun, ended = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
-        # The stream has nothing else queued than what prepares ``work``, so only ``work`` is timed.
-        begun.record()
-        work()
-        ended.record()
-        ended.synchronize()
-        return float(begun.elapsed_time(ended)) * 1e-3
-
-    return on_host if device.type == "cpu" else on_accelerator
+    first, last = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
+    # The stream has nothing else queued than what prepares ``work``, so only ``work`` is timed.
+    first.record()
+    work()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) * 1e-3
 
 
 def _bytes(layer: _MeasuredLayer, parameter_scale: float) -> int:

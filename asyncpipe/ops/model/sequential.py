@@ -66,14 +66,10 @@ class SequentialStage(StageModule):
 
     def forward(self, received: Mapping[int, Any]) -> dict[int, Any]:
         """Call the layers in order."""
-        store = SkipStore(
-            {
-                key: tensor
-                for source, keys in self._popped.items()
-                for key, tensor in zip(keys, received[source].skips, strict=True)
-            }
-        )
-        with use_skips(store):
+        incoming: dict[SkipKey, Tensor | None] = {}
+        for source, keys in self._popped.items():
+            incoming.update(zip(keys, received[source].skips, strict=True))
+        with use_skips(SkipStore(incoming)) as store:
             output = self._call(received)
         if self._next == CALLER:
             return {CALLER: output}
