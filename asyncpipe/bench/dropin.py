@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import median
 
 import torch
@@ -63,9 +63,7 @@ def run(progress: Progress, *, size: DropinSize | None = None) -> Figures:
             for mode, arm in arms.items():
                 rows[mode].append(caller.submit(arm.round, x, target).result())
     # After the pipelines are closed: a step's record may arrive a moment after its backward has returned.
-    columns = {
-        mode: {**medians(rows[mode][size.warm_up :]), **arm.recorder.busy(size.warm_up)} for mode, arm in arms.items()
-    }
+    columns = {mode: {**medians(rows[mode][size.warm_up :]), **arm.busy(size.warm_up)} for mode, arm in arms.items()}
     return {**asdict(size), "checkpoint": columns}
 
 
@@ -95,31 +93,12 @@ def show(figures: Figures) -> str:
     return "\n".join([head, "", *table([label, *(column[label] for column in columns)] for label in columns[0])])
 
 
-@dataclass(slots=True)
-class _PhaseRecorder:
-    """An observer that keeps the records of a pipeline's graphs, by phase."""
-
-    records: dict[Phase, list[StepRecord]] = field(default_factory=lambda: {phase: [] for phase in Phase})
-
-    def step_completed(self, record: StepRecord) -> None:
-        """Keep the record."""
-        self.records[record.graph.phase].append(record)
-
-    def busy(self, warm_up: int) -> dict[str, float]:
-        """Median seconds of each phase, and of its part in which all devices computed, without the first records."""
-        figures: dict[str, float] = {}
-        for phase, records in self.records.items():
-            figures[f"{phase}_seconds"] = median(report(record).seconds for record in records[warm_up:])
-            figures[f"{phase}_both_busy_seconds"] = median(all_busy(record) for record in records[warm_up:])
-        return figures
-
-
 class _Arm:
-    """The three ways to train one model with one recomputation mode."""
+    """The three ways to train one model with one recomputation mode, and an observer of its pipeline."""
 
     def __init__(self, mode: str, size: DropinSize, stack: ExitStack) -> None:
         torch.manual_seed(1)
-        self.recorder = _PhaseRecorder()
+        self._records: dict[Phase, list[StepRecord]] = {phase: [] for phase in Phase}
         self._size = size
         self._recompute = mode == "always"
         self._model = mlp(size.width, size.layers)
@@ -132,9 +111,21 @@ class _Arm:
             balance=[half, size.layers - half],
             checkpoint=mode,
             loss_fn=_loss,
-            observers=[self.recorder],
+            observers=[self],
         )
         self._pipe: SyncPipeline = stack.enter_context(pipeline.sync())
+
+    def step_completed(self, record: StepRecord) -> None:
+        """Keep the record of a graph."""
+        self._records[record.graph.phase].append(record)
+
+    def busy(self, warm_up: int) -> dict[str, float]:
+        """Median seconds of each phase, and of its part in which all devices computed, without the first records."""
+        figures: dict[str, float] = {}
+        for phase, records in self._records.items():
+            figures[f"{phase}_seconds"] = median(report(record).seconds for record in records[warm_up:])
+            figures[f"{phase}_both_busy_seconds"] = median(all_busy(record) for record in records[warm_up:])
+        return figures
 
     def round(self, x: Tensor, target: Tensor) -> dict[str, float]:
         """Seconds of each way, and their ratios."""

@@ -145,14 +145,14 @@ class _Embedded:
         async with TrainingService(self._settings) as service, self._served() as port:
             if self._loop == "running":
                 async with self._training(service) as steps:
-                    return {"blocked": await self._blockings(steps, port, ("sleeps",))}
+                    return {"blocked": {"sleeps": await self._blocking(steps, port, "sleeps")}}
             with sender() as requests, served_by_process() as other:
                 self._progress("requests without training")
                 idle = await self._turn(requests, port)
                 async with self._training(service) as steps:
                     figures = await self._turns(steps, requests, {"without": None, "with": port, "apart": other})
                     figures["requests"]["idle"] = _latencies([idle], "latencies")
-                    return {**figures, "blocked": await self._blockings(steps, port, tuple(BLOCKS))}
+                    return {**figures, "blocked": {how: await self._blocking(steps, port, how) for how in BLOCKS}}
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[int]:
@@ -232,16 +232,13 @@ class _Embedded:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(requests, send_requests, port, self._size.rate, self._size.seconds)
 
-    async def _blockings(self, steps: list[_EndedStep], port: int, hows: tuple[str, ...]) -> Figures:
-        return {how: await self._blocking(steps, f"http://127.0.0.1:{port}/block/{how}") for how in hows}
-
-    async def _blocking(self, steps: list[_EndedStep], url: str) -> dict[str, float | None]:
+    async def _blocking(self, steps: list[_EndedStep], port: int, how: str) -> dict[str, float | None]:
         """Steps per second that ended while the loop was blocked, and in the same time before."""
         seconds = self._size.blocked_seconds
         during, before = [], []
         for _ in rounds(self._size.blocked, self._progress, f'loop="{self._loop}", blocked'):
             await asyncio.sleep(1.5 * seconds)
-            await asyncio.to_thread(_fetch, url)
+            await asyncio.to_thread(_fetch, f"http://127.0.0.1:{port}/block/{how}")
             begun, ended = self._blocked
             while steps[-1].at <= ended:  # noqa: ASYNC110 - the follower appends to `steps`
                 await asyncio.sleep(0.05)

@@ -79,15 +79,6 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("name", metavar="NAME", help=SCHEDULE_HELP)
     add_stages_argument(parser, required=True)
     add_step_arguments(parser)
-    _add_cost_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a trace of the step, for Perfetto; 1 unit of --costs is 1 ms"
-    )
-    parser.set_defaults(run=_simulate)
-
-
-def _add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     costs = parser.add_mutually_exclusive_group()
     add_costs_argument(costs)
     costs.add_argument(
@@ -112,6 +103,11 @@ def _add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeat", type=int, default=1, metavar="K", help="simulate K seeds, starting at N, and print means"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a trace of the step, for Perfetto; 1 unit of --costs is 1 ms"
+    )
+    parser.set_defaults(run=_simulate)
 
 
 @dataclass(frozen=True, slots=True)
