@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from urllib.parse import quote, urlencode, urlsplit
 
 from asyncpipe.errors import AsyncpipeError, OptionError
-from asyncpipe.service.client_events import EventReader, ServerEvent
+from asyncpipe.service.client_events import ServerEvent, read_events
 from asyncpipe.service.job_states import FINAL_STATES, IDEMPOTENCY_KEY, is_idempotency_key
 from asyncpipe.service.settings.token_file import check_token
 
@@ -231,7 +231,7 @@ class JobClient:
         with closing(connection), closing(response):
             if response.status != 200:
                 raise ApiError(response.status, _body(response), _retry_after(response))
-            yield from EventReader(response)
+            yield from read_events(response)
 
     # HTTP
 

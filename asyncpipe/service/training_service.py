@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, TypeVar
-
-from prometheus_client.registry import Collector
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.observe.live import LiveView
@@ -85,8 +83,9 @@ class TrainingService:
         self.settings = settings
         self._entries = entries
         self._options = options
-        self._metrics = ServiceMetrics()
-        self._metrics.is_ready = lambda: self.status().ready
+        self.collector = ServiceMetrics()
+        """The metrics of the service and its jobs, for a Prometheus registry of the caller."""
+        self.collector.is_ready = lambda: self.status().ready
         self._manager: Manager | None = None
         self._portal: Portal | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -99,11 +98,6 @@ class TrainingService:
         self._calls: set[Future[Any]] = set()
         """Calls from other loops that have not ended."""
         self._calling = Lock()
-
-    @property
-    def collector(self) -> Collector:
-        """The metrics of the service and its jobs, for a Prometheus registry of the caller."""
-        return self._metrics
 
     @property
     def manager(self) -> Manager:
@@ -156,9 +150,9 @@ class TrainingService:
             if self._entries is None:
                 self._entries = await in_thread(lambda: Entries.load(settings))
             store = await stack.enter_async_context(JobStore(settings.folder / "jobs.sqlite3"))
-            manager = Manager(settings, self._entries, store, metrics=self._metrics, **self._options)
-            self._metrics.commits = lambda: store.thread.commits
-            self._metrics.hung_tasks = lambda: manager.watchdog.hung
+            manager = Manager(settings, self._entries, store, metrics=self.collector, **self._options)
+            self.collector.commits = lambda: store.thread.commits
+            self.collector.hung_tasks = lambda: manager.watchdog.hung
             self._manager = await stack.enter_async_context(manager)
             self._beat()
             self._stack = stack.pop_all()
@@ -249,7 +243,7 @@ class TrainingService:
 
         return await self._hop(ask())
 
-    async def follow(self, job: str, after: int = 0) -> AsyncIterator[JobEvent]:
+    async def follow(self, job: str, after: int = 0) -> AsyncGenerator[JobEvent, None]:
         """The past events of ``job`` after event ``after``, then new ones as they happen; steps from now on only.
 
         Ends when the job has reached a final state, or the service closes. A slow reader misses steps, never a state.

@@ -22,7 +22,7 @@ import logging
 from collections.abc import Collection
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 from pydantic import SecretStr
 
 from asyncpipe.observe.http_hosts import is_own_page, own_host
@@ -61,18 +61,13 @@ class AccessControl:
         """Let requests of these routes through without a token, and do not count them."""
         self._probes |= {route.resource for route in routes}
 
-    @property
-    def middleware(self) -> Middleware:
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The middleware; it follows ``catch_problems`` and precedes all others."""
+        self._check(request)
+        return await handler(request)
 
-        @web.middleware
-        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-            self.check(request)
-            return await handler(request)
-
-        return check
-
-    def check(self, request: web.Request) -> None:
+    def _check(self, request: web.Request) -> None:
         """Raise a ``Problem`` unless ``request`` may be answered."""
         is_own = own_host(request, self._hosts)
         resource = request.match_info.route.resource

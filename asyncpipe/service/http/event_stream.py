@@ -12,9 +12,8 @@ was cut off, or the service shuts down. Comments keep the connection open meanwh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
-from typing import Any
 
 from aiohttp import web
 
@@ -42,7 +41,7 @@ class JobEventStreams:
         self._streams = EventStreams()
 
     async def send(
-        self, request: web.Request, events: AsyncIterator[JobEvent], is_over: Callable[[], Awaitable[bool]]
+        self, request: web.Request, events: AsyncGenerator[JobEvent, None], is_over: Callable[[], Awaitable[bool]]
     ) -> web.StreamResponse:
         """Answer ``request`` with ``events``; after the last one, ``is_over`` says whether the job has ended.
 
@@ -52,7 +51,7 @@ class JobEventStreams:
             return await self._streams.send(request, self._parts(events, is_over))
 
     async def _parts(
-        self, events: AsyncIterator[JobEvent], is_over: Callable[[], Awaitable[bool]]
+        self, events: AsyncGenerator[JobEvent, None], is_over: Callable[[], Awaitable[bool]]
     ) -> AsyncGenerator[bytes, None]:
         closing = asyncio.ensure_future(self._closing.wait())
         coming: asyncio.Future[JobEvent | None] | None = None
@@ -76,7 +75,7 @@ class JobEventStreams:
                     waiting.cancel()
                     with suppress(asyncio.CancelledError, Exception):
                         await waiting
-            await _close(events)
+            await events.aclose()
 
     def _bytes(self, event: JobEvent) -> bytes:
         data = EventAnswer.of(event, self._redact).model_dump_json()
@@ -88,10 +87,5 @@ class JobEventStreams:
         await self._streams.close()
 
 
-async def _next(events: AsyncIterator[JobEvent]) -> JobEvent | None:
+async def _next(events: AsyncGenerator[JobEvent, None]) -> JobEvent | None:
     return await anext(events, None)
-
-
-async def _close(events: Any) -> None:
-    if hasattr(events, "aclose"):
-        await events.aclose()

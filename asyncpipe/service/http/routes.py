@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,22 +46,15 @@ MOST_STEP = 2**63 - 1
 _ID = re.compile(models.ID.removesuffix("$") + r"\Z")
 
 
+@dataclass(frozen=True)
 class Routes:
     """The handlers of ``v1``, ``livez`` and ``readyz`` for one service."""
 
-    def __init__(
-        self,
-        service: TrainingService,
-        settings: ServiceSettings,
-        streams: JobEventStreams,
-        audit: Audit,
-        redact: Redactor,
-    ) -> None:
-        self._service = service
-        self._settings = settings
-        self._streams = streams
-        self._audit = audit
-        self._redact = redact
+    service: TrainingService
+    settings: ServiceSettings
+    streams: JobEventStreams
+    audit: Audit
+    redact: Redactor
 
     def add_to(self, router: web.UrlDispatcher) -> list[web.AbstractRoute]:
         """Add a route for each of ``OPERATIONS``; returns those that need no token."""
@@ -80,22 +74,22 @@ class Routes:
         body = await self._body(request)
         if not isinstance(body, dict):
             raise invalid(("", "must be a JSON object"))
-        record, new = await self._audited(request, "submit", None, lambda: self._service.submit(body, key))
+        record, new = await self._audited(request, "submit", None, lambda: self.service.submit(body, key))
         # By the route's name, so that it includes the path under which a host mounts the API.
         location = request.app.router["show"].url_for(id=record.id)
         return await self._details(record, status=201 if new else 200, headers={"Location": str(location)})
 
     async def pause(self, request: web.Request) -> web.Response:
         """The job, paused or asked to pause after its step."""
-        return await self._act(request, "pause", lambda job: self._service.pause(job, CAUSE))
+        return await self._act(request, "pause", lambda job: self.service.pause(job, CAUSE))
 
     async def resume(self, request: web.Request) -> web.Response:
         """The job, queued again."""
-        return await self._act(request, "resume", lambda job: self._service.resume(job, CAUSE))
+        return await self._act(request, "resume", lambda job: self.service.resume(job, CAUSE))
 
     async def cancel(self, request: web.Request) -> web.Response:
         """The job, cancelled or asked to end after its current tasks."""
-        return await self._act(request, "cancel", lambda job: self._service.cancel(job, CAUSE))
+        return await self._act(request, "cancel", lambda job: self.service.cancel(job, CAUSE))
 
     async def change_schedule(self, request: web.Request) -> web.Response:
         """The job, which follows another schedule from its next step on."""
@@ -105,7 +99,7 @@ class Routes:
             asked = models.ScheduleRequest.model_validate(body)
         except ValidationError as error:
             raise SubmissionError(wrong_keys(error, models.ScheduleRequest)) from None
-        change = self._audited(request, "schedule", job, lambda: self._service.change_schedule(job, asked.schedule))
+        change = self._audited(request, "schedule", job, lambda: self.service.change_schedule(job, asked.schedule))
         return await self._details(await change)
 
     async def _act(self, request: web.Request, what: str, act: Callable[[str], Awaitable[JobRecord]]) -> web.Response:
@@ -121,17 +115,17 @@ class Routes:
         try:
             done = await act()
         except Exception as error:
-            problem = problem_of(error, self._redact)
+            problem = problem_of(error, self.redact)
             status, reason = (500, "internal") if problem is None else (problem.status, problem.kind)
-            self._audit.line(request, what, "refused", job=job, status=status, reason=reason)
+            self.audit.line(request, what, "refused", job=job, status=status, reason=reason)
             raise
         record = done[0] if isinstance(done, tuple) else done
         more = {"new": done[1]} if isinstance(done, tuple) else {}
-        self._audit.line(request, what, "ok", job=record.id, state=str(record.state), **more)
+        self.audit.line(request, what, "ok", job=record.id, state=str(record.state), **more)
         return done
 
     async def _body(self, request: web.Request) -> JSON:
-        return await read_json(request, self._settings.max_body, self._settings.body_seconds)
+        return await read_json(request, self.settings.max_body, self.settings.body_seconds)
 
     # Reading
 
@@ -143,21 +137,21 @@ class Routes:
         if after is not None and not _ID.match(after):
             raise invalid(("after", "must be the id of a job"))
         try:
-            records = await self._service.list(states, limit, after)
+            records = await self.service.list(states, limit, after)
         except UnknownJobError:
             raise invalid(("after", "must be the id of a job, and no job has this one")) from None
-        return _answer(models.JobsAnswer.of_records(list(records), self._redact, limit))
+        return _answer(models.JobsAnswer.of_records(list(records), self.redact, limit))
 
     async def show(self, request: web.Request) -> web.Response:
         """One job, with what was submitted."""
         _query(request)
-        return await self._details(await self._service.get(job_id(request)))
+        return await self._details(await self.service.get(job_id(request)))
 
     async def history(self, request: web.Request) -> web.Response:
         """All transitions of a job."""
         _query(request)
-        found = await self._service.history(job_id(request))
-        transitions = [models.TransitionAnswer.of(each, self._redact) for each in found]
+        found = await self.service.history(job_id(request))
+        transitions = [models.TransitionAnswer.of(each, self.redact) for each in found]
         return _answer(models.HistoryAnswer(transitions=transitions))
 
     async def losses(self, request: web.Request) -> web.Response:
@@ -165,7 +159,7 @@ class Routes:
         job, query = job_id(request), _query(request, "after", "limit")
         after = _whole(query, "after", 0, 0, MOST_STEP)
         limit = _whole(query, "limit", models.MOST_LISTED, 1, models.MOST_LISTED)
-        rows = await self._service.losses(job, after, limit)
+        rows = await self.service.losses(job, after, limit)
         following = rows[-1].step if len(rows) >= limit else None
         return _answer(models.LossesAnswer(losses=[models.LossAnswer.of(row) for row in rows], next=following))
 
@@ -175,12 +169,12 @@ class Routes:
         after = _whole(query, "after", 0, 0, MOST_STEP)
         if (seen := request.headers.get("Last-Event-ID")) is not None:
             after = _whole({"Last-Event-ID": [seen]}, "Last-Event-ID", 0, 0, MOST_STEP)
-        await self._service.get(job)
-        return await self._streams.send(request, self._service.follow(job, after), partial(self._is_over, job))
+        await self.service.get(job)
+        return await self.streams.send(request, self.service.follow(job, after), partial(self._is_over, job))
 
     async def _is_over(self, job: str) -> bool:
         try:
-            return (await self._service.get(job)).state in FINAL_STATES
+            return (await self.service.get(job)).state in FINAL_STATES
         except (ServiceDrainingError, StoreError):
             return False
 
@@ -192,7 +186,7 @@ class Routes:
     async def entries(self, request: web.Request) -> web.Response:
         """The entries that jobs may name."""
         _query(request)
-        entries = self._service.entries
+        entries = self.service.entries
         found = [models.EntryAnswer(name=name, parameters=entries.schema(name)) for name in entries.names]
         return _answer(models.EntriesAnswer(entries=found))
 
@@ -200,22 +194,22 @@ class Routes:
         """The OpenAPI document."""
         below = request.path.removesuffix("/v1/openapi.json")
         # In a thread: it looks for installed schedules, and makes a schema of every model.
-        names = self._service.entries.names
-        document = await asyncio.to_thread(openapi.describe, self._settings, names, below)
+        names = self.service.entries.names
+        document = await asyncio.to_thread(openapi.describe, self.settings, names, below)
         return web.Response(body=json.dumps(document).encode(), content_type="application/json")
 
     async def alive(self, _: web.Request) -> web.Response:
         """Fails if a restart would help."""
-        status = self._service.status()
-        reason = self._redact(status.reason, 300)
+        status = self.service.status()
+        reason = self.redact(status.reason, 300)
         if not status.live:
             raise Problem(503, "not-alive", reason)
         return _answer(models.ReadyAnswer(ready=status.ready, reason=reason))
 
     async def ready(self, _: web.Request) -> web.Response:
         """Fails while no jobs can be submitted."""
-        status = self._service.status()
-        reason = self._redact(status.reason, 300)
+        status = self.service.status()
+        reason = self.redact(status.reason, 300)
         if not status.ready:
             raise draining(reason)
         return _answer(models.ReadyAnswer(ready=True, reason=reason))
@@ -223,8 +217,8 @@ class Routes:
     async def _details(
         self, record: JobRecord, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> web.Response:
-        waits_for = await self._service.waits_for(record.id) if record.state is JobState.QUEUED else None
-        return _answer(models.JobDetails.of_record(record, waits_for, self._redact), status, headers)
+        waits_for = await self.service.waits_for(record.id) if record.state is JobState.QUEUED else None
+        return _answer(models.JobDetails.of_record(record, waits_for, self.redact), status, headers)
 
 
 def job_id(request: web.Request) -> str:

@@ -25,6 +25,7 @@ from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.ops.model.sequential import as_sequential, split
 from asyncpipe.ops.model.stage import StagedModel
+from asyncpipe.service.submission.submission import stages_of
 from asyncpipe.train.job_file import AUTO, Job, PipelineTable, blaming_key
 from asyncpipe.train.planning import choose_for, measure_job
 from asyncpipe.train.workload import Workload
@@ -70,11 +71,8 @@ def _balance(table: PipelineTable, workload: Workload, schedule: Schedule) -> li
     """The number of layers of each stage, as the pipeline will split them."""
     if isinstance(workload.model, StagedModel):
         return [1] * len(workload.model.stages)
-    if table.stages is not None:
-        stages = table.stages
-    else:
-        stages = len(table.devices) * schedule.virtual if isinstance(table.balance, str) else len(table.balance)
-    return [len(part) for part in split(as_sequential(workload.model), table.balance, stages)]
+    parts = split(as_sequential(workload.model), table.balance, stages_of(table, schedule))
+    return [len(part) for part in parts]
 
 
 def _cut(samples: int, microbatches: int) -> int:

@@ -41,6 +41,7 @@ __all__ = [
     "check_new_schedule",
     "check_submission",
     "job_of",
+    "stages_of",
 ]
 
 MOST_STEPS = 10**9
@@ -241,7 +242,7 @@ def _wrong_schedule(pipeline: PipelineTable) -> Iterator[WrongKey]:
         return
     try:
         schedule = find_schedule(pipeline.schedule, order=pipeline.order)
-        stages = _stages(pipeline, schedule)
+        stages = stages_of(pipeline, schedule)
         if stages > MOST_STAGES or stages * pipeline.microbatches > MOST_ACTIONS:
             most = f"{MOST_STAGES} stages, and {MOST_ACTIONS} stages times micro-batches"
             yield WrongKey("pipeline", f"{stages} stages of {pipeline.microbatches} micro-batches: at most {most}")
@@ -252,7 +253,7 @@ def _wrong_schedule(pipeline: PipelineTable) -> Iterator[WrongKey]:
         yield WrongKey("pipeline.schedule", str(error))
 
 
-def _stages(pipeline: PipelineTable, schedule: Schedule) -> int:
+def stages_of(pipeline: PipelineTable, schedule: Schedule) -> int:
     """The number of stages; for a traced model, the number that the schedule prefers."""
     if pipeline.stages is not None:
         return pipeline.stages
