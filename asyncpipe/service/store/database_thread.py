@@ -19,13 +19,16 @@ import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from asyncpipe.service.store.database import StoreError, StoreProblem, explain, open_database
 from asyncpipe.train.blocking_calls import call_for_future, wait_to_end
 
 __all__ = ["DatabaseThread"]
 
+NAME = "asyncpipe job store"
 LARGEST_GROUP = 128
 """Requests in one commit; bounds how long the first of many requests waits for the last."""
 
@@ -45,25 +48,17 @@ class _Request(NamedTuple):
 
 
 class DatabaseThread:
-    """Runs functions on a connection, in a thread of its own. Opens once and closes once; requests from any loop.
+    """Runs functions on the connection to the store at ``path``, in a thread of its own; requests from any loop.
 
-    The thread refers to this object, so it ends only when somebody calls ``stop``.
+    Opens once, waiting up to ``busy_seconds`` for another process, and closes once. The thread refers to this object,
+    so it ends only when somebody calls ``stop``. Errors of SQLite are raised as ``StoreError``.
     """
 
-    def __init__(
-        self,
-        name: str,
-        connect: Callable[[], sqlite3.Connection],
-        explain: Callable[[sqlite3.Error], Exception],
-        closed: Callable[[], Exception],
-    ) -> None:
-        """``connect`` is called in the thread; requests raise what ``explain`` and ``closed`` make."""
+    def __init__(self, path: Path, busy_seconds: float) -> None:
         self.commits = 0
-        """Transactions that were committed since ``open``."""
-        self._name = name
-        self._connect = connect
-        self._explain = explain
-        self._closed = closed
+        """Transactions that were committed since ``open``; requests that wait at the same time share one."""
+        self._path = path
+        self._busy_seconds = busy_seconds
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Future[None] | None = None
         self._queue: SimpleQueue[_Request | None] = SimpleQueue()
@@ -77,14 +72,14 @@ class DatabaseThread:
         return self._thread is not None and self._thread.is_alive()
 
     async def open(self) -> None:
-        """Start the thread and connect. Raises what ``connect`` raises; no thread is left then."""
+        """Start the thread and connect. Raises as ``open_database``; no thread is left then."""
         if self._thread is not None:
             raise self._closed()
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[None] = loop.create_future()
         self._ended = loop.create_future()
         arguments = (opened, self._ended)
-        self._thread = threading.Thread(target=self._serve_all, args=arguments, name=self._name, daemon=True)
+        self._thread = threading.Thread(target=self._serve_all, args=arguments, name=NAME, daemon=True)
         self._thread.start()
         try:
             await wait_to_end(opened)
@@ -127,7 +122,7 @@ class DatabaseThread:
         """Serve requests until the queue is closed and empty; every future gets an answer, however this ends."""
         connection: sqlite3.Connection | None = None
         try:
-            reply = _attempt(self._connect)
+            reply = _attempt(lambda: open_database(self._path, self._busy_seconds))
             connection = reply.value
             _answer([(opened, _Reply(error=reply.error))])
             while connection is not None and (group := self._take()):
@@ -142,6 +137,10 @@ class DatabaseThread:
             while group := self._take():
                 _answer([(request.future, _Reply(error=self._closed())) for request in group])
             _answer([(done, _Reply())])
+
+    def _closed(self) -> StoreError:
+        advice = "use it inside 'async with', which opens once"
+        return StoreError(self._path, StoreProblem.CLOSED, "is not open", advice)
 
     def _take(self) -> list[_Request]:
         """The requests that wait, at least one; blocks. Empty once the queue is closed and empty."""
@@ -165,7 +164,7 @@ class DatabaseThread:
             written = self._write(connection, [request.function for request in writing]) if writing else []
             found = written + [_read(connection, request.function) for request in reading]
             return [
-                _Reply(error=self._explain(reply.error)) if isinstance(reply.error, sqlite3.Error) else reply
+                _Reply(error=explain(self._path, reply.error)) if isinstance(reply.error, sqlite3.Error) else reply
                 for reply in found
             ]
 

@@ -26,7 +26,7 @@ from asyncpipe.service.job_states import (
     tidy_cause,
 )
 from asyncpipe.service.store import queries
-from asyncpipe.service.store.database import StoreError, StoreProblem, explain, open_database
+from asyncpipe.service.store.database import StoreError, StoreProblem
 from asyncpipe.service.store.database_thread import DatabaseThread
 from asyncpipe.service.store.queries import IdempotencyConflictError, QueueFullError, UnknownJobError
 
@@ -83,19 +83,10 @@ class JobStore:
 
         ``busy_seconds`` is how long opening waits for another process to release the file.
         """
-        self.path = path = Path(path).absolute()
+        self.path = Path(path).absolute()
         self._clock = clock
         self._make_id = make_id
-
-        def closed() -> StoreError:
-            return StoreError(path, StoreProblem.CLOSED, "is not open", "use it inside 'async with', which opens once")
-
-        self.thread = DatabaseThread(
-            "asyncpipe job store",
-            connect=lambda: open_database(path, busy_seconds),
-            explain=lambda error: explain(path, error),
-            closed=closed,
-        )
+        self.thread = DatabaseThread(self.path, busy_seconds)
         """Runs any function on the store's connection."""
         # Ends the thread, which does not refer to the store, when the store is collected without having been closed, or
         # the interpreter exits.
