@@ -45,7 +45,7 @@ kill-service: .venv/installed
 	ASYNCPIPE_KILLS=$(or $(KILLS),50) $(CAMPAIGN) tests/service/test_service_killed.py
 
 kill-store: .venv/installed
-	ASYNCPIPE_KILLS=$(or $(KILLS),1000) $(CAMPAIGN) tests/service/test_store_killed.py
+	ASYNCPIPE_KILLS=$(or $(KILLS),1000) $(CAMPAIGN) tests/service/store/test_store_killed.py
 
 kill-run: .venv/installed
 	ASYNCPIPE_KILLS=$(or $(KILLS),20) $(CAMPAIGN) tests/cli/test_train.py

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 FULL = Path("/dev/full")
 # Test workers and more than a hundred subprocesses import the package. Where the environment forbids bytecode files,
@@ -26,6 +27,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 JOIN_SECONDS = 10.0
 TURNS = 5
 """Iterations of the event loop in which a cancelled coroutine may end."""
+
+
+# A busy machine is no failure: each test has a timeout, its examples have no deadline of their own.
+settings.register_profile("asyncpipe", deadline=None)
+settings.load_profile("asyncpipe")
 
 
 def pytest_configure() -> None:

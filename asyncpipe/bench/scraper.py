@@ -74,7 +74,7 @@ async def _repeated(step: Step, seconds: float, scraping: AbstractContextManager
     """Repeat ``step`` for about ``seconds`` inside ``scraping``; returns the means per step."""
     steps, begun, used = 0, time.perf_counter(), time.process_time()
     with scraping:
-        while (taken := time.perf_counter() - begun) < seconds:
+        while (taken := time.perf_counter() - begun) < seconds or not steps:
             await step()
             steps += 1
     return StepTime(taken / steps, (time.process_time() - used) / steps)

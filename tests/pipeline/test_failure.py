@@ -181,7 +181,7 @@ async def cancelled_step(pipe, workload, before_task, nth):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_cancellation_at_any_point(workload, before_task, no_leaks, schedule):
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(nth=st.integers(0, 60), checkpoint=st.sampled_from(["always", "except_last", "never"]))
     def check(nth, checkpoint):
         async def main():

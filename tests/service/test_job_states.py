@@ -126,7 +126,7 @@ documents = st.dictionaries(
 
 
 # The first example takes seconds on a busy machine, where Hypothesis makes its table of characters.
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(documents, st.sampled_from(PriorityClass), st.floats(0.01, 100))
 def test_a_specification_comes_back_from_its_text(document, priority, weight):
     spec = JobSpec("ä", "package.module:factory", document, priority, weight)

@@ -9,6 +9,6 @@ Imports ``asyncpipe.core`` and torch, and no other folder of ``asyncpipe.ops``. 
 - ``intra_op_threads``: how many threads a CPU stage computes with.
 
 A new type of device needs its name in ``devices.ACCELERATORS``, in the pattern of device names that the service accepts
-(``asyncpipe/service/intake/setting_values.py``), and its generators' states in snapshots
+(``asyncpipe/service/settings/setting_types.py``), and its generators' states in snapshots
 (``asyncpipe/train/randomness.py``). Everything else asks ``torch.get_device_module``.
 """

@@ -55,7 +55,7 @@ class RunEnding(Enum):
     """Between two tasks, on request."""
     FAILED = "failed"
     """May succeed from a snapshot: a task failed, hung, or ran out of memory; data could not be read."""
-    HOPELESS = "hopeless"
+    FAILED_PERMANENTLY = "failed permanently"
     """Would fail again: the job does not fit its entry or this machine, or its loss is NaN or infinite."""
 
 
@@ -80,7 +80,7 @@ def next_state(
         return JobState.FINISHED, outcome.cause
     if asked is JobState.CANCELLED:
         return JobState.CANCELLED, asked_cause
-    if outcome.ending is RunEnding.HOPELESS:
+    if outcome.ending is RunEnding.FAILED_PERMANENTLY:
         return JobState.FAILED, outcome.cause
     if outcome.ending is RunEnding.FAILED and failures > retries:
         times = f" ({failures} times since the last snapshot)" if failures > 1 else ""
@@ -355,4 +355,6 @@ def _failed(error: BaseException) -> RunOutcome:
     if not isinstance(error, AsyncpipeError):
         _logger.error("a job failed with an error of its own code", exc_info=error)
     cause = str(error) if isinstance(error, AsyncpipeError) else f"{type(error).__name__}: {error}"
-    return RunOutcome(RunEnding.HOPELESS if is_permanent(error) else RunEnding.FAILED, cause or type(error).__name__)
+    return RunOutcome(
+        RunEnding.FAILED_PERMANENTLY if is_permanent(error) else RunEnding.FAILED, cause or type(error).__name__
+    )

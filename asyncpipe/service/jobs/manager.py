@@ -307,7 +307,7 @@ class Manager:
             return await run.run(self._make_trainer, make_workload, log, pool=self.pool)
         except Exception as error:
             _logger.exception("the run of job %s failed in asyncpipe's own code; this is a bug", run.record.id)
-            return RunOutcome(RunEnding.HOPELESS, f"{type(error).__name__}: {error}")
+            return RunOutcome(RunEnding.FAILED_PERMANENTLY, f"{type(error).__name__}: {error}")
 
     async def _end(self, run: JobRun, outcome: RunOutcome) -> None:
         """Record the job's next state in the store, trying until it succeeds or the grace period is over."""

@@ -188,7 +188,7 @@ class Whimsical(Policy):
         return now + 0.5 if self._ready else None
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.randoms(use_true_random=False))
 def test_any_policy_gets_every_job_through(draw: random.Random) -> None:
     """Orders and rules, with the dependencies, the cap and the rule's admit kept by the scheduler."""

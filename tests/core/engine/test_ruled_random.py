@@ -137,7 +137,7 @@ def most_held(times: Report, graph: TaskGraph) -> list[int]:
     return most
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.randoms(use_true_random=False))
 def test_no_rule_gets_stuck_or_breaks_its_cap(draw: random.Random) -> None:
     graph, caps = random_graph(draw)
@@ -150,7 +150,7 @@ def test_no_rule_gets_stuck_or_breaks_its_cap(draw: random.Random) -> None:
     assert all(held <= cap for held, cap in zip(most_held(times, graph), caps, strict=True))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.randoms(use_true_random=False))
 def test_several_steps_share_lanes_in_any_order_of_events(draw: random.Random) -> None:
     """Ruled and ordered steps together; devices report in any order, late or in two parts; some are cancelled, or have

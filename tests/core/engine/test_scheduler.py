@@ -240,7 +240,7 @@ class World:
 worlds = st.randoms(use_true_random=False)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(worlds, st.integers(1, 3))
 def test_steps_that_go_well(draw: random.Random, steps: int) -> None:
     world = World(draw, steps, failures=False, cancellations=False)
@@ -250,13 +250,13 @@ def test_steps_that_go_well(draw: random.Random, steps: int) -> None:
         assert sorted(model.dispatched) == list(range(len(model.graph.tasks)))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(worlds, st.integers(1, 3))
 def test_steps_that_fail_or_are_cancelled_at_any_point(draw: random.Random, steps: int) -> None:
     World(draw, steps, failures=True, cancellations=True).run()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(worlds)
 def test_a_cancelled_step_drains_and_its_neighbour_goes_on(draw: random.Random) -> None:
     world = World(draw, 2, failures=False, cancellations=False)

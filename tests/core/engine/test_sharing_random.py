@@ -229,13 +229,13 @@ class World:
 worlds = st.randoms(use_true_random=False)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(worlds)
 def test_ordered_jobs_in_any_order_of_events(draw: random.Random) -> None:
     World(draw, ruled=False, trouble=False).run()
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(worlds)
 def test_any_jobs_that_fail_or_are_cancelled_at_any_point(draw: random.Random) -> None:
     World(draw, ruled=True, trouble=True).run()
@@ -254,7 +254,7 @@ def random_job(name: str, draw: random.Random) -> SimulatedJob:
     return SimulatedJob(random_graph(draw), cost, share, draw.randint(1, 4), draw.choice([0.0, 1.0]), draw.random())
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(worlds, st.integers(1, 4))
 def test_jobs_get_through_in_virtual_time(draw: random.Random, count: int) -> None:
     """Also where every lane may wait for another one; each job in the order that it has when it is alone."""

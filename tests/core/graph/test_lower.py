@@ -108,7 +108,7 @@ def test_checkpoint_modes_are_parsed_or_listed() -> None:
         CheckpointMode.parse("sometimes")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(any_graph)
 def test_each_task_is_there_once_and_copies_only_where_the_device_changes(graph: TaskGraph) -> None:
     counts = Counter((task.kind, task.microbatch, task.stage, task.source) for task in graph.tasks)
@@ -171,7 +171,7 @@ def test_a_recomputation_follows_the_action_before_its_backward() -> None:
     assert waits(graph, graph.find(TaskKind.BACKWARD, 2, 0)) == last
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.randoms(use_true_random=False), st.sampled_from(CheckpointMode))
 def test_devices_keep_their_order(draw: random.Random, mode: CheckpointMode) -> None:
     """Each action waits for the one before it on its device, and each R too, for the same one as its B."""
@@ -189,7 +189,7 @@ def test_devices_keep_their_order(draw: random.Random, mode: CheckpointMode) -> 
                 assert (recompute.id, Reason.RECOMPUTE) in waits(graph, task)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(any_graph)
 def test_dependents_invert_dependencies_and_are_split_by_device(graph: TaskGraph) -> None:
     local, remote = set(), set()
@@ -206,7 +206,7 @@ def test_dependents_invert_dependencies_and_are_split_by_device(graph: TaskGraph
 # Numbers, cycles and lanes
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(any_graph)
 def test_numbers_are_topological_and_sorted_by_cycle_with_copies_first(graph: TaskGraph) -> None:
     assert [task.number for task in graph.tasks] == list(range(len(graph.tasks)))
@@ -215,7 +215,7 @@ def test_numbers_are_topological_and_sorted_by_cycle_with_copies_first(graph: Ta
     assert keys == sorted(keys)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(any_graph)
 def test_lanes(graph: TaskGraph) -> None:
     assert graph.lanes == tuple(Lane(device, queue) for device in graph.devices for queue in Queue)

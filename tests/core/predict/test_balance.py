@@ -59,7 +59,7 @@ def layers_and_stages(draw: st.DrawFn, most_layers: int = 16) -> tuple[list[floa
     return costs, draw(st.integers(1, len(costs)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(layers_and_stages(most_layers=7))
 def test_the_oracle_is_right(case: tuple[list[float], int]) -> None:
     costs, stages = case
@@ -67,7 +67,7 @@ def test_the_oracle_is_right(case: tuple[list[float], int]) -> None:
     assert least_dearest(costs, stages) == best
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(layers_and_stages())
 @example(([2, 5, 1, 5, 2], 3))
 @example(([2, 4, 0, 1, 4, 1, 0, 0, 1], 3))
@@ -97,7 +97,7 @@ def any_start(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return costs, [0, *sorted(inner), len(costs)]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(any_start())
 @example(([0, 0, 3, 3], [0, 1, 2, 4]))
 @example(([3, 3, 0, 0, 0], [0, 2, 3, 4, 5]))

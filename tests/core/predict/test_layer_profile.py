@@ -211,7 +211,7 @@ def steps_of(costs: StageCosts, stages: int, devices: int = 2, m: int = 5) -> di
 SECONDS = st.floats(0.01, 10.0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(*[SECONDS] * 5), min_size=4, max_size=7), st.tuples(*[st.floats(0.0, 5.0)] * 4), SECONDS)
 def test_layers_and_overheads_are_found_again_in_the_steps_they_make(times, overheads, latency):
     """What steps of known costs give is a profile whose stages cost what those of the steps did."""

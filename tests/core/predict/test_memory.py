@@ -179,7 +179,7 @@ STEPS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(STEPS, st.integers(0, 10**9))
 def test_equal_sizes_make_bytes_of_micro_batches(record: StepRecord, size: int) -> None:
     graph = record.graph
@@ -192,7 +192,7 @@ def test_equal_sizes_make_bytes_of_micro_batches(record: StepRecord, size: int) 
         assert found == [peak * size for peak in report(record).peak_in_flight]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(STEPS, st.integers(0, 3))
 def test_one_stages_memory_is_what_it_holds(record: StepRecord, chosen: int) -> None:
     """All other stages weigh nothing, so the device shows this one's peak."""

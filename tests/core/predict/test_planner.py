@@ -240,7 +240,7 @@ PROFILES = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(PROFILES, st.integers(1, 3))
 def test_figures_are_those_of_a_direct_simulation(profile, devices):
     for found in plan(profile, devices, schedules=["gpipe", "1f1b", "interleaved"]):
@@ -258,7 +258,7 @@ def test_what_is_left_out_early_is_not_the_best(monkeypatch):
     assert quick[0] == thorough[0]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(PROFILES, st.integers(1, 3))
 def test_no_step_is_shorter_than_the_work_of_its_busiest_device(profile, devices):
     for found in plan(profile, devices, schedules=["gpipe", "1f1b", "interleaved", "zb-h1"]):

@@ -73,7 +73,7 @@ def test_a_tight_cap_costs_nothing_where_tasks_are_done_when_they_end() -> None:
     assert times(simulate(graph, Costs(), in_flight=1)) == times(simulate(graph, Costs(), in_flight=100))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SHAPES, st.tuples(*[st.integers(0, 5)] * 4), st.sampled_from(CheckpointMode), st.integers(1, 20))
 def test_every_run_keeps_to_its_graph(
     named: tuple[str, Shape], costs: tuple[int, int, int, int], mode: CheckpointMode, in_flight: int

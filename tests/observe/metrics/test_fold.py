@@ -11,7 +11,7 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncpipe.core.engine.events import (
@@ -269,7 +269,6 @@ def cut_short(record: StepRecord, kept: int, outcome: Outcome) -> StepRecord:
     return replace(record, journal=journal, outcome=outcome)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_the_fold_is_the_reference(draw: st.DataObject) -> None:
     graph = graph_of(draw)
@@ -284,7 +283,6 @@ def test_the_fold_is_the_reference(draw: st.DataObject) -> None:
     assert busy_and_idle_seconds == pytest.approx(step_seconds * len(graph.devices))
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_folding_a_stack_is_folding_one_by_one(draw: st.DataObject) -> None:
     graph = graph_of(draw)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncpipe.core.engine.events import GateOpened, Outcome, StepRecord, StepSubmitted, TaskCompleted
@@ -128,7 +128,6 @@ def test_a_gap_belongs_to_the_stage_of_the_task_that_ends_it() -> None:
     }
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["gpipe", "1f1b", "interleaved"]),
     st.sampled_from(["never", "always", "except_last"]),

@@ -172,7 +172,7 @@ def test_memory_of_another_number_of_stages_is_refused() -> None:
         to_chrome([step()], memory=MEMORY)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
     st.integers(1, 4),

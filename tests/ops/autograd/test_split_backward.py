@@ -384,7 +384,7 @@ def interpreted(lines: list[tuple[str, int, int, int]], x: Tensor, y: Tensor, pa
 
 
 @given(program=programs(), skip=st.lists(st.integers(0, 3), max_size=1), wanted=st.tuples(st.booleans(), st.booleans()))
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=150, database=None)
 def test_random_graphs(program: Any, skip: list[int], wanted: tuple[bool, bool]) -> None:
     lines, outputs = program
     torch.manual_seed(0)

@@ -67,7 +67,7 @@ def test_statistics_are_those_of_the_whole_mini_batch(
     torch.testing.assert_close(deferred.eval()(x), bare.eval()(x), rtol=1e-12, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.floats(-1e6, 1e6), st.integers(0, 1000))
 def test_any_micro_batches_with_any_offset(sizes: list[int], offset: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

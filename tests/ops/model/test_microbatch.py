@@ -50,7 +50,7 @@ def test_sizes_are_even_and_small_batches_make_fewer(size: int, microbatches: in
 
 
 @given(st.integers(1, 50), st.integers(1, 20))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_sizes(size: int, microbatches: int) -> None:
     sizes = cut([torch.zeros(size)], microbatches).sizes
     assert sum(sizes) == size
@@ -250,13 +250,13 @@ def nested(size: int) -> st.SearchStrategy[Any]:
 
 
 @given(st.integers(1, 9).flatmap(nested), st.integers(1, 10))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_gather_undoes_scatter(batch: Any, microbatches: int) -> None:
     assert equal(gather(cut(batch, microbatches).pieces), batch)
 
 
 @given(nested(2), st.one_of(st.none(), st.integers(), st.text()))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_a_packet_is_rebuilt_with_other_tensors(value: Any, rest: Any) -> None:
     packet = Packet({"value": value, "rest": (rest,)})
     assert equal(packet.rebuild(packet.tensors), {"value": value, "rest": (rest,)})

@@ -85,7 +85,6 @@ def each_operation(url: str, test: Callable[[Any], None]) -> int:
             strategy = operation.as_strategy(generation_mode=mode)
             limits = settings(
                 max_examples=EXAMPLES,
-                deadline=None,
                 database=None,
                 derandomize=True,
                 phases=[Phase.explicit, Phase.generate],

@@ -72,7 +72,7 @@ def test_numbers_come_back_to_the_last_bit(tmp_path):
         json.loads(line, parse_constant=pytest.fail)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_run_killed_and_gone_on_any_number_of_times_has_each_step_once(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("job")

@@ -52,7 +52,7 @@ def test_whatever_a_run_comes_to_the_job_goes_where_it_may(result, asked, failur
         assert to is FINISHED
     elif asked is CANCELLED:
         assert (to, cause) == (CANCELLED, "asked for")
-    elif result is RunEnding.HOPELESS or (result is RunEnding.FAILED and failures > retries):
+    elif result is RunEnding.FAILED_PERMANENTLY or (result is RunEnding.FAILED and failures > retries):
         assert to is FAILED
         assert cause.startswith("because")
     else:

@@ -36,7 +36,7 @@ _SPECS = st.sampled_from(
 )
 
 
-@settings(max_examples=25, stateful_step_count=40, deadline=None)
+@settings(max_examples=25, stateful_step_count=40)
 class StoreMachine(RuleBasedStateMachine):
     """The store, and the same in a dict."""
 

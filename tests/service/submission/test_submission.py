@@ -182,7 +182,7 @@ submissions = st.fixed_dictionaries(
 
 
 @given(submissions)
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=100)
 def test_what_was_submitted_is_what_runs(submission):
     """Submission → JobSpec → JSON → JobSpec → Job: nothing is lost and nothing changes on the way."""
     spec = check_submission(json.dumps(submission), SERVICE, ENTRIES)
