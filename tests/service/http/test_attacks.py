@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -231,7 +232,7 @@ async def raw(api: Api, *parts: bytes, wait: float = 0) -> bytes:
         for part in parts:
             writer.write(part)
             await writer.drain()
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(10):
             return await reader.read()
     except ConnectionError:
         return b""
@@ -298,7 +299,7 @@ async def test_a_head_may_not_come_drop_by_drop_either(tmp_path: Path) -> None:
     async with served(tmp_path, header_seconds=0.3) as api:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(api.base.rpartition(":")[2]))
         dropping = asyncio.ensure_future(reader.read())
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(5):
             writer.write(b"GET /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Drops: ")
             while not dropping.done():
                 if not writer.is_closing():
@@ -321,7 +322,7 @@ async def test_one_connection_too_many_is_told_so(tmp_path: Path) -> None:
         assert b"Retry-After: 1" in answer
         held[0][1].close()
         await held[0][1].wait_closed()
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(5):
             while (await api.ask("GET", "/livez"))[0] == 503:
                 pass
         held[1][1].close()
@@ -331,11 +332,15 @@ async def test_a_client_that_takes_nothing_is_cut_off(tmp_path: Path, monkeypatc
     monkeypatch.setattr(connection, "UNREAD_SECONDS", 0.2)
     async with served(tmp_path) as api:
         job = await api.submitted()
-        _reader, writer = await asyncio.open_connection("127.0.0.1", int(api.base.rpartition(":")[2]))
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # Soon full, so that little has to be sent.
+        client.connect(("127.0.0.1", int(api.base.rpartition(":")[2])))
+        client.setblocking(False)
+        _reader, writer = await asyncio.open_connection(sock=client)
         writer.write(f"GET /v1/jobs/{job}/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
         await _reader.readline()
         writer.transport.pause_reading()
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(10):
             while api.service.followers:
                 for _ in range(100):
                     api.service.tell(job, "note", level=20, text="x" * 2000)
