@@ -52,6 +52,7 @@ _CLOSED = "the pipeline is closed, and with it the backward of its outputs"
 
 def call(parts: PipelineParts, tenancy: Tenancy, arguments: Arguments) -> Any:
     """The model's output for ``arguments``; blocks. ``Pipeline.__call__`` says the rest."""
+    tenancy.check_process()
     with tenancy.blocking_turn:
         tenancy.check()
         if tenancy.pool.portal is None:
@@ -210,6 +211,7 @@ class _BackwardPass:
     """
 
     def __init__(self, call: PreparedCall, tensors: StepTensors) -> None:
+        call.tenancy.check_process()
         # The driver of a shared pool would still run the graph.
         if not call.tenancy.is_open:
             raise PipelineClosedError(_CLOSED)
@@ -249,6 +251,7 @@ class _BackwardPass:
 
     def open(self, microbatches: Sequence[int]) -> None:
         """Open the gates of these micro-batches, in this order."""
+        self.call.tenancy.check_process()
         self.closed.difference_update(microbatches)
         try:
             self._gates.open(microbatches, self.call.portal.loop)
@@ -261,6 +264,7 @@ class _BackwardPass:
 
     def wait(self) -> dict[int, Tensor | None]:
         """The new gradients by ``id`` of the parameter, once the last backward is issued. Raises if a task failed."""
+        self.call.tenancy.check_process()
         self._abandon.detach()
         # Removed from this object: the error holds this frame, and the call must not hold the error through it.
         execution = self.__dict__.pop("_execution")
@@ -288,8 +292,11 @@ def _abandon(
     """End a backward whose result nobody will take, and undo what it did once its tasks have ended.
 
     On ``thread``, the one that called ``backward``, this waits for the end, so that the caller finds the gradients as
-    they were. A thread of the autograd engine must not wait: on CUDA, tasks may need it in order to end.
+    they were. A thread of the autograd engine must not wait: on CUDA, tasks may need it in order to end. In a forked
+    child there is nothing to end.
     """
+    if not tenancy.pool.process.is_this:
+        return
     guard.abandon()
     if threading.get_ident() == thread:
         execution.end()

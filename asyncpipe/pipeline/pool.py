@@ -26,6 +26,7 @@ from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Bind, Execution, Gates, Tenant
 from asyncpipe.runtime.executor import Executor, ThreadExecutor
 from asyncpipe.runtime.portal import Portal
+from asyncpipe.runtime.process import Process
 
 __all__ = ["DevicePool", "Tenancy"]
 
@@ -47,6 +48,8 @@ class DevicePool:
         """The thread of the driver's loop, if the pool has a loop of its own."""
         self._options = options
         self._intra_op = IntraOpThreads(options.intra_op_threads)
+        self.process = Process()
+        """The process that opened it."""
         self._finalizer: weakref.finalize[..., DevicePool] | None = None
 
     async def __aenter__(self) -> DevicePool:
@@ -64,8 +67,8 @@ class DevicePool:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has been opened and not closed since."""
-        return self._finalizer is not None and self._finalizer.alive
+        """Whether it has been opened and not closed since. Never in a forked child of the process that opened it."""
+        return self._finalizer is not None and self._finalizer.alive and self.process.is_this
 
     @property
     def is_broken(self) -> bool:
@@ -75,6 +78,8 @@ class DevicePool:
     def check(self) -> None:
         """Raise ``PipelineClosedError`` unless it is open."""
         if not self.is_open:
+            if self._finalizer is not None:
+                self.process.check()
             state = "not open; use 'async with'" if self._finalizer is None else "closed"
             raise PipelineClosedError(f"the device pool is {state}")
 
@@ -82,6 +87,7 @@ class DevicePool:
         """Start to drive steps on the running loop, or with ``in_thread`` or ``loop="own"`` on one in a thread."""
         if self._finalizer is not None:
             raise PipelineClosedError("a device pool opens once; make a new one")
+        self.process = Process()
         if self._options.loop == "own" or in_thread:
             self.portal = Portal()
             try:
@@ -123,7 +129,7 @@ class DevicePool:
     def _open_driver(self) -> None:
         self.driver.open()
         # Runs when the pool is closed, or garbage collected without being closed, or when the interpreter exits.
-        self._finalizer = weakref.finalize(self, _end_threads, self.driver, self.portal)
+        self._finalizer = weakref.finalize(self, _end_threads, self.process, self.driver, self.portal)
 
     def _make_executor(self, device: Device) -> Executor:
         if self._options.executors is not None:
@@ -131,10 +137,11 @@ class DevicePool:
         return ThreadExecutor(device.name, on_start=None if device.is_accelerator else self._intra_op.initializer())
 
 
-def _end_threads(driver: Driver, portal: Portal | None) -> None:
-    driver.close()
-    if portal is not None:
-        portal.close()
+def _end_threads(process: Process, driver: Driver, portal: Portal | None) -> None:
+    if process.is_this:
+        driver.close()
+        if portal is not None:
+            portal.close()
 
 
 class Tenancy:
@@ -167,9 +174,18 @@ class Tenancy:
         """Raise ``PipelineClosedError`` unless it is open."""
         if self.is_open:
             return
+        self.check_process()
         if not self._opened:
             raise PipelineClosedError("the pipeline is not open; use 'async with' (or 'with pipeline.sync()')")
         raise PipelineClosedError("the pipeline is closed")
+
+    def check_process(self) -> None:
+        """Raise ``PipelineClosedError`` in a forked child of the process that opened it.
+
+        To be called before any lock is taken, since a thread that the child does not have may hold it.
+        """
+        if self._opened:
+            self.pool.process.check()
 
     async def open(self) -> None:
         """Start the threads that are missing, and drive steps on the running loop or on the pool's own."""

@@ -7,5 +7,6 @@ In the order of a step:
 ``executor.py``    one thread per device runs tasks in order and reports them
 ``observers.py``   calls observers with the records of completed steps
 ``portal.py``      a loop in a thread of its own, for callers that block; waiting that no cancellation cuts short
+``process.py``     the process that threads live in, which a forked child is not
 ``watchdog.py``    fails a step whose task hangs
 """

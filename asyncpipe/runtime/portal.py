@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from asyncpipe.errors import PipelineClosedError
+from asyncpipe.runtime.process import Process
 
 __all__ = ["Portal", "PortalCall", "new_event_loop", "wait_uncancelled"]
 
@@ -44,7 +45,8 @@ async def wait_uncancelled(future: asyncio.Future[Any]) -> None:
 class Portal:
     """A loop that runs in a daemon thread until ``close``.
 
-    Coroutines that have not ended by then, and later ones, raise ``PipelineClosedError``.
+    Coroutines that have not ended by then, and later ones, raise ``PipelineClosedError``. So does every wait in a
+    forked child, which has neither the thread nor the right to wake the loop.
     """
 
     def __init__(self) -> None:
@@ -98,7 +100,7 @@ class Portal:
 
     def close(self) -> None:
         """Stop the loop after the callbacks that are queued. May be called again, from any thread."""
-        _post(self.loop, self.loop.stop)
+        self._pending.post(self.loop, self.loop.stop)
 
     def join(self) -> None:
         """Wait for the thread, after ``close``. Returns at once on the portal's own thread."""
@@ -114,9 +116,25 @@ class _PendingCalls:
     """
 
     def __init__(self) -> None:
+        self.process = Process()
         self.calls: set[PortalCall[Any]] = set()
         self.closed = False
         """Set on the loop's thread when the loop has been stopped."""
+
+    def post(self, loop: asyncio.AbstractEventLoop, function: Callable[..., object]) -> bool:
+        """Call ``function`` on ``loop``; false if that is closed, or this is a forked child, whose parent's loop it is.
+
+        A loop that is being closed may drop the call.
+        """
+        if not self.process.is_this:
+            return False
+        try:
+            loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            if not loop.is_closed():
+                raise
+            return False
+        return True
 
 
 class PortalCall(Generic[_T]):
@@ -139,6 +157,7 @@ class PortalCall(Generic[_T]):
 
     def wait(self) -> _T:
         """Block until the coroutine has ended, and return its result. A signal handler (Ctrl-C) may raise here."""
+        self._pending.process.check()
         try:
             while not concurrent.futures.wait([self.future], timeout=SIGNAL_SECONDS).done:
                 pass
@@ -148,20 +167,20 @@ class PortalCall(Generic[_T]):
 
     def end(self) -> None:
         """Cancel the coroutine unless it has ended, and block until it has."""
-        if not self.future.done():
+        if self._pending.process.is_this and not self.future.done():
             self.cancel()
             concurrent.futures.wait([self.future])
 
     def start(self) -> None:
         """Start the coroutine on the loop."""
-        if not _post(self._loop, self._start):
+        if not self._pending.post(self._loop, self._start):
             self.refuse()
 
     def cancel(self) -> None:
         """Cancel the coroutine, even if ``start`` was interrupted before it reached the loop."""
         if not self._end_unstarted(asyncio.CancelledError()):
             # If the loop is closed, the coroutine has ended.
-            _post(self._loop, self._cancel_task)
+            self._pending.post(self._loop, self._cancel_task)
 
     def refuse(self) -> None:
         """End the coroutine with ``PipelineClosedError``, unless it has begun. The loop has been stopped."""
@@ -200,17 +219,6 @@ class PortalCall(Generic[_T]):
             self.future.set_exception(error)
         else:
             self.future.set_result(task.result())
-
-
-def _post(loop: asyncio.AbstractEventLoop, function: Callable[..., object]) -> bool:
-    """Call ``function`` on ``loop``; false if the loop is closed. A loop that is being closed may drop the call."""
-    try:
-        loop.call_soon_threadsafe(function)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
-        return False
-    return True
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop, pending: _PendingCalls) -> None:
