@@ -9,6 +9,8 @@ when the module is dropped. It can be made again at any time, so copies and pick
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Self, cast
 
@@ -31,8 +33,9 @@ __all__ = ["PipelinedModule", "check_sequential"]
 class PipelinedModule(nn.Module):
     """A module whose forward runs as a pipeline, and which otherwise behaves like the sequence of its layers.
 
-    Its threads start with the first forward and end when it is dropped. Copies and pickles contain the module's state
-    only. Changes of ``chunks``, ``checkpoint`` and layers take effect at the next forward.
+    Its threads start with the first forward, of whichever thread, and end when it is dropped. A forked child starts
+    threads of its own. Copies and pickles contain the module's state only. Changes of ``chunks``, ``checkpoint`` and
+    layers take effect at the next forward.
     """
 
     partitions: nn.ModuleList
@@ -56,6 +59,7 @@ class PipelinedModule(nn.Module):
         self._pipeline: Pipeline | None = None
         self._sync: SyncPipeline | None = None
         self._made_from: tuple[Any, ...] = ()
+        self._opening: dict[int, threading.Lock] = {}
 
     def _arrange(self, parts: Sequence[nn.Sequential], devices: Sequence[str], *, deferred_batch_norm: bool) -> None:
         """Make ``parts`` the stages, and move each to its device. There may be no parts."""
@@ -71,12 +75,9 @@ class PipelinedModule(nn.Module):
 
     def _run(self, *args: Any) -> Any:
         """The output of the pipeline. An exception of a layer is raised unchanged, with a note that names the task."""
-        self._update_pipeline()
-        assert self._pipeline is not None
-        if self._sync is None:
-            self._sync = self._pipeline.sync().__enter__()
+        pipe = self._open()
         try:
-            return self._sync(*args)
+            return pipe(*args)
         except TaskError as error:
             failure = error.__cause__
             # Not a BaseException such as SystemExit: raised here, it would end the caller's program, not the layer.
@@ -91,9 +92,20 @@ class PipelinedModule(nn.Module):
         finally:
             del failure
 
-    def _update_pipeline(self) -> None:
-        """Make a new pipeline if ``chunks``, ``checkpoint`` or layers have changed since the last one was made."""
-        made_from = (self.chunks, self.checkpoint, *self)
+    def _open(self) -> SyncPipeline:
+        """The pipeline, made and opened if it is not. After an error the next call tries again."""
+        # By process: a thread of the parent that a forked child does not have may hold the parent's lock.
+        with self._opening.setdefault(os.getpid(), threading.Lock()):
+            pipeline = self._update_pipeline()
+            if self._sync is None:
+                self._pipeline = None  # one that failed to open cannot be opened again
+                self._sync = pipeline.sync().__enter__()
+                self._pipeline = pipeline
+            return self._sync
+
+    def _update_pipeline(self) -> Pipeline:
+        """The pipeline; a new one if ``chunks``, ``checkpoint``, layers or process have changed since it was made."""
+        made_from = (os.getpid(), self.chunks, self.checkpoint, *self)
         if self._pipeline is None or made_from != self._made_from:
             self._sync = None
             self._pipeline = Pipeline(
@@ -104,6 +116,7 @@ class PipelinedModule(nn.Module):
                 checkpoint=self.checkpoint,
             )
             self._made_from = made_from
+        return self._pipeline
 
     # Methods of a sequence
 
@@ -124,7 +137,7 @@ class PipelinedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: everything except the pipeline."""
-        return {**self.__dict__, "_pipeline": None, "_sync": None, "_made_from": ()}
+        return {**self.__dict__, "_pipeline": None, "_sync": None, "_made_from": (), "_opening": {}}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         _rename_foreign_keys(self, state_dict, prefix)
