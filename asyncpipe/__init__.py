@@ -1,11 +1,14 @@
 """Pipeline-parallel training for PyTorch, from one process with one asyncio controller.
 
-Public names are imported when first used, so that ``import asyncpipe.core…`` needs no torch.
+Public names are imported when first used, so that ``import asyncpipe.core…`` needs no torch. Raises ``ImportError``
+where the index's other project called asyncpipe is installed, since either may be what the next program imports.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from os.path import isfile, join
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -97,6 +100,13 @@ _HOMES = {
     "pipeline.result": ("StepResult",),
     "service.training_service": ("TrainingService",),
 }
+for _folder in sys.path:
+    if isfile(_namesake := join(_folder, "asyncpipe.py")):
+        raise ImportError(
+            f"{_namesake} is another project's module with the name asyncpipe: remove it (pip uninstall asyncpipe) "
+            "to use this one, which pip knows as asyncpipe-torch"
+        )
+
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *_HOME_OF]

@@ -36,6 +36,7 @@ __all__ = [
     "TooFewDevicesError",
     "TraceError",
     "UnknownScheduleError",
+    "missing_package",
 ]
 
 
@@ -192,3 +193,11 @@ class InvalidTransition(AsyncpipeError, RuntimeError):
         lines = "".join(f"\n  {at:.6f} {event}" for at, event in story)
         super().__init__(f"{message}; its journal:{lines or ' empty'}")
         self.story = tuple(story)
+
+
+def missing_package(needs: str, extra: str) -> OptionError:
+    """The error where a package is not installed: what ``needs`` which, and how the ``extra`` that has it is installed.
+
+    From the checkout, because no index has this package, and pip's own has another project under its name.
+    """
+    return OptionError(f"{needs}; to install it, in a checkout of asyncpipe: pip install -e '.[{extra}]'")

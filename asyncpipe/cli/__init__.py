@@ -19,9 +19,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
+from asyncpipe import __version__
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.train.import_path import import_path
 
@@ -61,15 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="asyncpipe", description="Pipeline-parallel training for PyTorch, and tools around it."
     )
-    parser.add_argument("--version", action="version", version=f"asyncpipe {_version()}")
+    parser.add_argument("--version", action="version", version=f"asyncpipe {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (train, serve, jobs, schedule, simulate, profile, plan, bench):
         module.add_parser(subparsers)
     return parser
-
-
-def _version() -> str:
-    try:
-        return metadata.version("asyncpipe")
-    except metadata.PackageNotFoundError:
-        return "unknown"

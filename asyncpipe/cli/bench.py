@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncpipe.bench import BENCHMARKS, OPTIONS
 from asyncpipe.cli.arguments import add_command
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import OptionError, missing_package
 
 __all__ = ["add_parser"]
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         benchmark = import_module(f"asyncpipe.bench.{args.name}")
     except ImportError as error:
-        raise OptionError(f"this benchmark needs {error.name}: pip install 'asyncpipe[service]'") from error
+        raise missing_package(f"this benchmark needs {error.name}", "service") from error
     figures = benchmark.run(lambda text: print(f"… {text}", file=sys.stderr), **options)
     if args.json:
         machine = {"python": platform.python_version(), "system": platform.system(), "processor": platform.machine()}

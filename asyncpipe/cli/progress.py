@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TextIO
 
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import missing_package
 from asyncpipe.train.progress import ProgressSink, RunStarted, StepProgress
 
 if TYPE_CHECKING:
@@ -65,10 +65,7 @@ def choose_progress(*, wanted: bool, out: TextIO | None = None) -> Iterator[Prog
             from rich.console import Console
             from rich.live import Live
         except ImportError as error:
-            raise OptionError(
-                "the live display needs rich, which is not installed: pip install 'asyncpipe[cli]', or give "
-                "--no-progress"
-            ) from error
+            raise missing_package("the live display needs rich, --no-progress does not", "cli") from error
         console = Console(file=out)
         progress = LiveProgress(console)
         with Live(get_renderable=progress.draw, console=console, refresh_per_second=REDRAWS_PER_SECOND):

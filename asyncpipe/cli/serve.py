@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncpipe.cli.arguments import add_command
 from asyncpipe.cli.metrics import metrics_served
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import missing_package
 
 if TYPE_CHECKING:
     from asyncpipe.cli.arguments import Subparsers
@@ -155,8 +155,7 @@ def _settings(given: dict[str, Any]) -> ServiceSettings:
     try:
         from asyncpipe.service.settings.service_settings import ServiceSettings
     except ImportError as error:
-        needs = "a service needs pydantic-settings and aiohttp"
-        raise OptionError(f"{needs}, which are not both installed: pip install 'asyncpipe[service]'") from error
+        raise missing_package("a service needs pydantic-settings and aiohttp", "service") from error
     return ServiceSettings(**given)
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import TextIO
 
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import missing_package
 
 __all__ = ["table"]
 
@@ -33,7 +33,7 @@ def table(
         from rich.table import Table
         from rich.text import Text
     except ImportError as error:
-        raise OptionError("tables need rich, which is not installed: pip install 'asyncpipe[cli]'") from error
+        raise missing_package("tables need rich", "cli") from error
     is_terminal = (out or sys.stdout).isatty()
     drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(head))
     for number, name in enumerate(head, 1):

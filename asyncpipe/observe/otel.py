@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from asyncpipe.core.engine.events import Outcome, StepCompleted, StepRecord, TaskCompleted
 from asyncpipe.core.graph.task import Queue
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import missing_package
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -45,7 +45,7 @@ class StepSpans:
         try:
             from opentelemetry import context, trace
         except ImportError as error:
-            raise OptionError("spans need OpenTelemetry's API: pip install 'asyncpipe[otel]'") from error
+            raise missing_package("spans need OpenTelemetry's API", "otel") from error
         self.job = job
         self._tracer = tracer if tracer is not None else trace.get_tracer("asyncpipe")
         current = trace.get_current_span().get_span_context()

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.timeout(120),  # Each starts a process or two that import torch.
     pytest.mark.skipif(
         find_spec("aiohttp") is None or find_spec("pydantic_settings") is None,
-        reason="a service needs aiohttp and pydantic-settings: pip install 'asyncpipe[service]'",
+        reason="a service needs aiohttp and pydantic-settings: pip install -e '.[service]'",
     ),
 ]
 

@@ -45,5 +45,5 @@ def test_without_names_there_is_no_heading():
 
 def test_without_rich_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(OptionError, match=r"pip install 'asyncpipe\[cli\]'"):
+    with pytest.raises(OptionError, match=r"pip install -e '\.\[cli\]'"):
         table(HEAD, ROWS)

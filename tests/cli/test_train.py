@@ -272,7 +272,7 @@ def test_a_wrong_option_ends_the_command_with_what_is_allowed(job, capsys, optio
 
 @pytest.mark.parametrize(
     ("package", "option", "extra"),
-    [("aiohttp", ["--serve", "0"], "asyncpipe[service]"), ("opentelemetry", ["--opentelemetry"], "asyncpipe[otel]")],
+    [("aiohttp", ["--serve", "0"], ".[service]"), ("opentelemetry", ["--opentelemetry"], ".[otel]")],
 )
 def test_an_extra_that_is_not_installed_ends_the_command_before_it_trains(
     job, capsys, monkeypatch, package, option, extra

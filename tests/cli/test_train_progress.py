@@ -137,7 +137,7 @@ def test_no_progress_shows_nothing(simulated):
 def test_a_terminal_without_rich_is_told_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     with (
-        pytest.raises(OptionError, match=r"pip install 'asyncpipe\[cli\]'"),
+        pytest.raises(OptionError, match=r"pip install -e '\.\[cli\]'"),
         choose_progress(wanted=True, out=Terminal()),
     ):
         pass

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
     pytest.mark.skipif(
         find_spec("aiohttp") is None or find_spec("pydantic_settings") is None,
-        reason="the example needs aiohttp and pydantic-settings: pip install 'asyncpipe[service]'",
+        reason="the example needs aiohttp and pydantic-settings: pip install -e '.[service]'",
     ),
 ]
 

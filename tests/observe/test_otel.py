@@ -295,7 +295,7 @@ def test_neither_records_nor_what_errors_hold_stay_alive(spans: Spans, outcome: 
 
 def test_without_opentelemetry_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(OptionError, match=r"pip install 'asyncpipe\[otel\]'"):
+    with pytest.raises(OptionError, match=r"pip install -e '\.\[otel\]'"):
         StepSpans("toy")
 
 

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="this system has no SIGKILL"),
     pytest.mark.skipif(
         find_spec("aiohttp") is None or find_spec("pydantic_settings") is None,
-        reason="a service needs aiohttp and pydantic-settings: pip install 'asyncpipe[service]'",
+        reason="a service needs aiohttp and pydantic-settings: pip install -e '.[service]'",
     ),
 ]
 

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes"),
     pytest.mark.skipif(
         find_spec("aiohttp") is None or find_spec("pydantic_settings") is None,
-        reason="a service needs aiohttp and pydantic-settings: pip install 'asyncpipe[service]'",
+        reason="a service needs aiohttp and pydantic-settings: pip install -e '.[service]'",
     ),
 ]
 

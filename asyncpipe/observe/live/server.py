@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import OptionError, missing_package
 from asyncpipe.observe.http_hosts import shown_address
 from asyncpipe.observe.live.feed import LiveFeed
 from asyncpipe.observe.live.view import LiveView
@@ -43,9 +43,7 @@ def live_app(view: LiveView, *, hosts: Iterable[str] = ()) -> web.Application:
 
         from asyncpipe.observe.live.handlers import make_app
     except ImportError as error:
-        raise OptionError(
-            "the live view needs aiohttp, which is not installed: pip install 'asyncpipe[service]'"
-        ) from error
+        raise missing_package("the live view needs aiohttp", "service") from error
     return make_app(LiveFeed(view), hosts)
 
 

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import missing_package
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -62,4 +62,4 @@ def _check_aiohttp() -> None:
     try:
         import aiohttp  # noqa: F401
     except ImportError as error:
-        raise OptionError("the API needs aiohttp, which is not installed: pip install 'asyncpipe[service]'") from error
+        raise missing_package("the API needs aiohttp", "service") from error

@@ -570,9 +570,9 @@ async def test_without_aiohttp_the_error_says_what_to_install(
     view: CountedView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(OptionError, match=r"pip install 'asyncpipe\[service\]'"):
+    with pytest.raises(OptionError, match=r"pip install -e '\.\[service\]'"):
         live_app(view)
-    with pytest.raises(OptionError, match=r"pip install 'asyncpipe\[service\]'"):
+    with pytest.raises(OptionError, match=r"pip install -e '\.\[service\]'"):
         async with serve_live(view, 0):
             pass
 

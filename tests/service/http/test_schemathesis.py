@@ -21,7 +21,7 @@ from http_helpers import NOBODY, TOKEN, Api, job, real, served
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
-schemathesis = pytest.importorskip("schemathesis", reason="no schemathesis: pip install 'asyncpipe[dev]'")
+schemathesis = pytest.importorskip("schemathesis", reason="no schemathesis: pip install -e '.[dev]'")
 import requests  # noqa: E402 - it comes with schemathesis
 from schemathesis.specs.openapi.checks import positive_data_acceptance  # noqa: E402
 
