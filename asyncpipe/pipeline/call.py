@@ -7,6 +7,9 @@
    of each micro-batch wait at a gate, and opens the first gate. The other exits open theirs.
 4. The autograd engine reaches the entry: ``CallBackward.finish`` waits and returns the gradients.
 
+Passes of the engine on several threads take turns (``ops/execute/gradient_turn.py``). One that has to wait keeps what
+its exits bring, and starts its backward graph in ``finish``, which may block.
+
 Everything here runs on the caller's thread, except ``release``, which runs on a thread of the autograd engine if the
 outputs are on CUDA.
 """
@@ -160,85 +163,99 @@ class CallBackward:
     def __init__(self, call: PreparedCall, tensors: StepTensors) -> None:
         self._call: PreparedCall | None = call
         self._tensors = tensors
-        self._last = len(call.parts.resources.stages) - 1
-        self._running: Callable[[], _BackwardPass | None] = _nothing
+        self._passes: weakref.WeakValueDictionary[int, _BackwardPass] = weakref.WeakValueDictionary()
+        """By the engine's number for a pass. With ``retain_graph`` several may be under way, on several threads."""
 
     def release(self, microbatch: int, gradients: Sequence[Tensor | None], *, retain: bool) -> None:
-        """Give the caller's gradients of a micro-batch to the last stage, and open its gate."""
-        running = self._running() or self._start(retain)
+        """Take the caller's gradients of a micro-batch for the last stage, and open its gate."""
+        number = torch._C._current_graph_task_id()
+        running = self._passes.get(number) or self._start(number, retain)
         with running.abandoned_on_error():
-            self._tensors.gradients[microbatch, CALLER, self._last] = list(gradients)
-            event = _arrival(gradients)
-            if event is not None:
-                self._tensors.gradients_ready[microbatch] = event
-            # The exits run from the last micro-batch to the first. One that was passed over has no gradient.
-            running.open([i for i in sorted(running.closed, reverse=True) if i >= microbatch])
+            running.give(microbatch, gradients)
 
     def finish(self) -> list[Tensor | None]:
         """Wait until the last backward is issued; the gradients of the inputs, then of the parameters."""
-        running, self._running = self._running(), _nothing
+        running = self._passes.pop(torch._C._current_graph_task_id(), None)
         if running is None:
             raise BackwardError("the backward of a pipeline reached its inputs without passing its outputs")
         with running.abandoned_on_error():
-            # With all gates open the backward may have ended, and the pipeline may be closed.
-            if running.closed:
-                running.open(sorted(running.closed, reverse=True))
             taken = running.wait()
         running.hand_over([*taken.values(), *chain.from_iterable(self._tensors.gradients.values())])
         inputs = running.call.input_gradients()
         _clear(self._tensors)
         return [*inputs, *[taken.pop(id(parameter), None) for parameter in running.call.parameters]]
 
-    def _start(self, retain: bool) -> _BackwardPass:
+    def _start(self, number: int, retain: bool) -> _BackwardPass:
         if self._call is None:
             raise BackwardError(
                 "a second backward through the same pipe(x): its activations are gone; give the first one "
                 "retain_graph=True, or call the pipeline again"
             )
-        self._tensors.retain = retain
-        running = _BackwardPass(self._call, self._tensors)
-        self._running = weakref.ref(running)
+        self._passes[number] = running = _BackwardPass(self._call, self._tensors, number, retain)
         if not retain:
             self._call = None
         return running
 
 
 class _BackwardPass:
-    """A backward graph under way, for one pass of the autograd engine.
+    """A backward graph under way, for one pass of the autograd engine::
+
+        waiting ──(the pipeline's turn)──▶ begun ──▶ ended ──(the pass is over)──▶ left
 
     Only the engine keeps it alive, as a callback for the end of the pass. If the engine stops before it reaches the
-    entry, it drops the callback, and this object's finalizer abandons the backward. Nothing else tells of that.
+    entry, it drops the callback, and this object's finalizers abandon the backward and leave the turn. Nothing else
+    tells of that.
     """
 
-    def __init__(self, call: PreparedCall, tensors: StepTensors) -> None:
-        call.tenancy.check_process()
-        # The driver of a shared pool would still run the graph.
-        if not call.tenancy.is_open:
-            raise PipelineClosedError(_CLOSED)
+    def __init__(self, call: PreparedCall, tensors: StepTensors, number: int, retain: bool) -> None:
         self.call = call
-        self.closed = set(range(call.microbatches))
-        """The micro-batches whose gates are closed."""
-        resources = call.parts.resources
-        self._guard = resources.guard
-        self._fence = Fence(resources.streams.values())
-        self._gates = Gates()
-        self._fence.begin()
-        try:
-            self._guard.begin(call.parameters)
-            self._execution = call.start_backward(self._gates)
-        except BaseException:
-            self._guard.roll_back()
-            raise
-        self._undo = partial(_undo, resources.ties, tensors)
-        thread = None if any(stage.device.is_accelerator for stage in resources.stages) else threading.get_ident()
-        self._abandon: weakref.finalize[..., _BackwardPass] = weakref.finalize(
-            self, _abandon, self._execution, self._guard, self._undo, call.tenancy, thread
-        )
-        self._abandon.atexit = False
+        self._check_open()
+        self._tensors = tensors
+        self._number = number
+        self._retain = retain
+        self._given: list[tuple[int, Sequence[Tensor | None], torch.Event | None]] = []
+        """What the exits have brought while it waits: micro-batch, gradients, and when these may be read."""
+        self._closed = set(range(call.microbatches))
+        self._has_begun = False
+        self._guard = call.parts.resources.guard
+        self._member = object()
+        # Finalizers run from the last to the first: what is abandoned is known to the guard before the turn is left.
+        self._leave = weakref.finalize(self, self._guard.leave, self._member)
+        self._leave.atexit = False
+        self._abandon: weakref.finalize[..., _BackwardPass] | None = None
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
     def __call__(self) -> None:
         """The engine's pass is over."""
+        self._leave()
+
+    def _begin(self) -> None:
+        """Start the backward graph, now that the pipeline's gradients are those of this pass."""
+        self._has_begun = True
+        self._check_open()
+        resources = self.call.parts.resources
+        self._tensors.retain = self._retain
+        self._fence = Fence(resources.streams.values())
+        self._gates = Gates()
+        self._fence.begin()
+        try:
+            self._guard.begin(self.call.parameters)
+            self._execution = self.call.start_backward(self._gates)
+        except BaseException:
+            self._guard.roll_back()
+            raise
+        self._undo = partial(_undo, resources.ties, self._tensors)
+        thread = None if any(stage.device.is_accelerator for stage in resources.stages) else threading.get_ident()
+        self._abandon = weakref.finalize(
+            self, _abandon, self._execution, self._guard, self._undo, self.call.tenancy, thread
+        )
+        self._abandon.atexit = False
+
+    def _check_open(self) -> None:
+        self.call.tenancy.check_process()
+        # The driver of a shared pool would still run the graph.
+        if not self.call.tenancy.is_open:
+            raise PipelineClosedError(_CLOSED)
 
     @contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
@@ -246,13 +263,34 @@ class _BackwardPass:
         try:
             yield
         except BaseException:
-            self._abandon()
+            if self._abandon is not None:
+                self._abandon()
+            self._leave()
             raise
 
-    def open(self, microbatches: Sequence[int]) -> None:
+    def give(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
+        """Start the backward of ``microbatch`` from ``gradients``, now or when it is this pass's turn."""
+        self._given.append((microbatch, gradients, _arrival(gradients)))
+        # Never waits: on a thread of the engine, every other backward on its device would stop.
+        if not self._has_begun and self._guard.enter_at_once(self._number, self._member):
+            self._begin()
+        if self._has_begun:
+            self._open_given()
+
+    def _open_given(self) -> None:
+        last = len(self.call.parts.resources.stages) - 1
+        given, self._given = self._given, []
+        for microbatch, gradients, event in given:
+            self._tensors.gradients[microbatch, CALLER, last] = list(gradients)
+            if event is not None:
+                self._tensors.gradients_ready[microbatch] = event
+            # The exits run from the last micro-batch to the first. One that was passed over has no gradient.
+            self._open([i for i in sorted(self._closed, reverse=True) if i >= microbatch])
+
+    def _open(self, microbatches: Sequence[int]) -> None:
         """Open the gates of these micro-batches, in this order."""
         self.call.tenancy.check_process()
-        self.closed.difference_update(microbatches)
+        self._closed.difference_update(microbatches)
         try:
             self._gates.open(microbatches, self.call.portal.loop)
         except RuntimeError as error:
@@ -265,6 +303,19 @@ class _BackwardPass:
     def wait(self) -> dict[int, Tensor | None]:
         """The new gradients by ``id`` of the parameter, once the last backward is issued. Raises if a task failed."""
         self.call.tenancy.check_process()
+        if not self._has_begun:
+            if self.call.tenancy.pool.driver.runs_on(threading.get_ident()):
+                raise BackwardError(
+                    "a task of a device pool asks for gradients of a pipeline there while a step or another backward "
+                    "makes these, which may wait for the task; give the inner pipeline a pool of its own"
+                )
+            self._guard.enter(self._number, self._member)
+            self._begin()
+            self._open_given()
+        # With all gates open the backward may have ended, and the pipeline may be closed.
+        if self._closed:
+            self._open(sorted(self._closed, reverse=True))
+        assert self._abandon is not None
         self._abandon.detach()
         # Removed from this object: the error holds this frame, and the call must not hold the error through it.
         execution = self.__dict__.pop("_execution")
@@ -327,10 +378,6 @@ def _clear(tensors: StepTensors) -> None:
         tensors.tied_gradients.clear()
     else:
         tensors.close()
-
-
-def _nothing() -> None:
-    """Takes the place of a weak reference while no backward is under way."""
 
 
 def _arrival(gradients: Sequence[Tensor | None]) -> torch.Event | None:

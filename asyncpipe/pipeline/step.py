@@ -149,10 +149,11 @@ class PreparedStep(StepProtocol[StepResult]):
 
     def _begin(self) -> None:
         resources = self.parts.resources
+        if self._training:
+            resources.guard.enter(self, self)
         resources.ties.refresh()
         self._fence.begin()
         if self._training:
-            resources.guard.wait_for_abandoned()
             self._has_set_gradients_aside = True
             resources.guard.begin(self.parts.module.parameters())
 
@@ -176,13 +177,15 @@ class PreparedStep(StepProtocol[StepResult]):
         super()._abandon()
         if self._has_set_gradients_aside:
             self.parts.resources.guard.roll_back()
-        self.parts.resources.ties.drop_gradients()
+            self.parts.resources.ties.drop_gradients()
+        self.parts.resources.guard.leave(self)
 
     def _commit_gradients(self) -> None:
         # Parameters that were updated inside the step have no gradient any more.
         normalize(list(self.parts.module.parameters()), self._tensors)
         self._has_set_gradients_aside = False
         self.parts.resources.guard.commit()
+        self.parts.resources.guard.leave(self)
 
     def _mean_loss(self, losses: Sequence[Tensor]) -> Tensor | None:
         if not losses:

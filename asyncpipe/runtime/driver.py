@@ -87,6 +87,10 @@ class Driver:
         """Whether there is an executor for this device."""
         return device in self._executors
 
+    def runs_on(self, thread: int) -> bool:
+        """Whether ``thread`` is one that runs tasks. May be called on any thread."""
+        return any(isinstance(each, Replaceable) and each.thread == thread for each in list(self._executors.values()))
+
     def takes(self, tenant: Tenant) -> bool:
         """Whether steps of ``tenant`` may begin. From any thread."""
         return self._loop is not None and not (self.is_closed or self._draining or tenant.leaving)

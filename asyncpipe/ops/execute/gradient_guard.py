@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from asyncpipe.errors import BackwardError
+from asyncpipe.ops.execute.gradient_turn import GradientTurn
 
 __all__ = ["GradientGuard"]
 
@@ -16,17 +17,45 @@ class GradientGuard:
     """Sets earlier gradients aside while a step makes new ones; then adds them to the new ones, or restores them.
 
     A pipeline has one. It costs nothing after ``zero_grad()``, and memory for a second set of gradients where gradients
-    are accumulated over steps. Backwards that the caller starts (``loss.backward()``) may overlap. Their gradients are
-    then one sum, which the last backward to end commits. Call ``begin``, ``commit``, ``take`` and ``roll_back`` on the
-    caller's thread and streams, inside the step's fence, and ``commit_some`` on a stage's thread.
+    are accumulated over steps. Its users take turns: ``enter``, ``begin``, then ``commit``, ``take`` or ``roll_back``,
+    and ``leave``. Backwards of one pass of the autograd engine share a turn and may overlap. Their gradients are then
+    one sum, which the last of them takes. Call these on the caller's thread and streams, inside the step's fence, and
+    ``commit_some`` on a stage's thread.
     """
 
     def __init__(self) -> None:
+        self._turn = GradientTurn()
         self._lock = threading.Condition()
         self._before: dict[nn.Parameter, Tensor | None] = {}
         self._running = 0
         self._abandoned = 0
-        self._failed = False
+
+    def enter_at_once(self, owner: object, member: object) -> bool:
+        """Take the turn, as ``GradientTurn.take_at_once``; false also while an abandoned step still runs."""
+        if not self._turn.take_at_once(owner, member):
+            return False
+        if self._abandoned:
+            self._turn.leave(member)
+            return False
+        return True
+
+    def enter(self, owner: object, member: object) -> None:
+        """Wait for the turn, as ``GradientTurn.take``. Not for a thread that the turn's owner may need.
+
+        Raises ``BackwardError`` inside another user's turn, on its thread, that has begun and not ended.
+        """
+        is_inside = self._turn.take(owner, member)
+        self.wait_for_abandoned()
+        if is_inside and self._running:
+            self._turn.leave(member)
+            raise BackwardError(
+                "a step or backward of this pipeline is half-way on this thread, so its gradients and those of another "
+                "one cannot be told apart; wait for its end first"
+            )
+
+    def leave(self, member: object) -> None:
+        """End the turn's part of ``member``; may be called again, on any thread."""
+        self._turn.leave(member)
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         """Set the gradients of ``parameters`` aside. ``roll_back`` also undoes a call that was interrupted."""
@@ -34,7 +63,6 @@ class GradientGuard:
             self._running += 1
             if self._running > 1:
                 return
-            self._failed = False
             for parameter in parameters:
                 self._before[parameter] = parameter.grad
                 parameter.grad = None
@@ -45,10 +73,7 @@ class GradientGuard:
             _add_up(parameter, self._before.pop(parameter, None))
 
     def commit(self) -> None:
-        """The step succeeded: add the new gradients to the earlier ones, in the earlier tensors.
-
-        Raises ``BackwardError`` if an overlapping backward failed: the gradients of the two cannot be separated.
-        """
+        """The step succeeded: add the new gradients to the earlier ones, in the earlier tensors."""
         with self._lock:
             if self._is_last():
                 for parameter, before in self._before.items():
@@ -58,7 +83,7 @@ class GradientGuard:
     def take(self) -> dict[int, Tensor | None]:
         """The step succeeded: the new gradients by ``id`` of their parameter; the earlier ones are restored.
 
-        Empty if another backward is still running, which will take the sum. Raises as ``commit``.
+        Empty if another backward of this turn is still running, which will take the sum.
         """
         with self._lock:
             if not self._is_last():
@@ -70,9 +95,7 @@ class GradientGuard:
     def roll_back(self) -> None:
         """The step failed: restore the gradients that were there before it."""
         with self._lock:
-            self._failed = True
-            self._running = max(0, self._running - 1)
-            if not self._running:
+            if self._is_last():
                 self._restore()
 
     def abandon(self) -> None:
@@ -94,13 +117,6 @@ class GradientGuard:
 
     def _is_last(self) -> bool:
         self._running = max(0, self._running - 1)
-        if self._failed:
-            if not self._running:
-                self._restore()
-            raise BackwardError(
-                "another backward of this pipeline failed while this one ran, so the gradients of both are dropped; "
-                "run this one again"
-            )
         return not self._running
 
     def _restore(self) -> None:
