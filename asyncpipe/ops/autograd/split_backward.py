@@ -24,18 +24,20 @@ Limits: a custom ``autograd.Function`` computes all its gradients at once. At a 
 gradients for parameters are kept for W. ``torch.utils.checkpoint(use_reentrant=True)`` adds to ``grad`` of parameters
 itself and does not support ``autograd.grad``: with one inside, I is the whole backward and W does nothing. With
 ``use_reentrant=False`` it recomputes in I and again in W. Hooks of nodes (not of tensors) at crossings see only the
-gradients that I computes.
+gradients that I computes. torch's group norm on the CPU writes the gradient of a channels-last input even where none
+is wanted, to no memory: it always computes that gradient too (``_writes_input_gradient``).
 
 Between I and W no hook is registered and nothing else refers to this object, so dropping it frees the graph.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +48,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from asyncpipe.ops.autograd.fork_join import phony
 
 __all__ = ["SplitBackward"]
+
+_logger = logging.getLogger(__name__)
 
 Gradients = tuple[Tensor | None, ...]
 Start = tuple[GradientEdge, Tensor]
@@ -109,7 +113,8 @@ class SplitBackward:
         if not graph.inside:
             self._groups.append(_OutsideGroup(starts=starts))
             return [None] * len(leaves)
-        if any("CheckpointFunction" in node.name() for node in graph.inside):
+        if (node := graph.indivisible()) is not None:
+            _tell_once(node.name())
             return _whole_backward(starts, leaves)
         crossings = graph.crossings()
         edges, gradients = _unzipped(start for start in starts if start[0].node in graph.inside)
@@ -181,6 +186,15 @@ class _BackwardGraph:
     def _children(self, node: Node) -> Iterator[Node]:
         return (child for child, _ in self._edges[node] if child is not None)
 
+    def indivisible(self) -> Node | None:
+        """An inside node that cannot compute the gradients of its inside edges alone, if there is one."""
+        for node in self.inside:
+            if "CheckpointFunction" in node.name():
+                return node
+            if _writes_input_gradient(node) and self._edges[node][0][0] not in self.inside:
+                return node
+        return None
+
     def crossings(self) -> list[_Crossing]:
         """The inside nodes from which edges lead outside."""
         found = []
@@ -216,6 +230,14 @@ class _BackwardGraph:
                     waiting.append(near)
 
 
+def _writes_input_gradient(node: Node) -> bool:
+    """Whether ``node`` crashes if the gradient of its first input is not wanted, and another is.
+
+    That depends on the memory format of the input, which is not looked at: a checkpoint would recompute it.
+    """
+    return node.name() == "NativeGroupNormBackward0" and node._input_metadata[0].device.type == "cpu"
+
+
 # I
 
 
@@ -244,6 +266,13 @@ def _note_made(
     arrived: dict[int, Gradients], number: int, positions: Sequence[int], made: Gradients, _gradients: Gradients
 ) -> None:
     arrived[number] = tuple(made[position] for position in positions)
+
+
+@cache
+def _tell_once(name: str) -> None:
+    _logger.warning(
+        "%s cannot compute a part of its gradients; I runs the whole backward of such stages, W nothing", name
+    )
 
 
 def _whole_backward(starts: Sequence[Start], leaves: Sequence[Tensor]) -> list[Tensor | None]:
@@ -332,7 +361,14 @@ class _Within(torch.autograd.Function):
 
 def _run_again(crossing: _Crossing, gradients: Gradients) -> list[Start]:
     """The gradients for the outside edges of ``crossing``, from those that arrived there."""
-    made: Any = crossing.node(*gradients)  # type: ignore[operator]
+    node: Any = crossing.node
+    if _writes_input_gradient(node):
+        results: list[Any] = []
+        ends = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
+        _while_needing(ends, lambda: results.append(node(*gradients)))
+        (made,) = results
+    else:
+        made = node(*gradients)
     made = made if isinstance(made, tuple) else (made,)
     return [
         (edge, _fitted(gradient, edge))

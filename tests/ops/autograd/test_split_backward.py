@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from asyncpipe.ops.autograd.split_backward import SplitBackward
+from asyncpipe.ops.autograd.split_backward import SplitBackward, _tell_once
 
 Outputs = Sequence[Tensor]
 Function = Callable[..., "Tensor | Outputs"]
@@ -252,6 +252,16 @@ def test_torch_checkpoint_inside(reentrant: bool) -> None:
     runs.clear()
     run(function, [torch.randn(2, 4, requires_grad=True)], split=True)
     assert len(runs) == (2 if reentrant else 3), "the forward, and once for each half"
+
+
+def test_a_backward_that_cannot_be_split_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    _tell_once.cache_clear()  # private: the process has told it already if another test came first
+    layer = nn.Linear(4, 4)
+    for _ in range(2):
+        x = torch.randn(2, 4, requires_grad=True)
+        run(lambda x: checkpoint(layer, x, use_reentrant=True), [x], split=True)
+    (record,) = caplog.records
+    assert "CheckpointFunctionBackward cannot compute a part of its gradients" in record.message
 
 
 # Hooks
