@@ -183,8 +183,8 @@ class PreparedStep(StepProtocol[StepResult]):
     def _commit_gradients(self) -> None:
         # Parameters that were updated inside the step have no gradient any more.
         normalize(list(self.parts.module.parameters()), self._tensors)
-        self._has_set_gradients_aside = False
         self.parts.resources.guard.commit()
+        self._has_set_gradients_aside = False
         self.parts.resources.guard.leave(self)
 
     def _mean_loss(self, losses: Sequence[Tensor]) -> Tensor | None:

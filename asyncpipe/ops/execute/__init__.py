@@ -7,6 +7,7 @@ Imports the other folders of ``asyncpipe.ops`` and ``asyncpipe.core``. Where to 
 - ``compute``: F, R, B, I and W of a stage;
 - ``step_tensors``: the tables of tensors through which the tasks of one step pass values to each other;
 - ``caller_gradients``: gradients of the caller's own input tensors, gathered from those of the micro-batches;
-- ``gradient_guard``: a failed step leaves the parameters' gradients as they were;
+- ``gradient_guard``: a failed step leaves the parameters' gradients as they were; ``gradient_turn``: one step's or
+  backward's at a time; ``parameter_hooks``: hooks see whole gradients;
 - ``instruments``: names of tasks for profilers, samples of memory.
 """

@@ -6,8 +6,7 @@ it, and gradients pass from stage to stage through the step's tables. Runs on th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from asyncpipe.ops.autograd.random_streams import RandomStream
 from asyncpipe.ops.autograd.split_backward import SplitBackward
 from asyncpipe.ops.device.copies import to_device
 from asyncpipe.ops.device.streams import LaneStream
+from asyncpipe.ops.execute.parameter_hooks import hooked, without_hooks
 from asyncpipe.ops.execute.step_tensors import LocalGraph, StepPlan, StepTensors
 from asyncpipe.ops.model.microbatch import Arguments, Packet
 from asyncpipe.ops.model.stage import CALLER, Stage, untouched
@@ -95,6 +95,8 @@ class StageCompute:
     context: CallerContext
     sources: list[list[int]] = field(init=False)
     """By stage: what it receives something from."""
+    hooked: dict[int, list[nn.Parameter]] = field(default_factory=dict)
+    """By stage: its parameters with hooks."""
 
     def __post_init__(self) -> None:
         self.sources = [[CALLER] for _ in self.stages]
@@ -201,7 +203,7 @@ class StageCompute:
         try:
             if pairs:
                 tensors, starts = zip(*pairs, strict=True)
-                with _without_hooks(() if self.plan.whole_step else self.stages[j].module.parameters()):
+                with without_hooks(self._hooked(j)):
                     torch.autograd.backward(tensors, starts, retain_graph=retain)
             self._hand_back(i, j, local_graph, [leaf.grad for leaf in leaves])
         finally:
@@ -218,12 +220,20 @@ class StageCompute:
         else:
             leaves, outputs = _flat(local_graph.inputs), _flat(local_graph.outputs)
         split = SplitBackward(outputs, gradients, leaves)
-        self._hand_back(i, j, local_graph, split.input_gradients())
+        with without_hooks(self._hooked(j)):
+            self._hand_back(i, j, local_graph, split.input_gradients())
         self.tensors.split_backwards[i, j] = split
 
     def weight_gradient(self, task: Task) -> None:
         """The other half of ``backward``: the parameters' gradients, from what ``input_gradient`` stored."""
-        self.tensors.split_backwards.pop((task.microbatch, task.stage)).weight_gradients()
+        with without_hooks(self._hooked(task.stage)):
+            self.tensors.split_backwards.pop((task.microbatch, task.stage)).weight_gradients()
+
+    def _hooked(self, j: int) -> list[nn.Parameter]:
+        """The stage's parameters that had hooks when its first backward of this step began."""
+        if j not in self.hooked:
+            self.hooked[j] = hooked(self.stages[j].module.parameters())
+        return self.hooked[j]
 
     def _output_gradients(self, i: int, j: int, local_graph: LocalGraph) -> list[Tensor | None]:
         """The gradients of what the stage sent, taken from the tables."""
@@ -256,24 +266,6 @@ class StageCompute:
         if self.plan.scale is not None:
             start = start * self.plan.scale
         return [start, *[None] * (len(outputs) - 1)]
-
-
-@contextmanager
-def _without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Disable the hooks of ``parameters`` inside: the caller's backward calls them, once, with the whole gradients."""
-    aside = [
-        (hooks, dict(hooks))
-        for parameter in parameters
-        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-        if hooks
-    ]
-    try:
-        for hooks, _ in aside:
-            hooks.clear()
-        yield
-    finally:
-        for hooks, kept in aside:
-            hooks.update(kept)
 
 
 def _flat(tensors_by_link: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from asyncpipe.errors import BackwardError
 from asyncpipe.ops.execute.gradient_turn import GradientTurn
+from asyncpipe.ops.execute.parameter_hooks import call_accumulated_hooks, call_gradient_hooks, hooked
 
 __all__ = ["GradientGuard"]
 
@@ -68,17 +69,30 @@ class GradientGuard:
                 parameter.grad = None
 
     def commit_some(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add the earlier gradients of ``parameters`` to the new ones, which are complete. Cannot be rolled back."""
-        for parameter in parameters:
-            _add_up(parameter, self._before.pop(parameter, None))
+        """Add the earlier gradients of ``parameters`` to the new ones, which are complete, and call their hooks.
+
+        Changes no gradient if a hook raises. Cannot be rolled back otherwise.
+        """
+        mine = [parameter for parameter in parameters if parameter in self._before]
+        with_hooks = [parameter for parameter in hooked(mine) if parameter.grad is not None]
+        for parameter in with_hooks:
+            call_gradient_hooks(parameter)
+        # The others follow when no hook can raise any more: a sum in the earlier tensor cannot be undone.
+        first = dict.fromkeys(parameter for parameter in with_hooks if parameter._post_accumulate_grad_hooks)
+        self._add_up_with_hooks(first)
+        for parameter in mine:
+            before = self._before.pop(parameter)
+            if parameter not in first:
+                _add_up(parameter, before)
 
     def commit(self) -> None:
-        """The step succeeded: add the new gradients to the earlier ones, in the earlier tensors."""
+        """The step succeeded: add the new gradients to the earlier ones, in the earlier tensors, and call hooks.
+
+        If a hook raises, ``roll_back`` is still to be called.
+        """
+        self.commit_some(list(self._before))
         with self._lock:
-            if self._is_last():
-                for parameter, before in self._before.items():
-                    _add_up(parameter, before)
-                self._before.clear()
+            self._running = 0
 
     def take(self) -> dict[int, Tensor | None]:
         """The step succeeded: the new gradients by ``id`` of their parameter; the earlier ones are restored.
@@ -114,6 +128,19 @@ class GradientGuard:
         """Wait until the tasks of all abandoned steps have ended. Not for a thread that those tasks may need."""
         with self._lock:
             self._lock.wait_for(lambda: not self._abandoned)
+
+    def _add_up_with_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
+        undo: list[tuple[Tensor, Tensor]] = []
+        try:
+            for parameter in parameters:
+                if (before := self._before[parameter]) is not None:
+                    undo.append((before, before.clone()))
+                _add_up(parameter, before)
+                call_accumulated_hooks(parameter)
+        except BaseException:
+            for tensor, value in undo:
+                tensor.copy_(value)
+            raise
 
     def _is_last(self) -> bool:
         self._running = max(0, self._running - 1)

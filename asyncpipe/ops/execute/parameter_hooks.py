@@ -1,0 +1,56 @@
+"""Hooks of parameters see the whole gradient of a step once, as on the unsplit model.
+
+Every micro-batch adds to the gradient, so the stages' backwards run without these hooks. They are called afterwards:
+in ``pipe(x)`` by the caller's autograd engine, in a step by the gradient guard. Hooks of an autograd node, which
+``get_gradient_edge(parameter).node`` has, cannot be seen from Python, so they run in every backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+__all__ = ["call_accumulated_hooks", "call_gradient_hooks", "hooked", "without_hooks"]
+
+
+def hooked(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those of ``parameters`` that have hooks. Costs 0.1 µs each."""
+    return [each for each in parameters if each._backward_hooks or each._post_accumulate_grad_hooks]
+
+
+def without_hooks(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+    """Disable the hooks of ``parameters`` inside. Costs nothing where there are none."""
+    return _without_hooks(parameters) if parameters else nullcontext()
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    aside = [
+        (hooks, dict(hooks))
+        for parameter in parameters
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        if hooks
+    ]
+    try:
+        for hooks, _ in aside:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, kept in aside:
+            hooks.update(kept)
+
+
+def call_gradient_hooks(parameter: nn.Parameter) -> None:
+    """Replace the new gradient of ``parameter`` by what its ``register_hook`` hooks return."""
+    if parameter._backward_hooks:
+        # By the engine, which checks what they return.
+        (parameter.grad,) = torch.autograd.grad(parameter, parameter, parameter.grad)
+
+
+def call_accumulated_hooks(parameter: nn.Parameter) -> None:
+    """Call the ``register_post_accumulate_grad_hook`` hooks of ``parameter``, whose ``grad`` is complete."""
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)
