@@ -32,6 +32,7 @@ __all__ = [
     "SkipError",
     "SkipLayoutError",
     "StageError",
+    "StateDictError",
     "TaskError",
     "TooFewDevicesError",
     "TraceError",
@@ -86,6 +87,10 @@ class ArgumentTypeError(AsyncpipeError, TypeError):
 
 class MoveError(AsyncpipeError, TypeError):
     """A pipeline was told to move to another device, which it cannot: its stages stay on their devices."""
+
+
+class StateDictError(AsyncpipeError, RuntimeError):
+    """The names in a state dict do not tell which layers its entries belong to. Nothing was loaded."""
 
 
 class ScheduleError(OptionError):

@@ -17,13 +17,13 @@ from typing import Any, Self, cast
 import torch
 from torch import nn
 
+from asyncpipe.compat.state import place_by_order, rename_layers
 from asyncpipe.core.checks import check_positive
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.errors import ArgumentTypeError, MicrobatchError, MoveError, TaskError
 from asyncpipe.ops.device.devices import resolve_devices
-from asyncpipe.ops.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
-from asyncpipe.ops.model.sequential import stage_parts
-from asyncpipe.ops.model.skips import Skippable
+from asyncpipe.ops.model.batchnorm import convert_deferred_batch_norm
+from asyncpipe.ops.model.sequential import PipeSequential, stage_parts
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.sync import SyncPipeline
 
@@ -39,9 +39,9 @@ class PipelinedModule(nn.Module):
     """
 
     partitions: nn.ModuleList
-    """The stages, each a sequence of layers."""
+    """The ancestor's partitions, each a sequence of layers. Consecutive ones may share a stage."""
     devices: list[torch.device]
-    """The device of each stage; the outputs are on the last one."""
+    """The device of each partition; the outputs are on the last one."""
     chunks: int
     """Into how many micro-batches a large enough mini-batch is cut."""
     checkpoint: str
@@ -61,10 +61,22 @@ class PipelinedModule(nn.Module):
         self._made_from: tuple[Any, ...] = ()
         self._opening: dict[int, threading.Lock] = {}
 
-    def _arrange(self, parts: Sequence[nn.Sequential], devices: Sequence[str], *, deferred_batch_norm: bool) -> None:
-        """Make ``parts`` the stages, and move each to its device. There may be no parts."""
+    def _arrange(
+        self,
+        parts: Sequence[nn.Sequential],
+        stages: Sequence[int],
+        devices: Sequence[str],
+        *,
+        deferred_batch_norm: bool,
+    ) -> None:
+        """Make ``parts`` the partitions, each in its one of ``stages``, and move them to their stages' ``devices``.
+
+        There may be no parts.
+        """
+        self._stage_of = list(stages)
         self._device_names = list(devices)
-        self.devices = [device.physical for device in resolve_devices(devices)] if devices else []
+        physical = [device.physical for device in resolve_devices(devices)] if devices else []
+        self.devices = [physical[stage] for stage in stages]
         self.partitions = nn.ModuleList(parts)
         if deferred_batch_norm:
             convert_deferred_batch_norm(self)
@@ -109,7 +121,7 @@ class PipelinedModule(nn.Module):
         if self._pipeline is None or made_from != self._made_from:
             self._sync = None
             self._pipeline = Pipeline(
-                stage_parts(self.partitions, [cast("nn.Sequential", part) for part in self.partitions]),
+                stage_parts(self.partitions, [self._stage(index) for index in range(len(self._device_names))]),
                 self._device_names,
                 microbatches=self.chunks,
                 schedule="gpipe",
@@ -117,6 +129,13 @@ class PipelinedModule(nn.Module):
             )
             self._made_from = made_from
         return self._pipeline
+
+    def _stage(self, index: int) -> nn.Sequential:
+        """The partitions of stage ``index`` as one sequence. Those without layers pass on what they get."""
+        parts = [part for part, stage in zip(self.partitions, self._stage_of, strict=True) if stage == index]
+        if len(parts) == 1:
+            return cast("nn.Sequential", parts[0])
+        return PipeSequential(*(part for part in parts if len(cast("nn.Sequential", part))))
 
     # Methods of a sequence
 
@@ -140,8 +159,13 @@ class PipelinedModule(nn.Module):
         return {**self.__dict__, "_pipeline": None, "_sync": None, "_made_from": (), "_opening": {}}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        _rename_foreign_keys(self, state_dict, prefix)
+        self._place_layers(state_dict, prefix)
+        rename_layers(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _place_layers(self, state: dict[str, Any], prefix: str) -> None:
+        """Name the layers in ``state``, in place, as they are named here. Raises ``StateDictError``."""
+        place_by_order(self, state, prefix)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # A cast replaces buffers of which the pipeline may have replicas. A module around this one may also move it.
@@ -180,20 +204,3 @@ def check_sequential(module: object) -> nn.Sequential:
             "asyncpipe.trace has cut"
         )
     return module
-
-
-def _rename_foreign_keys(root: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Rename the entries of a ``state`` that torchgpipe or torch's ``Pipe`` has saved to the names that they have here.
-
-    In these, a module with skips is the ``module`` of another one, and the sums that deferred batch norms have gathered
-    are part of the state dict.
-    """
-    for name, module in root.named_modules():
-        own = f"{prefix}{name}."
-        if isinstance(module, DeferredBatchNorm):
-            state.pop(f"{own}sum", None)
-            state.pop(f"{own}sum_squares", None)
-        if issubclass(type(module), Skippable) and not any(key in state for key in module.state_dict(prefix=own)):
-            inner = f"{own}module."
-            for key in [key for key in state if key.startswith(inner)]:
-                state[own + key.removeprefix(inner)] = state.pop(key)

@@ -1,14 +1,15 @@
 """torch's former ``Pipe``: a sequence whose layers the caller has placed on devices, called with several arguments.
 
-The devices of the layers determine the stages::
+The devices of the layers determine the stages. Partitions, and with them the names in a state dict, are torch's::
 
     children   Linear on cuda:0, ReLU, Linear on cuda:0 │ Linear on cuda:1, Dropout │ Linear on the CPU │ another
+    partition  0                 1     2                │ 3                 4       │ 5                 │ 6
     stages     0, on cuda:0                             │ 1, on cuda:1              │ 2, on cpu:0       │ 3, on cpu:1
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -78,7 +79,8 @@ class Pipe(PipelinedModule):
     ``module``: an ``nn.Sequential`` whose children have been placed, each on one device. Consecutive children on one
     CUDA device form a stage; each child on the CPU is a stage of its own, with a thread of its own. A child
     without parameters and buffers joins the stage before it (or after it, if it is the first), unless it is in
-    ``WithDevice``. A child that is a plain ``nn.Sequential`` contributes its layers.
+    ``WithDevice``; it is a partition of its own all the same. A child that is a plain ``nn.Sequential`` contributes its
+    layers.
     ``chunks``, ``checkpoint``, ``deferred_batch_norm``: as for ``asyncpipe.compat.torchgpipe.GPipe``.
 
     ``torch.distributed`` need not be initialised. Raises ``TypeError`` for another type of module, for ``chunks`` that
@@ -94,9 +96,10 @@ class Pipe(PipelinedModule):
     ) -> None:
         super().__init__(chunks, checkpoint)
         verify_skippables(check_sequential(module))
-        stages = _stages(module)
-        parts = [PipeSequential(*layers) for layers, _ in stages]
-        self._arrange(parts, _numbered([place for _, place in stages]), deferred_batch_norm=deferred_batch_norm)
+        partitions = _partitions(module)
+        stages, places = _stages(partition.place for partition in partitions)
+        parts = [PipeSequential(*partition.layers) for partition in partitions]
+        self._arrange(parts, stages, _numbered(places), deferred_batch_norm=deferred_batch_norm)
 
     def forward(self, *inputs: Any) -> LocalOutput:
         """The output for a mini-batch, in a ``LocalOutput``; ``inputs`` are the first layer's arguments.
@@ -122,24 +125,43 @@ class Pipe(PipelinedModule):
         return LocalOutput(self._run(*inputs))
 
 
-def _stages(module: nn.Sequential) -> list[tuple[list[nn.Module], str]]:
-    """The layers and the device of each stage; the device is ``ANY_CPU`` if it has no number."""
-    stages: list[tuple[list[nn.Module], str]] = []
-    waiting: list[nn.Module] = []
+@dataclass(frozen=True, slots=True)
+class _Partition:
+    layers: list[nn.Module]
+    device: torch.device
+    """Where torch's ``Pipe`` would place it."""
+    place: str | None
+    """The device here; ``ANY_CPU`` if it has no number, ``None`` for that of its neighbour."""
+
+
+def _partitions(module: nn.Sequential) -> list[_Partition]:
+    """torch's partitions: consecutive children on one CUDA device, and each child on the CPU or without parameters."""
+    partitions: list[_Partition] = []
     for name, child in module._modules.items():
         assert child is not None
-        place = _place(name, child)
         layers = list(_layers(child))
-        if not layers:
-            continue
-        if place is None:
-            (stages[-1][0] if stages else waiting).extend(layers)
-        elif stages and place == stages[-1][1] != ANY_CPU:
-            stages[-1][0].extend(layers)
+        place = _place(name, child) if layers else None
+        device = child.device if isinstance(child, WithDevice) else _device(child)
+        if partitions and device == partitions[-1].device and device.type != "cpu":
+            partitions[-1].layers.extend(layers)
         else:
-            stages.append(([*waiting, *layers], place))
-            waiting = []
-    return [*stages, (waiting, ANY_CPU)] if waiting else stages
+            partitions.append(_Partition(layers, device, place))
+    return partitions if any(partition.layers for partition in partitions) else []
+
+
+def _device(child: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in child.parameters()), torch.device("cpu"))
+
+
+def _stages(places: Iterable[str | None]) -> tuple[list[int], list[str]]:
+    """The stage of each partition, from their places, and the place of each stage."""
+    stages: list[int] = []
+    found: list[str] = []
+    for place in places:
+        if place is not None and not (found and place == found[-1] != ANY_CPU):
+            found.append(place)
+        stages.append(max(len(found) - 1, 0))
+    return stages, found or [ANY_CPU]
 
 
 def _place(name: str, child: nn.Module) -> str | None:

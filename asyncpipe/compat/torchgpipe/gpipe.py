@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.compat.module import PipelinedModule, check_sequential
+from asyncpipe.compat.state import place_by_name
 from asyncpipe.core.predict.balance import check_balance
 from asyncpipe.errors import ArgumentTypeError, BalanceError, DeviceError, TooFewDevicesError
 from asyncpipe.ops.model.sequential import split
@@ -50,7 +51,7 @@ class GPipe(PipelinedModule):
         self.balance = _checked(balance, len(module))
         names = _names(devices, len(self.balance))
         parts = split(module, self.balance, len(self.balance)) if self.balance else []
-        self._arrange(parts, names, deferred_batch_norm=deferred_batch_norm)
+        self._arrange(parts, range(len(parts)), names, deferred_batch_norm=deferred_batch_norm)
 
     def forward(self, input: Any) -> Any:  # noqa: A002 - torchgpipe's name, which callers may use
         """The output for a mini-batch: a tensor, or a tuple, which the first layer gets as one argument.
@@ -61,6 +62,11 @@ class GPipe(PipelinedModule):
         if not isinstance(input, Tensor | tuple):
             raise ArgumentTypeError(f"the input must be a tensor or a tuple of tensors, got {type(input).__name__}")
         return self._run(input) if len(self.partitions) else input
+
+    def _place_layers(self, state: dict[str, Any], prefix: str) -> None:
+        # A layer has its name from the whole module, whatever the balance is.
+        if not place_by_name(self, state, prefix):
+            super()._place_layers(state, prefix)
 
 
 def _checked(balance: Iterable[int] | None, layers: int) -> list[int]:
