@@ -28,7 +28,7 @@ from torch import Tensor
 from asyncpipe.errors import RecomputeError
 from asyncpipe.ops.autograd.fork_join import fork, join, phony
 
-__all__ = ["Recomputation", "checkpoint", "is_checkpointing", "is_recomputing"]
+__all__ = ["Recomputation", "checkpoint", "is_checkpointing", "is_recomputing", "may_recompute_again"]
 
 _running = threading.local()
 
@@ -40,7 +40,12 @@ def is_checkpointing() -> bool:
 
 def is_recomputing() -> bool:
     """Whether this thread is in a second run, in which side effects of the forward must not happen again."""
-    return getattr(_running, "what", None) == "second"
+    return getattr(_running, "what", None) in ("second", "again")
+
+
+def may_recompute_again() -> bool:
+    """Whether this thread is in a second run that another one may follow, for another backward of the same graph."""
+    return getattr(_running, "what", None) == "again"
 
 
 @contextmanager
@@ -83,7 +88,7 @@ class Recomputation:
             raise RecomputeError("this backward has run already; its activations are gone")
         self._check_inputs()
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._inputs]
-        with torch.enable_grad(), _running_as("second"):
+        with torch.enable_grad(), _running_as("again" if self.retain else "second"):
             self._graph = leaves, self._function(leaves)
         if not self.retain:
             self._inputs.clear()

@@ -18,15 +18,16 @@ from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import LossError, StageError
 from asyncpipe.ops.autograd.caller_context import CallerContext
-from asyncpipe.ops.autograd.checkpoint import checkpoint, is_recomputing
+from asyncpipe.ops.autograd.checkpoint import checkpoint
 from asyncpipe.ops.autograd.random_streams import RandomStream
 from asyncpipe.ops.autograd.split_backward import SplitBackward
 from asyncpipe.ops.device.copies import to_device
 from asyncpipe.ops.device.streams import LaneStream
 from asyncpipe.ops.execute.parameter_hooks import hooked, without_hooks
 from asyncpipe.ops.execute.step_tensors import LocalGraph, StepPlan, StepTensors
+from asyncpipe.ops.model.buffers import BufferValues
 from asyncpipe.ops.model.microbatch import Arguments, Packet
-from asyncpipe.ops.model.stage import CALLER, Stage, untouched
+from asyncpipe.ops.model.stage import CALLER, Stage
 
 __all__ = ["StageCompute"]
 
@@ -55,6 +56,8 @@ class _StageRun:
     target: Arguments
     packets: dict[int, Packet] = field(default_factory=dict)
     """What the stage sends, without the tensors, which are the return value: autograd functions return only these."""
+    buffers: BufferValues = field(default_factory=dict)
+    """What a recomputation needs to know of the stage's buffers."""
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the stage sends.
@@ -65,7 +68,7 @@ class _StageRun:
         # Cloned where the stage may overwrite its input in place: the stage before, or a recomputation, reads it too.
         rest = iter([tensor.clone() for tensor in tensors] if stage.module.overwrites_input else tensors)
         random = RandomStream(plan.seed, self.microbatch, stage.index, stage.device.physical)
-        with self.context.entered(), random, untouched(stage.statistics if is_recomputing() else ()):
+        with self.context.entered(), random, stage.buffers.during(self.buffers):
             sent = stage.module({source: packet.rebuild(rest) for source, packet in self.received.items()})
             self.packets = {user: Packet(value) for user, value in sent.items()}
             _check_tensors(stage.index, sent, self.packets)

@@ -11,23 +11,20 @@ to the caller. A pair of source and user is a *link*::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from asyncpipe.ops.device.devices import Device
+from asyncpipe.ops.model.buffers import StageBuffers
 from asyncpipe.ops.model.microbatch import Arguments
 
-__all__ = ["CALLER", "Stage", "StageModule", "StagedModel", "statistics_of", "untouched"]
+__all__ = ["CALLER", "Stage", "StageModule", "StagedModel"]
 
 CALLER = -1
 """The index that stands for the caller, as the source or the user of a link."""
-
-StatisticsOf = Sequence[tuple[nn.Module, str]]
-"""(module, name of a buffer) for each running statistic of a stage."""
 
 
 class StageModule(nn.Module):
@@ -68,24 +65,4 @@ class Stage:
     index: int
     module: StageModule
     device: Device
-    statistics: StatisticsOf
-    """The buffers that a recomputation must not update again."""
-
-
-def statistics_of(stage: nn.Module) -> StatisticsOf:
-    """The running statistics inside ``stage``: of batch norms, and of other layers with buffers of these names."""
-    names = ("running_mean", "running_var", "num_batches_tracked")
-    return [(module, name) for module in stage.modules() for name in names if module._buffers.get(name) is not None]
-
-
-@contextmanager
-def untouched(statistics: StatisticsOf) -> Iterator[None]:
-    """Keep ``statistics`` unchanged: the forward inside updates copies. For the stage's thread."""
-    kept = [(module._buffers, name, module._buffers[name]) for module, name in statistics]
-    try:
-        for buffers, name, value in kept:
-            buffers[name] = None if value is None else value.clone()
-        yield
-    finally:
-        for buffers, name, value in kept:
-            buffers[name] = value
+    buffers: StageBuffers

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from asyncpipe.errors import SharedParameterError
 from asyncpipe.ops.device.devices import Device
-from asyncpipe.ops.model.stage import Stage, StagedModel, StageModule, statistics_of
+from asyncpipe.ops.model.buffers import StageBuffers, shared_buffers
+from asyncpipe.ops.model.stage import Stage, StagedModel, StageModule
 
 __all__ = ["Replica", "Ties", "place"]
 
@@ -150,6 +151,8 @@ class _Shadow:
         tables = {
             table: {name: self._tensors.get(name, value) for name, value in getattr(self._module, table).items()}
             for table in ("_parameters", "_buffers")
+            # A table without a replica is the module's own, in which a forward may replace a buffer.
+            if not self._tensors.keys().isdisjoint(getattr(self._module, table))
         }
         modules = {**self._module._modules, **self._children}
         self.copy.__dict__.update(self._module.__dict__, _modules=modules, **tables)
@@ -171,8 +174,9 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
         if slot.name in ("running_mean", "running_var"):
             raise SharedParameterError(
                 f"stage {first} and stage {last}, on different devices, both update the running statistics of one "
-                f"{type(slot.module).__name__}; give each a layer of its own, or put both on one device"
+                f"{type(slot.module).__name__}; give each a layer of its own, or split where one stage has both"
             )
+    shared = shared_buffers(model.stages)
     # In reverse order, so that shared tensors end up on the device of their owner, the first stage that uses them.
     for index in reversed(range(len(model.stages))):
         model.stages[index].to(devices[placement[index]].physical)
@@ -189,7 +193,7 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
         cast(StageModule, ties.shadow(stage, slots, {})) for stage, slots in zip(model.stages, replaced, strict=True)
     ]
     return [
-        Stage(index, module, devices[device], statistics_of(module))
+        Stage(index, module, devices[device], StageBuffers(index, module, shared[index]))
         for index, (module, device) in enumerate(zip(modules, placement, strict=True))
     ], ties
 

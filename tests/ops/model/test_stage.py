@@ -298,6 +298,6 @@ def test_running_statistics_shared_over_devices_are_refused_before_anything_move
         place(staged, [1, 0, 0], [Device("cpu", CPU), Device("meta", META)])
     assert str(raised.value) == (
         "stage 0 and stage 2, on different devices, both update the running statistics of one BatchNorm1d; give each "
-        "a layer of its own, or put both on one device"
+        "a layer of its own, or split where one stage has both"
     )
     assert layer.weight.device == CPU

@@ -81,8 +81,11 @@ class TracedStage(StageModule):
         # Looked up every time, since the shadow of a module (ops/model/ties.py) has other tensors.
         state = [attrgetter(name)(self) for name in part.state]
         if part.changed and is_recomputing():
-            # The first run has changed it already, so the recomputation changes copies.
-            state = [x.clone() if name in part.changed else x for name, x in zip(part.state, state, strict=True)]
+            # The first run has changed it already, so the recomputation changes copies. (Buffers are copies anyway.)
+            state = [
+                x.clone() if name in part.changed and isinstance(x, nn.Parameter) else x
+                for name, x in zip(part.state, state, strict=True)
+            ]
         values = [value for source in self._sources for value in received[source]]
         tensors = (value for value in state or tree_leaves(values) if isinstance(value, Tensor))
         device = next((tensor.device for tensor in tensors), self._traced_device)

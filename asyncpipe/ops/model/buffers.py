@@ -1,0 +1,334 @@
+"""The buffers of a stage while it runs: a recomputation reads what its forward read, and changes nothing.
+
+A forward may change buffers, such as running statistics, a moving average that it scales by, or the vectors of a
+spectral norm. Several micro-batches are under way, so later ones have changed them before the first is recomputed::
+
+    F(0) reads v0, writes v1     F(1) reads v1, writes v2     R(0) reads v0 again, and v2 stays
+
+So a checkpointed forward keeps copies of what it is about to change. A forward whose graph is kept works on copies,
+which the graph may save, and then the buffers get their values: the next forward would change what the graph has saved.
+
+Which modules change their buffers is seen, not known. The first forward in each mode (the modules' ``training`` flags)
+copies all buffers, later ones only those of modules that have changed one. A change is seen by the identity of the
+tensor and by torch's version counter; in that first forward also by value, since batch norms and ``buffer.data`` do not
+count their changes. A stage without buffers has nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from asyncpipe.errors import RecomputeError, SharedParameterError, StageError
+from asyncpipe.ops.autograd.checkpoint import is_checkpointing, is_recomputing, may_recompute_again
+
+__all__ = ["BufferValues", "StageBuffers", "shared_buffers"]
+
+BufferValues = dict[int, dict[str, Tensor | None]]
+"""Buffers of a stage, by number of the module and by name."""
+
+_Place = tuple[int, str]
+"""Where a buffer is: the number of the module, and the name."""
+
+_NORMS = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
+
+_NOTHING = nullcontext()
+
+
+class _Owner(NamedTuple):
+    """A module with buffers."""
+
+    path: str
+    module: nn.Module
+    needs_copies: bool
+    """Whether its backward may read what its forward changes. That of torch's norms does not."""
+
+    def put(self, values: Mapping[str, Tensor | None]) -> None:
+        """Make ``values`` the module's buffers, in the table that it has."""
+        table = self.module._buffers
+        for name in [name for name in table.keys() if name not in values]:  # noqa: SIM118 - TorchScript's is no dict.
+            del table[name]
+        for name, tensor in values.items():
+            if name not in table or table[name] is not tensor:
+                table[name] = tensor
+
+
+_Owners = dict[int, _Owner]
+"""By number."""
+
+
+class _Parts(NamedTuple):
+    """The modules of a stage by what its forwards in one mode do with them."""
+
+    copied: _Owners
+    """They work on copies of their buffers."""
+    plain: _Owners
+    """They change their buffers, and need no copies for that."""
+    others: _Owners
+    """They change nothing. (In the first forward that is still to be seen.)"""
+
+
+class _Sight:
+    """The buffers of some modules at one moment, to see what has changed since."""
+
+    def __init__(self, owners: _Owners) -> None:
+        self._owners = owners
+        self.values = _values(owners)
+        self._versions = [
+            (number, name, tensor, _version(tensor))
+            for number, values in self.values.items()
+            for name, tensor in values.items()
+            if tensor is not None
+        ]
+
+    def counted(self) -> set[_Place]:
+        """The tensors of that moment that were changed in place, as torch counts."""
+        return {(number, name) for number, name, tensor, version in self._versions if _version(tensor) != version}
+
+    def replaced(self) -> set[_Place]:
+        """The buffers that are other tensors now, or were added or removed."""
+        return {
+            (number, name)
+            for number, now in _values(self._owners).items()
+            for name in self.values[number].keys() | now.keys()
+            if self.values[number].get(name) is not now.get(name)
+        }
+
+    def changed(self) -> set[_Place]:
+        return self.counted() | self.replaced()
+
+
+class StageBuffers:
+    """The buffers of one stage, and what its forwards have shown of them. For the thread of the stage's device."""
+
+    def __init__(self, stage: int, module: nn.Module, shared: Mapping[tuple[str, str], int]) -> None:
+        """``shared`` is what ``shared_buffers`` found for the stage."""
+        self._stage = stage
+        with_buffers = [(path, part) for path, part in module.named_modules() if len(part._buffers)]
+        self._owners = {
+            number: _Owner(path, part, type(part).__module__ not in _NORMS)
+            for number, (path, part) in enumerate(with_buffers)
+        }
+        self._shared = shared
+        self._unknown = _Parts(
+            copied={number: owner for number, owner in self._owners.items() if owner.needs_copies},
+            plain={},
+            others={number: owner for number, owner in self._owners.items() if not owner.needs_copies},
+        )
+        self._parts: dict[tuple[bool, ...], _Parts] = {}
+        """By mode; missing until the first forward in it."""
+        self._uncounted: set[int] = set()
+        """The modules that make changes which torch does not count."""
+
+    def during(self, kept: BufferValues) -> AbstractContextManager[None]:
+        """The context of a forward or of its recomputation. ``kept`` is what the one leaves for the other."""
+        if not self._owners:
+            return _NOTHING
+        if is_recomputing():
+            return self._recomputation(kept)
+        if is_checkpointing() or torch.is_grad_enabled():
+            return self._forward(kept)
+        return self._watched() if self._shared else _NOTHING
+
+    @contextmanager
+    def _forward(self, kept: BufferValues) -> Iterator[None]:
+        """A forward that a backward follows. What it changes are copies; the buffers get their values at its end."""
+        mode = tuple([owner.module.training for owner in self._owners.values()])
+        first = mode not in self._parts
+        copied, plain, others = self._parts.get(mode, self._unknown)
+        watched = _Sight(others)
+        before = _copies(watched.values if first else _values(plain)) if first or is_checkpointing() else {}
+        originals = _Sight(copied)
+        copies = _copies(originals.values)
+        _put(copied, copies)
+        try:
+            yield
+            left = _values(copied)
+        finally:
+            _put(copied, originals.values)
+        missed = watched.changed()
+        changed = missed | self._changes(originals, copies, left, first)
+        if first:
+            changed |= _differing(before, watched.values)
+        if first or missed:
+            self._learn(mode, changed)
+        if is_checkpointing():
+            if missed and not first:
+                raise RecomputeError(
+                    f"stage {self._stage} changed the buffer {self._name(*min(missed))} in this forward, but no buffer "
+                    "of its module in the first one, so the value to recompute with is lost; change one of them in "
+                    "every forward, such as a count of the forwards, or use checkpoint='never'"
+                )
+            # Copied again where a lazy module has only now made the buffers, with values that torch's do not read.
+            kept.update(_copies(before) if first else before)
+            kept.update(_copies(originals.values))
+            for number in kept.keys() & self._parts[mode].others.keys():
+                del kept[number]
+        self._write_back(originals.values, copies, left, changed)
+
+    def _changes(self, originals: _Sight, copies: BufferValues, left: BufferValues, first: bool) -> set[_Place]:
+        """What a forward on ``copies`` has changed. Raises ``StageError`` if it changed an original instead."""
+        changed = {
+            (number, name)
+            for number, now in left.items()
+            for name in copies[number] | now
+            if now.get(name) is not copies[number].get(name)
+        }
+        for number, name in originals.counted():
+            if copies[number][name] is not originals.values[number][name]:
+                raise StageError(
+                    f"stage {self._stage} changes the buffer {self._name(number, name)} by another reference to its "
+                    "tensor than its module's; change it as self.buffer, since the module has a copy of it meanwhile"
+                )
+            changed.add((number, name))
+        for number, mine in copies.items():
+            for name, copy in mine.items():
+                original = originals.values[number][name]
+                if copy is None or original is None or copy is original:
+                    continue
+                if _version(copy):
+                    changed.add((number, name))
+                elif not _equal(copy, original) if first else number in self._uncounted:
+                    self._uncounted.add(number)
+                    changed.add((number, name))
+        return changed
+
+    def _write_back(
+        self, originals: BufferValues, copies: BufferValues, left: BufferValues, changed: set[_Place]
+    ) -> None:
+        """Give the buffers what a forward has left in their place, which are copies or other tensors."""
+        for number, mine in left.items():
+            for name, tensor in mine.items():
+                if tensor is None or tensor is not copies[number].get(name):
+                    continue
+                original = mine[name] = originals[number][name]
+                if original is not None and original is not tensor and (number, name) in changed:
+                    with torch.no_grad():
+                        original.copy_(tensor)
+        _put(self._owners, left)
+
+    @contextmanager
+    def _recomputation(self, kept: BufferValues) -> Iterator[None]:
+        """The second run of a forward: it reads and changes what was kept of the first."""
+        before = _Sight(self._owners)
+        _put(self._owners, _copies(kept) if may_recompute_again() else kept)
+        try:
+            yield
+            changed = before.counted() | {place for place in before.replaced() if place[0] not in kept}
+        finally:
+            _put(self._owners, before.values)
+        if changed:
+            raise RecomputeError(
+                f"the recomputation of stage {self._stage} changed the buffer {self._name(*min(changed))}, which its "
+                "forward did not change; change it in every forward, or use checkpoint='never'"
+            )
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """A forward without a backward, in a stage that shares buffers."""
+        sight = _Sight(self._owners)
+        yield
+        self._refuse_shared(sight.changed())
+
+    def _learn(self, mode: tuple[bool, ...], changed: set[_Place]) -> None:
+        self._refuse_shared(changed)
+        changing = {number for number, _ in changed}
+        if mode in self._parts:
+            changing |= self._parts[mode].copied.keys() | self._parts[mode].plain.keys()
+        self._parts[mode] = self._split(changing)
+
+    def _split(self, changing: Container[int]) -> _Parts:
+        parts = _Parts({}, {}, {})
+        for number, owner in self._owners.items():
+            part = parts.others if number not in changing else parts.copied if owner.needs_copies else parts.plain
+            part[number] = owner
+        return parts
+
+    def _refuse_shared(self, changed: set[_Place]) -> None:
+        for number, name in sorted(changed):
+            other = self._shared.get((self._owners[number].path, name))
+            if other is not None:
+                raise SharedParameterError(
+                    f"stage {self._stage} changes the buffer {self._name(number, name)}, which stage {other} uses "
+                    "too, and not in the order of the unsplit model; split where one stage has both, or give each a "
+                    "buffer of its own"
+                )
+
+    def _name(self, number: int, name: str) -> str:
+        """The buffer's name in messages, as in the model's state dict."""
+        path = self._owners[number].path.removeprefix("layers").removeprefix(".")
+        return repr(f"{path}.{name}" if path else name)
+
+
+def shared_buffers(stages: Sequence[nn.Module]) -> list[dict[tuple[str, str], int]]:
+    """For each stage: by (path of the module, name) of a buffer that it shares, another stage that uses it.
+
+    To be called before the stages are moved, which replaces buffers.
+    """
+    places = [
+        (stage, (path, name), key)
+        for stage, part in enumerate(stages)
+        for path, module in part.named_modules()
+        for name, tensor in module._buffers.items()
+        for key in ((id(module), name), *([] if tensor is None else [id(tensor)]))
+    ]
+    users: dict[object, set[int]] = {}
+    for stage, _, key in places:
+        users.setdefault(key, set()).add(stage)
+    shared: list[dict[tuple[str, str], int]] = [{} for _ in stages]
+    for stage, place, key in places:
+        for other in users[key] - {stage}:
+            shared[stage][place] = other
+    return shared
+
+
+def _values(owners: _Owners) -> BufferValues:
+    return {number: dict(owner.module._buffers.items()) for number, owner in owners.items()}
+
+
+def _put(owners: _Owners, values: BufferValues) -> None:
+    for number, mine in values.items():
+        owners[number].put(mine)
+
+
+def _copies(values: BufferValues) -> BufferValues:
+    """Copies of ``values``; a tensor with two names has one copy."""
+    made: dict[int, Tensor] = {}
+
+    def copy(tensor: Tensor | None) -> Tensor | None:
+        # What requires a gradient collects it, or belongs to a graph; a lazy buffer has no values yet.
+        if tensor is None or tensor.requires_grad or is_lazy(tensor):
+            return tensor
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.clone()
+        return made[id(tensor)]
+
+    return {number: {name: copy(tensor) for name, tensor in mine.items()} for number, mine in values.items()}
+
+
+def _differing(ours: BufferValues, theirs: BufferValues) -> set[_Place]:
+    """Where the values differ, of tensors that are not the same."""
+    return {
+        (number, name)
+        for number, mine in ours.items()
+        for name, tensor in mine.items()
+        if tensor is not None and tensor is not (other := theirs[number][name]) and not _equal(tensor, other)
+    }
+
+
+def _equal(one: Tensor, other: Tensor | None) -> bool:
+    """Whether two tensors have equal values. On an accelerator the host waits for them."""
+    return other is not None and one.layout is torch.strided and torch.equal(one, other)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often ``tensor`` has been changed in place; 0 where torch does not count."""
+    try:
+        return tensor._version
+    except (RuntimeError, ValueError):  # It belongs to inference mode, or to a lazy module that has not run yet.
+        return 0
