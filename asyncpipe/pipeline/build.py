@@ -67,11 +67,12 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
     staged = _split_into_stages(model, schedule, len(devices), options)
     names = [device.name for device in devices]
     graphs = GraphCache(schedule, names, Wiring(staged.links), len(staged.stages))
-    graph = graphs(options.microbatches, Phase.STEP, CheckpointMode(options.checkpoint), True)
+    checkpoint = CheckpointMode(options.checkpoint)
+    graph = graphs(options.microbatches, Phase.STEP, checkpoint, True)
     stages, ties = place(staged, graph.placement, devices)
     optimizers = {} if options.optimizer is None else _make_optimizers(stages, ties, options.optimizer)
     graphs.rewire(Wiring(staged.links, ties.links, tuple(optimizers)))
-    streams = make_streams(devices)
+    streams = make_streams(devices, graphs(options.microbatches, Phase.STEP, checkpoint, True).lanes)
     return PipelineParts(
         options,
         staged.module,

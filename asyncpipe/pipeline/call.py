@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -29,12 +29,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.errors import BackwardError, PipelineClosedError
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.caller_graph import attach
 from asyncpipe.ops.autograd.random_streams import draw_step_seed
-from asyncpipe.ops.device.streams import Fence
+from asyncpipe.ops.device.device_errors import is_device_error
+from asyncpipe.ops.device.streams import Fence, begin_behind
 from asyncpipe.ops.execute.binder import Binder
 from asyncpipe.ops.execute.caller_gradients import CallerGradients
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
@@ -102,7 +104,7 @@ class PreparedCall(StepProtocol[Any]):
     def _begin(self) -> None:
         self.parts.resources.ties.refresh()
         self.parts.resources.guard.wait_for_abandoned()
-        self._fence.begin()
+        self._tensors.caller_ready = self._fence.begin()
 
     def _finish(self, execution: Execution) -> Any:
         """The outputs, as part of the caller's graph; gathered unless the caller made the micro-batches."""
@@ -122,13 +124,32 @@ class PreparedCall(StepProtocol[Any]):
 
     def _attach(self, packets: Sequence[Packet], backward: CallBackward) -> None:
         assert self._inputs is not None
-        ends = [*self._inputs.ends, *self.parameters]
+        ends = [*map(_alias_of_leaf, self._inputs.ends), *self._aliases()]
         outputs = [
             [t.requires_grad_(wants) for t, wants in zip(packet.tensors, packet.wants_gradient, strict=True)]
             for packet in packets
         ]
         for packet, attached in zip(packets, attach(backward, ends, outputs), strict=True):
             packet.tensors = attached
+
+    def _aliases(self) -> Iterator[Tensor]:
+        """The parameters, for the caller's graph; aliases of those on an accelerator.
+
+        autograd accumulates a gradient on the stream that was current when the parameter's node was made, and has one
+        such node as long as a graph with the parameter lives. Hazard: on a stream of the caller's, the backwards of the
+        lanes would wait there for whatever the caller has queued, and autograd warns of that. So the node is made on
+        the stream of the parameter's lane, and the gradient gets there by a node of the same stream.
+        """
+        resources = self.parts.resources
+        lanes = {
+            id(parameter): resources.streams[Lane(stage.device.name, Queue.COMPUTE)]
+            for stage in reversed(resources.stages)
+            if stage.device.is_accelerator
+            for parameter in stage.module.parameters()
+        }
+        for parameter in self.parameters:
+            with lanes[id(parameter)].use() if id(parameter) in lanes else nullcontext():
+                yield _alias_of_leaf(parameter)
 
     def start_backward(self, gates: Gates) -> PortalCall[Execution]:
         """Submit the backward graph, on the forward's tensors and in its context, to the pipeline's loop."""
@@ -217,6 +238,8 @@ class _BackwardPass:
         """What the exits have brought while it waits: micro-batch, gradients, and when these may be read."""
         self._closed = set(range(call.microbatches))
         self._has_begun = False
+        self._failure: RuntimeError | None = None
+        """What the device raised when the caller's gradients were taken."""
         self._guard = call.parts.resources.guard
         self._member = object()
         # Finalizers run from the last to the first: what is abandoned is known to the guard before the turn is left.
@@ -235,9 +258,10 @@ class _BackwardPass:
         self._check_open()
         resources = self.call.parts.resources
         self._tensors.retain = self._retain
-        self._fence = Fence(resources.streams.values())
         self._gates = Gates()
-        self._fence.begin()
+        # Perhaps on a thread of the autograd engine, whose current streams are not the caller's. Of these, all lanes
+        # wait for what led to the first gradients.
+        begin_behind(resources.streams.values(), [event for *_, event in self._given if event is not None])
         try:
             self._guard.begin(self.call.parameters)
             self._execution = self.call.start_backward(self._gates)
@@ -270,7 +294,15 @@ class _BackwardPass:
 
     def give(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
         """Start the backward of ``microbatch`` from ``gradients``, now or when it is this pass's turn."""
-        self._given.append((microbatch, gradients, _arrival(gradients)))
+        event = None
+        try:
+            event = _arrival(gradients)
+        except RuntimeError as error:
+            if not is_device_error(error):
+                raise
+            # Perhaps a task of this backward has broken the device: its error says more, and ``wait`` raises it.
+            self._failure = self._failure or error
+        self._given.append((microbatch, gradients, event))
         # Never waits: on a thread of the engine, every other backward on its device would stop.
         if not self._has_begun and self._guard.enter_at_once(self._number, self._member):
             self._begin()
@@ -301,7 +333,11 @@ class _BackwardPass:
         self._fence.hand_over(gradient for gradient in gradients if gradient is not None)
 
     def wait(self) -> dict[int, Tensor | None]:
-        """The new gradients by ``id`` of the parameter, once the last backward is issued. Raises if a task failed."""
+        """The new gradients by ``id`` of the parameter, once the last backward is issued. Raises if a task failed.
+
+        They may be read on the streams that are current here, on the thread that called ``backward``: the engine takes
+        them for made there, since the entry is on the CPU, and lets other streams wait for these.
+        """
         self.call.tenancy.check_process()
         if not self._has_begun:
             if self.call.tenancy.pool.driver.runs_on(threading.get_ident()):
@@ -317,20 +353,33 @@ class _BackwardPass:
             self._open(sorted(self._closed, reverse=True))
         assert self._abandon is not None
         self._abandon.detach()
+        self._fence = Fence(self.call.parts.resources.streams.values())
         # Removed from this object: the error holds this frame, and the call must not hold the error through it.
         execution = self.__dict__.pop("_execution")
         try:
-            execution.wait()
+            self._end(execution.wait())
         except BaseException:
             execution.end()
             self._undo()
             self._guard.roll_back()
+            # The device comes last: if it has failed, every call fails, and the error says already why.
+            with suppress(Exception):
+                self._fence.end()
             raise
         finally:
-            # The caller's streams must be behind every lane before the engine reads the gradients there.
-            self._fence.end()
             del execution
         return self._guard.take()
+
+    def _end(self, execution: Execution) -> None:
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._fence.end()
+        except RuntimeError as error:
+            if is_device_error(error):
+                # One of the kernels failed after it was queued: the error of its task says which.
+                self.call.portal.call(execution.completed())
+            raise
 
 
 def _abandon(
@@ -378,6 +427,11 @@ def _clear(tensors: StepTensors) -> None:
         tensors.tied_gradients.clear()
     else:
         tensors.close()
+
+
+def _alias_of_leaf(tensor: Tensor) -> Tensor:
+    """``tensor`` behind a node on the current stream, if it is a leaf on an accelerator (see ``_aliases``)."""
+    return tensor if tensor.is_cpu or not tensor.is_leaf else tensor.view_as(tensor)
 
 
 def _arrival(gradients: Sequence[Tensor | None]) -> torch.Event | None:

@@ -16,6 +16,8 @@ import weakref
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from asyncpipe.core.engine.events import StepNotes
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import PipelineClosedError
@@ -134,7 +136,17 @@ class DevicePool:
     def _make_executor(self, device: Device) -> Executor:
         if self._options.executors is not None:
             return self._options.executors(device.name)
-        return ThreadExecutor(device.name, on_start=None if device.is_accelerator else self._intra_op.initializer())
+        return ThreadExecutor(
+            device.name, on_start=_keep_backwards_here if device.is_accelerator else self._intra_op.initializer()
+        )
+
+
+def _keep_backwards_here() -> None:
+    """Let this thread run its backwards itself, not the autograd engine's thread of the device.
+
+    All backwards of a device share that thread, the caller's included: one that waits there for another never ends.
+    """
+    torch.autograd.set_multithreading_enabled(False)
 
 
 def _end_threads(process: Process, driver: Driver, portal: Portal | None) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -20,6 +20,7 @@ from asyncpipe.errors import LossError, OptionError
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.random_streams import draw_step_seed
 from asyncpipe.ops.device.copies import to_device
+from asyncpipe.ops.device.device_errors import is_device_error
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.streams import Fence
 from asyncpipe.ops.execute.binder import Binder, normalize
@@ -72,18 +73,31 @@ class StepProtocol(ABC, Generic[_Result]):
         self._plan = plan
         self._tensors = tensors
         self._context = context
-        self._fence = Fence(parts.resources.streams.values())
+        self._fence = Fence(parts.resources.streams.values(), tensors.given())
         self._binder = Binder(graph, plan, tensors, parts.resources, context)
 
     async def run(self) -> _Result:
         """Run the step on the pipeline's loop, from a coroutine of any loop."""
         with self._begun():
-            return self._finish(await self.tenancy.pool.run(self._execution()))
+            execution = await self.tenancy.pool.run(self._execution())
+            try:
+                return self._finish(execution)
+            except RuntimeError as error:
+                if is_device_error(error):
+                    # One of the step's kernels failed after it was queued: the error of its task says which.
+                    await self.tenancy.pool.run(execution.completed())
+                raise
 
     def run_blocking(self) -> _Result:
         """Run the step on the pipeline's loop, which is in a thread of its own, and block until it is issued."""
         with self._begun():
-            return self._finish(self.tenancy.pool.call(self._execution()))
+            execution = self.tenancy.pool.call(self._execution())
+            try:
+                return self._finish(execution)
+            except RuntimeError as error:
+                if is_device_error(error):
+                    self.tenancy.pool.call(execution.completed())  # As above.
+                raise
 
     @contextmanager
     def _begun(self) -> Iterator[None]:
@@ -108,9 +122,11 @@ class StepProtocol(ABC, Generic[_Result]):
 
     def _abandon(self) -> None:
         """Undo what the step did to running statistics, and drop its tensors."""
-        self._fence.end()
         self.parts.discard_statistics()
         self._tensors.close()
+        # The device comes last: if it has failed, every call fails, and the error that is raised already says more.
+        with suppress(Exception):
+            self._fence.end()
 
 
 class PreparedStep(StepProtocol[StepResult]):
@@ -152,7 +168,7 @@ class PreparedStep(StepProtocol[StepResult]):
         if self._training:
             resources.guard.enter(self, self)
         resources.ties.refresh()
-        self._fence.begin()
+        self._tensors.caller_ready = self._fence.begin()
         if self._training:
             self._has_set_gradients_aside = True
             resources.guard.begin(self.parts.module.parameters())
@@ -174,10 +190,10 @@ class PreparedStep(StepProtocol[StepResult]):
         return StepResult(loss, tuple(losses), gathered, execution, self.tenancy.pool.portal)
 
     def _abandon(self) -> None:
-        super()._abandon()
         if self._has_set_gradients_aside:
             self.parts.resources.guard.roll_back()
             self.parts.resources.ties.drop_gradients()
+        super()._abandon()
         self.parts.resources.guard.leave(self)
 
     def _commit_gradients(self) -> None:
@@ -208,6 +224,7 @@ def _scale(scaler: GradScaler | None, device: Device) -> Tensor | None:
     if scaler is None:
         return None
     scaled: Tensor = scaler.scale(torch.ones((), device=scaler._device))
+    # Its memory belongs to the caller's stream, which waits for the lanes before it can be used again.
     return to_device(scaled, device.physical)
 
 

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from asyncpipe.core.graph.task import Lane, Queue
-from asyncpipe.ops.device.streams import AcceleratorStream, LaneStream
+from asyncpipe.ops.device.streams import AcceleratorStream, LaneStream, record
 
-__all__ = ["Copier", "make_copiers", "to_device"]
+__all__ = ["Copier", "HostCopy", "make_copiers", "to_device"]
 
 
 class Copier:
     """Copies tensors to one lane's device, where a compute stream of that device will read them."""
 
     def __init__(self, lane: LaneStream, compute: LaneStream) -> None:
-        """``lane`` is the copy lane's stream, ``compute`` that of the stage that will read the copies."""
+        """``lane`` is the copying lane's stream, ``compute`` that of the stage that will read the copies."""
         self._lane = lane
         self._compute = compute
         self._sides: dict[torch.device, AcceleratorStream] = {}
@@ -45,9 +45,7 @@ class Copier:
             return None
         if source not in self._sides:
             self._sides[source] = AcceleratorStream(source)
-        side = self._sides[source]
-        side.tick()
-        return side
+        return self._sides[source]
 
     def copy(self, tensors: Sequence[Tensor | None], side: AcceleratorStream | None) -> list[Tensor | None]:
         """The tensors on the lane's device.
@@ -60,29 +58,78 @@ class Copier:
             # meanwhile, that memory must not be reused before the copy is done.
             side.keep(tensor for tensor in tensors if tensor is not None)
         with nullcontext() if side is None else side.use(), self._lane.use():
-            moved = [None if tensor is None else to_device(tensor, self._lane.device) for tensor in tensors]
+            moved = [None if tensor is None else _queue_copy(tensor, self._lane.device) for tensor in tensors]
         # Hazard: the compute stream reads memory allocated on the copy stream (or, if passed on without a copy, on
         # another compute stream). It must not be reused before that read is done.
         self._compute.keep(tensor for tensor in moved if tensor is not None)
         return moved
 
+    def fetch(self, tensor: Tensor, ready: Mapping[torch.device, torch.Event]) -> Tensor:
+        """A tensor of the caller's on the lane's device, to be read by what the lane runs from now on.
+
+        ``ready`` has, by device, the event behind what the caller had queued there when the step began. The lane's
+        stream is current, and behind these events.
+        """
+        side = self.side([tensor])
+        if side is None:
+            if tensor.device == self._lane.device:
+                # Hazard: the compute stream reads memory allocated on the caller's stream. If the caller frees it
+                # meanwhile, it must not be reused before that read is done.
+                self._compute.keep([tensor])
+            return _queue_copy(tensor, self._lane.device)
+        # Hazard: the copy, on the side stream, reads what the caller may still be writing.
+        if tensor.device in ready:
+            side.wait(ready[tensor.device])
+        else:  # Other micro-batches are elsewhere.
+            torch.get_device_module(tensor.device).synchronize(tensor.device)
+        (moved,) = self.copy([tensor], side)
+        assert moved is not None
+        if not isinstance(self._lane, AcceleratorStream):
+            # Hazard: the stage reads on the host what the copy has not brought yet.
+            self._lane.wait(record(side.stream))
+        return moved
+
 
 def make_copiers(streams: Mapping[Lane, LaneStream]) -> dict[Lane, Copier]:
-    """A copier for every copy lane, given the streams of all lanes."""
-    return {
-        lane: Copier(stream, streams[Lane(lane.device, Queue.COMPUTE)])
-        for lane, stream in streams.items()
-        if lane.queue is not Queue.COMPUTE
-    }
+    """A copier for every lane, given the streams of all lanes; on compute lanes it fetches the caller's tensors."""
+    return {lane: Copier(stream, streams[Lane(lane.device, Queue.COMPUTE)]) for lane, stream in streams.items()}
+
+
+class HostCopy:
+    """A tensor on its way to the host, by the current stream of its device; a CPU tensor is there already."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = _queue_copy(tensor, torch.device("cpu"))
+        self._there = None
+        if not tensor.is_cpu:
+            self._there = record(torch.get_device_module(tensor.device).current_stream(tensor.device))
+
+    def wait(self) -> Tensor:
+        """The tensor on the CPU; blocks until the copy is over, and not for what was queued behind it."""
+        if self._there is not None:
+            # Hazard: the host reads what the copy has not brought yet.
+            self._there.synchronize()
+        return self._copy
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``. Copies from or to an accelerator go through pinned memory, on the current streams."""
+    """``tensor`` on ``device``, to be read there at once; blocks only if it comes from an accelerator to the CPU."""
+    return HostCopy(tensor).wait() if device.type == "cpu" else _queue_copy(tensor, device)
+
+
+def _queue_copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``, through pinned memory if one of the two is a CPU, on the current streams.
+
+    What comes to the CPU must not be read before an event behind the copy.
+    """
     if tensor.device == device:
         return tensor
     if device.type == "cpu":
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return pinned.copy_(tensor, non_blocking=True)
+        return _pinned_like(tensor).copy_(tensor, non_blocking=True)
     if tensor.is_cpu and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

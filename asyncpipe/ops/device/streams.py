@@ -7,20 +7,19 @@ non-default stream: work is queued, and so is waiting.
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import finalize
 
 import torch
 from torch import Tensor
 
 from asyncpipe.core.graph.task import Lane, Queue
+from asyncpipe.ops.device.device_clock import Timing, clock_of
 from asyncpipe.ops.device.devices import Device
+from asyncpipe.ops.device.lent_streams import lend
 
-__all__ = ["AcceleratorStream", "CpuStream", "Fence", "LaneStream", "Timing", "make_streams"]
+__all__ = ["AcceleratorStream", "CpuStream", "Fence", "LaneStream", "begin_behind", "make_streams", "record"]
 
 
 class CpuStream:
@@ -43,22 +42,15 @@ class CpuStream:
 
 
 class AcceleratorStream:
-    """A non-default stream of an accelerator, which no other object uses (while at most 32 of the device are used)."""
+    """A non-default stream of an accelerator, which no other object uses."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # torch has 32 streams a device and hands them out in turn, so in a long process two pipelines would come to
-        # share one. Hazard: the optimizer of pipeline A reads gradients on its caller's stream and frees them. The next
-        # task of pipeline B on the shared stream could then reuse that memory too early, because ``Fence.begin`` makes
-        # only the streams of A wait for the caller of A.
-        unused = _unused[device]
-        try:
-            self.stream = unused.pop()
-        except IndexError:
-            self.stream = torch.get_device_module(device).Stream(device)
-        finalize(self, unused.append, self.stream).atexit = False
+        self.stream = lend(device, self)
+        self.readers: frozenset[Any] = frozenset()
+        """The streams of the caller that may read what was made here, since the last step's end."""
         self._use = torch.get_device_module(device).stream
-        self._clock = _DeviceClock(self.stream)
+        self._clock = clock_of(device)
 
     def use(self) -> AbstractContextManager[object]:
         """Make it the current stream, and its device the current device, of the calling thread."""
@@ -80,132 +72,88 @@ class AcceleratorStream:
         return Timing(self.stream, self._clock)
 
     def tick(self) -> None:
-        """Give the tasks from now on a new clock origin; called once a step."""
+        """A step begins."""
         self._clock.tick()
 
 
 LaneStream = CpuStream | AcceleratorStream
 """Where the work of a lane is queued."""
 
-_unused: defaultdict[torch.device, list[Any]] = defaultdict(list)
 
-
-class Timing:
-    """The time of a task on an accelerator, from when this is made to ``end``. A ``Completion`` for the executor."""
-
-    def __init__(self, stream: Any, clock: _DeviceClock) -> None:
-        self._stream = stream
-        self._clock = clock
-        self._origin = clock.origin
-        self._started = _record(stream)
-        self.ended: torch.Event | None = None
-
-    def end(self) -> torch.Event:
-        """Record the task's end."""
-        self.ended = _record(self._stream)
-        return self.ended
-
-    def wait(self) -> tuple[float, float]:
-        """Block until the device has finished the task; start and end in seconds of ``time.perf_counter``."""
-        assert self.ended is not None
-        origin = self._clock.resolve(self._origin)
-        self.ended.synchronize()
-        return origin + self._since_origin(self._started), origin + self._since_origin(self.ended)
-
-    def _since_origin(self, event: torch.Event) -> float:
-        return max(0.0, float(self._origin.event.elapsed_time(event)) * 1e-3)
-
-
-class _ClockOrigin:
-    """An event whose time is known on the device and, once the device has reached it, on the host (``host``)."""
-
-    def __init__(self, stream: Any) -> None:
-        self.recorded = time.perf_counter()
-        self.event = _record(stream)
-        self.host: float | None = None
-
-
-class _DeviceClock:
-    """Converts device times to host times. Each step gets a new origin: ``elapsed_time``, a float32, stays small.
-
-    The host time of an origin is that of the previous origin plus the time between the two on the device, limited to
-    the interval from when the host recorded the event to when the host saw it done. ``resolve`` is called on the lane's
-    completion thread only.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._resolved: _ClockOrigin | None = None
-        self.origin = _ClockOrigin(stream)
-
-    def tick(self) -> None:
-        self.origin = _ClockOrigin(self._stream)
-
-    def resolve(self, origin: _ClockOrigin) -> float:
-        if origin.host is None:
-            origin.event.synchronize()
-            host = time.perf_counter()
-            before = self._resolved
-            if before is not None and before.host is not None:
-                host = min(host, before.host + before.event.elapsed_time(origin.event) * 1e-3)
-            origin.host = max(host, origin.recorded)
-            self._resolved = origin
-        return origin.host
-
-
-def _record(stream: Any) -> torch.Event:
+def record(stream: Any) -> torch.Event:
+    """An event behind what is queued on ``stream``, which is torch's."""
     # `blocking`: a thread that synchronizes sleeps instead of spinning on a core.
-    event: torch.Event = torch.get_device_module(stream.device).Event(enable_timing=True, blocking=True)
+    event: torch.Event = torch.get_device_module(stream.device).Event(blocking=True)
     event.record(stream)
     return event
 
 
-def make_streams(devices: Iterable[Device]) -> dict[Lane, LaneStream]:
-    """A stream for every lane of every logical device."""
+def make_streams(devices: Iterable[Device], lanes: Iterable[Lane]) -> dict[Lane, LaneStream]:
+    """A stream for every lane of a CPU, and for those of accelerators that compute or are among ``lanes``."""
+    used = set(lanes)
     return {
-        Lane(device.name, queue): AcceleratorStream(device.physical) if device.is_accelerator else CpuStream()
+        lane: AcceleratorStream(device.physical) if device.is_accelerator else CpuStream()
         for device in devices
-        for queue in Queue
+        for lane in (Lane(device.name, queue) for queue in Queue)
+        if lane in used or lane.queue is Queue.COMPUTE or not device.is_accelerator
     }
 
 
 class Fence:
     """Orders a step after what its caller queued before it, and what the caller queues later after the step.
 
-    Nothing blocks. Created and begun on the caller's thread, and ended there when the step's last task is issued.
+    Nothing blocks. The caller's streams are those that are current on the thread that makes the fence.
     """
 
-    def __init__(self, streams: Iterable[LaneStream]) -> None:
+    def __init__(self, streams: Iterable[LaneStream], inputs: Iterable[Tensor] = ()) -> None:
+        """``inputs``: of the caller's tensors, at least one on each device; lanes may be elsewhere."""
         self._streams = [stream for stream in streams if isinstance(stream, AcceleratorStream)]
-        devices = {stream.device for stream in self._streams}
-        self._callers = [torch.get_device_module(device).current_stream(device) for device in devices]
+        devices = dict.fromkeys(stream.device for stream in self._streams)
+        devices.update(dict.fromkeys(tensor.device for tensor in inputs if not tensor.is_cpu))
+        self._callers = {device: torch.get_device_module(device).current_stream(device) for device in devices}
 
-    def begin(self) -> None:
-        """Make every lane wait for the caller's current streams."""
-        for caller in self._callers:
-            event = _record(caller)
-            for stream in self._streams:
-                # Hazard: the caller's streams have queued the optimizer's writes to the parameters and what makes the
-                # batch. No lane may read either before. The wait also protects gradients that zero_grad freed: their
-                # memory, allocated on a compute stream, is reused there only after the optimizer has read them.
-                stream.wait(event)
-        for stream in self._streams:
-            stream.tick()
+    def begin(self) -> dict[torch.device, torch.Event]:
+        """Make every lane wait for the caller. By device: the event behind what the caller has queued there."""
+        ready = {device: record(caller) for device, caller in self._callers.items()}
+        # Hazard: the caller's streams have queued the optimizer's writes to the parameters and what makes the batch. No
+        # lane may read either before. The wait also protects gradients that zero_grad freed: their memory, allocated on
+        # a compute stream, is reused there only after the optimizer has read them.
+        begin_behind(self._streams, ready.values(), frozenset(self._callers.values()))
+        return ready
 
     def end(self, results: Iterable[Tensor] = ()) -> None:
         """Make the caller's streams wait for every lane; ``results`` as in ``hand_over``."""
+        readers = frozenset(self._callers.values())
         for stream in self._streams:
-            event = _record(stream.stream)
-            for caller in self._callers:
+            event = record(stream.stream)
+            for caller in readers:
                 # Hazard: the optimizer reads the gradients, and the caller the outputs, that the lanes still write.
                 caller.wait_event(event)
+            stream.readers = readers
         self.hand_over(results)
 
     def hand_over(self, tensors: Iterable[Tensor]) -> None:
         """Let the caller read ``tensors``, which the lanes have made, on its own streams; after ``end``."""
         for tensor in tensors:
-            for caller in self._callers:
+            if not tensor.is_cpu and (caller := self._callers.get(tensor.device)) is not None:
                 # Hazard: the caller's stream reads memory allocated on a compute stream. If the tensor is freed, the
                 # memory must not be reused before that read is done.
-                if tensor.device == caller.device:
-                    tensor.record_stream(caller)
+                tensor.record_stream(caller)
+
+
+def begin_behind(
+    streams: Iterable[LaneStream], events: Iterable[torch.Event], known: frozenset[Any] = frozenset()
+) -> None:
+    """Begin a step: make the lanes wait for ``events``, and for their readers that are not ``known`` to be behind them.
+
+    Used by itself where a step is begun on a thread that is not the caller's.
+    """
+    lanes = [stream for stream in streams if isinstance(stream, AcceleratorStream)]
+    readers = frozenset(reader for lane in lanes for reader in lane.readers) - known
+    # Hazard: readers still read what was made on the lanes in the last step, gradients for instance. If it was freed
+    # since, its memory is reused here.
+    events = [*events, *map(record, readers)]
+    for lane in lanes:
+        for event in events:
+            lane.wait(event)
+        lane.tick()

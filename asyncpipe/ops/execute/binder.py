@@ -21,7 +21,8 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.device.copies import Copier
-from asyncpipe.ops.device.streams import AcceleratorStream, LaneStream, Timing
+from asyncpipe.ops.device.device_clock import Timing
+from asyncpipe.ops.device.streams import AcceleratorStream, LaneStream
 from asyncpipe.ops.execute.compute import StageCompute
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.instruments import Instruments
@@ -58,7 +59,9 @@ class Binder:
         self._plan = plan
         self._tensors = tensors
         self._resources = resources
-        self._compute_of = StageCompute(graph, plan, tensors, resources.stages, resources.streams, context)
+        self._compute_of = StageCompute(
+            graph, plan, tensors, resources.stages, resources.streams, resources.copiers, context
+        )
         self._events: dict[int, torch.Event] = {}
         self._gates = frozenset(graph.gates)
 
@@ -188,9 +191,9 @@ class Binder:
     @contextmanager
     def _beside_counts(self, task: Task) -> Iterator[None]:
         """Streams for ``task`` to read the losses' counts from, where these are on another accelerator."""
-        counts = list(self._tensors.counts.values())
+        counts = [count for count in self._tensors.counts.values() if not count.is_cpu]
         lane = self._resources.streams[task.lane]
-        if not counts or counts[0].is_cpu or counts[0].device == lane.device:
+        if not counts or counts[0].device == lane.device:
             yield
             return
         side = AcceleratorStream(counts[0].device)

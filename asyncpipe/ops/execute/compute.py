@@ -21,7 +21,7 @@ from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.checkpoint import checkpoint
 from asyncpipe.ops.autograd.random_streams import RandomStream
 from asyncpipe.ops.autograd.split_backward import SplitBackward
-from asyncpipe.ops.device.copies import to_device
+from asyncpipe.ops.device.copies import Copier
 from asyncpipe.ops.device.streams import LaneStream
 from asyncpipe.ops.execute.parameter_hooks import hooked, without_hooks
 from asyncpipe.ops.execute.step_tensors import LocalGraph, StepPlan, StepTensors
@@ -95,6 +95,7 @@ class StageCompute:
     tensors: StepTensors
     stages: Sequence[Stage]
     streams: Mapping[Lane, LaneStream]
+    copiers: Mapping[Lane, Copier]
     context: CallerContext
     sources: list[list[int]] = field(init=False)
     """By stage: what it receives something from."""
@@ -154,11 +155,8 @@ class StageCompute:
 
     def _from_caller(self, tensors: Sequence[Tensor], stage: Stage) -> list[Tensor]:
         """The caller's tensors on the stage's device, safe to read on its compute stream."""
-        moved = [to_device(tensor, stage.device.physical) for tensor in tensors]
-        # Hazard: the compute stream reads memory allocated on the caller's stream. If the caller frees it meanwhile, it
-        # must not be reused before that read is done.
-        self._compute_stream(stage).keep([*tensors, *moved])
-        return moved
+        copier = self.copiers[Lane(stage.device.name, Queue.COMPUTE)]
+        return [copier.fetch(tensor, self.tensors.caller_ready) for tensor in tensors]
 
     def _compute_stream(self, stage: Stage) -> LaneStream:
         return self.streams[Lane(stage.device.name, Queue.COMPUTE)]
@@ -263,9 +261,11 @@ class StageCompute:
                 self.tensors.gradients[i, j, source] = mine
 
     def _loss_gradient(self, outputs: Sequence[Tensor], i: int) -> list[Tensor | None]:
-        start = torch.full_like(outputs[0], self.plan.weights[i])
         if i in self.tensors.counts:
-            start = self.tensors.counts[i].to(start)
+            # A count on the CPU becomes an argument of the kernel: `to` would make the host wait for the device.
+            start = torch.empty_like(outputs[0]).fill_(self.tensors.counts[i])
+        else:
+            start = torch.full_like(outputs[0], self.plan.weights[i])
         if self.plan.scale is not None:
             start = start * self.plan.scale
         return [start, *[None] * (len(outputs) - 1)]
@@ -295,7 +295,9 @@ def _loss_and_count(returned: Any) -> tuple[Tensor, Tensor | None]:
         raise LossError(f"loss_fn must return a tensor without dimensions, got {got}; reduce it to a scalar")
     if count is None:
         return loss, None
-    count = torch.as_tensor(count, device=loss.device).detach()
+    # A number stays on the CPU: bringing it to the loss's device would make the host wait for the device.
+    on_device = isinstance(count, Tensor) and not count.is_cpu
+    count = torch.as_tensor(count, device=loss.device if on_device else "cpu").detach()
     if count.dim():
         raise LossError(f"loss_fn returned a count of shape {tuple(count.shape)}; it must be one number")
     return loss, count

@@ -81,9 +81,11 @@ class GradientGuard:
         first = dict.fromkeys(parameter for parameter in with_hooks if parameter._post_accumulate_grad_hooks)
         self._add_up_with_hooks(first)
         for parameter in mine:
-            before = self._before.pop(parameter)
             if parameter not in first:
-                _add_up(parameter, before)
+                _add_up(parameter, self._before[parameter])
+        # Not before all are added: if a device fails meanwhile, all are rolled back.
+        for parameter in mine:
+            del self._before[parameter]
 
     def commit(self) -> None:
         """The step succeeded: add the new gradients to the earlier ones, in the earlier tensors, and call hooks.

@@ -13,16 +13,19 @@ A task removes an entry when it uses it, so no tensor lives longer than the task
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.ops.autograd.checkpoint import Recomputation
 from asyncpipe.ops.autograd.split_backward import SplitBackward
+from asyncpipe.ops.device.copies import to_device
 from asyncpipe.ops.model.microbatch import Packet
 from asyncpipe.ops.model.stage import CALLER
 
@@ -71,10 +74,12 @@ class StepTensors:
     """By (user, owner): gradients of replicas, copied to the owner's device and not added to its gradients yet."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
-    """The count that the loss returned for each micro-batch, if it returns counts."""
+    """The count that the loss returned for each micro-batch, if it returns counts; on the CPU if it was a number."""
     outputs: dict[int, Packet] = field(default_factory=dict)
     gradients_ready: dict[int, torch.Event] = field(default_factory=dict)
     """By micro-batch: the event after which the gradients of its outputs, which the caller made, may be read."""
+    caller_ready: Mapping[torch.device, torch.Event] = field(default_factory=dict)
+    """By device: the event behind what the caller had queued there when the step began."""
     retain: bool = False
     """Whether the backward that runs keeps the local graphs for another backward."""
 
@@ -87,15 +92,30 @@ class StepTensors:
                 tensors.activations[i, CALLER, stage] = Packet(value)
         return tensors
 
+    def given(self) -> Iterator[Tensor]:
+        """The caller's tensors, before the step has begun; of targets those of one micro-batch."""
+        for packet in self.activations.values():
+            yield from packet.tensors
+        for target in islice(self.targets.values(), 1):
+            yield from (leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor))
+
     def normalizer(self, device: torch.device) -> Tensor | None:
-        """One over the sum of all counts, on ``device``; ``None`` if the losses return no counts."""
+        """One over the sum of all counts, to multiply tensors on ``device`` with; ``None`` without counts.
+
+        Counts that are numbers are summed on the host, and read by kernels like other numbers. Blocks only where the
+        host needs a count that was made on an accelerator.
+        """
         if not self.counts:
             return None
-        total = torch.stack([count.to(torch.float64) for _, count in sorted(self.counts.items())]).sum()
-        return total.reciprocal().to(device, non_blocking=True)
+        counts = [count.to(torch.float64) for _, count in sorted(self.counts.items())]
+        on_host = [count for count in counts if count.is_cpu]
+        elsewhere = [count for count in counts if not count.is_cpu]
+        total = sum(torch.stack(part).sum() for part in (on_host, elsewhere) if part)
+        assert isinstance(total, Tensor)
+        return total.reciprocal() if total.is_cpu else to_device(total.reciprocal(), device)
 
     def close(self) -> None:
         """Drop every tensor that is left: the traceback of a failed step may keep this object alive."""
         for table in fields(self):
-            if table.name != "retain":
+            if table.name not in ("retain", "caller_ready"):
                 getattr(self, table.name).clear()

@@ -8,7 +8,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from asyncpipe.ops.device import streams as stream
+from asyncpipe.ops.device import lent_streams
 from asyncpipe.ops.device.streams import AcceleratorStream
 
 DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -19,9 +19,10 @@ def of_torch(monkeypatch):
     """Handles of 32 streams of each device, round robin."""
     handles = {device: cycle([(device, number) for number in range(32)]) for device in (DEVICE, OTHER)}
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(handles[device]))
-    monkeypatch.setattr(stream, "_DeviceClock", lambda _: None)
     # Private: the pool of unused streams belongs to the process, and other tests must not see these handles.
-    monkeypatch.setattr(stream, "_unused", type(stream._unused)(list))
+    monkeypatch.setattr(lent_streams, "_unused", type(lent_streams._unused)(list))
+    monkeypatch.setattr(lent_streams, "_lent", type(lent_streams._lent)())
+    monkeypatch.setattr(lent_streams, "_told", set())
 
 
 def test_no_two_pipelines_share_a_stream():
@@ -42,3 +43,17 @@ def test_streams_that_are_given_back_are_lent_again():
     del first
     gc.collect()
     assert handle in {lane.stream for lane in [AcceleratorStream(DEVICE) for _ in range(2)]}
+
+
+def test_streams_are_counted_and_more_than_the_hardware_queues_are_told_once(monkeypatch, caplog):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
+    four = [AcceleratorStream(DEVICE) for _ in range(4)]
+    assert (lent_streams.lent_streams(DEVICE), lent_streams.lent_streams(OTHER)) == (4, 0)
+    assert not caplog.records
+    more = [AcceleratorStream(DEVICE) for _ in range(2)]
+    (told,) = caplog.records
+    assert "uses 5 streams of cuda:0, which has 4 hardware queues" in told.message
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=32" in told.message
+    del four, more
+    gc.collect()
+    assert lent_streams.lent_streams(DEVICE) == 0

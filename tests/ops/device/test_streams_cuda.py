@@ -22,7 +22,8 @@ BUSY = 100_000_000
 
 def two_devices() -> tuple[Mapping[Lane, LaneStream], AcceleratorStream, AcceleratorStream]:
     """Two logical devices on one GPU: every lane's stream, and their compute streams."""
-    streams = make_streams(resolve_devices(["cuda:0", "cuda:0"]))
+    devices = resolve_devices(["cuda:0", "cuda:0"])
+    streams = make_streams(devices, [Lane(device.name, queue) for device in devices for queue in Queue])
     left, right = streams[Lane("cuda:0", Queue.COMPUTE)], streams[Lane("cuda:0#1", Queue.COMPUTE)]
     assert isinstance(left, AcceleratorStream)
     assert isinstance(right, AcceleratorStream)
@@ -43,7 +44,7 @@ def late(value: float) -> Tensor:
 
 
 def test_a_cpu_lane_is_done_when_its_call_returns() -> None:
-    streams = make_streams(resolve_devices(["cpu:0", "cpu:1"]))
+    streams = make_streams(resolve_devices(["cpu:0", "cpu:1"]), ())
     assert set(streams) == {Lane(device, queue) for device in ("cpu:0", "cpu:1") for queue in Queue}
     for stream in streams.values():
         assert isinstance(stream, CpuStream)
@@ -89,6 +90,7 @@ def test_a_fence_puts_the_lanes_behind_the_caller() -> None:
     streams, left, right = two_devices()
     weight = late(5.0)  # As an optimizer writes the parameters, on the caller's stream.
     fence = Fence(streams.values())
+    fence.begin()
     results = []
     for stream in (left, right):
         with stream.use():
@@ -121,6 +123,7 @@ def test_timings_are_ordered() -> None:
     for _ in range(3):
         before = time.perf_counter()
         fence = Fence(streams.values())
+        fence.begin()
         timings = []
         for _ in range(3):
             timing = left.begin()

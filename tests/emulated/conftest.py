@@ -1,0 +1,25 @@
+"""Tests on an emulated accelerator, which changes the process: they run in one of their own.
+
+``tests/pipeline/test_on_emulated_accelerator.py`` starts it. By hand: ``ASYNCPIPE_EMULATED=1 pytest tests/emulated``.
+"""
+
+import os
+
+import pytest
+
+collect_ignore_glob = [] if "ASYNCPIPE_EMULATED" in os.environ else ["test_*.py"]
+
+if not collect_ignore_glob:
+    from asyncpipe.ops.device import device_clock, lent_streams
+    from tests.emulated import device as emu
+
+    @pytest.fixture(autouse=True)
+    def healthy(monkeypatch):
+        """A device that works, forgets what was before, and whose clock is read once."""
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        monkeypatch.setattr(device_clock, "_clocks", {})
+        monkeypatch.setattr(device_clock, "LASTS", 1e9)
+        monkeypatch.setattr(lent_streams, "_unused", type(lent_streams._unused)(list))
+        emu.reset()
+        yield
+        emu.reset()

@@ -1,0 +1,447 @@
+"""An accelerator that is not there: torch's ``emu`` device, which computes on the CPU and checks what a GPU relies on.
+
+Every operator on a tensor of ``emu:0`` is a kernel on the calling thread's current stream. Values are
+computed at once; *order* is what is emulated. Each stream knows, as a vector clock, which kernels of other streams are
+over before its next one starts; events carry such knowledge from stream to stream and to the host. ``Hazard`` is raised
+
+- by a kernel that reads or overwrites what a kernel on another stream may still be writing or reading,
+- by a kernel whose memory may still be used on another stream by the tensor that had it before.
+
+What an asynchronous copy brings to the host is NaN until the host has waited for an event behind it. ``hold`` keeps a
+kernel from ending, and with it whoever waits for it; after ``spoil`` every call fails, as after an error on a GPU.
+
+Importing this module changes the process for good, so tests run in one of their own
+(``tests/pipeline/test_on_emulated_accelerator.py``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import Counter
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_flatten, tree_map
+
+from asyncpipe.ops.device import devices
+
+# Before any other module takes the names from there.
+devices.ACCELERATORS = (*devices.ACCELERATORS, "emu")
+
+from asyncpipe.ops.device import copies  # noqa: E402
+
+DEVICES = 1
+
+
+class Hazard(RuntimeError):
+    """A kernel is not ordered behind another one that uses the same memory."""
+
+
+class Spoiled(RuntimeError):
+    """What every call raises once the device has failed."""
+
+
+_lock = threading.RLock()
+_thread = threading.local()
+_state = SimpleNamespace(host={}, landing=[], spoiled=False, held={}, offset=0.0, drift=0.0, engine=None)
+synchronized = Counter()
+"""By name of the thread: how often it waited for the device."""
+views: list[tuple[str, Stream]] = []
+"""The name of the thread, and its current stream, for each view that was made."""
+
+
+def reset() -> None:
+    """A healthy device that is done with everything."""
+    with _lock:
+        for gate in _state.held.values():
+            gate.set()
+        _state.__dict__.update(host={}, landing=[], spoiled=False, held={}, offset=0.0, drift=0.0, engine=None)
+        synchronized.clear()
+        views.clear()
+        for each in list(_all_streams):
+            _join(_state.host, each.clock)
+            each.freed.clear()
+
+
+def spoil() -> None:
+    """From now on every call fails."""
+    _state.spoiled = True
+
+
+def check_health() -> None:
+    if _state.spoiled:
+        raise Spoiled("CUDA error: device-side assert triggered (emulated)")
+
+
+def _join(clock, other) -> None:
+    for stream, count in other.items():
+        if clock.get(stream, 0) < count:
+            clock[stream] = count
+
+
+class Stream:
+    """A queue of kernels. ``clock``: of each stream, the last kernel that is over before the next one here starts."""
+
+    made = 0
+
+    def __init__(self, device=0, **_):
+        device = torch.device("emu", device) if isinstance(device, int) else torch.device(device)
+        self.device = torch.device(device.type, device.index or 0)
+        Stream.made += 1
+        self.number = Stream.made
+        self.clock, self.freed, self.waited = {}, [], []
+        _all_streams.add(self)
+
+    def __repr__(self):
+        return f"stream {self.number} of {self.device}"
+
+    def wait_event(self, event):
+        check_health()
+        with _lock:
+            self.waited.append(event)
+            _join(self.clock, event.clock)
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def launch(self):
+        """Queue a kernel; its number."""
+        with _lock:
+            _join(self.clock, _state.host)
+            self.clock[self] = self.clock.get(self, 0) + 1
+            return self.clock[self]
+
+    def synchronize(self):
+        self.record_event().synchronize()
+
+
+class Event:
+    """A place in a stream."""
+
+    def __init__(self, enable_timing=False, blocking=False, **_):
+        self.clock, self.time, self.recorded_by = {}, 0.0, None
+
+    def record(self, stream=None):
+        check_health()
+        stream = stream or current_stream()
+        with _lock:
+            _join(stream.clock, _state.host)
+            self.clock, self.recorded_by = dict(stream.clock), threading.current_thread().name
+            self.stream = stream
+            self.time = device_time()
+
+    def gates(self):
+        return [gate for (stream, count), gate in list(_state.held.items()) if self.clock.get(stream, 0) >= count]
+
+    def query(self):
+        check_health()
+        return all(gate.is_set() for gate in self.gates())
+
+    def synchronize(self):
+        check_health()
+        synchronized[threading.current_thread().name] += 1
+        for gate in self.gates():
+            assert gate.wait(30), "the host waits for a kernel that does not end"
+        check_health()
+        with _lock:
+            _join(_state.host, self.clock)
+            waiting, _state.landing = _state.landing, []
+            for stream, count, to, value in waiting:
+                if self.clock.get(stream, 0) >= count:
+                    to.copy_(value)
+                else:
+                    _state.landing.append((stream, count, to, value))
+
+    def elapsed_time(self, end):
+        check_health()
+        return (end.time - self.time) * 1e3
+
+
+def device_time():
+    """Seconds of the device's clock, which has an origin and a pace of its own."""
+    return time.perf_counter() * (1 + _state.drift) + _state.offset
+
+
+_defaults: list[Stream] = []
+
+
+def _currents():
+    if isinstance(threading.current_thread(), threading._DummyThread) and _state.engine is not None:
+        return [_state.engine]
+    if not hasattr(_thread, "streams"):
+        _thread.streams = list(_defaults)
+    return _thread.streams
+
+
+@contextmanager
+def engine_on(stream):
+    """The autograd engine's own threads run on ``stream``: on a GPU, a node's stream is that of its forward."""
+    _state.engine = stream
+    try:
+        yield
+    finally:
+        _state.engine = None
+
+
+def _index(device):
+    return 0 if device is None or isinstance(device, int) else torch.device(device).index or 0
+
+
+def current_stream(device=None):
+    return _currents()[_index(device)]
+
+
+def default_stream(device=None):
+    return _defaults[_index(device)]
+
+
+def set_stream(stream):
+    _currents()[stream.device.index] = stream
+
+
+@contextmanager
+def stream(to):
+    before = list(_currents())
+    set_stream(to)
+    try:
+        yield
+    finally:
+        _thread.streams = before
+
+
+def synchronize(device=None):
+    for each in list(_all_streams):
+        each.synchronize()
+
+
+@contextmanager
+def hold(on):
+    """A kernel on the stream ``on`` does not end inside."""
+    gate = threading.Event()
+    _state.held[on, on.launch()] = gate
+    try:
+        yield gate
+    finally:
+        gate.set()
+
+
+_all_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+class _Memory:
+    """What one allocation has been used for: by stream, the last kernel that wrote and the last that read."""
+
+    def __init__(self, stream):
+        self.stream, self.writes, self.reads, self.recorded = stream, {}, {}, set()
+
+    def use(self, stream, number, name, *, write):
+        for kind, before in (("writing", self.writes), ("reading", self.reads if write else {})):
+            for other, count in before.items():
+                if other is not stream and stream.clock.get(other, 0) < count:
+                    what = "overwrites" if write else "reads"
+                    raise Hazard(f"{name} on {stream} {what} what {other} may still be {kind}")
+        (self.writes if write else self.reads)[stream] = number
+
+    def free(self):
+        used = {**self.reads}
+        _join(used, self.writes)
+        late = {s: c for s, c in used.items() if s is not self.stream and s not in self.recorded}
+        if late:
+            self.stream.freed.append(late)
+
+
+_memories: dict[int, _Memory] = {}
+"""By address of the storage that holds the values."""
+
+
+def _memory(inner, stream):
+    storage = inner.untyped_storage()
+    key = storage._cdata
+    if key not in _memories:
+        memory = _memories[key] = _Memory(stream)
+        _holders[key] = 0
+        _check_reuse(stream)
+        return key, memory
+    return key, _memories[key]
+
+
+_holders: dict[int, int] = {}
+
+
+def _check_reuse(stream):
+    for late in stream.freed:
+        for other, count in late.items():
+            if max(stream.clock.get(other, 0), _state.host.get(other, 0)) < count:
+                raise Hazard(f"memory of {stream} is reused while {other} may still use it")
+    stream.freed.clear()
+
+
+def _drop(storage, key):
+    with _lock:
+        del _values[storage], _keys[storage]
+        _holders[key] -= 1
+        if not _holders[key]:
+            del _holders[key]
+            _memories.pop(key).free()
+
+
+def _record_stream(tensor, on):
+    check_health()
+    if _on_device(tensor):
+        _memory_of(tensor).recorded.add(on)
+
+
+_values: dict[int, torch.Tensor] = {}
+"""The values of a tensor of the device, by address of its own, empty storage, which it shares with those that were
+detached from it."""
+_keys: dict[int, int] = {}
+"""The key in ``_memories`` of each of those."""
+
+
+def _storage(tensor):
+    return tensor.untyped_storage()._cdata
+
+
+def _make(values, stream):
+    """A tensor of the device with these values."""
+    made = torch._C._acc.create_empty_tensor(values.shape, values.dtype)
+    storage = made.untyped_storage()
+    key, _ = _memory(values, stream)
+    _holders[key] += 1
+    _values[storage._cdata], _keys[storage._cdata] = values, key
+    weakref.finalize(storage, _drop, storage._cdata, key)
+    return made
+
+
+def _inner(value):
+    return _values[_storage(value)] if _on_device(value) else value
+
+
+def _on_device(value):
+    return isinstance(value, torch.Tensor) and value.device.type == "emu"
+
+
+def _memory_of(tensor):
+    return _memories[_keys[_storage(tensor)]]
+
+
+def _kernel(op, *args, **kwargs):
+    """Any operator with a tensor of the device among its arguments, or that makes one there."""
+    name = op.name()
+    is_view = _is_view(op)
+    if not is_view and not name.startswith("aten::empty"):  # Those run no kernel.
+        check_health()
+    if name == "aten::view":
+        views.append((threading.current_thread().name, current_stream()))
+    if name == "aten::_copy_from":
+        return _copy(*args, **kwargs)
+    flat = [leaf for leaf in tree_flatten((args, kwargs))[0] if _on_device(leaf)]
+    if name == "aten::_local_scalar_dense":
+        current_stream().synchronize()
+    elif name == "aten::record_stream":
+        return None
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("cpu"), "pin_memory": None}
+    with _lock:
+        stream = current_stream()
+        number = stream.launch()
+        written = _written(op, args, kwargs)
+        same = {id(_inner(tensor)): tensor for tensor in flat}
+        out = op(*tree_map(_inner, _with_offset(name, args)), **tree_map(_inner, kwargs))
+        if is_view and not out.is_contiguous():
+            # torch sees tensors without gaps, so it would take the strides of a view of this view from those.
+            is_view, out = False, out.contiguous()
+        for tensor in () if is_view else flat:
+            _memory_of(tensor).use(stream, number, name, write=any(tensor is other for other in written))
+
+        def wrap(value):
+            if not isinstance(value, torch.Tensor):
+                return value
+            if id(value) in same:
+                return same[id(value)]
+            made = _make(value, stream)
+            if not is_view:
+                _memory_of(made).use(stream, number, name, write=True)
+            return made
+
+        return tree_map(wrap, out)
+
+
+def _with_offset(name, args):
+    """torch sees tensors that begin where their memory does."""
+    if name != "aten::as_strided":
+        return args
+    tensor, size, stride, *offset = args
+    return tensor, size, stride, _inner(tensor).storage_offset() + (offset[0] if offset and offset[0] else 0)
+
+
+def _written(op, args, kwargs):
+    found = []
+    for k, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name, args[k] if k < len(args) else None)
+            found += [leaf for leaf in tree_flatten(value)[0] if _on_device(leaf)]
+    return found
+
+
+def _is_view(op):
+    infos = [returned.alias_info for returned in op._schema.returns]
+    return len(infos) == 1 and infos[0] is not None and not infos[0].is_write
+
+
+def _copy(source, to, non_blocking=False):
+    """``to.copy_(source)``, if one of the two is on the device."""
+    stream = current_stream()
+    with _lock:
+        number = stream.launch()
+        if _on_device(source):
+            _memory_of(source).use(stream, number, "copy", write=False)
+        if _on_device(to):
+            _memory_of(to).use(stream, number, "copy", write=True)
+            _inner(to).copy_(_inner(source))
+        else:
+            value = _inner(source).clone()
+            if to.is_floating_point():
+                to.fill_(float("nan"))
+            else:
+                to.fill_(-(2**31))
+            _state.landing.append((stream, number, to, value))
+    if not (non_blocking or (_on_device(source) and _on_device(to))):
+        stream.synchronize()
+    return to
+
+
+class _Module(SimpleNamespace):
+    """What ``torch.get_device_module`` gives."""
+
+
+def _install():
+    module = _Module(
+        Stream=Stream, Event=Event, current_stream=current_stream, default_stream=default_stream, stream=stream,
+        set_stream=set_stream, synchronize=synchronize, is_initialized=lambda: True, is_available=lambda: True,
+        current_device=lambda: _index(None), _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None,
+        device_count=lambda: DEVICES, memory_stats=lambda device=None: {}, memory_allocated=lambda device=None: 0,
+        get_device_properties=lambda device=None: SimpleNamespace(total_memory=1 << 30), empty_cache=check_health,
+    )  # fmt: skip
+    backend_registration._setup_privateuseone_for_python_backend("emu", module)
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(_kernel, "PrivateUse1")
+    # Pinned memory needs a real device.
+    torch.Tensor.pin_memory = lambda self, *_: self.clone()
+    torch.Tensor.record_stream = _record_stream
+    torch.Tensor.is_pinned = lambda self, *_: False
+    copies._pinned_like = lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype)
+    _defaults.extend(Stream(k) for k in range(DEVICES))
+    return library
+
+
+_library = _install()

@@ -1,0 +1,67 @@
+"""A model whose gradients are known, and pipelines of it that are opened by ``with``."""
+
+import torch
+from torch import nn
+
+from asyncpipe import Pipeline
+
+X = torch.randn(10, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+TARGET = X.flip(0).clone()
+
+
+def squares(output, target=None):
+    return (output if target is None else output - target).square().mean()
+
+
+def layers(*inside):
+    """Four layers, and the functions ``inside`` as layers behind the second one."""
+    torch.manual_seed(7)
+    made = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*made[:2], *map(Call, inside), *made[2:]).double()
+
+
+class Call(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class OnBackward(torch.autograd.Function):
+    """Passes a tensor on, and calls a function when its gradient comes."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.function()
+        return gradient.clone(), None
+
+
+def piped(model, devices, **options):
+    usual = {"microbatches": 4, "checkpoint": "never", "loss_fn": squares}
+    return Pipeline(model, devices, **(usual | options)).sync()
+
+
+def bare():
+    """The unsplit model's loss, and its gradients."""
+    model = layers()
+    loss = squares(model(X), TARGET)
+    loss.backward()
+    return loss.detach(), [parameter.grad for parameter in model.parameters()]
+
+
+def worst(gradients, wanted=None):
+    pairs = zip(gradients, wanted or bare()[1], strict=True)
+    return max(float((ours.cpu() - theirs).abs().max().nan_to_num(nan=float("inf"))) for ours, theirs in pairs)
+
+
+def take_gradients(model):
+    taken = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    return taken

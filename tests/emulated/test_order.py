@@ -1,0 +1,148 @@
+"""Nothing reads what is not there yet: between streams, and on the host. The device raises ``Hazard``, or gives NaN."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe.ops.device.copies import HostCopy, to_device
+from tests.emulated import device as emu
+from tests.emulated.helpers import TARGET, X, bare, layers, piped, squares, take_gradients, worst
+
+ONE, TWO, THREE = ["emu:0"], ["emu:0"] * 2, ["emu:0", "cpu:0", "emu:0"]
+MIXED = [["cpu:0", "emu:0"], ["emu:0", "cpu:0"]]
+
+
+def test_the_device_notices_what_is_not_ordered():
+    made = torch.ones(3, device="emu:0")
+    other = emu.Stream()
+    with emu.stream(other), pytest.raises(emu.Hazard, match="reads what"):
+        _ = made * 2
+    other.wait_stream(emu.default_stream())
+    with emu.stream(other):
+        kept = made * 2
+    with pytest.raises(emu.Hazard, match="overwrites what"):
+        made.add_(1)
+    del made
+    with pytest.raises(emu.Hazard, match="is reused while"):
+        torch.ones(3, device="emu:0")
+    host = torch.empty(3)
+    with emu.stream(other):
+        host.copy_(kept, non_blocking=True)
+    assert host.isnan().all()
+    other.synchronize()
+    assert host.tolist() == [2, 2, 2]
+
+
+HOW = [
+    ("gpipe", "always"),
+    ("1f1b", "except_last"),
+    ("zb-h1", "never"),
+    ("zb-h1", "always"),
+    ("backward-first", "never"),
+]
+
+
+@pytest.mark.parametrize(("schedule", "checkpoint"), HOW, ids="-".join)
+@pytest.mark.parametrize("devices", [ONE, TWO, *MIXED, THREE], ids="-".join)
+def test_gradients(devices, schedule, checkpoint):
+    model = layers()
+    with piped(model, devices, schedule=schedule, checkpoint=checkpoint) as pipe:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
+        for _ in range(2):
+            result = pipe.step(X, TARGET)
+            # At once, on the caller's stream.
+            gradients = [parameter.grad.clone() for parameter in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            squares(pipe(X).cpu(), TARGET).backward()
+            assert worst(take_gradients(model)) < 1e-10
+        assert worst(gradients) < 1e-10
+        assert abs(result.loss.cpu() - bare()[0]) < 1e-10
+        assert len(result.wait().report.tasks) == len(result.record.graph.tasks)
+
+
+@pytest.mark.parametrize("devices", [["cpu:0"], *MIXED], ids="-".join)
+def test_a_cpu_stage_waits_for_the_callers_tensors(devices):
+    """They are on the device; one of them, and the caller's stream, is late."""
+    model = layers()
+    x, target = X.to("emu:0"), TARGET.to("emu:0")
+    with piped(model, devices) as pipe:
+        loss = pipe.step(x * 1, target * 1).wait().loss
+        assert abs(loss.cpu() - bare()[0]) < 1e-10
+        assert worst(take_gradients(model)) < 1e-10
+        squares(pipe(x * 1).cpu(), TARGET).backward()
+        assert worst(take_gradients(model)) < 1e-10
+
+
+def test_a_cpu_stage_waits_for_its_input_and_for_nothing_behind_it():
+    model, x = layers(), X.to("emu:0")
+    other = emu.Stream()
+    with piped(model, ["cpu:0"]) as pipe, emu.hold(other):
+        assert not pipe.step(x * 1, TARGET).wait().loss.isnan()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["after the step", "in the step"])
+@pytest.mark.parametrize(
+    "count", [len, lambda target: torch.full((), len(target), device="emu:0")], ids=["number", "tensor"]
+)
+@pytest.mark.parametrize("devices", [*MIXED, TWO], ids="-".join)
+def test_gradients_are_divided_by_the_count_once_that_is_there(devices, count, inside):
+    model = layers()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    options = {"optimizer": partial(torch.optim.SGD, lr=1.0, foreach=False)} if inside else {}
+
+    def counted(output, target):
+        return squares(output, target), count(target)
+
+    with piped(model, devices, loss_fn=counted, **options) as pipe:
+        loss = pipe.step(X, TARGET).wait().loss
+    now = [old - new.detach().cpu() for old, new in zip(before, model.parameters(), strict=True)]
+    assert worst(now if inside else take_gradients(model)) < 1e-10
+    assert abs(loss.cpu() - bare()[0]) < 1e-10
+
+
+COUNTS = {"none": lambda: None, "int": lambda: 1, "float": lambda: 0.5, "of the host": lambda: torch.tensor(2)}
+COUNTS |= {"of the device": lambda: torch.ones((), device="emu:0")}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_no_task_and_no_caller_waits_for_the_device(count):
+    """Whatever a loss says that it has counted."""
+    count = COUNTS[count]()
+    with piped(layers(), TWO, loss_fn=lambda y: squares(y) if count is None else (squares(y), count)) as pipe:
+        x = X.to("emu:0")
+        pipe.step(x).wait()
+        emu.synchronized.clear()
+        pipe.step(x).wait()
+    assert {name for name in emu.synchronized if not name.endswith("completions")} == set()
+
+
+def test_what_comes_to_the_host_is_waited_for_by_its_event():
+    tensor = torch.ones(3, device="emu:0")
+    copy = HostCopy(tensor)
+    with emu.hold(emu.default_stream()):  # Queued behind the copy.
+        assert copy.wait().tolist() == [1, 1, 1]
+    assert to_device(tensor, torch.device("cpu")).tolist() == [1, 1, 1]
+    assert HostCopy(X).wait() is X
+
+
+def test_ties_skips_and_buffers_of_the_same_device():
+    first = nn.Linear(8, 8)
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = first.weight
+
+        def forward(self, x):
+            return x @ self.weight
+
+    model = nn.Sequential(first, nn.Tanh(), Tied()).double()
+    plain = nn.Sequential(first, nn.Tanh(), Tied()).double()
+    squares(plain(X)).backward()
+    wanted = [gradient.clone() for gradient in take_gradients(plain)]
+    with piped(model, TWO, balance=[2, 1]) as pipe:
+        pipe.step(X)
+        assert worst(take_gradients(model), wanted) < 1e-10
