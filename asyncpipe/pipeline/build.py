@@ -65,6 +65,7 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
     instruments = Instruments(options.nvtx, options.sample_memory)
     schedule = find_schedule(options.schedule, order=options.order)
     staged = _split_into_stages(model, schedule, len(devices), options)
+    _check_leaves(staged.module)
     names = [device.name for device in devices]
     graphs = GraphCache(schedule, names, Wiring(staged.links), len(staged.stages))
     checkpoint = CheckpointMode(options.checkpoint)
@@ -105,6 +106,15 @@ def _split_into_stages(model: object, schedule: Schedule, devices: int, options:
         count = devices * schedule.virtual if isinstance(balance, str) else len(balance)
     schedule.check(Shape(count, options.microbatches, devices))
     return stage_parts(sequence, split(sequence, balance, count))
+
+
+def _check_leaves(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if not parameter.is_leaf:
+            raise OptionError(
+                f"parameter {name!r} is computed from another one, to which its gradient would go; a deep copy of a "
+                "TorchScript module is like that, so copy it under torch.no_grad() and call requires_grad_()"
+            )
 
 
 def _make_optimizers(

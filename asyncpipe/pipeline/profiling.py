@@ -33,6 +33,7 @@ from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, 
 from asyncpipe.errors import MicrobatchError
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.model.byte_recorder import ByteRecorder, LayerBytes, parameter_bytes
+from asyncpipe.ops.model.measure_layers import copied
 from asyncpipe.ops.model.microbatch import cut
 from asyncpipe.ops.model.sequential import as_sequential
 from asyncpipe.ops.model.stage import Stage, StagedModel
@@ -282,16 +283,16 @@ class _MeasuredPipeline:
         self._recorder = ByteRecorder()
         pool = DevicePool(loop="own", intra_op_threads=intra_op_threads)
         self._tenancy = Tenancy(pool, devices, Tenant(), own=True)
-        copied = deepcopy(model if isinstance(model, StagedModel) else as_sequential(model))
-        whole: nn.Module = copied.module if isinstance(copied, StagedModel) else copied
+        own = deepcopy(model) if isinstance(model, StagedModel) else copied(as_sequential(model))
+        whole: nn.Module = own.module if isinstance(own, StagedModel) else own
         if not whole.training:
             whole.train()
         self._parts = build(
-            copied,
+            own,
             devices,
             PipelineOptions(
                 microbatches=1,
-                balance="auto" if isinstance(copied, StagedModel) else balance,
+                balance="auto" if isinstance(own, StagedModel) else balance,
                 schedule=_InGroups(split=False),
                 checkpoint=CheckpointMode.NEVER,
                 loss_fn=None if sample.loss_fn is None else self._recorder.loss(sample.loss_fn),

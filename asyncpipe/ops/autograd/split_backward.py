@@ -21,11 +21,12 @@ in the length of the graph, fires tensor hooks twice, and adds the gradient of a
 further on use too.
 
 Limits: a custom ``autograd.Function`` computes all its gradients at once. At a crossing it runs in I only, and its
-gradients for parameters are kept for W. ``torch.utils.checkpoint(use_reentrant=True)`` adds to ``grad`` of parameters
-itself and does not support ``autograd.grad``: with one inside, I is the whole backward and W does nothing. With
-``use_reentrant=False`` it recomputes in I and again in W. Hooks of nodes (not of tensors) at crossings see only the
-gradients that I computes. torch's group norm on the CPU writes the gradient of a channels-last input even where none
-is wanted, to no memory: it always computes that gradient too (``_writes_input_gradient``).
+gradients for parameters are kept for W. A graph that TorchScript differentiates computes all of them in both halves.
+``torch.utils.checkpoint(use_reentrant=True)`` adds to ``grad`` of parameters itself and does not support
+``autograd.grad``: with one inside, I is the whole backward and W does nothing. With ``use_reentrant=False`` it
+recomputes in I and again in W. Hooks of nodes (not of tensors) at crossings see only the gradients that I computes.
+torch's group norm on the CPU writes the gradient of a channels-last input even where none is wanted, to no memory: it
+always computes that gradient too (``_writes_input_gradient``).
 
 Between I and W no hook is registered and nothing else refers to this object, so dropping it frees the graph.
 """

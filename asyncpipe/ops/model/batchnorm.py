@@ -188,6 +188,11 @@ def _deferred(layer: nn.Module) -> nn.Module:
 
 
 def _check_layer(path: str, layer: nn.Module) -> None:
+    if isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in layer.original_name:
+        raise OptionError(
+            f"layer {path!r} is a {layer.original_name} in TorchScript, which cannot be deferred; leave it out of what "
+            "is scripted"
+        )
     if not isinstance(layer, _BatchNorm) or not layer.track_running_stats:
         return
     if isinstance(layer, DeferredBatchNorm) or type(layer) in _DEFERRED:

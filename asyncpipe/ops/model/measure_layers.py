@@ -32,7 +32,7 @@ from asyncpipe.ops.model.byte_recorder import parameter_bytes
 from asyncpipe.ops.model.microbatch import Arguments, Packet, cut, without_no_chunk
 from asyncpipe.ops.model.skips import SkipKey, Skippable, SkipStore, use_skips
 
-__all__ = ["balance_by_size", "balance_by_time", "layer_bytes", "layer_times"]
+__all__ = ["balance_by_size", "balance_by_time", "copied", "layer_bytes", "layer_times"]
 
 T = TypeVar("T")
 
@@ -192,6 +192,20 @@ def _left_as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
 # Layers
 
 
+def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy of ``module`` with parameters of its own.
+
+    With gradients enabled, parameters of a copied TorchScript module would be computed from those of the original, and
+    pass their gradients on to it; without, they require none.
+    """
+    with torch.no_grad():
+        copy: nn.Module = deepcopy(module, memo)
+    every = [dict(each.named_parameters(remove_duplicate=False)) for each in (module, copy)]
+    for name, parameter in every[0].items():
+        every[1][name].requires_grad_(parameter.requires_grad)
+    return copy
+
+
 class _CutOffSkips(SkipStore):
     """Skips detached from the layer that stashed them, since its backward is over before another layer pops them."""
 
@@ -218,7 +232,7 @@ class _MeasuredLayer:
         # Namespaces are not copied: a copy is another namespace, in which other layers do not see the skips.
         parts = [part for part in layer.modules() if isinstance(part, Skippable)]
         namespaces = {id(space): space for part in parts for space in part.skip_namespaces.values()}
-        self.module = deepcopy(layer, namespaces).to(device)
+        self.module = copied(layer, namespaces).to(device)
         # Clones, which the layer may change in place: others read the originals, and leaves cannot be changed.
         packet = Packet(arguments)
         self._arguments = packet.rebuild([tensor.clone() for tensor in packet.tensors])

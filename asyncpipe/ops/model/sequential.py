@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from asyncpipe.core.predict.balance import check_balance, even_balance
@@ -53,7 +54,11 @@ class SequentialStage(StageModule):
     ) -> None:
         super().__init__()
         self.layers = layers
-        self.overwrites_input = any(getattr(module, "inplace", False) for module in layers.modules())
+        # What TorchScript does is not looked at, so it may be anything.
+        self.overwrites_input = any(
+            getattr(module, "inplace", False) or isinstance(module, torch.jit.ScriptModule)
+            for module in layers.modules()
+        )
         self._index = index
         self._next = index + 1 if index + 1 < stages else CALLER
         self._popped: dict[int, list[SkipKey]] = {}
@@ -122,6 +127,11 @@ def as_sequential(model: nn.Module | Sequence[nn.Module]) -> nn.Sequential:
         sequence = model
     elif isinstance(model, Sequence) and all(isinstance(layer, nn.Module) for layer in model):
         sequence = nn.Sequential(*model)
+    elif isinstance(model, torch.jit.ScriptModule):
+        raise OptionError(
+            f"the model is one piece of TorchScript ({model.original_name}), which cannot be cut into stages; give its "
+            "layers as a list, if it calls them one after the other, or an nn.Sequential of TorchScript modules"
+        )
     else:
         raise OptionError(
             f"model must be an nn.Sequential, a list of modules or a traced model, got {type(model).__name__}; "

@@ -176,6 +176,7 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
                 f"stage {first} and stage {last}, on different devices, both update the running statistics of one "
                 f"{type(slot.module).__name__}; give each a layer of its own, or split where one stage has both"
             )
+    _refuse_torch_script(tied.values(), placement)
     shared = shared_buffers(model.stages)
     # In reverse order, so that shared tensors end up on the device of their owner, the first stage that uses them.
     for index in reversed(range(len(model.stages))):
@@ -196,6 +197,18 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
         Stage(index, module, devices[device], StageBuffers(index, module, shared[index]))
         for index, (module, device) in enumerate(zip(modules, placement, strict=True))
     ], ties
+
+
+def _refuse_torch_script(tied: Iterable[Sequence[tuple[int, _Slot]]], placement: Sequence[int]) -> None:
+    for slots in tied:
+        owner = slots[0][0]
+        for user, slot in slots[1:]:
+            if placement[user] != placement[owner] and isinstance(slot.module, torch.jit.ScriptModule):
+                raise SharedParameterError(
+                    f"stage {owner} and stage {user}, on different devices, share {slot.name!r} of a TorchScript "
+                    f"{slot.module.original_name}, which cannot have a replica there; put both on one device, or use "
+                    "the module that was scripted"
+                )
 
 
 def _users(stages: Sequence[StageModule]) -> dict[int, list[tuple[int, _Slot]]]:

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from asyncpipe.errors import TraceError
@@ -62,6 +63,12 @@ def trace(model: nn.Module, arguments: Arguments, split: int | Sequence[str] | M
     """
     if not isinstance(model, nn.Module):
         raise TraceError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TraceError(
+                f"{f'submodule {name!r}' if name else 'the model'} is TorchScript, which cannot be traced; trace the "
+                "module that it was made from"
+            )
     if deferred_layers(model):
         raise TraceError("a trace does not see what deferred batch norms gather; trace the model with bare ones")
     points = _split_points(split)
