@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task import Lane, Queue
@@ -42,6 +41,7 @@ from asyncpipe.ops.execute.caller_gradients import CallerGradients
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.model.microbatch import Arguments, Microbatches, Packet, cut, gather
+from asyncpipe.ops.model.nested import tensors_of
 from asyncpipe.ops.model.stage import CALLER
 from asyncpipe.ops.model.ties import Ties
 from asyncpipe.pipeline.build import PipelineParts
@@ -83,7 +83,7 @@ class PreparedCall(StepProtocol[Any]):
         takes = [parts.takes(piece) for piece in pieces]
         self.parameters = [parameter for parameter in parts.module.parameters() if parameter.requires_grad]
         """The parameters that gradients go to."""
-        inputs = [leaf for leaf in tree_leaves(pieces) if isinstance(leaf, Tensor)]
+        inputs = tensors_of(pieces)
         recording = context.grad and not context.inference
         self._training = recording and (bool(self.parameters) or any(tensor.requires_grad for tensor in inputs))
         plan = StepPlan(

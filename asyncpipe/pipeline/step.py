@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.errors import LossError, OptionError
@@ -26,6 +25,7 @@ from asyncpipe.ops.device.streams import Fence
 from asyncpipe.ops.execute.binder import Binder, normalize
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.model.microbatch import Arguments, CutBatch, cut, cut_alike, gather
+from asyncpipe.ops.model.nested import tensors_of
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.result import StepResult
@@ -177,7 +177,7 @@ class PreparedStep(StepProtocol[StepResult]):
         losses = [loss for _, loss in sorted(self._tensors.losses.items())]
         outputs = [packet.rebuild(packet.tensors) for _, packet in sorted(self._tensors.outputs.items())]
         counts = list(self._tensors.counts.values())
-        self._fence.end(leaf for leaf in tree_leaves([losses, counts, outputs]) if isinstance(leaf, Tensor))
+        self._fence.end(tensors_of([losses, counts, outputs]))
         with torch.no_grad():
             loss = self._mean_loss(losses)
             gathered: Any = None

@@ -15,12 +15,13 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from asyncpipe.compat.module import PipelinedModule, check_sequential
 from asyncpipe.errors import ArgumentTypeError, BatchError, DeviceError
 from asyncpipe.ops.device.devices import resolve_devices
+from asyncpipe.ops.model.microbatch import NoChunk
+from asyncpipe.ops.model.nested import tensors_of
 from asyncpipe.ops.model.sequential import PipeSequential
 from asyncpipe.ops.model.skip_layout import verify_skippables
 
@@ -111,7 +112,7 @@ class Pipe(PipelinedModule):
         Raises ``TypeError`` without a tensor to cut, ``ValueError`` for a tensor that is not on the first stage's
         device or cannot be cut, and whatever a layer raises. An error in ``backward`` is the cause of a ``TaskError``.
         """
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        tensors = tensors_of(inputs, wraps=(NoChunk,))
         if not tensors:
             kinds = ", ".join(type(value).__name__ for value in inputs) or "nothing"
             raise ArgumentTypeError(f"the inputs hold no tensor to cut into micro-batches, got {kinds}")

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from asyncpipe.ops.model.microbatch import Microbatches, NoChunk
+from asyncpipe.ops.model.nested import leaves_of, tensors_of
 from asyncpipe.ops.model.stage import CALLER
 
 __all__ = ["CallerGradients"]
@@ -39,7 +39,7 @@ class CallerGradients:
         """The caller's tensors that require gradients."""
         # For each tensor on a link from the caller, the caller's tensor that it comes from.
         self._links: dict[tuple[int, int], list[_CallerTensor | None]] = {
-            (i, stage): [places.get((i, id(leaf))) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            (i, stage): [places.get((i, id(tensor))) for tensor in tensors_of(value)]
             for i, takes_of in enumerate(takes)
             for stage, value in takes_of.items()
         }
@@ -71,7 +71,7 @@ def _ends(batch: Any, pieces: Sequence[Any]) -> dict[tuple[int, int], _CallerTen
     ready_made = isinstance(batch, Microbatches)
     batches = batch.pieces if isinstance(batch, Microbatches) else [batch] * len(pieces)
     for i, (given, piece) in enumerate(zip(batches, pieces, strict=True)):
-        for k, (leaf, part) in enumerate(zip(tree_leaves(given), tree_leaves(piece), strict=True)):
+        for k, (leaf, part) in enumerate(zip(leaves_of(given, wraps=(NoChunk,)), leaves_of(piece), strict=True)):
             tensor = leaf.tensor if isinstance(leaf, NoChunk) else leaf
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 place = (i, k) if ready_made else (0, k)

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
+from asyncpipe.ops.model.nested import tensors_of
 from asyncpipe.ops.model.stage import Stage
 
 __all__ = ["ByteRecorder", "LayerBytes", "parameter_bytes"]
@@ -100,7 +100,7 @@ class _StageRecording:
         self._hooks = None
         received, made = _sizes(args), _sizes(sent)
         self.bytes = LayerBytes(
-            inner=any(leaf.requires_grad for leaf in tree_leaves(args) if isinstance(leaf, Tensor)),
+            inner=any(tensor.requires_grad for tensor in tensors_of(args)),
             input=sum(received.values()),
             saved=sum(size for address, size in self._saved.items() if address not in received),
             # A micro-batch is a view of the caller's batch, of which only this part counts.
@@ -134,10 +134,9 @@ class _StageRecording:
 def _sizes(value: Any) -> dict[int, int]:
     """The bytes of the tensors in ``value`` by the address of their storage, each storage once."""
     sizes: dict[int, int] = {}
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            size = min(leaf.untyped_storage().nbytes(), leaf.numel() * leaf.element_size())
-            sizes[_address(leaf)] = max(size, sizes.get(_address(leaf), 0))
+    for tensor in tensors_of(value):
+        size = min(tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size())
+        sizes[_address(tensor)] = max(size, sizes.get(_address(tensor), 0))
     return sizes
 
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
 from asyncpipe.errors import BatchError, StageError
+from asyncpipe.ops.model.nested import Structure, flatten, places, rebuild
 
 __all__ = [
     "Arguments",
@@ -86,10 +86,10 @@ class Packet:
     ``tensors`` may be replaced by a list of the same length.
     """
 
-    __slots__ = ("_rest", "_spec", "count", "tensors", "wants_gradient")
+    __slots__ = ("_rest", "_structure", "count", "tensors", "wants_gradient")
 
     def __init__(self, value: Any) -> None:
-        leaves, self._spec = tree_flatten(value)
+        leaves, self._structure = flatten(value)
         self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.count = len(self.tensors)
         self.wants_gradient = [tensor.requires_grad for tensor in self.tensors]
@@ -99,7 +99,7 @@ class Packet:
     def rebuild(self, tensors: Iterable[Tensor]) -> Any:
         """The nested value, with ``tensors`` in place of its own."""
         remaining = iter(tensors)
-        return tree_unflatten([next(remaining) if rest is None else rest[0] for rest in self._rest], self._spec)
+        return rebuild(self._structure, [next(remaining) if rest is None else rest[0] for rest in self._rest])
 
 
 def cut(batch: Any, microbatches: int, *, dim: int = 0, name: str = "the input") -> CutBatch:
@@ -130,7 +130,7 @@ def cut_alike(batch: Any, like: CutBatch, *, dim: int = 0, name: str = "the targ
         if len(batch) != len(like.pieces):
             raise BatchError(f"{name} has {len(batch)} micro-batches, but the input has {len(like.pieces)}")
         return [without_no_chunk(piece) for piece in batch.pieces]
-    if any(isinstance(leaf, Tensor) for leaf in tree_flatten(batch)[0]):
+    if any(isinstance(leaf, Tensor) for leaf in _flatten(batch)[0]):
         size = _batch_size(batch, dim, name)
         if size != sum(like.sizes):
             raise BatchError(f"{name} has {size} samples, but the input has {sum(like.sizes)}; they must be equal")
@@ -138,16 +138,21 @@ def cut_alike(batch: Any, like: CutBatch, *, dim: int = 0, name: str = "the targ
 
 
 def _split(batch: Any, sizes: list[int], dim: int) -> list[Any]:
-    leaves, spec = tree_flatten(batch)
+    leaves, structure = _flatten(batch)
     columns = [
         torch.split(leaf, sizes, dim) if isinstance(leaf, Tensor) else [_bare(leaf)] * len(sizes) for leaf in leaves
     ]
-    return [tree_unflatten([column[i] for column in columns], spec) for i in range(len(sizes))]
+    return [rebuild(structure, [column[i] for column in columns]) for i in range(len(sizes))]
 
 
 def without_no_chunk(value: Any) -> Any:
     """``value`` with each ``NoChunk`` replaced by its tensor."""
-    return tree_map(_bare, value)
+    leaves, structure = _flatten(value)
+    return rebuild(structure, map(_bare, leaves))
+
+
+def _flatten(batch: Any) -> tuple[list[Any], Structure | None]:
+    return flatten(batch, wraps=(NoChunk,), error=BatchError)
 
 
 def _bare(leaf: Any) -> Any:
@@ -167,19 +172,21 @@ def _batch_size(batch: Any, dim: int, name: str) -> int:
 
 def _sizes(batch: Any, dim: int, name: str) -> list[tuple[str, int]]:
     """For each tensor in ``batch``: where it is, and its number of samples."""
-    tensors = [(path, leaf) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor)]
+    leaves, structure = _flatten(batch)
+    found = zip(places(structure), leaves, strict=True)
+    tensors = [(name + place, leaf) for place, leaf in found if isinstance(leaf, Tensor)]
     if not tensors:
         raise BatchError(f"{name} holds no tensor, got {type(batch).__name__}; micro-batches are cut from tensors")
-    for path, tensor in tensors:
+    for place, tensor in tensors:
         if tensor.dim() <= dim:
             what = "without dimensions" if tensor.dim() == 0 else f"of shape {tuple(tensor.shape)}"
             raise BatchError(
-                f"{name}{keystr(path)} is a tensor {what}; dimension {dim} must be the batch (NoChunk(tensor) gives "
+                f"{place} is a tensor {what}; dimension {dim} must be the batch (NoChunk(tensor) gives "
                 "it to every micro-batch whole)"
             )
     if not all(tensor.size(dim) for _, tensor in tensors):
         raise BatchError(f"{name} is empty; give at least one sample")
-    return [(f"{name}{keystr(path)}", tensor.size(dim)) for path, tensor in tensors]
+    return [(place, tensor.size(dim)) for place, tensor in tensors]
 
 
 def gather(outputs: Sequence[Any], dim: int = 0) -> Any:
@@ -189,12 +196,12 @@ def gather(outputs: Sequence[Any], dim: int = 0) -> Any:
     and other values become a list with one entry per micro-batch. Raises ``StageError`` if the outputs differ in
     structure, or in their shapes besides that dimension.
     """
-    flat: list[tuple[list[Any], TreeSpec]] = [tree_flatten(output) for output in outputs]
-    leaves, spec = flat[0]
-    if any(other != spec for _, other in flat):
+    flat = [flatten(output) for output in outputs]
+    leaves, structure = flat[0]
+    if any(other != structure for _, other in flat):
         raise StageError("the micro-batches' outputs differ in structure; they cannot be gathered")
     columns = [[row[k] for row, _ in flat] for k in range(len(leaves))]
-    return tree_unflatten([_gathered(column, dim) for column in columns], spec)
+    return rebuild(structure, [_gathered(column, dim) for column in columns])
 
 
 def _gathered(column: list[Any], dim: int) -> Any:

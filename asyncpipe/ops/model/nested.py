@@ -1,0 +1,192 @@
+"""Nested values: which tensors a value holds, and the same value with other tensors.
+
+Containers are those of torch's pytree (tuples, lists, dicts, what is registered there), named tuples and dataclasses.
+Dataclasses are handled here rather than registered, since torch has one registry for the whole process, which
+``torch.export`` reads too. Any other object is a leaf. One that holds tensors is refused: they would reach the next
+stage without their gradients, and would not be cut into micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import SUPPORTED_NODES, is_namedtuple_class
+
+from asyncpipe.errors import AsyncpipeError, StageError
+
+__all__ = ["Structure", "flatten", "leaves_of", "places", "rebuild", "tensors_of"]
+
+
+class Structure(NamedTuple):
+    """A container: how it is made from the values inside. A leaf has none (``None``)."""
+
+    make: Callable[[type, Any, list[Any]], Any]
+    kind: type
+    context: Any
+    inside: tuple[Structure | None, ...]
+
+
+def flatten(
+    value: Any, *, wraps: tuple[type, ...] = (), error: type[AsyncpipeError] = StageError
+) -> tuple[list[Any], Structure | None]:
+    """The leaves of ``value`` in order, and its structure. Costs 0.5 µs a tensor and 1 µs a container.
+
+    Raises ``error`` for an object that holds tensors, unless it is one of ``wraps``.
+    """
+    leaves: list[Any] = []
+    structure = _flatten(value, leaves)
+    for leaf in leaves:
+        if type(leaf) not in _SIMPLE and not isinstance(leaf, (Tensor, *wraps)) and _holds_tensor(leaf):
+            name = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+            raise error(
+                f"a value of the class {name} holds tensors that a pipeline cannot see; use a dataclass, a named tuple "
+                "or a dict in its place, or register the class with torch.utils._pytree.register_pytree_node"
+            )
+    return leaves, structure
+
+
+def rebuild(structure: Structure | None, leaves: Iterable[Any]) -> Any:
+    """The value of this structure with these leaves. A dataclass is made without its ``__init__``."""
+    return _rebuild(structure, iter(leaves))
+
+
+def leaves_of(value: Any, *, wraps: tuple[type, ...] = ()) -> list[Any]:
+    """The leaves of ``value``, as ``flatten``."""
+    return flatten(value, wraps=wraps)[0]
+
+
+def tensors_of(value: Any, *, wraps: tuple[type, ...] = ()) -> list[Tensor]:
+    """The tensors among the leaves of ``value``."""
+    return [leaf for leaf in leaves_of(value, wraps=wraps) if isinstance(leaf, Tensor)]
+
+
+def places(structure: Structure | None) -> list[str]:
+    """Where each leaf is, as Python would write it: ``[0]['mask'].weight``."""
+    if structure is None:
+        return [""]
+    make, kind, context, inside = structure
+    names: Sequence[str] = [f"[{number}]" for number in range(len(inside))]
+    if make is _make_dict:
+        names = [f"[{key!r}]" for key in context]
+    elif make is _make_named_tuple:
+        names = [f".{name}" for name in kind._fields]  # type: ignore[attr-defined]
+    elif make is _make_dataclass:
+        names = [f".{name}" for name in context]
+    return [name + place for name, each in zip(names, inside, strict=True) for place in places(each)]
+
+
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
+"""Types of leaves that hold no tensor."""
+_SIMPLE = _PLAIN | {Tensor, nn.Parameter}
+"""Types of leaves that need no closer look."""
+
+
+def _flatten(value: Any, leaves: list[Any]) -> Structure | None:
+    kind = type(value)
+    if kind in _SIMPLE:
+        leaves.append(value)
+        return None
+    make: Callable[[type, Any, list[Any]], Any] = _make_sequence
+    context: Any = None
+    inside: Iterable[Any] = value
+    if kind is not tuple and kind is not list:
+        if kind is dict or kind is OrderedDict:
+            make, context, inside = _make_dict, list(value), value.values()
+        elif is_namedtuple_class(kind):
+            make = _make_named_tuple
+        elif kind in SUPPORTED_NODES:
+            make = _make_registered
+            inside, context = SUPPORTED_NODES[kind].flatten_fn(value)
+        elif hasattr(kind, "__dataclass_fields__") and _is_plain_class(kind):
+            attributes = _attributes(value)
+            make, context, inside = _make_dataclass, list(attributes), attributes.values()
+        else:
+            leaves.append(value)
+            return None
+    return Structure(make, kind, context, tuple([_flatten(each, leaves) for each in inside]))
+
+
+def _is_plain_class(kind: type) -> bool:
+    """Whether ``_make_dataclass`` can make one: its ``__new__`` is that of ``object``, and it is no module."""
+    new: object = kind.__new__
+    return new is object.__new__ and not issubclass(kind, nn.Module)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass, and what else its ``__dict__`` holds."""
+    found = dict(getattr(value, "__dict__", ()))
+    for each in fields(value):
+        if each.name not in found and hasattr(value, each.name):
+            found[each.name] = getattr(value, each.name)
+    return found
+
+
+def _rebuild(structure: Structure | None, leaves: Iterator[Any]) -> Any:
+    if structure is None:
+        return next(leaves)
+    make, kind, context, inside = structure
+    return make(kind, context, [_rebuild(each, leaves) for each in inside])
+
+
+def _make_sequence(kind: type, _: Any, values: list[Any]) -> Any:
+    return values if kind is list else tuple(values)
+
+
+def _make_dict(kind: type, keys: list[Any], values: list[Any]) -> Any:
+    return kind(zip(keys, values, strict=True))
+
+
+def _make_named_tuple(kind: type, _: Any, values: list[Any]) -> Any:
+    return kind(*values)
+
+
+def _make_registered(kind: type, context: Any, values: list[Any]) -> Any:
+    return SUPPORTED_NODES[kind].unflatten_fn(values, context)
+
+
+def _make_dataclass(kind: type, names: list[str], values: list[Any]) -> Any:
+    made: Any = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)  # also of a frozen one
+    return made
+
+
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_NO_VALUES = (type, ModuleType, FunctionType, MethodType, nn.Module)
+"""Not looked into. The parameters of a module get their gradients wherever it is called."""
+_DEPTH, _COUNT = 5, 1000
+
+
+def _holds_tensor(value: Any) -> bool:
+    """Whether there is a tensor in ``value``, at most ``_DEPTH`` levels deep and among its first ``_COUNT`` values."""
+    level, seen = [value], {id(value)}
+    for _ in range(_DEPTH):
+        below = [inner for each in level for inner in _values_in(each) if type(inner) not in _PLAIN]
+        if any(isinstance(inner, Tensor) for inner in below):
+            return True
+        level = [inner for inner in below if id(inner) not in seen][: _COUNT - len(seen)]
+        if not level:
+            return False
+        seen.update(map(id, level))
+    return False
+
+
+def _values_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, _NO_VALUES):
+        return
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, _CONTAINERS):
+        yield from value
+    yield from getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                yield getattr(value, name)
