@@ -6,6 +6,7 @@ Imports the other folders of ``asyncpipe.ops`` and ``asyncpipe.core``. Where to 
   kinds of tasks says what computes which;
 - ``compute``: F, R, B, I and W of a stage;
 - ``step_tensors``: the tables of tensors through which the tasks of one step pass values to each other;
+- ``shared_values``: refuses to overwrite what another stage reads too;
 - ``caller_gradients``: gradients of the caller's own input tensors, gathered from those of the micro-batches;
 - ``gradient_guard``: a failed step leaves the parameters' gradients as they were; ``gradient_turn``: one step's or
   backward's at a time; ``parameter_hooks``: hooks see whole gradients;

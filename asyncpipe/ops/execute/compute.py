@@ -18,12 +18,13 @@ from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import LossError, StageError
 from asyncpipe.ops.autograd.caller_context import CallerContext
-from asyncpipe.ops.autograd.checkpoint import checkpoint
+from asyncpipe.ops.autograd.checkpoint import checkpoint, is_recomputing
 from asyncpipe.ops.autograd.random_streams import RandomStream
 from asyncpipe.ops.autograd.split_backward import SplitBackward
 from asyncpipe.ops.device.copies import Copier
 from asyncpipe.ops.device.streams import LaneStream
 from asyncpipe.ops.execute.parameter_hooks import hooked, without_hooks
+from asyncpipe.ops.execute.shared_values import NOBODY, Readers, as_they_are, refuse_overwriting, shared_readers
 from asyncpipe.ops.execute.step_tensors import LocalGraph, StepPlan, StepTensors
 from asyncpipe.ops.model.buffers import BufferValues
 from asyncpipe.ops.model.microbatch import Arguments, Packet
@@ -58,6 +59,10 @@ class _StageRun:
     """What the stage sends, without the tensors, which are the return value: autograd functions return only these."""
     buffers: BufferValues = field(default_factory=dict)
     """What a recomputation needs to know of the stage's buffers."""
+    readers: Readers = field(default_factory=list)
+    """Who else reads what the stage receives; empty if nobody does."""
+    next_readers: Mapping[int, Readers] = field(default_factory=dict)
+    """The same of what it sends, by user."""
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the stage sends.
@@ -66,10 +71,14 @@ class _StageRun:
         """
         plan, stage = self.plan, self.stage
         # Cloned where the stage may overwrite its input in place: the stage before, or a recomputation, reads it too.
-        rest = iter([tensor.clone() for tensor in tensors] if stage.module.overwrites_input else tensors)
+        given = [tensor.clone() for tensor in tensors] if stage.module.overwrites_input else tensors
+        rest = iter(given)
+        before = as_they_are(given) if self.readers else ()
         random = RandomStream(plan.seed, self.microbatch, stage.index, stage.device.physical)
         with self.context.entered(), random, stage.buffers.during(self.buffers):
             sent = stage.module({source: packet.rebuild(rest) for source, packet in self.received.items()})
+            if self.readers:
+                refuse_overwriting(stage.index, self.readers, given, before)
             self.packets = {user: Packet(value) for user, value in sent.items()}
             _check_tensors(stage.index, sent, self.packets)
             if CALLER in sent and plan.loss is not None:
@@ -81,6 +90,9 @@ class _StageRun:
                     )
                 self.packets[CALLER] = Packet(_LossResult(loss, count, output if plan.keep_outputs else None))
         flat = [tensor for packet in self.packets.values() for tensor in packet.tensors]
+        if (len(flat) > 1 or self.readers) and CALLER not in self.packets and not is_recomputing():
+            sent = {user: packet.tensors for user, packet in self.packets.items()}
+            self.next_readers = shared_readers(sent, given, self.readers)
         for packet in self.packets.values():
             packet.tensors = []
         return flat
@@ -116,6 +128,8 @@ class StageCompute:
         leaves = {source: self._leaves(source, packet, stage) for source, packet in received.items()}
         run = _StageRun(self.plan, self.context, stage, i, received, self._target(i, stage))
         inputs = _flat(leaves)
+        if self.tensors.readers:
+            run.readers = self._readers(i, stage.index, leaves)
         recomputation = None
         if self.plan.training and self.plan.checkpoint.recomputes(i, self.graph.shape.microbatches):
             flat, recomputation = checkpoint(run, inputs)
@@ -127,6 +141,7 @@ class StageCompute:
         outputs = {user: list(islice(rest, packet.count)) for user, packet in packets.items()}
         for user, packet in packets.items():
             self._send(i, stage.index, user, packet, outputs[user])
+        self.tensors.readers.update({(i, stage.index, user): readers for user, readers in run.next_readers.items()})
         if self.plan.training:
             self.tensors.local_graphs[i, stage.index] = LocalGraph(leaves, outputs, recomputation)
 
@@ -134,6 +149,13 @@ class StageCompute:
         keys = ((source, (i, source, j)) for source in self.sources[j])
         activations = self.tensors.activations
         return {source: activations.pop(key) for source, key in keys if source != CALLER or key in activations}
+
+    def _readers(self, i: int, j: int, leaves: Mapping[int, Sequence[Tensor]]) -> Readers:
+        """Who else reads what stage ``j`` receives, tensor by tensor; empty if nobody does."""
+        found = {source: self.tensors.readers.pop((i, source, j), None) for source in leaves}
+        if not any(found.values()):
+            return []
+        return [r for source, tensors in leaves.items() for r in found[source] or [NOBODY] * len(tensors)]
 
     def _leaves(self, source: int, packet: Packet, stage: Stage) -> list[Tensor]:
         """The stage's inputs as leaves, which require a gradient where their sender uses it. Empties the packet."""

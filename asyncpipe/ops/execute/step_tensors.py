@@ -26,6 +26,7 @@ from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.ops.autograd.checkpoint import Recomputation
 from asyncpipe.ops.autograd.split_backward import SplitBackward
 from asyncpipe.ops.device.copies import to_device
+from asyncpipe.ops.execute.shared_values import Readers, shared_readers
 from asyncpipe.ops.model.microbatch import Packet
 from asyncpipe.ops.model.stage import CALLER
 
@@ -65,6 +66,8 @@ class StepTensors:
 
     activations: dict[tuple[int, int, int], Packet] = field(default_factory=dict)
     local_graphs: dict[tuple[int, int], LocalGraph] = field(default_factory=dict)
+    readers: dict[tuple[int, int, int], Readers] = field(default_factory=dict)
+    """By micro-batch, source and user, where memory is shared: who else reads the activations."""
     gradients: dict[tuple[int, int, int], list[Tensor | None]] = field(default_factory=dict)
     split_backwards: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
     """By micro-batch and stage: backwards whose W is still to come."""
@@ -88,8 +91,10 @@ class StepTensors:
         """The tables of a new step, from what stages take of each micro-batch, and the targets."""
         tensors = cls(targets=dict(enumerate(targets)))
         for i, takes_of in enumerate(takes):
-            for stage, value in takes_of.items():
-                tensors.activations[i, CALLER, stage] = Packet(value)
+            packets = {stage: Packet(value) for stage, value in takes_of.items()}
+            tensors.activations.update(((i, CALLER, stage), packet) for stage, packet in packets.items())
+            shared = shared_readers({stage: packet.tensors for stage, packet in packets.items()})
+            tensors.readers.update(((i, CALLER, stage), readers) for stage, readers in shared.items())
         return tensors
 
     def given(self) -> Iterator[Tensor]:
