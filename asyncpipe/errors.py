@@ -126,7 +126,7 @@ class RecomputeError(AsyncpipeError, RuntimeError):
 
 
 class BackwardError(AsyncpipeError, RuntimeError):
-    """Autograd asked for a backward that a pipeline does not support. The message says what is supported."""
+    """A derivative that a pipeline does not support was asked for. The message says what is supported."""
 
 
 class PipelineClosedError(AsyncpipeError, RuntimeError):

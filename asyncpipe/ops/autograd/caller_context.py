@@ -7,7 +7,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 
+from asyncpipe.errors import BackwardError
 from asyncpipe.ops.device.devices import ACCELERATORS
 
 __all__ = ["CallerContext"]
@@ -25,7 +27,21 @@ class CallerContext:
 
     @classmethod
     def capture(cls) -> CallerContext:
-        """The state of the calling thread."""
+        """The state of the calling thread.
+
+        Raises ``BackwardError`` where part of that state cannot be taken over: other threads know nothing of a
+        transform of ``torch.func``, and tasks detach what they pass on, which drops forward-mode derivatives.
+        """
+        if forward_ad._current_level >= 0:
+            raise BackwardError(
+                "a pipeline does not pass forward-mode derivatives on (torch.autograd.forward_ad, torch.func.jvp and "
+                "jacfwd), which would vanish; use the bare model, or backward derivatives"
+            )
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise BackwardError(
+                "a pipeline runs on threads that transforms of torch.func (grad, vjp, vmap, …) do not reach; transform "
+                "the bare model, or call backward"
+            )
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),

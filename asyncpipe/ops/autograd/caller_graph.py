@@ -92,6 +92,17 @@ class _PipelineExit(torch.autograd.Function):
                 "a pipeline cannot be differentiated twice (create_graph=True): its backward records no graph; use "
                 "the bare model for double backward"
             )
+        if any(gradient is not None and _is_batch(gradient) for gradient in gradients):
+            raise BackwardError(
+                "a pipeline's backward takes one gradient at a time, and not a batch of them (is_grads_batched=True, "
+                "vectorize=True); call it once for each, with retain_graph=True"
+            )
         retain: bool = torch._C._autograd._get_current_graph_task_keep_graph()
         ctx.pipeline_backward.release(ctx.microbatch, gradients, retain=retain)
         return phony(ctx.device, requires_grad=False), None, None, *[None] * len(gradients)
+
+
+def _is_batch(gradient: Tensor) -> bool:
+    """Whether ``gradient`` is a batch of gradients that looks like one: of a vmap, or of ``is_grads_batched``."""
+    kinds = torch._C._functorch
+    return bool(kinds.is_batchedtensor(gradient) or kinds.is_legacy_batchedtensor(gradient))
