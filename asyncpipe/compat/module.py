@@ -200,7 +200,7 @@ def check_sequential(module: object) -> nn.Sequential:
     """``module`` if it is an ``nn.Sequential``; raises ``ArgumentTypeError`` otherwise."""
     if not isinstance(module, nn.Sequential):
         raise ArgumentTypeError(
-            f"module must be an nn.Sequential, got {type(module).__name__}; asyncpipe.Pipeline takes any module that "
-            "asyncpipe.trace has cut"
+            f"module must be nn.Sequential to be partitioned, got {type(module).__name__}; asyncpipe.Pipeline takes "
+            "any module that asyncpipe.trace has cut"
         )
     return module

@@ -310,7 +310,7 @@ WRONG = [
     ({"devices": ["cpu"]}, IndexError, r"2 stages need 2 devices, got 1; give devices, such as \['cpu', 'cpu'\]"),
     ({"devices": "cpu"}, ValueError, "must be a list such as"),
     ({"devices": ["cpu", "meta"]}, ValueError, "type 'meta'"),
-    ({"module": nn.Linear(1, 1)}, TypeError, r"must be an nn\.Sequential, got Linear"),
+    ({"module": nn.Linear(1, 1)}, TypeError, r"module must be nn\.Sequential to be partitioned, got Linear"),
     (
         {"module": nn.Sequential(Down(1), nn.Tanh())},
         TypeError,

@@ -100,6 +100,16 @@ class Pop(nn.Module):
         return x * a
 
 
+def test_the_backward_of_an_output():
+    model = Pipe(nn.Sequential(nn.Tanh(), nn.Linear(2, 1)), chunks=2)
+    output = model(torch.ones(1, 2))
+    output.backward(retain_graph=True)
+    output.backward()
+    assert model[1].bias.grad.item() == 2
+    with pytest.raises(ValueError, match="must be -1 for an output of this process, got 3"):
+        output.backward(3)
+
+
 def test_skips():
     x = torch.tensor([[3.0]] * 4, requires_grad=True)
     model = Pipe(nn.Sequential(*(WithDevice(layer, "cpu") for layer in (Stash(), nn.Tanh(), Pop()))), chunks=2)
@@ -214,7 +224,7 @@ def test_partition_model():
     for arguments in ([[1, 1], ["cpu", "cpu"]], [[2, 1], ["cpu"]]):
         with pytest.raises(ValueError, match=r"must sum up to 3|need 2 devices, got"):
             partition_model(nn.Sequential(nn.Linear(1, 2), nn.Tanh(), nn.Linear(2, 1)), *arguments)
-    with pytest.raises(TypeError, match=r"nn\.Sequential, got Linear"):
+    with pytest.raises(TypeError, match="to be partitioned, got Linear"):
         partition_model(nn.Linear(1, 1), [1])
 
 
@@ -266,8 +276,8 @@ def test_an_error_keeps_its_type():
 LINEARS = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
 
 WRONG = [
-    ({"module": nn.Linear(1, 1)}, TypeError, r"must be an nn\.Sequential, got Linear"),
-    ({"module": [nn.Linear(1, 1)]}, TypeError, r"must be an nn\.Sequential, got list"),
+    ({"module": nn.Linear(1, 1)}, TypeError, r"module must be nn\.Sequential to be partitioned, got Linear"),
+    ({"module": [nn.Linear(1, 1)]}, TypeError, r"module must be nn\.Sequential to be partitioned, got list"),
     ({"chunks": "four"}, TypeError, "positive integer, got 'four'"),
     ({"chunks": [2]}, TypeError, r"positive integer, got \[2\]"),
     ({"chunks": 0}, ValueError, "positive integer, got 0"),

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from asyncpipe.compat.module import PipelinedModule, check_sequential
-from asyncpipe.errors import ArgumentTypeError, BatchError, DeviceError
+from asyncpipe.errors import ArgumentTypeError, BatchError, DeviceError, OptionError
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.model.microbatch import NoChunk
 from asyncpipe.ops.model.nested import tensors_of
@@ -72,6 +72,14 @@ class LocalOutput:
     def to_here(self) -> Any:
         """The output."""
         return self.value
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """``backward`` of the output, a tensor with one element. There is no distributed autograd, and -1 says so."""
+        if dist_autograd_ctx_id != -1:
+            raise OptionError(
+                f"dist_autograd_ctx_id must be -1 for an output of this process, got {dist_autograd_ctx_id}"
+            )
+        self.value.backward(retain_graph=retain_graph)
 
 
 class Pipe(PipelinedModule):
