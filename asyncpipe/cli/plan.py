@@ -21,13 +21,14 @@ from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
     from asyncpipe.cli.arguments import Subparsers
+    from asyncpipe.train.job_file import Job
 
 __all__ = ["add_parser"]
 
 DESCRIPTION = """\
 Simulate schedules, balances, numbers of micro-batches and recomputation modes with the measured costs of the job's
-layers. Prints the ten fastest that fit, each with its best balance, and the lines of the job file that choose the
-first.
+layers. Prints the ten fastest that fit, each with its best balance, and the [pipeline] table of the job file that
+chooses the first. A traced model's layers are the stages that it was cut into, which plans join.
 
 Without --profile the model is measured first, in real training steps on the job's devices. Memory counts weights,
 gradients, AdamW's averages and what micro-batches keep for their backwards.
@@ -110,7 +111,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"job": job.name, "devices": job.pipeline.devices, "plans": [_row(each) for each in best]}))
     else:
-        print(f"{_table(best)}\n\nthe first, in {args.job}:\n\n{_toml(best[0])}")
+        print(f"{_table(best)}\n\nthe first, in {args.job}:\n\n{_toml(job, best[0])}")
     return 0
 
 
@@ -135,7 +136,7 @@ def _table(plans: list[Plan]) -> str:
     return table(head, rows, numbers=("micro-batches", "step", "bubble"))
 
 
-def _toml(best: Plan) -> str:
-    """The ``[pipeline]`` table that chooses the plan."""
-    options = best.options()
+def _toml(job: Job, best: Plan) -> str:
+    """The ``[pipeline]`` table that chooses the plan; it takes the place of the job's."""
+    options = {"devices": job.pipeline.devices, **best.options()}
     return "\n".join(["[pipeline]", *(f"{key} = {json.dumps(value)}" for key, value in options.items())])

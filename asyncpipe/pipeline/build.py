@@ -87,10 +87,10 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
 def _split_into_stages(model: object, schedule: Schedule, devices: int, options: PipelineOptions) -> StagedModel:
     """``model`` in stages that have no devices yet."""
     if isinstance(model, StagedModel):
-        if options.balance != "auto" or options.stages not in (None, len(model.stages)):
+        if options.stages not in (None, len(model.stages)):
             raise BalanceError(
-                f"a traced model has the {len(model.stages)} stages that it was cut into; leave balance and stages "
-                "out, or trace it with another split"
+                f"a traced model has the {len(model.stages)} stages that it was cut into; leave stages out, give a "
+                "balance that says how many of them each stage is made of, or trace it with another split"
             )
         if options.deferred_batch_norm:
             raise OptionError("a traced model cannot have deferred batch norms; give a list of stages instead")

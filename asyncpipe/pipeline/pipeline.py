@@ -17,6 +17,7 @@ from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.device.memory import device_memory
 from asyncpipe.ops.model.microbatch import Arguments
+from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.pipeline.build import build
 from asyncpipe.pipeline.call import call
 from asyncpipe.pipeline.model_proxy import ModelProxy
@@ -50,7 +51,11 @@ class Pipeline(ModelProxy):
     def _set_up(self, arguments: PipelineArguments) -> None:
         self.devices = resolve_devices(arguments.devices)
         pool = arguments.pool or DevicePool(**arguments.pool_options)
-        self._arguments = arguments = resolve_auto(arguments)
+        arguments = resolve_auto(arguments)
+        if isinstance(arguments.model, StagedModel) and not isinstance(arguments.balance, str):
+            # Copies of the pipeline copy the stages that it has; the trace of a copy cannot be cut in another way.
+            arguments = replace(arguments, model=arguments.model.joined(arguments.balance), balance="auto")
+        self._arguments = arguments
         super().__init__(build(arguments.model, self.devices, arguments))
         physical = {device.physical for device in self.devices}
         memory = lambda: {str(device): device_memory(device) for device in physical}  # noqa: E731 - nothing of self

@@ -73,11 +73,11 @@ def measure(
 ) -> Profile:
     """Measure what each layer of ``model`` costs on ``devices``, for each of these numbers of micro-batches.
 
-    ``model`` is what ``Pipeline`` takes; each stage of a traced one counts as a layer. For each number of micro-batches
-    one round of about ten steps warms up, then ``steps`` rounds are measured. Two copies of the model run, in the
-    caller's autocast: the model, its gradients and buffers and torch's random generators do not change. ``progress``
-    is called with a line of text for each round. Raises as ``Pipeline``, and ``MicrobatchError`` if there are more
-    micro-batches than samples.
+    ``model`` is what ``Pipeline`` takes; each stage that a traced one was cut into counts as a layer. For each number
+    of micro-batches one round of about ten steps warms up, then ``steps`` rounds are measured. Two copies of the model
+    run, in the caller's autocast: the model, its gradients and buffers and torch's random generators do not change.
+    ``progress`` is called with a line of text for each round. Raises as ``Pipeline``, and ``MicrobatchError`` if there
+    are more micro-batches than samples.
     """
     check_positive("steps", steps)
     with Measuring(model, devices, sample, microbatches, intra_op_threads=intra_op_threads) as measuring:
@@ -112,11 +112,7 @@ def choose(
     profile = measure(
         model, devices, sample, [microbatches], steps=steps, intra_op_threads=intra_op_threads, progress=progress
     )
-    fixed: list[int] | None = None
-    if isinstance(model, StagedModel):
-        fixed = [1] * len(model.stages)
-    elif not isinstance(balance, str):
-        fixed = check_balance(balance, len(profile.layers))
+    fixed = None if isinstance(balance, str) else check_balance(balance, len(profile.layers))
     return plan(
         profile,
         len(devices),
@@ -208,7 +204,7 @@ class Measuring:
             self._fine = stack.enter_context(self._open(self._devices[:count], [1] * count))
             self._coarse = self._fine
             stages = min(len(self._devices), count // 2)
-            if stages and not isinstance(self._model, StagedModel):
+            if stages:
                 step = self._fine.step(max(self.microbatches), StepVariant.KEPT)
                 balance = even_balance(layer_seconds(step), stages)
                 self._coarse = stack.enter_context(self._open(self._devices[:stages], balance))
@@ -283,7 +279,7 @@ class _MeasuredPipeline:
         self._recorder = ByteRecorder()
         pool = DevicePool(loop="own", intra_op_threads=intra_op_threads)
         self._tenancy = Tenancy(pool, devices, Tenant(), own=True)
-        own = deepcopy(model) if isinstance(model, StagedModel) else copied(as_sequential(model))
+        own = deepcopy(model.joined(balance)) if isinstance(model, StagedModel) else copied(as_sequential(model))
         whole: nn.Module = own.module if isinstance(own, StagedModel) else own
         if not whole.training:
             whole.train()

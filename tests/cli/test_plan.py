@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -44,6 +45,8 @@ steps = 2
 batch_size = 8
 learning_rate = 1e-2
 """
+
+PIPELINE = re.compile(r"\[pipeline\]\n(.+\n)+\n")
 
 MODULE = """\
 import torch
@@ -121,10 +124,30 @@ def test_the_best_plans_are_shown_with_what_to_write(job, profile, capsys):
     chosen = "\n".join(lines[lines.index("[pipeline]") :])
     table = tomllib.loads(chosen)["pipeline"]
     assert rows[0].split()[:2] == [table["schedule"], "-".join(map(str, table["balance"]))]
-    text = JOB.replace('schedule = "auto"\nmicrobatches = 4\n', chosen.removeprefix("[pipeline]\n"))
-    job.write_text(text, encoding="utf-8")
+    job.write_text(PIPELINE.sub(chosen + "\n\n", JOB), encoding="utf-8")
     assert load_job(job).pipeline.balance == tuple(table["balance"])
     assert main(["train", str(job), "--no-progress"]) == 0
+
+
+TRACED = MODULE.replace("return Workload(model,", "return Workload(trace(model, Arguments.of(torch.randn(2, 6)), 4),")
+
+
+def test_a_traced_job_is_planned_and_trains_with_what_is_printed(job, capsys):
+    (job.parent / "tiny_planned.py").write_text(f"from asyncpipe import Arguments, trace\n{TRACED}", encoding="utf-8")
+    job.write_text(JOB.replace("microbatches", "balance = [1, 3]\nmicrobatches"), encoding="utf-8")
+    options = ["--microbatches", "4", "--steps", "1", "--schedules", "1f1b,interleaved,zb-h1"]
+    assert main(["plan", str(job), *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = lines[1 : lines.index("")]
+    assert {row.split()[1] for row in rows} <= {"1-3", "2-2", "3-1", "1-1-1-1"}
+    assert {row.split()[0] for row in rows} == {"1f1b", "interleaved", "zb-h1"}
+    balances = ['schedule = "1f1b"\nbalance = [1, 3]', "\n".join(lines[lines.index("[pipeline]") + 2 :])]
+    for balance in balances:
+        table = f'[pipeline]\ndevices = ["cpu:0", "cpu:1"]\n{balance}\n\n'
+        job.write_text(PIPELINE.sub(table, JOB), encoding="utf-8")
+        assert main(["train", str(job), "--no-progress"]) == 0
+    job.write_text(JOB, encoding="utf-8")
+    assert main(["train", str(job), "--no-progress"]) == 0, "the schedule is chosen by measurement"
 
 
 def test_json_has_the_same_plans(job, profile, capsys):

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+import asyncpipe
 from asyncpipe import Pipeline, known_schedules
 from asyncpipe.core.schedules.one_f_one_b import OneFOneB
-from asyncpipe.errors import MicrobatchError, OptionError, PlanError
+from asyncpipe.errors import BalanceError, MicrobatchError, OptionError, PlanError
 
 pytestmark = pytest.mark.one_loop
 
@@ -53,6 +54,59 @@ async def test_a_balance_that_is_given_stays(workload):
 
 def test_without_a_sample_parameters_are_spread(workload):
     assert len(pipeline(workload, workload.model(), sample=None).stages) == 2
+
+
+@pytest.fixture
+def traced(workload):
+    """The model of eight layers, traced and cut into four pieces."""
+    return asyncpipe.trace(workload.model(), asyncpipe.Arguments.of(workload.x), split=["2", "4", "6"])
+
+
+@pytest.mark.parametrize(
+    "options", [{"schedule": "auto"}, {"schedule": "zb-h1"}, {"schedule": "auto", "balance": [1, 3]}]
+)
+async def test_a_traced_model_is_cut_as_measured(workload, traced, options):
+    traced.module.eval()
+    async with pipeline(workload, traced, **options) as pipe:
+        assert len(pipe.stages) in (2, 4)
+        assert options.get("balance") is None or len(list(pipe.stages[0].module.parameters())) == 2
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+        pipe.train()
+        await pipe.step(workload.x, workload.target)
+    assert workload.worst(traced.module) < 1e-10
+    # A copy has the same stages, of parameters of its own.
+    traced.module.zero_grad()
+    async with copy.deepcopy(pipe) as twin:
+        assert len(twin.stages) == len(pipe.stages)
+        await twin.step(workload.x, workload.target)
+        assert workload.worst(twin.module) < 1e-10
+    assert all(parameter.grad is None for parameter in traced.module.parameters())
+
+
+async def test_a_copy_of_a_traced_pipeline_follows_its_own_mode(workload):
+    model = workload.model(dropout=0.5)
+    pipe = pipeline(workload, asyncpipe.trace(model, asyncpipe.Arguments.of(workload.x), split=2), sample=None)
+    async with copy.deepcopy(pipe).eval() as twin:
+        outputs = (await twin.step(workload.x)).outputs
+    torch.testing.assert_close(outputs, workload.model(dropout=0.5).eval()(workload.x))
+    assert model.training
+
+
+@pytest.mark.parametrize("balance", [[2, 2], [1, 3], [3, 1]])
+async def test_a_balance_joins_the_stages_of_a_traced_model(workload, traced, balance):
+    async with pipeline(workload, traced, balance=balance, sample=None) as pipe:
+        assert [len(list(stage.module.parameters())) for stage in pipe.stages] == [2 * size for size in balance]
+        await pipe.step(workload.x, workload.target)
+        assert workload.worst(traced.module) < 1e-10
+        pipe.eval()
+        torch.testing.assert_close((await pipe.step(workload.x)).outputs, workload.outputs)
+
+
+def test_what_a_balance_of_a_traced_model_cannot_be(workload, traced):
+    with pytest.raises(BalanceError, match="sums up to 3, but the model has 4 layers"):
+        pipeline(workload, traced, balance=[1, 2], sample=None)
+    with pytest.raises(BalanceError, match="a copy of a traced model cannot be cut in another way"):
+        pipeline(workload, copy.deepcopy(traced), balance=[2, 2], sample=None)
 
 
 @pytest.mark.parametrize(

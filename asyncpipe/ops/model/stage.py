@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from asyncpipe.core.predict.balance import check_balance
+from asyncpipe.errors import BalanceError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.model.buffers import StageBuffers
 from asyncpipe.ops.model.microbatch import Arguments
@@ -56,6 +58,20 @@ class StagedModel:
 
     Stages that take nothing are left out. Tensors are passed on as the same objects.
     """
+    join: Callable[[nn.Module, Sequence[int]], StagedModel] | None = None
+    """What ``joined`` returns for fewer stages of a model with this module; ``None`` if its stages cannot be joined."""
+
+    def joined(self, balance: Sequence[int]) -> StagedModel:
+        """The same model with fewer stages: each made of as many consecutive ones as ``balance`` says.
+
+        Raises ``BalanceError``, also for a copy of a traced model.
+        """
+        sizes = check_balance(balance, len(self.stages))
+        if len(sizes) == len(self.stages):
+            return self
+        if self.join is None:
+            raise BalanceError(f"these {len(self.stages)} stages cannot be joined; leave the balance out")
+        return self.join(self.module, sizes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -70,7 +70,7 @@ def peaks_of(
 def _balance(table: PipelineTable, workload: Workload, schedule: Schedule) -> list[int]:
     """The number of layers of each stage, as the pipeline will split them."""
     if isinstance(workload.model, StagedModel):
-        return [1] * len(workload.model.stages)
+        return [1] * len(workload.model.stages) if table.balance == "auto" else list(table.balance)
     parts = split(as_sequential(workload.model), table.balance, stages_of(table, schedule))
     return [len(part) for part in parts]
 

@@ -31,6 +31,11 @@ class TraceState:
         """By name: the tensors that the traces use."""
         self.persistent = set(model.state_dict(keep_vars=True))
 
+    def refresh(self) -> None:
+        """Take the tensors that the model has now."""
+        now = {**dict(self._model.named_buffers()), **dict(self._model.named_parameters())}
+        self.tensors.update((name, now[name]) for name in self.tensors if name in now)
+
     def name(self, path: str, traced: Tensor, mode: str) -> str:
         """The name of the tensor that a trace reads at ``path``: one of the model's, or a constant of the trace."""
         tensor: Any = self._model

@@ -27,19 +27,22 @@ applies to a stage that runs under it, as it does to the model. An autocast insi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from asyncpipe.errors import TraceError
+from asyncpipe.errors import BalanceError, TraceError
 from asyncpipe.ops.model.batchnorm import deferred_layers
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import StagedModel
-from asyncpipe.ops.model.trace.cut import SplitName, cut_at_names, cut_evenly
+from asyncpipe.ops.model.trace.cut import SplitName, TracedGraph, cut_at_names, cut_evenly
 from asyncpipe.ops.model.trace.export import TraceState, export_mode
 from asyncpipe.ops.model.trace.inputs import TraceInputs
-from asyncpipe.ops.model.trace.traced_stage import ModelSlots, build_stages
+from asyncpipe.ops.model.trace.traced_stage import CallerValue, ModelSlots, build_stages
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
@@ -57,6 +60,9 @@ def trace(model: nn.Module, arguments: Arguments, split: int | Sequence[str] | M
     The example must have the types and the structure of later arguments, and should have at least two samples. Sizes
     may differ, unless the model's code depends on them. Tracing computes nothing, draws no random numbers and does not
     change the model; it takes some seconds. The stages' parameters and buffers are the model's own.
+
+    To a pipeline these stages are what layers are in a sequence: with a ``balance``, also one that it chooses, each of
+    its own stages is made of as many of them. So give more than devices to leave it a choice.
 
     Raises ``TraceError`` if the model cannot be traced, or not be cut like that. ``takes`` of the result raises
     ``BatchError`` for arguments that do not fit the trace.
@@ -83,19 +89,55 @@ def trace(model: nn.Module, arguments: Arguments, split: int | Sequence[str] | M
         if [cut.label for cut in there] != [cut.label for cut in here]:
             raise TraceError("the submodules to split at are called in another order in eval mode than in train mode")
         cuts = [cut.position for cut in there], [cut.position for cut in here]
-    slots = ModelSlots(model.modules(), state.names)
-    stages, links, takes = build_stages((train, evaluate), cuts, state, slots)
+    return _staged(_Trace(model, inputs, state, (train, evaluate)), cuts)
 
-    def takes_of(arguments: Arguments) -> dict[int, Any]:
-        _follow(stages, model.training)
-        tensors = inputs.tensors(arguments, model.training)
-        return {
-            stage: tuple(tensors[i] if dim is None else tensors[i].size(dim) for i, dim in wanted)
-            for stage, wanted in takes.items()
-        }
+
+class _Trace(NamedTuple):
+    """All that stages are built from."""
+
+    model: nn.Module
+    inputs: TraceInputs
+    state: TraceState
+    modes: tuple[TracedGraph, TracedGraph]
+
+
+def _staged(whole: _Trace, cuts: tuple[list[int], list[int]]) -> StagedModel:
+    """The stages between ``cuts``, the positions in the traces of both modes."""
+    model, inputs, state, modes = whole
+    stages, links, takes = build_stages(modes, cuts, state, ModelSlots(model.modules(), state.names))
+
+    def join(module: nn.Module, balance: Sequence[int]) -> StagedModel:
+        if module is not model:
+            raise BalanceError("a copy of a traced model cannot be cut in another way; cut the trace, and then copy it")
+        # Stages that were moved may have replaced the model's buffers.
+        state.refresh()
+        last_pieces = list(accumulate(balance))[:-1]
+        return _staged(whole, ([cuts[0][end - 1] for end in last_pieces], [cuts[1][end - 1] for end in last_pieces]))
 
     _follow(stages, model.training)
-    return StagedModel(model, stages, links, takes_of)
+    return StagedModel(model, stages, links, _Takes(model, stages, inputs, takes), join)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Takes:
+    """What each stage takes of a call's arguments. The stages of a copy follow the mode of its own model."""
+
+    model: nn.Module
+    stages: Sequence[nn.Module]
+    inputs: TraceInputs
+    wanted: Mapping[int, Sequence[CallerValue]]
+
+    def __call__(self, arguments: Arguments) -> dict[int, Any]:
+        training = self.model.training
+        _follow(self.stages, training)
+        tensors = self.inputs.tensors(arguments, training)
+        return {
+            stage: tuple(tensors[i] if dim is None else tensors[i].size(dim) for i, dim in wanted)
+            for stage, wanted in self.wanted.items()
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Takes:
+        return replace(self, model=deepcopy(self.model, memo), stages=deepcopy(self.stages, memo))
 
 
 def _follow(stages: Iterable[nn.Module], training: bool) -> None:
