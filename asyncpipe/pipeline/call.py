@@ -33,7 +33,7 @@ from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.errors import BackwardError, PipelineClosedError
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.caller_graph import attach
-from asyncpipe.ops.autograd.random_streams import draw_step_seed
+from asyncpipe.ops.autograd.random_streams import draw_step_seed, turns_paused
 from asyncpipe.ops.device.device_errors import is_device_error
 from asyncpipe.ops.device.streams import Fence, begin_behind
 from asyncpipe.ops.execute.binder import Binder
@@ -199,7 +199,7 @@ class CallBackward:
         running = self._passes.pop(torch._C._current_graph_task_id(), None)
         if running is None:
             raise BackwardError("the backward of a pipeline reached its inputs without passing its outputs")
-        with running.abandoned_on_error():
+        with running.abandoned_on_error(), turns_paused():
             taken = running.wait()
         running.hand_over([*taken.values(), *chain.from_iterable(self._tensors.gradients.values())])
         inputs = running.call.input_gradients()

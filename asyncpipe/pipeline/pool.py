@@ -21,6 +21,7 @@ import torch
 from asyncpipe.core.engine.events import StepNotes
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import PipelineClosedError
+from asyncpipe.ops.autograd.own_draws import replace_torch_random, restore_torch_random
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
 from asyncpipe.pipeline.pool_options import PoolOptions, takes
@@ -130,6 +131,7 @@ class DevicePool:
 
     def _open_driver(self) -> None:
         self.driver.open()
+        replace_torch_random()
         # Runs when the pool is closed, or garbage collected without being closed, or when the interpreter exits.
         self._finalizer = weakref.finalize(self, _end_threads, self.process, self.driver, self.portal)
 
@@ -151,6 +153,7 @@ def _keep_backwards_here() -> None:
 
 def _end_threads(process: Process, driver: Driver, portal: Portal | None) -> None:
     if process.is_this:
+        restore_torch_random()
         driver.close()
         if portal is not None:
             portal.close()

@@ -17,7 +17,7 @@ from torch import Tensor
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.errors import LossError, OptionError
 from asyncpipe.ops.autograd.caller_context import CallerContext
-from asyncpipe.ops.autograd.random_streams import draw_step_seed
+from asyncpipe.ops.autograd.random_streams import draw_step_seed, turns_paused
 from asyncpipe.ops.device.copies import to_device
 from asyncpipe.ops.device.device_errors import is_device_error
 from asyncpipe.ops.device.devices import Device
@@ -91,7 +91,8 @@ class StepProtocol(ABC, Generic[_Result]):
     def run_blocking(self) -> _Result:
         """Run the step on the pipeline's loop, which is in a thread of its own, and block until it is issued."""
         with self._begun():
-            execution = self.tenancy.pool.call(self._execution())
+            with turns_paused():
+                execution = self.tenancy.pool.call(self._execution())
             try:
                 return self._finish(execution)
             except RuntimeError as error:

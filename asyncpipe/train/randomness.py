@@ -2,24 +2,24 @@
 
 Each run has a CPU generator. The entry draws from it when it makes the model, and each step draws one number from it,
 which determines all numbers that the model draws. Batches and samplers that name no generator draw from it too: while
-they run, a torch function mode (``ops/autograd/random_streams.py``) passes the run's generator to each function that
-draws. torch's default generators are not enough, because all runs share them and steps use them temporarily.
+they run, it takes the place of torch's default CPU generator on their thread (``ops/autograd/own_draws.py``). torch's
+default generators are not enough, because all runs share them.
 
 ::
 
     alone      the entry draws from torch's default generators, which are seeded before; the run's generator continues
                from their state. Snapshots also have the states of Python's, numpy's and the CUDA devices' generators.
-    on a pool  the function mode serves the entry too; generators of the process are not seeded, saved or restored.
+    on a pool  the run's generator serves the entry too; those of the process are not seeded, saved or restored.
 
-In both cases the same seed gives the same numbers, so a job trains the same way alone and on a pool. The function mode
-does not see Python's ``random``, numpy, threads that an entry starts, and default generators that an entry seeds.
+In both cases the same seed gives the same numbers, so a job trains the same way alone and on a pool. This does not hold
+for Python's ``random``, numpy, and threads that an entry starts.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
@@ -30,7 +30,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from asyncpipe.ops.autograd.random_streams import RandomStream
+from asyncpipe.ops.autograd.own_draws import OwnDraws
+from asyncpipe.ops.device.devices import ACCELERATORS
 
 __all__ = ["RunRandom"]
 
@@ -44,7 +45,7 @@ class RunRandom:
         self.generator = torch.Generator()
         """The generator that step seeds are drawn from."""
         self._shared = shared
-        self._mode = _RunGenerator(self.generator, shared=shared)
+        self._mode = _RunDraws(self.generator, shared=shared)
 
     def build(self, seed: int, make: Callable[[], _T]) -> _T:
         """The result of ``make``; its random numbers and all later ones of the run follow from ``seed``."""
@@ -94,39 +95,31 @@ class RunRandom:
             _set_default_generators(state)
 
 
-class _RunGenerator(RandomStream):
-    """Passes a generator to each function that draws, which gets the numbers of a default generator in that state.
+class _RunDraws(OwnDraws):
+    """Draws from the run's generator, which get the numbers of a default generator in that state.
 
     On other devices, this is the default generator if the run is alone, else one that is made from the same seed.
     """
 
     def __init__(self, generator: torch.Generator, *, shared: bool) -> None:
-        super().__init__(0, 0, 0, torch.device("cpu"))
+        super().__init__()
         self._cpu = generator
         self._shared = shared
+        self._seed = 0
+        self._others: dict[torch.device, torch.Generator] = {}
 
     def seed(self, seed: int) -> None:
         self._cpu.manual_seed(seed)
         self._seed = seed
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        # A function that is being compiled must draw when it runs, not when it is traced.
-        if torch.compiler.is_compiling():
-            return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def _generator(self, device: torch.device) -> torch.Generator:
+    def generator(self, device: torch.device) -> torch.Generator | None:
         if device.type == "cpu":
             return self._cpu
-        if device.type == "cuda" and not self._shared:
-            return torch.cuda.default_generators[device.index]
-        return super()._generator(device)
+        if not self._shared or device.type not in ACCELERATORS:
+            return None
+        if device not in self._others:
+            self._others[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._others[device]
 
 
 @coroutine

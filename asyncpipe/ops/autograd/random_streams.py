@@ -1,174 +1,151 @@
 """Random streams of tasks: the same draws on any thread, in any order, and again in a recomputation.
 
 torch's default generators are global. Two stages that draw at the same time would race for them, and a recomputation
-that rewinds them would rewind them for every thread. So every micro-batch has its own generators at every stage, seeded
-by (step seed, micro-batch, stage). While a task runs, a thread-local function mode recognises the torch functions that
-draw, and passes them these generators. Functions that take no generator run under a lock: the default generators are
-set to the task's state before, and set back after.
+that rewinds them would rewind them for every thread. So every micro-batch has its own stream at every stage, seeded by
+(step seed, micro-batch, stage), which its tasks enter while they run:
+
+- On a CPU, whatever draws on the task's thread draws from a generator of the stream (``own_draws``). Tasks do not wait
+  for each other, and one that draws nothing pays for entering the stream only.
+- On an accelerator, the task seeds the device's default generator, while no other task is issued to that device
+  (``ops/device/generator_turns``).
+
+``torch.utils.checkpoint`` inside a stage keeps and sets the state of the stream, in a backward that of the backward's.
 
 Guarantees: a step takes one number from the pipeline's CPU generator (torch's default one unless the pipeline has its
 own). Draws depend on that number, the micro-batch and the stage, and not on schedule, device, thread or recomputation.
 
-Limits: the draws are not those of the unsplit model. Python's ``random``, numpy, and custom kernels with their own
-generators are not repeated by a recomputation. Other threads may draw from the default generators while a step runs,
-but not *during* a function that takes no generator (CUDA dropout, recurrent layers and attention with dropout,
-``rrelu`` …): each would change the draws of the other.
+Limits: the draws are not those of the unsplit model. Not replayed are Python's ``random``, numpy, threads that a stage
+starts by itself, kernels of extensions that use torch's CPU generator without its operators, and draws inside a
+``__torch_dispatch__``. CPUs and accelerators draw different numbers from the same seed.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Self
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from asyncpipe.core.splitmix import branch_seed
 from asyncpipe.errors import RecomputeError
+from asyncpipe.ops.autograd.own_draws import OwnDraws, own_draws
 from asyncpipe.ops.device.devices import ACCELERATORS
+from asyncpipe.ops.device.generator_turns import GeneratorTurn, turn_of
 
-__all__ = ["RandomStream", "draw_step_seed"]
+__all__ = ["RandomStream", "check_repeated", "draw_step_seed", "random_stream", "turns_paused"]
 
-_lock = threading.RLock()
-
-# Functions that take a generator.
-_TAKES_GENERATOR = frozenset(
-    """
-    bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ kaiming_uniform_ log_normal_ multinomial normal
-    normal_ poisson rand randint randn random_ randperm uniform_
-    """.split()
-)
-# Functions that always draw and take no generator. The two sets are all that aten tags as `nondeterministic_seeded`.
-_DRAWS = frozenset(
-    """
-    cauchy exponential fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
-    fractional_max_pool3d_with_indices geometric gumbel_softmax log_normal rand_like randint_like randn_like random
-    rrelu rrelu_ rrelu_with_noise rrelu_with_noise_ _sample_dirichlet _standard_gamma uniform
-    """.split()
-)
-# Functions that draw only if they drop anything. Arguments: input, probability, training.
-_DROPOUTS = frozenset(
-    """
-    alpha_dropout alpha_dropout_ dropout dropout_ dropout1d dropout2d dropout3d feature_alpha_dropout
-    feature_alpha_dropout_ feature_dropout feature_dropout_ native_dropout
-    """.split()
-)
-# Functions with dropout inside; for attention, the position of the probability among the arguments.
-_RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
-_ATTENTION_DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+_CPU = torch.device("cpu")
 
 
 def draw_step_seed(generator: torch.Generator | None = None) -> int:
     """A seed for all draws of one step, drawn from ``generator`` (torch's default CPU generator if there is none)."""
-    return int(torch.randint(0, 2**62, (), generator=generator).item())
+    return int(torch.randint(0, 2**62, (), generator=generator, device="cpu").item())
 
 
-class RandomStream(TorchFunctionMode):
-    """The draws of one micro-batch at one stage: a context for the thread that runs the task."""
+class RandomStream(OwnDraws):
+    """The draws of one task of a micro-batch at a stage: a context for the thread that runs it, entered once.
 
-    def __init__(self, step_seed: int, microbatch: int, stage: int, device: torch.device) -> None:
-        super().__init__()
-        self._seed = branch_seed(branch_seed(step_seed, microbatch), stage)
-        self._device = device
+    ``branch`` is 0 for forwards and recomputations. Other tasks have other numbers.
+    """
+
+    __slots__ = ("_generators", "_key")
+
+    def __init__(self, step_seed: int, microbatch: int, stage: int, branch: int = 0) -> None:
+        self._outer = []
+        self._key = step_seed, microbatch, stage, branch
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        # The name of an operator in a traced stage includes its overload: dropout.default.
-        name = getattr(func, "__name__", "").partition(".")[0]
-        if name in _TAKES_GENERATOR:
-            _refuse_torch_checkpoint()
-            if kwargs.get("generator") is None:
-                kwargs = {**kwargs, "generator": self._generator(_device_of(args, kwargs))}
-            return func(*args, **kwargs)
-        if not _draws(name, args, kwargs):
-            return func(*args, **kwargs)
-        _refuse_torch_checkpoint()
-        if func in (functional.dropout, torch.ops.aten.dropout.default) and args and args[0].device.type == "cpu":
-            return self._dropout(*args, **kwargs)
-        return self._with_default_generators(func, args, kwargs)
+    @property
+    def seed(self) -> int:
+        """What every generator of the stream begins from."""
+        step_seed, microbatch, stage, branch = self._key
+        seed = branch_seed(branch_seed(step_seed, microbatch), stage)
+        return branch_seed(seed, branch) if branch else seed
 
-    def _generator(self, device: torch.device) -> torch.Generator:
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """A generator of the stream."""
+        if device.type == "cpu":
+            device = _CPU
+        elif device.type not in ACCELERATORS:
+            return None
         if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+            self._generators[device] = torch.Generator(device).manual_seed(self.seed)
         return self._generators[device]
 
-    def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """``functional.dropout`` as aten computes it on a CPU, with this stream's generator."""
-        if not 0 < p < 1:
-            return functional.dropout(x, p, training, inplace)
-        noise = torch.empty_like(x).bernoulli_(1 - p, generator=self._generator(x.device)).div_(1 - p)
-        return x.mul_(noise) if inplace else x * noise
-
-    def _with_default_generators(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a function that uses the default generators, which have the state of this stream's meanwhile.
-
-        States are on the host, also those of CUDA generators, so nothing waits for the device.
-        """
-        defaults = [torch.default_generator]
-        if self._device.type != "cpu":
-            defaults.append(torch.get_device_module(self._device).default_generators[self._device.index])
-        own = [self._generator(default.device) for default in defaults]
-        with _lock:
-            outside = [default.get_state() for default in defaults]
-            for default, generator in zip(defaults, own, strict=True):
-                default.set_state(generator.get_state())
-            try:
-                return func(*args, **kwargs)
-            finally:
-                for default, generator, state in zip(defaults, own, outside, strict=True):
-                    generator.set_state(default.get_state())
-                    default.set_state(state)
+    def drawn(self) -> list[Tensor]:
+        """Where the generators are that have drawn: equal after another run that drew the same."""
+        states = []
+        for device, generator in self._generators.items():
+            state, unused = generator.get_state(), torch.Generator(device).manual_seed(self.seed).get_state()
+            if not torch.equal(state, unused):
+                states.append(state)
+        return states
 
 
-def _draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    if name in _DRAWS:
-        return True
-    if name in _DROPOUTS:
-        probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-        return bool(training and probability > 0)
-    if name in _RECURRENT:
-        return any(isinstance(value, float) and value > 0 for value in args)
-    if name in _ATTENTION_DROPOUT:
-        position = _ATTENTION_DROPOUT[name]
-        probability = kwargs.get("dropout_p", args[position] if len(args) > position else 0.0)
-        return bool(probability > 0)
-    return False
+class _AcceleratorStream(RandomStream):
+    """The same for a task on an accelerator: its default generator is the stream's meanwhile."""
+
+    def __init__(self, turn: GeneratorTurn, *key: int) -> None:
+        super().__init__(*key)
+        self._turn = turn
+        self._has_turn = False
+
+    def __enter__(self) -> Self:
+        self._outer_turn = turns_paused()
+        self._outer_turn.__enter__()
+        self._turn.take(self.seed)
+        self._has_turn = True
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._has_turn = False
+        self._turn.give()
+        self._outer_turn.__exit__(None, None, None)
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """A generator of the stream, for other devices than the task's own."""
+        return None if device == self._turn.device else super().generator(device)
+
+    def drawn(self) -> list[Tensor]:
+        """As for a CPU, with the state of the default generator."""
+        return [*super().drawn(), self._turn.generator.get_state()]
+
+    @contextmanager
+    def turn_paused(self) -> Iterator[None]:
+        """Let other threads draw on the accelerator, and go on afterwards from where the task was."""
+        if not self._has_turn:
+            yield
+            return
+        self._has_turn = False
+        state = self._turn.give()
+        try:
+            yield
+        finally:
+            self._turn.take(state)
+            self._has_turn = True
 
 
-def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """The device that a function draws on: its ``device``, else that of its first tensor, else the default device."""
-    if kwargs.get("device") is not None:
-        device = torch.device(kwargs["device"])
-        if device.type not in ACCELERATORS or device.index is not None:
-            return device
-        return torch.device(device.type, torch.get_device_module(device).current_device())
-    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    first = next(tensors, None)
-    return torch.get_default_device() if first is None else first.device
+def random_stream(step_seed: int, microbatch: int, stage: int, device: torch.device, branch: int = 0) -> RandomStream:
+    """The draws of a task on ``device``."""
+    turn = turn_of(device)
+    if turn is None:
+        return RandomStream(step_seed, microbatch, stage, branch)
+    return _AcceleratorStream(turn, step_seed, microbatch, stage, branch)
 
 
-def _refuse_torch_checkpoint() -> None:
-    """Raise if a draw is inside ``torch.utils.checkpoint``, which rewinds the default generators and not these."""
-    if not torch.is_grad_enabled():
-        return
-    frame = sys._getframe(2)
-    while frame.f_back is not None:
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            raise RecomputeError(
-                "a stage draws random numbers (dropout?) inside torch.utils.checkpoint, which cannot repeat them here; "
-                "recompute with the pipeline's own checkpoint=, or do not draw inside torch's"
-            )
-        frame = frame.f_back
+def turns_paused() -> AbstractContextManager[None]:
+    """For what a task calls and waits for, such as a pipeline in a loss function: others may need the task's turn."""
+    draws = own_draws()
+    return draws.turn_paused() if isinstance(draws, _AcceleratorStream) else nullcontext()
+
+
+def check_repeated(stage: int, first: Sequence[Tensor], again: Sequence[Tensor]) -> None:
+    """Raise ``RecomputeError`` unless a forward and its recomputation have drawn the same."""
+    if len(first) != len(again) or not all(map(torch.equal, first, again)):
+        raise RecomputeError(
+            f"stage {stage} drew other random numbers when it was recomputed than in its forward, so its gradients "
+            "would be wrong; let what it draws depend on its input alone, or give the pipeline checkpoint='never'"
+        )

@@ -18,8 +18,8 @@ from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import LossError, StageError
 from asyncpipe.ops.autograd.caller_context import CallerContext
-from asyncpipe.ops.autograd.checkpoint import checkpoint, is_recomputing
-from asyncpipe.ops.autograd.random_streams import RandomStream
+from asyncpipe.ops.autograd.checkpoint import checkpoint, is_checkpointing, is_recomputing
+from asyncpipe.ops.autograd.random_streams import RandomStream, check_repeated, random_stream
 from asyncpipe.ops.autograd.split_backward import SplitBackward
 from asyncpipe.ops.device.copies import Copier
 from asyncpipe.ops.device.streams import LaneStream
@@ -63,6 +63,8 @@ class _StageRun:
     """Who else reads what the stage receives; empty if nobody does."""
     next_readers: Mapping[int, Readers] = field(default_factory=dict)
     """The same of what it sends, by user."""
+    drawn: list[Tensor] = field(default_factory=list)
+    """What a first run drew, which a recomputation must draw again."""
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the stage sends.
@@ -74,7 +76,7 @@ class _StageRun:
         given = [tensor.clone() for tensor in tensors] if stage.module.overwrites_input else tensors
         rest = iter(given)
         before = as_they_are(given) if self.readers else ()
-        random = RandomStream(plan.seed, self.microbatch, stage.index, stage.device.physical)
+        random = random_stream(plan.seed, self.microbatch, stage.index, stage.device.physical)
         with self.context.entered(), random, stage.buffers.during(self.buffers):
             sent = stage.module({source: packet.rebuild(rest) for source, packet in self.received.items()})
             if self.readers:
@@ -89,6 +91,10 @@ class _StageRun:
                         "the loss does not depend on any parameter; does a stage or loss_fn detach its output?"
                     )
                 self.packets[CALLER] = Packet(_LossResult(loss, count, output if plan.keep_outputs else None))
+            if is_checkpointing():
+                self.drawn = random.drawn()
+            elif is_recomputing():
+                check_repeated(stage.index, self.drawn, random.drawn())
         flat = [tensor for packet in self.packets.values() for tensor in packet.tensors]
         if (len(flat) > 1 or self.readers) and CALLER not in self.packets and not is_recomputing():
             sent = {user: packet.tensors for user, packet in self.packets.items()}
@@ -216,6 +222,8 @@ class StageCompute:
         local_graph = local_graphs[i, j] if retain else local_graphs.pop((i, j))
         if local_graph.recomputation is not None:
             local_graph.recomputation.retain = retain
+            # Unless an R task has. Not inside the backward, on a thread of the engine, which has not this task's turn.
+            local_graph.recomputation.run()
         output_gradients = self._output_gradients(i, j, local_graph)
         pairs = [
             (tensor, gradient)
@@ -226,7 +234,7 @@ class StageCompute:
         try:
             if pairs:
                 tensors, starts = zip(*pairs, strict=True)
-                with without_hooks(self._hooked(j)):
+                with self._draws(task, 1), without_hooks(self._hooked(j)):
                     torch.autograd.backward(tensors, starts, retain_graph=retain)
             self._hand_back(i, j, local_graph, [leaf.grad for leaf in leaves])
         finally:
@@ -243,14 +251,19 @@ class StageCompute:
         else:
             leaves, outputs = _flat(local_graph.inputs), _flat(local_graph.outputs)
         split = SplitBackward(outputs, gradients, leaves)
-        with without_hooks(self._hooked(j)):
+        with self._draws(task, 1), without_hooks(self._hooked(j)):
             self._hand_back(i, j, local_graph, split.input_gradients())
         self.tensors.split_backwards[i, j] = split
 
     def weight_gradient(self, task: Task) -> None:
         """The other half of ``backward``: the parameters' gradients, from what ``input_gradient`` stored."""
-        with without_hooks(self._hooked(task.stage)):
+        with self._draws(task, 2), without_hooks(self._hooked(task.stage)):
             self.tensors.split_backwards.pop((task.microbatch, task.stage)).weight_gradients()
+
+    def _draws(self, task: Task, branch: int) -> RandomStream:
+        """What a backward draws from. torch's checkpoint, inside a stage, sets the state of its forward there."""
+        device = self.stages[task.stage].device.physical
+        return random_stream(self.plan.seed, task.microbatch, task.stage, device, branch)
 
     def _hooked(self, j: int) -> list[nn.Parameter]:
         """The stage's parameters that had hooks when its first backward of this step began."""

@@ -17,16 +17,6 @@ from torch.fx.node import map_aggregate
 
 __all__ = ["GraphWriter"]
 
-_aten = torch.ops.aten
-_GENERATOR_TAKEN = {
-    _aten.rand.default: _aten.rand.generator,
-    _aten.randn.default: _aten.randn.generator,
-    _aten.randint.default: _aten.randint.generator,
-    _aten.randint.low: _aten.randint.low_generator,
-    _aten.randperm.default: _aten.randperm.generator,
-}
-"""The overloads of random functions that take a generator, which ``ops/autograd/random_streams.py`` passes."""
-
 
 class GraphWriter:
     """Copies nodes into a new graph, whose first argument is the device to use instead of the traced one.
@@ -52,10 +42,7 @@ class GraphWriter:
             self.known[node] = self.graph.call_module(self._add(node, region), (self._device, *values))
         else:
             arguments, options = self._map(node.args, root), self._map(node.kwargs, root)
-            target: Any = node.target
-            if target in _GENERATOR_TAKEN:
-                target, options = _GENERATOR_TAKEN[target], {**options, "generator": None}
-            self.known[node] = self.graph.call_function(target, arguments, options)
+            self.known[node] = self.graph.call_function(node.target, arguments, options)  # type: ignore[arg-type]
 
     def _add(self, node: fx.Node, module: nn.Module) -> str:
         name = f"inner_{node.name}"

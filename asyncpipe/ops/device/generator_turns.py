@@ -1,0 +1,62 @@
+"""Turns at the default generator of an accelerator.
+
+CUDA's dropout and attention, cuDNN, CUDA graphs and the kernels of extensions draw from the default generator of the
+device. A task therefore seeds it. Other threads may issue work to the same device: one at a time has the turn, while
+its task is issued, and gives the generator back in the state in which it was taken. All this is on the host, and
+nothing waits for the device.
+
+A task waits for no other while it has a turn: what it calls in between (a pipeline in a loss function) pauses the turn.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from asyncpipe.ops.device.devices import ACCELERATORS
+
+__all__ = ["GeneratorTurn", "turn_of"]
+
+
+class GeneratorTurn:
+    """One thread at a time sets ``generator``, the default one of ``device``, and draws from it."""
+
+    def __init__(self, device: torch.device, generator: torch.Generator) -> None:
+        self.device = device
+        self.generator = generator
+        self._lock = threading.Lock()
+        self._outside: Tensor
+        """The state in which the generator was found."""
+
+    def take(self, state: Tensor | int) -> None:
+        """Wait for the turn; then set the generator to a seed or a state."""
+        self._lock.acquire()
+        self._outside = self.generator.get_state()
+        if isinstance(state, int):
+            # This also makes cuDNN's recurrent layers draw a new seed for their dropout, from the CPU's generator.
+            self.generator.manual_seed(state)
+        else:
+            self.generator.set_state(state)
+
+    def give(self) -> Tensor:
+        """End the turn; the generator's state before, for ``take`` to go on from."""
+        state = self.generator.get_state()
+        self.generator.set_state(self._outside)
+        self._lock.release()
+        return state
+
+
+_turns: dict[torch.device, GeneratorTurn] = {}
+
+
+@cache
+def turn_of(device: torch.device) -> GeneratorTurn | None:
+    """The turns at the default generator of an accelerator that has been used before; ``None`` for a CPU."""
+    if device.type not in ACCELERATORS:
+        return None
+    generator = torch.get_device_module(device).default_generators[device.index]
+    # Threads that ask at the same time get the same one.
+    return _turns.setdefault(device, GeneratorTurn(device, generator))
