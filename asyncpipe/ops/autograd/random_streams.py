@@ -84,7 +84,7 @@ class RandomStream(OwnDraws):
         return states
 
 
-class _AcceleratorStream(RandomStream):
+class _StreamWithTurn(RandomStream):
     """The same for a task on an accelerator: its default generator is the stream's meanwhile."""
 
     def __init__(self, turn: GeneratorTurn, *key: int) -> None:
@@ -133,13 +133,13 @@ def random_stream(step_seed: int, microbatch: int, stage: int, device: torch.dev
     turn = turn_of(device)
     if turn is None:
         return RandomStream(step_seed, microbatch, stage, branch)
-    return _AcceleratorStream(turn, step_seed, microbatch, stage, branch)
+    return _StreamWithTurn(turn, step_seed, microbatch, stage, branch)
 
 
 def turns_paused() -> AbstractContextManager[None]:
     """For what a task calls and waits for, such as a pipeline in a loss function: others may need the task's turn."""
     draws = own_draws()
-    return draws.turn_paused() if isinstance(draws, _AcceleratorStream) else nullcontext()
+    return draws.turn_paused() if isinstance(draws, _StreamWithTurn) else nullcontext()
 
 
 def check_repeated(stage: int, first: Sequence[Tensor], again: Sequence[Tensor]) -> None:
