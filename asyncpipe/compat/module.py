@@ -135,7 +135,7 @@ class PipelinedModule(nn.Module):
         parts = [part for part, stage in zip(self.partitions, self._stage_of, strict=True) if stage == index]
         if len(parts) == 1:
             return cast("nn.Sequential", parts[0])
-        return PipeSequential(*(part for part in parts if len(cast("nn.Sequential", part))))
+        return _SharedStage(*(part for part in parts if len(cast("nn.Sequential", part))))
 
     # Methods of a sequence
 
@@ -194,6 +194,16 @@ class PipelinedModule(nn.Module):
             f"denied to move parameters and buffers: {name} keeps each stage on its device, {self.devices}; "
             f"nn.Sequential(*{name.lower()}) has the same layers and can be moved once the {name} is no longer used"
         )
+
+
+class _SharedStage(PipeSequential):
+    """Partitions on one stage. What one returns as a tuple or list are the next one's arguments, as between stages."""
+
+    def forward(self, *args: Any) -> Any:
+        for part in self:
+            output = part(*args)
+            args = tuple(output) if isinstance(output, tuple | list) else (output,)
+        return output
 
 
 def check_sequential(module: object) -> nn.Sequential:

@@ -110,6 +110,22 @@ def test_the_backward_of_an_output():
         output.backward(3)
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_what_goes_to_a_partition_of_the_same_stage(kind):
+    class Twice(nn.Module):
+        def forward(self, x):
+            return kind([x, 2 * x])
+
+    class Sum(nn.Module):
+        def forward(self, x, y):
+            return x + y
+
+    model = Pipe(nn.Sequential(nn.Linear(1, 1), Twice(), Sum()), chunks=2)
+    assert names(model) == ["cpu:0"]
+    x = torch.ones(2, 1)
+    assert torch.equal(model(x).local_value(), 3 * model[0](x))
+
+
 def test_skips():
     x = torch.tensor([[3.0]] * 4, requires_grad=True)
     model = Pipe(nn.Sequential(*(WithDevice(layer, "cpu") for layer in (Stash(), nn.Tanh(), Pop()))), chunks=2)

@@ -30,6 +30,7 @@ from asyncpipe.errors import BalanceError, BatchError, MicrobatchError, OptionEr
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.model.byte_recorder import parameter_bytes
 from asyncpipe.ops.model.microbatch import Arguments, Packet, cut, without_no_chunk
+from asyncpipe.ops.model.sequential import PipeSequential
 from asyncpipe.ops.model.skips import SkipKey, Skippable, SkipStore, use_skips
 
 __all__ = ["balance_by_size", "balance_by_time", "copied", "layer_bytes", "layer_times"]
@@ -256,8 +257,12 @@ def _run_layers(
     skips = _CutOffSkips()
     with use_skips(skips):
         for index, part in enumerate(module):
-            # As in nn.Sequential, but the first layer may take several arguments.
-            arguments = Arguments((value,), {}) if index else Arguments.wrap(value)
+            # As in the sequence itself, but the first layer may always take several arguments.
+            if index:
+                unpacks = isinstance(module, PipeSequential) and isinstance(value, tuple)
+                arguments = Arguments(value if unpacks else (value,), {})
+            else:
+                arguments = Arguments.wrap(value)
             try:
                 layer = _MeasuredLayer(part, arguments, device, skips)
                 measured.append(measure(layer))

@@ -15,6 +15,7 @@ from asyncpipe.errors import BalanceError, BatchError, DeviceError, MicrobatchEr
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm1d
 from asyncpipe.ops.model.measure_layers import balance_by_size, balance_by_time, layer_bytes, layer_times
 from asyncpipe.ops.model.microbatch import Arguments, NoChunk
+from asyncpipe.ops.model.sequential import PipeSequential
 from asyncpipe.ops.model.skips import Namespace, pop, skippable, stash
 
 FLOAT = 4
@@ -164,6 +165,21 @@ def test_the_first_layer_takes_all_arguments() -> None:
         return weigh(torch.cat([x, x]), mask=mask)
 
     assert len(layer_bytes(nn.Sequential(Calls(weigh_half)), sample, microbatches=2)) == 1
+
+
+def test_a_tuple_is_several_arguments_where_the_sequence_says_so() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x.detach()
+
+    class Sum(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x + y
+
+    sample = torch.ones(2, requires_grad=True)
+    assert len(layer_times(PipeSequential(Twice(), Sum()), sample, seconds=0, device="cpu")) == 2
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        layer_times(nn.Sequential(Twice(), Sum()), sample, seconds=0, device="cpu")
 
 
 def test_operations_in_place_on_inputs_of_any_layer() -> None:
