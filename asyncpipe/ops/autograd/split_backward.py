@@ -188,11 +188,15 @@ class _BackwardGraph:
         return (child for child, _ in self._edges[node] if child is not None)
 
     def indivisible(self) -> Node | None:
-        """An inside node that cannot compute the gradients of its inside edges alone, if there is one."""
-        for node in self.inside:
+        """A node that cannot be part of a split, if there is one.
+
+        A reentrant checkpoint computes all its gradients, and only in a backward without chosen inputs. Other nodes
+        cannot compute the gradients of their inside edges alone.
+        """
+        for node in self._edges:
             if "CheckpointFunction" in node.name():
                 return node
-            if _writes_input_gradient(node) and self._edges[node][0][0] not in self.inside:
+            if node in self.inside and _writes_input_gradient(node) and self._edges[node][0][0] not in self.inside:
                 return node
         return None
 

@@ -170,9 +170,10 @@ class StageCompute:
             tensors = self._from_caller(tensors, stage)
         packet.tensors = []
         wants = packet.wants_gradient
-        # A whole step makes no gradients of the caller's input; in pipe(x) the caller's graph continues there.
-        here = self.plan.training and (source != CALLER or not self.plan.whole_step)
-        return [tensor.detach().requires_grad_(here and want) for tensor, want in zip(tensors, wants, strict=True)]
+        # The caller's too, whose gradients a whole step does not hand on: a reentrant torch.utils.checkpoint in the
+        # first stage makes gradients of its parameters only if its input requires one.
+        training = self.plan.training
+        return [tensor.detach().requires_grad_(training and want) for tensor, want in zip(tensors, wants, strict=True)]
 
     def _target(self, i: int, stage: Stage) -> Arguments:
         """The arguments of the loss besides the output, on the last stage's device."""
@@ -292,7 +293,7 @@ class StageCompute:
         rest = iter(gradients)
         for source, leaves in local_graph.inputs.items():
             mine = list(islice(rest, len(leaves)))
-            if source != CALLER or any(leaf.requires_grad for leaf in leaves):
+            if source != CALLER or (not self.plan.whole_step and any(leaf.requires_grad for leaf in leaves)):
                 self.tensors.gradients[i, j, source] = mine
 
     def _loss_gradient(self, outputs: Sequence[Tensor], i: int) -> list[Tensor | None]:

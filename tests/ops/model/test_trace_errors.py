@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
+from torch.utils.checkpoint import checkpoint
 
 from asyncpipe.errors import BatchError, TraceError
 from asyncpipe.ops.model.batchnorm import convert_deferred_batch_norm
@@ -194,3 +195,48 @@ def test_an_example_of_one_sample_fixes_the_batch_size() -> None:
         BatchError, match=r"x.size\(\)\[0\] == 1; trace with an example like it, of at least two samples"
     ):
         staged.takes(Arguments.of(torch.randn(2, 4)))
+
+
+# What a trace would drop
+
+HOOKS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "forward": (lambda module: module.register_forward_hook(lambda *_: None), "forward"),
+    "before the forward": (lambda module: module.register_forward_pre_hook(lambda *_: None), "forward"),
+    "backward": (lambda module: module.register_full_backward_hook(lambda *_: None), "backward"),
+    "before the backward": (lambda module: module.register_full_backward_pre_hook(lambda *_: None), "backward"),
+}
+
+
+@pytest.mark.parametrize(("register", "kind"), HOOKS.values(), ids=HOOKS.keys())
+def test_hooks_of_modules_are_refused(register: Callable[[nn.Module], Any], kind: str) -> None:
+    model = Chain()
+    register(model.second)
+    with pytest.raises(TraceError) as raised:
+        trace(model, Arguments.of(torch.randn(2, 4)), ["second"])
+    assert str(raised.value) == (
+        f"submodule 'second' has a {kind} hook, which the stages of a trace would not call; remove it, or cut the "
+        "model by hand into a list of stages"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute self.model.second.weight was assigned")
+def test_hooks_of_torch_are_traced(check: Check) -> None:
+    model = Chain()
+    nn.utils.spectral_norm(model.second)
+    staged = trace(model, Arguments.of(torch.randn(2, 4)), ["second"])
+    check(model, staged, Arguments.of(torch.randn(2, 4)))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_are_refused(reentrant: bool) -> None:
+    class Checkpointed(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            inner = nn.Sequential(self.first, self.second)
+            return self.third(checkpoint(inner, x, use_reentrant=reentrant) if self.training else inner(x))
+
+    with pytest.raises(TraceError) as raised:
+        trace(nn.Sequential(nn.Linear(4, 4), Checkpointed()), Arguments.of(torch.randn(2, 4)), ["1"])
+    assert str(raised.value) == (
+        "submodule '1' calls torch.utils.checkpoint, which a trace would drop; switch that off "
+        "(gradient_checkpointing_disable() of a Hugging Face model), and give the pipeline checkpoint='always'"
+    )

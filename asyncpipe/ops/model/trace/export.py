@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from asyncpipe.errors import TraceError
 from asyncpipe.ops.model.trace.cut import ROOT, OutputShape, TracedGraph
+from asyncpipe.ops.model.trace.dropped import RefuseCheckpoints
 from asyncpipe.ops.model.trace.inputs import TraceInputs
 from asyncpipe.ops.model.trace.overwrites import written_storages
 
@@ -68,7 +69,8 @@ class _Wrapper(nn.Module):
 
     def forward(self, *leaves: Tensor) -> list[Any]:
         before = dict(self.model.named_buffers())
-        output = self._call(self.model, leaves)
+        with RefuseCheckpoints(self.model):
+            output = self._call(self.model, leaves)
         after = dict(self.model.named_buffers())
         self.seen.replaced = tuple(name for name, buffer in before.items() if after.get(name) is not buffer)
         self.seen.shape = OutputShape(output, _is_traced)
@@ -119,6 +121,8 @@ def _export(wrapper: _Wrapper, example: Sequence[Tensor], mode: str, device: tor
             warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights\[")
             program = torch.export.export(wrapper, tuple(example), dynamic_shapes=(sizes,), strict=False)
             return program.module()
+    except TraceError:
+        raise
     except Exception as error:
         first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
         raise TraceError(

@@ -21,7 +21,8 @@ Limits of a trace: Python code of the forward runs only while tracing. Branches 
 (``BatchError``); branches on values cannot be traced. Types that the forward reads (``mask.to(x.dtype)``) are those of
 the example, also under autocast. Python numbers that a module counts do not change any more. A tensor that the forward
 creates on the model's device is created on the stage's. An autocast around the call is not part of the trace: it
-applies to a stage that runs under it, as it does to the model. An autocast inside the forward is traced.
+applies to a stage that runs under it, as it does to the model. An autocast inside the forward is traced. Hooks of
+modules and ``torch.utils.checkpoint`` are refused (``dropped.py``); hooks that are registered later are not called.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from asyncpipe.ops.model.batchnorm import deferred_layers
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.trace.cut import SplitName, TracedGraph, cut_at_names, cut_evenly
+from asyncpipe.ops.model.trace.dropped import refuse_hooks
 from asyncpipe.ops.model.trace.export import TraceState, export_mode
 from asyncpipe.ops.model.trace.inputs import TraceInputs
 from asyncpipe.ops.model.trace.traced_stage import CallerValue, ModelSlots, build_stages
@@ -77,6 +79,7 @@ def trace(model: nn.Module, arguments: Arguments, split: int | Sequence[str] | M
             )
     if deferred_layers(model):
         raise TraceError("a trace does not see what deferred batch norms gather; trace the model with bare ones")
+    refuse_hooks(model)
     points = _split_points(split)
     inputs = TraceInputs(model, arguments)
     state = TraceState(model)
