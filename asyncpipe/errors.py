@@ -21,6 +21,7 @@ __all__ = [
     "LossError",
     "MicrobatchError",
     "MoveError",
+    "NestedWaitError",
     "OptionError",
     "PipelineClosedError",
     "PlanError",
@@ -131,6 +132,10 @@ class BackwardError(AsyncpipeError, RuntimeError):
 
 class PipelineClosedError(AsyncpipeError, RuntimeError):
     """The pipeline was used before it was opened, or after closing began."""
+
+
+class NestedWaitError(AsyncpipeError, RuntimeError):
+    """A task, or an observer, asked for something that would wait for it. The message says what to do instead."""
 
 
 class JobFileError(AsyncpipeError, ValueError):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
@@ -29,10 +30,12 @@ from torch import Tensor
 
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task import Lane, Queue
-from asyncpipe.core.graph.task_graph import Phase
-from asyncpipe.errors import BackwardError, PipelineClosedError
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.errors import BackwardError, OptionError, PipelineClosedError, RecomputeError
+from asyncpipe.ops.autograd.bare_thread import bare_thread
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.caller_graph import attach
+from asyncpipe.ops.autograd.checkpoint import is_recomputing
 from asyncpipe.ops.autograd.random_streams import draw_step_seed, turns_paused
 from asyncpipe.ops.device.device_errors import is_device_error
 from asyncpipe.ops.device.streams import Fence, begin_behind
@@ -47,8 +50,10 @@ from asyncpipe.ops.model.ties import Ties
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.step import StepProtocol
-from asyncpipe.runtime.execution import Execution, Gates
+from asyncpipe.runtime.execution import Bind, Execution, Gates
+from asyncpipe.runtime.inline import run_inline
 from asyncpipe.runtime.portal import Portal, PortalCall
+from asyncpipe.runtime.task_threads import inside_task
 
 __all__ = ["CallBackward", "PreparedCall", "call"]
 
@@ -57,15 +62,49 @@ _CLOSED = "the pipeline is closed, and with it the backward of its outputs"
 
 def call(parts: PipelineParts, tenancy: Tenancy, arguments: Arguments) -> Any:
     """The model's output for ``arguments``; blocks. ``Pipeline.__call__`` says the rest."""
-    tenancy.check_process()
+    if inside_task():
+        return _call_inside_task(parts, tenancy, arguments)
+    tenancy.check_caller(blocking=True)
     with tenancy.blocking_turn:
         tenancy.check()
-        if tenancy.pool.portal is None:
-            raise PipelineClosedError(
-                "pipe(x) blocks its thread, which drives this pipeline's loop; open it with 'with pipe.sync()', or "
-                "give it loop='own', or use 'await pipe.step(x, target)'"
-            )
+        _portal(tenancy)
         return PreparedCall(parts, tenancy, arguments).run_blocking()
+
+
+def _portal(tenancy: Tenancy) -> Portal:
+    """The thread of the pipeline's loop. Raises ``PipelineClosedError`` if the loop has none of its own."""
+    if tenancy.pool.portal is None:
+        raise PipelineClosedError(
+            "pipe(x) blocks its thread, which drives this pipeline's loop; open it with 'with pipe.sync()', or "
+            "give it loop='own', or use 'await pipe.step(x, target)'"
+        )
+    return tenancy.pool.portal
+
+
+def _call_inside_task(parts: PipelineParts, tenancy: Tenancy, arguments: Arguments) -> Any:
+    """As ``call``, on the calling thread alone (``runtime/inline.py``).
+
+    It takes no turn: a step that holds one may wait for this thread. It is part of a step under way, so it also runs
+    when closing has begun, which waits for that step.
+    """
+    if not tenancy.is_up:
+        tenancy.check()
+    if parts.deferred and parts.module.training:
+        raise OptionError(
+            "deferred batch norms gather statistics until the end of a step, and a call inside a task has no step of "
+            "its own; call eval() before, or leave deferred_batch_norm out"
+        )
+    if not is_recomputing():
+        return PreparedCall(parts, tenancy, arguments).run_inline()
+    before = [(buffer, buffer._version) for buffer in parts.module.buffers()]
+    output = PreparedCall(parts, tenancy, arguments).run_inline()
+    now = list(parts.module.buffers())
+    if len(now) != len(before) or any(b is not n or b._version != v for (b, v), n in zip(before, now, strict=True)):
+        raise RecomputeError(
+            "a recomputation called a pipeline that changes its buffers (running statistics?), which the forward had "
+            "changed already; call eval() on that pipeline, or use checkpoint='never' for the one that calls"
+        )
+    return output
 
 
 class PreparedCall(StepProtocol[Any]):
@@ -83,6 +122,8 @@ class PreparedCall(StepProtocol[Any]):
         takes = [parts.takes(piece) for piece in pieces]
         self.parameters = [parameter for parameter in parts.module.parameters() if parameter.requires_grad]
         """The parameters that gradients go to."""
+        self.guard = parts.resources.guard if self.parameters else GradientGuard()
+        """Keeps the gradients of backwards apart. Those of a frozen pipeline have none to keep from each other."""
         inputs = tensors_of(pieces)
         recording = context.grad and not context.inference
         self._training = recording and (bool(self.parameters) or any(tensor.requires_grad for tensor in inputs))
@@ -90,7 +131,8 @@ class PreparedCall(StepProtocol[Any]):
             loss=None,
             weights=(),
             scale=None,
-            seed=draw_step_seed(options.generator),
+            # Inside a task, a recomputation calls again, and must draw the same: from the task's own random stream.
+            seed=draw_step_seed(None if inside_task() else options.generator),
             # Nothing is recomputed in evaluation mode, as in torchgpipe.
             checkpoint=parts.checkpoint if parts.module.training else CheckpointMode.NEVER,
             keep_outputs=True,
@@ -101,12 +143,21 @@ class PreparedCall(StepProtocol[Any]):
         graph = parts.graphs(len(pieces), Phase.FORWARD, plan.checkpoint, False)
         super().__init__(parts, tenancy, graph, plan, StepTensors.of(takes), context)
 
+    def run_inline(self) -> Any:
+        """Run the forwards on the calling thread, inside the task that called."""
+        with self._begun():
+            with bare_thread():
+                run_inline(self._graph, self._binder.bind)
+            return self._finish(None)
+
     def _begin(self) -> None:
         self.parts.resources.ties.refresh()
-        self.parts.resources.guard.wait_for_abandoned()
+        if not inside_task():
+            # The tasks of an abandoned backward may wait for the one that called.
+            self.parts.resources.guard.wait_for_abandoned()
         self._tensors.caller_ready = self._fence.begin()
 
-    def _finish(self, execution: Execution) -> Any:
+    def _finish(self, execution: Execution | None) -> Any:
         """The outputs, as part of the caller's graph; gathered unless the caller made the micro-batches."""
         packets = [packet for _, packet in sorted(self._tensors.outputs.items())]
         self._tensors.outputs.clear()
@@ -151,16 +202,21 @@ class PreparedCall(StepProtocol[Any]):
             with lanes[id(parameter)].use() if id(parameter) in lanes else nullcontext():
                 yield _alias_of_leaf(parameter)
 
-    def start_backward(self, gates: Gates) -> PortalCall[Execution]:
-        """Submit the backward graph, on the forward's tensors and in its context, to the pipeline's loop."""
-        binder = Binder(self._backward_graph, self._plan, self._tensors, self.parts.resources, self._context)
-        return self.portal.submit(self.tenancy.step(self._backward_graph, binder.bind, binder.notes, gates))
+    def start_backward(self, gates: Gates) -> PortalCall[Execution] | _InlineBackward:
+        """Submit the backward graph, on the forward's tensors and in its context, to the pipeline's loop.
+
+        Inside a task it runs there instead, when it is waited for.
+        """
+        graph = self._backward_graph
+        binder = Binder(graph, self._plan, self._tensors, self.parts.resources, self._context)
+        if inside_task():
+            return _InlineBackward(graph, binder.bind)
+        return self.portal.submit(self.tenancy.step(graph, binder.bind, binder.notes, gates))
 
     @property
     def portal(self) -> Portal:
         """The thread of the pipeline's loop."""
-        assert self.tenancy.pool.portal is not None
-        return self.tenancy.pool.portal
+        return _portal(self.tenancy)
 
     @property
     def microbatches(self) -> int:
@@ -218,6 +274,30 @@ class CallBackward:
         return running
 
 
+class _InlineBackward:
+    """A backward graph inside the task that asks for it, in place of a ``PortalCall``.
+
+    It begins when it is waited for: then the gradients are there for which the gates wait elsewhere.
+    """
+
+    def __init__(self, graph: TaskGraph, bind: Bind) -> None:
+        self._run: Callable[[], None] | None = partial(run_inline, graph, bind)
+        self.future: Future[None] = Future()
+        self.future.set_result(None)
+
+    def wait(self) -> None:
+        """Run it."""
+        assert self._run is not None
+        with bare_thread():
+            self._run()
+
+    def end(self) -> None:
+        """Drop it."""
+        self._run = None
+
+    cancel = end
+
+
 class _BackwardPass:
     """A backward graph under way, for one pass of the autograd engine::
 
@@ -240,7 +320,7 @@ class _BackwardPass:
         self._has_begun = False
         self._failure: RuntimeError | None = None
         """What the device raised when the caller's gradients were taken."""
-        self._guard = call.parts.resources.guard
+        self._guard = call.guard
         self._member = object()
         # Finalizers run from the last to the first: what is abandoned is known to the guard before the turn is left.
         self._leave = weakref.finalize(self, self._guard.leave, self._member)
@@ -276,9 +356,11 @@ class _BackwardPass:
         self._abandon.atexit = False
 
     def _check_open(self) -> None:
-        self.call.tenancy.check_process()
+        tenancy = self.call.tenancy
+        if not inside_task():
+            tenancy.check_caller(blocking=True)
         # The driver of a shared pool would still run the graph.
-        if not self.call.tenancy.is_open:
+        if not (tenancy.is_up if inside_task() else tenancy.is_open):
             raise PipelineClosedError(_CLOSED)
 
     @contextmanager
@@ -304,7 +386,7 @@ class _BackwardPass:
             self._failure = self._failure or error
         self._given.append((microbatch, gradients, event))
         # Never waits: on a thread of the engine, every other backward on its device would stop.
-        if not self._has_begun and self._guard.enter_at_once(self._number, self._member):
+        if not self._has_begun and self._guard.enter_at_once(self._number, self._member, inside_task=inside_task()):
             self._begin()
         if self._has_begun:
             self._open_given()
@@ -323,6 +405,8 @@ class _BackwardPass:
         """Open the gates of these micro-batches, in this order."""
         self.call.tenancy.check_process()
         self._closed.difference_update(microbatches)
+        if isinstance(self._execution, _InlineBackward):
+            return
         try:
             self._gates.open(microbatches, self.call.portal.loop)
         except RuntimeError as error:
@@ -340,12 +424,7 @@ class _BackwardPass:
         """
         self.call.tenancy.check_process()
         if not self._has_begun:
-            if self.call.tenancy.pool.driver.runs_on(threading.get_ident()):
-                raise BackwardError(
-                    "a task of a device pool asks for gradients of a pipeline there while a step or another backward "
-                    "makes these, which may wait for the task; give the inner pipeline a pool of its own"
-                )
-            self._guard.enter(self._number, self._member)
+            self._guard.enter(self._number, self._member, inside_task=inside_task())
             self._begin()
             self._open_given()
         # With all gates open the backward may have ended, and the pipeline may be closed.
@@ -370,20 +449,20 @@ class _BackwardPass:
             del execution
         return self._guard.take()
 
-    def _end(self, execution: Execution) -> None:
+    def _end(self, execution: Execution | None) -> None:
         try:
             if self._failure is not None:
                 raise self._failure
             self._fence.end()
         except RuntimeError as error:
-            if is_device_error(error):
+            if execution is not None and is_device_error(error):
                 # One of the kernels failed after it was queued: the error of its task says which.
                 self.call.portal.call(execution.completed())
             raise
 
 
 def _abandon(
-    execution: PortalCall[Execution],
+    execution: PortalCall[Execution] | _InlineBackward,
     guard: GradientGuard,
     undo: Callable[[], None],
     tenancy: Tenancy,

@@ -86,7 +86,7 @@ class Pipeline(ModelProxy):
         Raises ``BatchError`` or ``OptionError`` before anything runs, ``TaskError`` if a task fails. After an
         error or a cancellation the gradients are what they were before, and another step may follow.
         """
-        self._tenancy.check_process()
+        self._tenancy.check_caller(blocking=False)
         async with self._tenancy.turn:
             self._tenancy.check()
             step = StepOptions(return_outputs, update, scaler)

@@ -14,22 +14,25 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from asyncpipe.core.engine.events import StepNotes
+from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.errors import PipelineClosedError
+from asyncpipe.errors import NestedWaitError, PipelineClosedError
 from asyncpipe.ops.autograd.own_draws import replace_torch_random, restore_torch_random
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
 from asyncpipe.pipeline.pool_options import PoolOptions, takes
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Bind, Execution, Gates, Tenant
-from asyncpipe.runtime.executor import Executor, ThreadExecutor
+from asyncpipe.runtime.executor import Executor, TaskFunction, ThreadExecutor
 from asyncpipe.runtime.portal import Portal
 from asyncpipe.runtime.process import Process
+from asyncpipe.runtime.task_threads import call_as_task, inside_task
 
 __all__ = ["DevicePool", "Tenancy"]
 
@@ -65,6 +68,7 @@ class DevicePool:
     async def aclose(self) -> None:
         """Refuse new steps, wait for running ones, then end every thread. May be called again."""
         if self.is_open:
+            self.check_closing()
             await self.run(self.driver.drain())
             self.end_threads()
 
@@ -85,6 +89,19 @@ class DevicePool:
                 self.process.check()
             state = "not open; use 'async with'" if self._finalizer is None else "closed"
             raise PipelineClosedError(f"the device pool is {state}")
+
+    def check_closing(self) -> None:
+        """Raise ``NestedWaitError`` inside a task while a step is under way, for which closing would wait."""
+        if inside_task() and self.driver.is_busy:
+            raise NestedWaitError(
+                "closing inside a stage, a loss or a hook would wait for the step that this is part of; close it when "
+                "the step is over"
+            )
+
+    def bind(self, bind: Bind) -> Bind:
+        """``bind`` for this pool's executors: what its tasks call sees that it is inside a task."""
+        # The threads of a ThreadExecutor are marked once. Any other executor may run tasks anywhere.
+        return bind if self._options.executors is None else partial(_bind_marked, bind)
 
     def open(self, *, in_thread: bool = False) -> None:
         """Start to drive steps on the running loop, or with ``in_thread`` or ``loop="own"`` on one in a thread."""
@@ -151,6 +168,10 @@ def _keep_backwards_here() -> None:
     torch.autograd.set_multithreading_enabled(False)
 
 
+def _bind_marked(bind: Bind, task: Task) -> TaskFunction:
+    return partial(call_as_task, bind(task))
+
+
 def _end_threads(process: Process, driver: Driver, portal: Portal | None) -> None:
     if process.is_this:
         restore_torch_random()
@@ -169,8 +190,8 @@ class Tenancy:
         self.tenant = tenant
         self.turn = asyncio.Lock()
         """Held during a step that a coroutine awaits: steps of one pipeline run one after the other."""
-        self.blocking_turn = threading.Lock()
-        """The same for steps for which a thread blocks."""
+        self.blocking_turn = threading.RLock()
+        """The same for steps for which a thread blocks. Hooks at the end of one may call the pipeline there."""
         self._devices = devices
         self._own = own
         self._opened = False
@@ -179,10 +200,11 @@ class Tenancy:
     @property
     def is_open(self) -> bool:
         """Whether steps may begin: it has been opened, and closing has not begun."""
-        return self._needs_closing and self.pool.driver.takes(self.tenant)
+        return self.is_up and self.pool.driver.takes(self.tenant)
 
     @property
-    def _needs_closing(self) -> bool:
+    def is_up(self) -> bool:
+        """Whether it has been opened and not been closed since, though closing may have begun."""
         return self._finalizer is not None and self._finalizer.alive and self.pool.is_open
 
     def check(self) -> None:
@@ -202,6 +224,20 @@ class Tenancy:
         if self._opened:
             self.pool.process.check()
 
+    def check_caller(self, *, blocking: bool) -> None:
+        """Raise where a wait for a step would never end; before any lock is taken. ``blocking``: the thread waits.
+
+        Raises ``PipelineClosedError`` as ``check_process``, ``NestedWaitError`` inside a task or on the loop's thread.
+        """
+        self.check_process()
+        if inside_task():
+            raise NestedWaitError(
+                "a step inside a stage, a loss or a hook would wait for devices that may wait for it; call the "
+                "pipeline there, pipe(x), which runs on the task's own thread, or make the step outside of this one"
+            )
+        if blocking and self.pool.portal is not None:
+            self.pool.portal.check_thread()
+
     async def open(self) -> None:
         """Start the threads that are missing, and drive steps on the running loop or on the pool's own."""
         self._open_pool(in_thread=False)
@@ -219,17 +255,19 @@ class Tenancy:
     ) -> Coroutine[Any, Any, Execution]:
         """One step of the pipeline, as ``Driver.run``, for ``DevicePool.run`` or ``call``."""
         # Not a coroutine method: its frame would keep the pool alive in the traceback of a step that fails.
-        return self.pool.driver.run(graph, bind, notes, gates=gates, tenant=self.tenant)
+        return self.pool.driver.run(graph, self.pool.bind(bind), notes, gates=gates, tenant=self.tenant)
 
     async def aclose(self) -> None:
         """Refuse new steps, wait for running ones, then end the threads that are its own. May be called again."""
-        if self._needs_closing:
+        if self.is_up:
+            self.pool.check_closing()
             await self.pool.run(self.pool.driver.drain(self.tenant))
             self._shut()
 
     def close(self) -> None:
         """As ``aclose``, for one that was opened in a thread; blocks."""
-        if self._needs_closing:
+        if self.is_up:
+            self.pool.check_closing()
             self.pool.call(self.pool.driver.drain(self.tenant))
             self._shut()
 

@@ -51,7 +51,7 @@ class SyncPipeline(ModelProxy):
     ) -> StepResult:
         """One mini-batch through the pipeline, as ``Pipeline.step``; blocks until the last task is issued."""
         step = StepOptions(return_outputs, update, scaler)
-        self._tenancy.check_process()
+        self._tenancy.check_caller(blocking=True)
         with self._tenancy.blocking_turn:
             self._tenancy.check()
             return PreparedStep(self._parts, self._tenancy, x, target, step).run_blocking()

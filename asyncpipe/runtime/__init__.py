@@ -5,8 +5,10 @@ In the order of a step:
 ``driver.py``      passes events to the scheduler and its commands to executors, on one asyncio loop
 ``execution.py``   one step under way, its gates, and the tenant that it belongs to
 ``executor.py``    one thread per device runs tasks in order and reports them
+``inline.py``      runs a graph inside a task of another one, on its thread
 ``observers.py``   calls observers with the records of completed steps
 ``portal.py``      a loop in a thread of its own, for callers that block; waiting that no cancellation cuts short
 ``process.py``     the process that threads live in, which a forked child is not
+``task_threads.py``  which code runs inside a task
 ``watchdog.py``    fails a step whose task hangs
 """

@@ -7,6 +7,7 @@ only if no wake-up is pending, so that one wake-up serves many events when tasks
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -64,6 +65,8 @@ class Driver:
         self._wakeups: list[tuple[float, float]] = []
         """For ``StepNotes.wakeups``."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._context = contextvars.Context()
+        """In which events are handled. That of the thread that posts one would mark observers as inside a task."""
         self._alarm: asyncio.TimerHandle | None = None
         """Asks the scheduler again at ``wake_at``, if no event comes before."""
         self._executions: dict[int, Execution] = {}
@@ -87,9 +90,10 @@ class Driver:
         """Whether there is an executor for this device."""
         return device in self._executors
 
-    def runs_on(self, thread: int) -> bool:
-        """Whether ``thread`` is one that runs tasks. May be called on any thread."""
-        return any(isinstance(each, Replaceable) and each.thread == thread for each in list(self._executors.values()))
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is under way. From any thread."""
+        return bool(self._executions)
 
     def takes(self, tenant: Tenant) -> bool:
         """Whether steps of ``tenant`` may begin. From any thread."""
@@ -207,7 +211,7 @@ class Driver:
             self._asked_at = self._clock()
             assert self._loop is not None
             try:
-                self._loop.call_soon_threadsafe(self._drain_inbox)
+                self._loop.call_soon_threadsafe(self._drain_inbox, context=self._context)
             except RuntimeError:
                 if not self._loop.is_closed():
                     raise

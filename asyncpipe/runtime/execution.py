@@ -15,7 +15,7 @@ from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.runtime.executor import CurrentTask, Executor, Replaceable, TaskFunction
 from asyncpipe.runtime.observers import Observers
 
-__all__ = ["Bind", "Execution", "Gates", "RunningTask", "Tenant"]
+__all__ = ["Bind", "Execution", "Gates", "RunningTask", "Tenant", "task_error"]
 
 Bind = Callable[[Task], TaskFunction]
 """Gives a task its function. Called on the loop's thread when the task is dispatched."""
@@ -67,8 +67,7 @@ class Execution:
             return
         assert end.failed_task is not None
         assert end.error is not None
-        task = self.graph.tasks[end.failed_task]
-        raise TaskError(task.id, task.kind.value, task.microbatch, task.stage, task.lane.device, end.error)
+        raise task_error(self.graph.tasks[end.failed_task], end.error)
 
     def abandon(self, error: BaseException) -> None:
         """End the step with ``error``, because the scheduler cannot go on."""
@@ -77,6 +76,11 @@ class Execution:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # marks it as retrieved, since perhaps no caller waits for this future
+
+
+def task_error(task: Task, error: BaseException) -> TaskError:
+    """The error of a step whose ``task`` raised ``error``."""
+    return TaskError(task.id, task.kind.value, task.microbatch, task.stage, task.lane.device, error)
 
 
 class Gates:

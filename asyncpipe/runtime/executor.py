@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from asyncpipe.core.engine.events import Event, TaskCompleted, TaskDropped, TaskFailed, TaskIssued
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.runtime.task_threads import mark_thread
 
 __all__ = [
     "Assignment",
@@ -223,6 +224,7 @@ def _run_tasks(
     post: PostEvent, completions: _QueueThread, on_start: Callable[[], None] | None, state: _QueueState
 ) -> None:
     """The function of a device's thread."""
+    mark_thread()
     if on_start is not None:
         on_start()
     batch = state.batch

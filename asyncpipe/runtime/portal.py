@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from asyncpipe.errors import PipelineClosedError
+from asyncpipe.errors import NestedWaitError, PipelineClosedError
 from asyncpipe.runtime.process import Process
 
 __all__ = ["Portal", "PortalCall", "new_event_loop", "wait_uncancelled"]
@@ -84,6 +84,7 @@ class Portal:
         """
         call = PortalCall(self.loop, coroutine, self._pending)
         try:
+            self.check_thread()
             call.start()
             return call.wait()
         except BaseException:
@@ -91,6 +92,14 @@ class Portal:
             raise
         finally:
             del call  # as in run()
+
+    def check_thread(self) -> None:
+        """Raise ``NestedWaitError`` on the portal's own thread, which cannot wait for what it is to run."""
+        if threading.current_thread() is self._thread:
+            raise NestedWaitError(
+                "this thread drives the pipeline's steps (is this an observer?), so it cannot wait for them; use "
+                "another thread"
+            )
 
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> PortalCall[_T]:
         """Start ``coroutine`` on the portal's loop, to ``wait`` for it later. Does not block."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 from asyncpipe.errors import RecomputeError
 from asyncpipe.ops.autograd.fork_join import fork, join, phony
 
-__all__ = ["Recomputation", "checkpoint", "is_checkpointing", "is_recomputing", "may_recompute_again"]
+__all__ = ["Recomputation", "checkpoint", "in_no_run", "is_checkpointing", "is_recomputing", "may_recompute_again"]
 
 _running = threading.local()
 
@@ -49,13 +49,18 @@ def may_recompute_again() -> bool:
 
 
 @contextmanager
-def _running_as(what: str) -> Iterator[None]:
+def _running_as(what: str | None) -> Iterator[None]:
     before = getattr(_running, "what", None)
     _running.what = what
     try:
         yield
     finally:
         _running.what = before
+
+
+def in_no_run() -> AbstractContextManager[None]:
+    """For another pipeline's stages that a run calls: inside, this thread is in neither run."""
+    return _running_as(None)
 
 
 Function = Callable[[Sequence[Tensor]], list[Tensor]]

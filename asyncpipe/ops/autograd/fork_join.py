@@ -16,12 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["fork", "join", "phony"]
+__all__ = ["forget_failed_backward", "fork", "join", "phony"]
 
 
 def phony(device: torch.device, *, requires_grad: bool) -> Tensor:
     """An empty tensor on ``device``, which takes no memory and no kernel."""
     return torch.empty(0, device=device, requires_grad=requires_grad)
+
+
+def forget_failed_backward() -> None:
+    """Drop what a backward that raised has left in this thread's queue of the engine: nodes that were ready, too.
+
+    They keep their graph, with its activations, until the thread's next backward. This is one, of nothing.
+    """
+    with torch.enable_grad():
+        phony(torch.device("cpu"), requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def fork(tensor: Tensor) -> tuple[Tensor, Tensor]:

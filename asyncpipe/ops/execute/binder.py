@@ -20,6 +20,7 @@ from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.ops.autograd.caller_context import CallerContext
+from asyncpipe.ops.autograd.fork_join import forget_failed_backward
 from asyncpipe.ops.device.copies import Copier
 from asyncpipe.ops.device.device_clock import Timing
 from asyncpipe.ops.device.streams import AcceleratorStream, LaneStream
@@ -81,7 +82,11 @@ class Binder:
         with stream.use(), torch.set_grad_enabled(self._plan.training):
             self._await_dependencies(task, stream)
             timing = stream.begin()
-            self._act(task)
+            try:
+                self._act(task)
+            except BaseException:
+                forget_failed_backward()
+                raise
             return self._finish(task, timing)
 
     def _act(self, task: Task) -> None:

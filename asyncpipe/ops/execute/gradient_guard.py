@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from asyncpipe.errors import BackwardError
-from asyncpipe.ops.execute.gradient_turn import GradientTurn
+from asyncpipe.ops.execute.gradient_turn import GradientTurn, refuse_inside_task
 from asyncpipe.ops.execute.parameter_hooks import call_accumulated_hooks, call_gradient_hooks, hooked
 
 __all__ = ["GradientGuard"]
@@ -31,21 +31,25 @@ class GradientGuard:
         self._running = 0
         self._abandoned = 0
 
-    def enter_at_once(self, owner: object, member: object) -> bool:
+    def enter_at_once(self, owner: object, member: object, *, inside_task: bool = False) -> bool:
         """Take the turn, as ``GradientTurn.take_at_once``; false also while an abandoned step still runs."""
-        if not self._turn.take_at_once(owner, member):
+        if not self._turn.take_at_once(owner, member, inside_task=inside_task):
             return False
         if self._abandoned:
             self._turn.leave(member)
             return False
         return True
 
-    def enter(self, owner: object, member: object) -> None:
-        """Wait for the turn, as ``GradientTurn.take``. Not for a thread that the turn's owner may need.
+    def enter(self, owner: object, member: object, *, inside_task: bool = False) -> None:
+        """Wait for the turn, as ``GradientTurn.take``.
 
-        Raises ``BackwardError`` inside another user's turn, on its thread, that has begun and not ended.
+        Raises ``BackwardError`` inside another user's turn, on its thread, that has begun and not ended; and inside a
+        task, if it would have to wait for what may wait for the task.
         """
-        is_inside = self._turn.take(owner, member)
+        is_inside = self._turn.take(owner, member, inside_task=inside_task)
+        if inside_task and self._abandoned:
+            self._turn.leave(member)
+            refuse_inside_task()
         self.wait_for_abandoned()
         if is_inside and self._running:
             self._turn.leave(member)

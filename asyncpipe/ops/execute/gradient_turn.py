@@ -7,33 +7,16 @@ the engine itself adds to ``grad`` behind the pipeline's last node. All calls of
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Mapping
+from typing import NoReturn
 
 from asyncpipe.errors import BackwardError
+from asyncpipe.ops.device.thread_waits import ThreadWaits, needed_threads
 
-__all__ = ["GradientTurn"]
+__all__ = ["GradientTurn", "refuse_inside_task"]
 
 SIGNAL_SECONDS = 0.25
 """How often a thread that waits wakes, so that the main thread can run a signal handler."""
-
-
-class _Waits:
-    """Of all turns together: threads that wait for turns of several pipelines may wait for each other."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.awaited: dict[int, GradientTurn] = {}
-        """By thread: the turn that it waits for."""
-
-
-_waits_of: dict[int, _Waits] = {}
-"""By process: a thread of the parent, which a forked child does not have, may hold the parent's lock."""
-
-
-def _waits() -> _Waits:
-    return _waits_of.get(os.getpid()) or _waits_of.setdefault(os.getpid(), _Waits())
 
 
 class GradientTurn:
@@ -44,57 +27,61 @@ class GradientTurn:
         self._members: set[object] = set()
         self.threads: set[int] = set()
         """The threads that the owner has called from."""
+        self._in_lanes = False
+        """Whether the owner waits for lanes, and not inside a task, which runs everything itself."""
 
-    def take_at_once(self, owner: object, member: object) -> bool:
+    def take_at_once(self, owner: object, member: object, *, inside_task: bool = False) -> bool:
         """Take or join the turn; false if it is another owner's. Never blocks."""
-        with _waits().changed:
+        with ThreadWaits.here().changed:
             if self._members and self._owner != owner:
                 return False
-            self._join(owner, member)
+            self._join(owner, member, inside_task)
             return True
 
-    def take(self, owner: object, member: object) -> bool:
+    def take(self, owner: object, member: object, *, inside_task: bool = False) -> bool:
         """Wait for the turn, then take or join it; whether it is that of an owner around this one, on this thread.
 
-        Raises ``BackwardError`` if that owner waits, over other pipelines, for this thread.
+        Raises ``BackwardError`` if that owner waits, over other pipelines, for this thread, or for lanes while this
+        thread is ``inside_task``.
         """
-        mine, waits = threading.get_ident(), _waits()
+        mine, waits = threading.get_ident(), ThreadWaits.here()
         with waits.changed:
             while self._members and self._owner != owner and mine not in self.threads:
-                if mine in self._needed(waits.awaited):
+                if mine in needed_threads(self, waits.awaited):
                     raise BackwardError(
                         "backwards on two threads wait for each other: each goes through a pipeline that the other one "
                         "has begun; run them on one thread, or in one loss"
                     )
+                if inside_task and self._in_lanes:
+                    refuse_inside_task()
                 waits.awaited[mine] = self
                 try:
                     waits.changed.wait(SIGNAL_SECONDS)
                 finally:
                     del waits.awaited[mine]
             is_inside = bool(self._members) and self._owner != owner
-            self._join(owner, member)
+            self._join(owner, member, inside_task)
             return is_inside
 
     def leave(self, member: object) -> None:
         """End the part of ``member``; may be called again. The turn is over with the last one."""
-        with (changed := _waits().changed):
+        with (changed := ThreadWaits.here().changed):
             self._members.discard(member)
             if not self._members:
                 self._owner = None
                 self.threads.clear()
                 changed.notify_all()
 
-    def _join(self, owner: object, member: object) -> None:
+    def _join(self, owner: object, member: object, inside_task: bool) -> None:
         self._owner = owner
+        self._in_lanes = not inside_task or (self._in_lanes and bool(self._members))
         self._members.add(member)
         self.threads.add(threading.get_ident())
 
-    def _needed(self, awaited: Mapping[int, GradientTurn]) -> set[int]:
-        """The threads that must go on before this turn can end, over all turns that they wait for."""
-        needed: set[int] = set()
-        turns = [self]
-        for turn in turns:
-            new = turn.threads - needed
-            needed |= new
-            turns += [awaited[thread] for thread in new if thread in awaited]
-        return needed
+
+def refuse_inside_task() -> NoReturn:
+    """Raise ``BackwardError``: a task must not wait for lanes, which may wait for it."""
+    raise BackwardError(
+        "a task asks for gradients of a pipeline while a step, or a backward outside of tasks, makes these and may "
+        "wait for the task; do that backward outside of the step, or freeze the inner pipeline (requires_grad_(False))"
+    )

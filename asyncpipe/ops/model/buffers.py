@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from asyncpipe.errors import RecomputeError, SharedParameterError, StageError
 from asyncpipe.ops.autograd.checkpoint import is_checkpointing, is_recomputing, may_recompute_again
+from asyncpipe.ops.device.thread_waits import NestingLock
 
 __all__ = ["BufferValues", "StageBuffers", "shared_buffers"]
 
@@ -104,7 +105,7 @@ class _Sight:
 
 
 class StageBuffers:
-    """The buffers of one stage, and what its forwards have shown of them. For the thread of the stage's device."""
+    """The buffers of one stage, and what its forwards have shown of them. One thread at a time runs it."""
 
     def __init__(self, stage: int, module: nn.Module, shared: Mapping[tuple[str, str], int]) -> None:
         """``shared`` is what ``shared_buffers`` found for the stage."""
@@ -122,6 +123,8 @@ class StageBuffers:
         )
         self._parts: dict[tuple[bool, ...], _Parts] = {}
         """By mode; missing until the first forward in it."""
+        self._lock = NestingLock()
+        """Another thread runs this stage, too, where a task calls the pipeline."""
         self._uncounted: set[int] = set()
         """The modules that make changes which torch does not count."""
 
@@ -130,12 +133,16 @@ class StageBuffers:
         if not self._owners:
             return _NOTHING
         if is_recomputing():
-            return self._recomputation(kept)
+            return self._alone(self._recomputation(kept))
         if is_checkpointing() or torch.is_grad_enabled():
-            return self._forward(kept)
+            return self._alone(self._forward(kept))
         return self._watched() if self._shared else _NOTHING
 
     @contextmanager
+    def _alone(self, run: Iterator[None]) -> Iterator[None]:
+        with self._lock:
+            yield from run
+
     def _forward(self, kept: BufferValues) -> Iterator[None]:
         """A forward that a backward follows. What it changes are copies; the buffers get their values at its end."""
         mode = tuple([owner.module.training for owner in self._owners.values()])
@@ -212,7 +219,6 @@ class StageBuffers:
                         original.copy_(tensor)
         _put(self._owners, left)
 
-    @contextmanager
     def _recomputation(self, kept: BufferValues) -> Iterator[None]:
         """The second run of a forward: it reads and changes what was kept of the first."""
         before = _Sight(self._owners)
