@@ -227,6 +227,14 @@ def test_hooks_of_torch_are_traced(check: Check) -> None:
     check(model, staged, Arguments.of(torch.randn(2, 4)))
 
 
+def test_gradient_checkpointing_of_hugging_face_is_named_before_its_hook() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].register_forward_hook(lambda *_: None)
+    model[1].gradient_checkpointing = True
+    with pytest.raises(TraceError, match=r"submodule '1' calls torch\.utils\.checkpoint, which a trace would drop"):
+        trace(model, Arguments.of(torch.randn(2, 4)), ["1"])
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_are_refused(reentrant: bool) -> None:
     class Checkpointed(Chain):

@@ -27,6 +27,10 @@ _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 def refuse_hooks(model: nn.Module) -> None:
     """Raise ``TraceError`` for a module with hooks; torch's own forward hooks (``weight_norm``) only compute."""
     for name, module in model.named_modules():
+        # Hugging Face's, which also registers a hook: that would be the wrong thing to name.
+        if getattr(module, "gradient_checkpointing", None) is True:
+            raise _checkpoint_error(name)
+    for name, module in model.named_modules():
         backward = any(getattr(module, table) for table in _BACKWARD)
         forward = any(not _is_of_torch(hook) for table in _FORWARD for hook in getattr(module, table).values())
         if backward or forward:
@@ -54,11 +58,7 @@ class RefuseCheckpoints(TorchFunctionMode):
         while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
             frame = frame.f_back
         if frame is not None:
-            raise TraceError(
-                f"{_named(self._caller(frame))} calls torch.utils.checkpoint, which a trace would drop; switch that "
-                "off (gradient_checkpointing_disable() of a Hugging Face model), and give the pipeline "
-                "checkpoint='always'"
-            )
+            raise _checkpoint_error(self._caller(frame))
         return func(*args, **(kwargs or {}))
 
     def _caller(self, frame: FrameType | None) -> str:
@@ -70,6 +70,13 @@ class RefuseCheckpoints(TorchFunctionMode):
 
 def _is_of_torch(hook: Callable[..., Any]) -> bool:
     return str(getattr(hook, "__module__", "")).partition(".")[0] == "torch"
+
+
+def _checkpoint_error(name: str) -> TraceError:
+    return TraceError(
+        f"{_named(name)} calls torch.utils.checkpoint, which a trace would drop; switch that off "
+        "(gradient_checkpointing_disable() of a Hugging Face model), and give the pipeline checkpoint='always'"
+    )
 
 
 def _named(name: str) -> str:
