@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -260,6 +261,7 @@ def _run(state: _QueueState, assignment: Assignment, post: PostEvent, completion
         del assignment, step, function
         if not _take(token):
             return False
+        _clear_frames(error)
         state.current = None
         post(TaskFailed(number, task, error))
         return True
@@ -287,6 +289,7 @@ def _wait_for_completions(post: PostEvent, state: _QueueState) -> None:
         try:
             started, ended = completion.wait()
         except BaseException as error:  # noqa: BLE001 - reported, as above
+            _clear_frames(error)
             event = TaskFailed(number, task, error)
         else:
             event = TaskCompleted(number, task, started, ended)
@@ -295,6 +298,22 @@ def _wait_for_completions(post: PostEvent, state: _QueueState) -> None:
         state.current = None
         post(event)
         del item, step, completion, event
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the local variables of the frames that raised ``error``, and the errors that led to it.
+
+    They hold the tensors of the step, which would live as long as somebody keeps the error: on a device whose memory is
+    full, until after the next attempt.
+    """
+    links: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while links:
+        link = links.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            traceback.clear_frames(link.__traceback__)
+            links += link.__cause__, link.__context__
 
 
 def _take(token: CompletionToken) -> bool:
