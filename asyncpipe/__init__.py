@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from asyncpipe.errors import TaskError as TaskError
     from asyncpipe.ops.autograd.checkpoint import is_checkpointing as is_checkpointing
     from asyncpipe.ops.autograd.checkpoint import is_recomputing as is_recomputing
+    from asyncpipe.ops.device.caller_streams import CallerStreams as CallerStreams
     from asyncpipe.ops.model.batchnorm import convert_deferred_batch_norm as convert_deferred_batch_norm
     from asyncpipe.ops.model.measure_layers import balance_by_size as balance_by_size
     from asyncpipe.ops.model.measure_layers import balance_by_time as balance_by_time
@@ -95,6 +96,7 @@ _HOMES = {
     "ops.model.skips": ("Namespace", "Skippable", "pop", "skippable", "stash"),
     "ops.model.trace.trace": ("trace",),
     "pipeline.pipeline": ("Pipeline",),
+    "ops.device.caller_streams": ("CallerStreams",),
     "pipeline.pool": ("DevicePool",),
     "pipeline.sync": ("SyncPipeline",),
     "pipeline.result": ("StepResult",),

@@ -45,6 +45,10 @@ class DevicePool:
     Takes the fields of ``PoolOptions`` as keyword arguments. A device gets its executor when the first pipeline that
     names it opens, and keeps it until the pool is closed. A pool opens once. No thread is left, whichever way it ends:
     closed, garbage collected without being closed, or at the interpreter's exit.
+
+    On accelerators, callers that share a stream, as all do that never set one, wait for one another's steps, and for a
+    kernel of another that hangs. Give each caller streams of its own: ``asyncpipe.CallerStreams``. The service and
+    ``asyncpipe train`` do.
     """
 
     @takes(PoolOptions)

@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TypeVar
 
+from asyncpipe.ops.device.caller_streams import current_streams
 from asyncpipe.runtime.portal import wait_uncancelled
 
 __all__ = ["DedicatedThread", "call_for_future", "in_thread", "wait_to_end"]
@@ -20,8 +23,12 @@ _T = TypeVar("_T")
 
 
 async def in_thread(function: Callable[[], _T]) -> _T:
-    """``call_for_future(function)`` in a thread of the loop's pool; a cancellation is raised only after it returned."""
-    return await wait_to_end(asyncio.get_running_loop().run_in_executor(None, call_for_future, function))
+    """``call_for_future(function)`` in a thread of the loop's pool; a cancellation is raised only after it returned.
+
+    The thread has the current streams of the caller: what it queues on a device is in order with what the caller does.
+    """
+    call = partial(_call_on, current_streams(), function)
+    return await wait_to_end(asyncio.get_running_loop().run_in_executor(None, call_for_future, call))
 
 
 def call_for_future(function: Callable[[], _T]) -> _T:
@@ -40,6 +47,11 @@ def call_for_future(function: Callable[[], _T]) -> _T:
         raise RuntimeError(f"{error!r} was raised in a thread") from error
 
 
+def _call_on(streams: Callable[[], AbstractContextManager[None]], function: Callable[[], _T]) -> _T:
+    with streams():
+        return function()
+
+
 async def wait_to_end(future: asyncio.Future[_T]) -> _T:
     """The result of ``future``; a cancellation does not reach it, and is raised only when it is done."""
     try:
@@ -56,7 +68,9 @@ class DedicatedThread:
     An async context manager; leaving it waits for all calls.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, streams: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Calls are made inside ``streams()``, a caller's streams."""
+        self._streams = streams
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def __aenter__(self) -> DedicatedThread:
@@ -71,11 +85,12 @@ class DedicatedThread:
 
     def submit(self, function: Callable[[], _T]) -> Future[_T]:
         """Queue a call; any thread may wait for the result."""
-        return self._executor.submit(call_for_future, function)
+        return self._executor.submit(call_for_future, partial(_call_on, self._streams, function))
 
     def begin(self, function: Callable[[], _T]) -> asyncio.Future[_T]:
         """Queue a call; the loop may wait for the result, or ignore it."""
-        future = asyncio.get_running_loop().run_in_executor(self._executor, call_for_future, function)
+        call = partial(_call_on, self._streams, function)
+        future = asyncio.get_running_loop().run_in_executor(self._executor, call_for_future, call)
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return future
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from torch import Tensor
 
+from asyncpipe.ops.device.copies import HostCopy
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.train.batches import data_errors
 from asyncpipe.train.blocking_calls import DedicatedThread, in_thread
 from asyncpipe.train.randomness import RunRandom
+from asyncpipe.train.training_loop import AHEAD
 from asyncpipe.train.workload import Batch, Forward
 
 __all__ = ["evaluate", "sample_text"]
@@ -38,15 +41,26 @@ async def evaluate(
             return next(batches, None)
 
     total = samples = 0.0
+    under_way: deque[tuple[HostCopy, int]] = deque()
+
+    async def read_oldest() -> None:
+        nonlocal total, samples
+        loss, size = under_way.popleft()
+        total += (await in_thread(loss.wait)).item() * size
+        samples += size
+
     while (batch := await thread.run(next_batch)) is not None:
         made += 1
         x, target = batch
         result = await pipe.step(x, target, return_outputs=False)
         assert result.loss is not None
-        total += await in_thread(result.loss.item) * len(x)
-        samples += len(x)
+        under_way.append((HostCopy(result.loss), len(x)))
+        if len(under_way) > AHEAD:
+            await read_oldest()
         if stopping():
             return None
+    while under_way:
+        await read_oldest()
     return total / samples if samples else None
 
 

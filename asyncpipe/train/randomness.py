@@ -19,18 +19,17 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from types import coroutine
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from asyncpipe.ops.autograd.own_draws import OwnDraws
+from asyncpipe.ops.device.caller_streams import await_inside
 from asyncpipe.ops.device.devices import ACCELERATORS
 
 __all__ = ["RunRandom"]
@@ -64,7 +63,7 @@ class RunRandom:
 
     async def drawn_by(self, awaitable: Awaitable[_T]) -> _T:
         """Await ``awaitable``, which draws from the run's generator; other coroutines on the loop do not."""
-        return await _inside(self._mode, awaitable)
+        return await await_inside(lambda: self._mode, awaitable)
 
     @property
     def position(self) -> Tensor:
@@ -120,26 +119,6 @@ class _RunDraws(OwnDraws):
         if device not in self._others:
             self._others[device] = torch.Generator(device).manual_seed(self._seed)
         return self._others[device]
-
-
-@coroutine
-def _inside(context: AbstractContextManager[Any], awaitable: Awaitable[_T]) -> Generator[Any, Any, _T]:
-    """Await ``awaitable`` inside ``context``, which is left while ``awaitable`` waits."""
-    steps: Any = awaitable.__await__()
-    resume: Callable[[], Any] = partial(next, steps)
-    while True:
-        try:
-            with context:
-                awaited = resume()
-        except StopIteration as end:
-            result: _T = end.value
-            return result
-        try:
-            sent = yield awaited
-        except BaseException as error:  # noqa: BLE001 - thrown into the awaitable, which handles it
-            resume = partial(steps.throw, error)
-        else:
-            resume = partial(steps.send, sent)
 
 
 # The process's generators

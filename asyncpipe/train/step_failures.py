@@ -18,12 +18,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from math import nan
 from typing import Any
 
 import torch
 
 from asyncpipe.errors import AsyncpipeError, HungTaskError, TaskError
+from asyncpipe.ops.device.device_errors import is_device_error
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.train.adamw import UpdateResult
@@ -134,7 +136,8 @@ class StepRetries:
             await asyncio.sleep(0)
             await self._batches.settled()
             after, self._random.position = self._random.position, before
-            await in_thread(torch.cuda.empty_cache)
+            with suppress(RuntimeError):  # A device that has failed; the next attempt says so.
+                await in_thread(torch.cuda.empty_cache)
 
     async def _check(self, error: TaskError, number: int, failures: int) -> None:
         """Raise the error that ends the run, unless the step may be retried."""
@@ -142,7 +145,9 @@ class StepRetries:
         retries = self._retries if explained is None else min(self._retries, OUT_OF_MEMORY_RETRIES)
         if explained is not None:
             self._note(logging.ERROR, explained)
-        final = isinstance(error.__cause__, HungTaskError) or not isinstance(error.__cause__, Exception)
+        cause = error.__cause__
+        # A device that has failed fails again, until the process ends.
+        final = isinstance(cause, HungTaskError) or not isinstance(cause, Exception) or is_device_error(cause)
         if not final and failures <= retries and self._buffers.restore():
             again = f"it is tried again with the same batch ({failures} of {retries})"
             self._note(logging.WARNING, f"step {number} failed and {again}: {error}")

@@ -3,18 +3,27 @@
 One step: the batch, which the run's thread has made → ``pipe.step`` (forward and backward as tasks; the next batch is
 made meanwhile) → clipping and AdamW, in a thread → listeners and progress sink → a copy of the state, if a snapshot is
 due. Between two steps the event loop is free for other work. Listeners that fail do not end the run.
+
+On accelerators the host runs ahead of the device: a step's figures are read when it is done, up to ``AHEAD`` steps
+later, and before a snapshot, a change of the schedule and the end of the run::
+
+    step 1 ─▶ update 1 ─▶ step 2 ─▶ update 2 ─▶ step 3 ─▶ update 3 ─▶ figures of 1: listeners, progress ─▶ step 4 ─▶ …
+
+Then a loss that is not finite ends the run as it would at its own step: the device makes no update from that one on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from asyncpipe.pipeline.pipeline import Pipeline
-from asyncpipe.train.adamw import ClippedAdamW, UpdateResult, learning_rate
+from asyncpipe.pipeline.result import StepResult
+from asyncpipe.train.adamw import ClippedAdamW, Update, learning_rate
 from asyncpipe.train.batches import BatchPrefetcher
 from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
@@ -23,9 +32,23 @@ from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.step_failures import NoteCallback, StepRetries, handle_non_finite
 from asyncpipe.train.workload import Batch, Resumable
 
-__all__ = ["TrainingLoop"]
+__all__ = ["AHEAD", "TrainingLoop"]
+
+AHEAD = 2
+"""How many steps are under way on accelerators when the next one is begun."""
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _StepUnderWay:
+    """A step that is queued, with its update, and whose figures are not read yet."""
+
+    result: StepResult
+    update: Update
+    rate: float
+    began: float
+    samples: int
 
 
 @dataclass(kw_only=True, eq=False)
@@ -45,6 +68,10 @@ class TrainingLoop:
     """Called with a reason for each listener that is removed."""
     progress: ProgressSink
     note: NoteCallback
+    ahead: int = 0
+    """How many steps may be under way when the next one is begun. More than 0 needs updates that the device checks."""
+    _under_way: deque[_StepUnderWay] = field(default_factory=deque, init=False)
+    _settled_at: float = field(default=0.0, init=False)
 
     async def run(
         self,
@@ -59,19 +86,39 @@ class TrainingLoop:
         Takes the snapshots of ``states`` that are due, and one after the last step.
         """
         await in_thread(self.retries.save_buffers)
-        while self.meter.step < self.job.training.steps and not stopping():
-            start = perf_counter()
-            batch = await self.batches.next()
-            if batch is None or stopping():
-                break
-            await before_step()
-            await self._step(batch, start)
-            await snapshots.after_step(self.meter.step, states)
+        try:
+            while self._begun < self.job.training.steps and not stopping():
+                start = perf_counter()
+                batch = await self.batches.next()
+                if batch is None or stopping():
+                    break
+                await before_step()
+                await self._step(batch, start)
+                await self.settle(0 if await snapshots.is_due(self._begun) else self.ahead)
+                if not self._under_way:
+                    await snapshots.after_step(self.meter.step, states)
+        except Exception:
+            await self.settle()  # An error of a step before this one comes first.
+            raise
+        await self.settle()
         await snapshots.after_last_step(self.meter.step, states)
+
+    async def settle(self, most: int = 0) -> None:
+        """Read the figures of the oldest steps, until at most so many are under way. Raises their errors."""
+        while len(self._under_way) > most:
+            try:
+                await self._settle(self._under_way.popleft())
+            except BaseException:
+                self._under_way.clear()
+                raise
+
+    @property
+    def _begun(self) -> int:
+        return self.meter.step + len(self._under_way)
 
     async def _step(self, batch: Batch, start: float) -> None:
         x, target = batch
-        training, done = self.job.training, self.meter.step
+        training, done = self.job.training, self._begun
         # The next batch is begun in the loop's next turn, when the step has drawn its number and nothing else has run.
         advance = asyncio.get_running_loop().call_soon(lambda: self.batches.advance(more=done + 1 < training.steps))
         try:
@@ -81,27 +128,35 @@ class TrainingLoop:
             raise
         rate = learning_rate(done, training)
 
-        def update_weights() -> UpdateResult:
+        def update_weights() -> Update:
             update = self.optimizer.update(rate, result.loss)
-            if not update.finite and self.job.faults.non_finite == "skip":
+            if self.job.faults.non_finite == "skip" and not update.wait().finite:
                 self.retries.restore_buffers()
             self.retries.save_buffers()
             return update
 
-        # In a thread: on a CPU the update takes a while, and on a GPU reading the loss waits for the device.
+        # In a thread: on a CPU the update takes a while, and on a GPU it may wait for the device.
         update = await in_thread(update_weights)
-        await result.completed()
-        skipped = handle_non_finite(self.job.faults, self.meter, update, rate, self.note)
+        self._under_way.append(_StepUnderWay(result=result, update=update, rate=rate, began=start, samples=len(x)))
+
+    async def _settle(self, step: _StepUnderWay) -> None:
+        await step.result.completed()
+        # The copies to the host may still be behind other work of the caller's stream.
+        update = await in_thread(step.update.wait) if self.ahead else step.update.wait()
+        skipped = handle_non_finite(self.job.faults, self.meter, update, step.rate, self.note)
+        now = perf_counter()
         progress = self.meter.add(
             loss=update.loss,
-            learning_rate=rate,
+            learning_rate=step.rate,
             gradient_norm=update.gradient_norm,
-            seconds=perf_counter() - start,
-            samples=len(x),
-            tokens=len(x) * self.tokens_per_sample,
-            report=result.report,
+            # Steps that overlap share the time.
+            seconds=now - max(step.began, self._settled_at),
+            samples=step.samples,
+            tokens=step.samples * self.tokens_per_sample,
+            report=step.result.report,
             skipped=skipped,
         )
+        self._settled_at = now
         self._tell_listeners(progress)
         self.progress.stepped(progress)
 

@@ -20,7 +20,10 @@ from asyncpipe.core.engine.events import Observer
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import DeviceError
 from asyncpipe.observe.metrics import PipelineCollector
+from asyncpipe.ops.device.caller_streams import CallerStreams
+from asyncpipe.ops.device.devices import ACCELERATORS
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.train.adamw import ClippedAdamW
@@ -38,7 +41,7 @@ from asyncpipe.train.snapshots.run_state import RunState, schedule_sha256
 from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.step_failures import StepRetries
 from asyncpipe.train.trace_files import TraceRecorder, WrittenFiles, make_folders
-from asyncpipe.train.training_loop import TrainingLoop
+from asyncpipe.train.training_loop import AHEAD, TrainingLoop
 from asyncpipe.train.workload import Resumable, Workload
 
 __all__ = ["TrainingRun"]
@@ -69,7 +72,8 @@ class TrainingRun:
     ) -> None:
         self._job = job
         self._make_workload = make_workload
-        self._thread = DedicatedThread(f"asyncpipe-{job.name}")
+        self._streams = _streams_for(job)
+        self._thread = DedicatedThread(f"asyncpipe-{job.name}", self._streams.current)
         self._progress = progress if progress is not None else ProgressSink()
         self._collector = collector
         self._recorder = TraceRecorder(job.observe.trace_steps)
@@ -124,7 +128,7 @@ class TrainingRun:
             self._observers.append(StepSpans(self._job.name))
         try:
             async with self._thread:
-                return await self._run()
+                return await self._streams.run(self._run())
         finally:
             self._changes.close()
 
@@ -250,9 +254,12 @@ class TrainingRun:
         job = self._job
         pipe.train()
         only_finite = job.faults.non_finite != "ignore"
+        # Skipping an update restores buffers, so the host must know of it before the next step.
+        on_accelerators = all(parameter.device.type in ACCELERATORS for parameter in pipe.parameters())
+        ahead = AHEAD if on_accelerators and job.faults.non_finite != "skip" else 0
         # In a thread: the first optimizer of a process imports torch's compiler, which takes seconds.
         optimizer = await self._thread.run(
-            lambda: ClippedAdamW(pipe.parameters(), job.training, only_finite=only_finite)
+            lambda: ClippedAdamW(pipe.parameters(), job.training, only_finite=only_finite, checks_on_device=ahead > 0)
         )
         source = await self._thread.run(lambda: self._source(workload))
         batches = BatchPrefetcher(self._thread, source, self._random)
@@ -271,12 +278,18 @@ class TrainingRun:
             listener_failed=self._count_failure,
             progress=self._progress,
             note=self._note,
+            ahead=ahead,
         )
+
+        async def change_schedule(name: str) -> None:
+            await loop.settle()
+            await self._change_schedule(name, pipe, snapshots)
+
         await loop.run(
             snapshots,
             states,
             stopping=self._is_stopping,
-            before_step=lambda: self._changes.make(lambda name: self._change_schedule(name, pipe, snapshots)),
+            before_step=lambda: self._changes.make(change_schedule),
         )
         self._changes.close()
 
@@ -313,6 +326,14 @@ class TrainingRun:
         self._job = self._job.override("pipeline", schedule=name)
         await self._describe_schedule(pipe, snapshots)
         self._note(logging.INFO, f"the schedule is {name} from step {self._meter.step + 1} on")
+
+
+def _streams_for(job: Job) -> CallerStreams:
+    """The run's own streams: on a pool, runs that share the default stream would wait for one another's steps."""
+    try:
+        return CallerStreams(job.pipeline.devices)
+    except DeviceError:  # The pipeline will say which key of the job is wrong.
+        return CallerStreams(["cpu"])
 
 
 class _MeasurementStopped(Exception):

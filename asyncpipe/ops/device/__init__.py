@@ -4,6 +4,7 @@ Imports ``asyncpipe.core`` and torch, and no other folder of ``asyncpipe.ops``. 
 
 - ``devices``: logical devices from the names that the caller lists;
 - ``streams``: one stream a lane, the events that order them, and the ``Fence`` between a step and its caller;
+- ``caller_streams``: streams of its own for each of several callers;
 - ``lent_streams``: where streams come from, and how many a process uses;
 - ``device_clock``: times on a device as times of the host;
 - ``copies``: how a tensor gets from one lane's device to another's;

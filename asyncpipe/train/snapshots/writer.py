@@ -85,10 +85,14 @@ class SnapshotWriter:
 
         Returns when the states are copied; they must not change meanwhile. Raises only what ``progress`` has raised.
         """
+        if await self.is_due(step):
+            await self._take(step, states)
+
+    async def is_due(self, step: int) -> bool:
+        """Whether ``after_step`` would take one now. Raises only what ``progress`` has raised."""
         if self._saving is not None and self._saving.done():
             await self.finish()
-        if self._table is not None and step - self._begun >= self._table.every and self._saving is None:
-            await self._take(step, states)
+        return self._table is not None and step - self._begun >= self._table.every and self._saving is None
 
     async def after_last_step(self, step: int, states: Mapping[str, Resumable]) -> None:
         """Take a snapshot of the end of the run, unless there is one; first waits for the one that is being written."""
