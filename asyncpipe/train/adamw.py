@@ -111,7 +111,8 @@ class ClippedAdamW:
         return made
 
     def _skip_on_device(self, loss: Tensor, norm: Tensor) -> None:
-        bad = ~(loss.detach().isfinite().to(norm.device) & norm.isfinite())
-        self._skips = bad.float() if self._skips is None else torch.maximum(self._skips, bad.float())
+        zero = loss.detach().to(norm.device) * 0 + norm * 0  # NaN if one of the two is not finite.
+        bad = (zero != 0).float()
+        self._skips = bad if self._skips is None else torch.maximum(self._skips, bad)
         # As a GradScaler tells a fused optimizer not to update.
         self.optimizer.found_inf = self._skips  # type: ignore[attr-defined]

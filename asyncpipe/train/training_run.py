@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from asyncpipe.core.engine.events import Observer
@@ -131,6 +132,9 @@ class TrainingRun:
                 return await self._streams.run(self._run())
         finally:
             self._changes.close()
+            if self._pool is None:
+                with suppress(RuntimeError):  # A device that has failed; the error that ends the run says more.
+                    self._streams.join()
 
     async def _run(self) -> TrainingSummary:
         await in_thread(self._open_folders)

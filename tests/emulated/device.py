@@ -427,7 +427,8 @@ class _Module(SimpleNamespace):
 def _install():
     module = _Module(
         Stream=Stream, Event=Event, current_stream=current_stream, default_stream=default_stream, stream=stream,
-        set_stream=set_stream, set_device=lambda device: None, synchronize=synchronize, is_initialized=lambda: True, is_available=lambda: True,
+        set_stream=set_stream, set_device=lambda device: None, synchronize=synchronize, is_initialized=lambda: True,
+        is_available=lambda: True,
         current_device=lambda: _index(None), _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None,
         device_count=lambda: DEVICES, memory_stats=lambda device=None: {}, memory_allocated=lambda device=None: 0,
         get_device_properties=lambda device=None: SimpleNamespace(total_memory=1 << 30), empty_cache=check_health,

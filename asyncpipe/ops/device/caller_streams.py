@@ -17,6 +17,7 @@ import torch
 
 from asyncpipe.ops.device.devices import ACCELERATORS, resolve_devices
 from asyncpipe.ops.device.lent_streams import lend
+from asyncpipe.ops.device.streams import record
 
 __all__ = ["CallerStreams", "await_inside", "current_streams"]
 
@@ -34,7 +35,7 @@ class CallerStreams:
             optimizer.step()
 
     On a loop, where other coroutines run in between: ``await streams.run(train(pipe))``. Tensors from elsewhere must be
-    ready, or the streams must be told to wait for them.
+    ready, or the streams must be told to wait for them; ``join`` before what was made on them is read elsewhere.
     """
 
     def __init__(self, devices: Sequence[str | torch.device]) -> None:
@@ -52,6 +53,13 @@ class CallerStreams:
                 self._streams.append(lend(self._devices[len(self._streams)], self))
         with _current(self._streams):
             yield
+
+    def join(self) -> None:
+        """Let this thread's current streams read what was made on these: they wait for what is queued there now."""
+        for stream in self._streams:
+            module = torch.get_device_module(stream.device)
+            # Hazard: what the caller made on its own streams, the weights for instance, may still be written.
+            module.current_stream(stream.device).wait_event(record(stream))
 
     async def run(self, awaitable: Awaitable[_T]) -> _T:
         """Await ``awaitable`` with these as the current streams; other coroutines of the loop keep theirs."""

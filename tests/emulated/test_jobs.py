@@ -1,0 +1,168 @@
+"""Several jobs on one device, each with streams of its own, and a training loop that runs ahead of the device."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+from resume_helpers import Sink, batches, make_job
+from run_helpers import with_nan
+from torch import nn
+
+from asyncpipe import CallerStreams, Pipeline
+from asyncpipe.train import training_run
+from asyncpipe.train.adamw import ClippedAdamW
+from asyncpipe.train.blocking_calls import DedicatedThread, in_thread
+from asyncpipe.train.step_failures import NonFiniteLossError
+from asyncpipe.train.training_run import TrainingRun
+from asyncpipe.train.workload import Workload
+from tests.emulated import device as emu
+from tests.emulated.helpers import X, layers, squares
+
+ONE = ["emu:0"]
+
+
+def model():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def workload(make=batches):
+    return Workload(model(), squares, make, memoryless=True)
+
+
+async def finished(job, made=workload, **options):
+    sink = Sink()
+    summary = await TrainingRun(job, made, progress=sink, **options).run()
+    return summary, sink.losses
+
+
+def on(devices, **tables):
+    return make_job(pipeline={"devices": devices}, **tables)
+
+
+async def test_coroutines_of_one_loop_have_streams_of_their_own():
+    one, other = CallerStreams(ONE), CallerStreams(ONE)
+    met = asyncio.Barrier(2)
+
+    async def seen():
+        here = emu.current_stream()
+        for _ in range(3):
+            await met.wait()
+            assert emu.current_stream() is here
+        assert await in_thread(emu.current_stream) is here
+        return here
+
+    first, second = await asyncio.gather(one.run(seen()), other.run(seen()))
+    assert len({first, second, emu.default_stream()}) == 3
+    assert emu.current_stream() is emu.default_stream()
+    with one.current():
+        assert emu.current_stream() is first
+    async with DedicatedThread("test", one.current) as thread:
+        assert await thread.run(emu.current_stream) is first
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["streams of their own", "the default stream"])
+async def test_a_kernel_that_hangs_holds_its_own_job_only(own):
+    """With a pool each. On one stream, the other job's step would be queued behind it on the device."""
+    held = []
+
+    def hang(x):
+        held.append(emu.hold(emu.current_stream()))
+        held[-1].__enter__()
+        return x * 1
+
+    options = {"microbatches": 1, "checkpoint": "never", "loss_fn": squares}
+    a, b = (CallerStreams(ONE), CallerStreams(ONE)) if own else (CallerStreams(["cpu"]), CallerStreams(["cpu"]))
+    async with Pipeline(layers(hang), ONE, **options) as hung, Pipeline(layers(), ONE, **options) as beside:
+        stuck = await a.run(hung.step(X))
+        result = await b.run(beside.step(X))
+        with b.current():
+            assert emu.current_stream().record_event().query() is own
+        if own:
+            await asyncio.wait_for(result.completed(), 10)
+        with a.current():
+            assert not emu.current_stream().record_event().query()
+        for gate in held:
+            gate.__exit__(None, None, None)
+        await stuck.completed()
+        await result.completed()
+
+
+async def test_a_run_queues_nothing_on_the_default_stream():
+    default = emu.default_stream()
+    before = default.clock.get(default, 0)
+    summary, losses = await finished(on(["emu:0", "emu:0"], training={"steps": 3}))
+    assert default.clock.get(default, 0) == before
+    assert summary.steps == len(losses) == 3
+
+
+@pytest.mark.parametrize("ahead", [0, 2, 5])
+async def test_running_ahead_changes_no_number(monkeypatch, tmp_path, ahead):
+    monkeypatch.setattr(training_run, "AHEAD", ahead)
+    tables = {"training": {"steps": 7}, "snapshots": {"folder": str(tmp_path), "every": 3}}
+    told = []
+    job = on(["emu:0", "emu:0"], **tables)
+    sink = Sink(told.append)
+    summary = await TrainingRun(job, workload, progress=sink).run()
+    _, wanted = await finished(on(["cpu:0", "cpu:1"], training={"steps": 7}))
+    assert sink.losses == pytest.approx(wanted, abs=1e-10)
+    assert told == [1, 2, 3, 4, 5, 6, 7]
+    assert summary.snapshot is not None
+    assert summary.snapshot.name == "step-7"
+
+
+async def test_a_loss_that_is_not_finite_ends_the_run_at_its_step_with_the_weights_before_it():
+    """The host learns of it two steps later. Until then the device makes no update."""
+    made = []
+
+    def nan_in_the_third():
+        made.append(workload(with_nan(2)))
+        return made[0]
+
+    with pytest.raises(NonFiniteLossError) as caught:
+        await finished(on(ONE, training={"steps": 9}), nan_in_the_third)
+    assert caught.value.step == 3
+    weights = [parameter.detach().cpu() for parameter in made[0].model.parameters()]
+
+    def stopped_after_two():
+        made.append(workload())
+        return made[1]
+
+    sink = Sink(lambda step: step == 2 and run.stop())
+    run = TrainingRun(on(["cpu:0"], training={"steps": 9}), stopped_after_two, progress=sink)
+    await run.run()
+    for ours, theirs in zip(weights, made[1].model.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-10, rtol=0)
+
+
+async def test_the_loop_does_not_wait_for_the_device():
+    """Only the threads that wait for completions do, and those that read figures of earlier steps."""
+    names = []
+    real = emu.Event.synchronize
+
+    def noting(event):
+        names.append(threading.current_thread().name)
+        real(event)
+
+    emu.Event.synchronize = noting
+    try:
+        await finished(on(ONE, training={"steps": 4}))
+    finally:
+        emu.Event.synchronize = real
+    assert "MainThread" not in names
+
+
+def test_an_update_is_skipped_on_the_device_from_a_loss_that_is_not_finite_on():
+    """Also on a CPU, whose fused AdamW takes the same flag."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = ClippedAdamW([parameter], make_job().training, only_finite=True, checks_on_device=True)
+    seen = []
+    for loss in (1.0, float("inf"), 1.0):
+        parameter.grad = torch.ones(3)
+        update = optimizer.update(0.1, torch.tensor(loss)).wait()
+        seen.append((update.finite, parameter.detach().clone()))
+    assert [finite for finite, _ in seen] == [True, False, True]
+    assert not seen[0][1].equal(torch.ones(3))
+    assert seen[2][1].equal(seen[1][1])
+    assert seen[1][1].equal(seen[0][1])
