@@ -94,8 +94,9 @@ class TrainingLoop:
                     break
                 await before_step()
                 await self._step(batch, start)
-                await self.settle(0 if await snapshots.is_due(self._begun) else self.ahead)
-                if not self._under_way:
+                await self.settle(self.ahead)
+                if await snapshots.is_due(self._begun):
+                    await self.settle()
                     await snapshots.after_step(self.meter.step, states)
         except Exception:
             await self.settle()  # An error of a step before this one comes first.

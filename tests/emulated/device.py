@@ -427,6 +427,7 @@ class _Module(SimpleNamespace):
 def _install():
     module = _Module(
         Stream=Stream, Event=Event, current_stream=current_stream, default_stream=default_stream, stream=stream,
+        default_generators=[torch.Generator()],
         set_stream=set_stream, set_device=lambda device: None, synchronize=synchronize, is_initialized=lambda: True,
         is_available=lambda: True,
         current_device=lambda: _index(None), _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None,
