@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import asyncpipe
+from asyncpipe.ops.autograd.own_draws import own_draws
 from asyncpipe.testing import InlineExecutor
 
 MODES = ["never", "except_last", "always"]
@@ -115,6 +116,20 @@ def test_torchs_checkpoint_inside_a_stage_replays_its_draws(reentrant: bool, sch
     outputs, gradients = step(stages, mode, schedule=schedule)
     for gradient in gradients:
         torch.testing.assert_close(gradient, outputs.sum(0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_torchs_checkpoint_recomputes_on_the_tasks_generator(schedule: str) -> None:
+    """In B, and in both halves of it. Otherwise it would set the state of torch's default generator meanwhile."""
+    own: list[bool] = []
+
+    def draw(x: Tensor) -> Tensor:
+        own.append(own_draws() is not None)
+        return F.dropout(x * stage.scale)  # A parameter inside: W needs the recomputation as well.
+
+    stage = Checkpointed(draw, reentrant=False)
+    step([torch.clone, stage], "never", schedule=schedule)
+    assert own == [True] * (8 if schedule == "gpipe" else 12)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
