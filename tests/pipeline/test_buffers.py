@@ -263,6 +263,16 @@ def test_a_replaced_buffer_beside_a_tied_weight() -> None:
     same(whole, alone)
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("mode", MODES)
+def test_lazy_modules_make_their_buffers_in_the_first_forward(mode: str) -> None:
+    whole = nn.Sequential(nn.Linear(6, 6), nn.LazyBatchNorm1d(), nn.Linear(6, 6)).double()
+    with Pipeline(whole, DEVICES, balance=[2, 1], checkpoint=mode, microbatches=MICROBATCHES).sync() as pipe:
+        pipe(batches()[0]).sum().backward()
+    assert whole[1].num_batches_tracked == MICROBATCHES
+    assert all(parameter.grad is not None for parameter in whole.parameters())
+
+
 def test_attributes_that_are_no_buffers_are_changed_again() -> None:
     class Counting(nn.Linear):
         calls = 0
