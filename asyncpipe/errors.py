@@ -23,6 +23,7 @@ __all__ = [
     "MoveError",
     "NestedWaitError",
     "OptionError",
+    "PaddedLabelsWarning",
     "PipelineClosedError",
     "PlanError",
     "PolicyError",
@@ -167,6 +168,10 @@ class TaskError(AsyncpipeError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[TaskError], tuple[str, str, int, int, str, BaseException | None]]:
         return type(self), (self.task_id, self.kind, self.microbatch, self.stage, self.device, self.__cause__)
+
+
+class PaddedLabelsWarning(UserWarning):
+    """The loss of a step is another mean than that of the unsplit model, because micro-batches are padded unevenly."""
 
 
 class HungTaskError(AsyncpipeError, RuntimeError):

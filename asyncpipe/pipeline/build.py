@@ -22,6 +22,7 @@ from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.instruments import Instruments
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm, deferred_layers
 from asyncpipe.ops.model.microbatch import Arguments
+from asyncpipe.ops.model.padded_labels import PaddedLabels
 from asyncpipe.ops.model.sequential import as_sequential, split, stage_parts
 from asyncpipe.ops.model.stage import Stage, StagedModel
 from asyncpipe.ops.model.ties import Ties, place
@@ -43,6 +44,7 @@ class PipelineParts:
     """Maps the arguments of a micro-batch to the values that each stage takes from the caller."""
     graphs: GraphCache
     deferred: Sequence[DeferredBatchNorm]
+    padded_labels: PaddedLabels
 
     @property
     def checkpoint(self) -> CheckpointMode:
@@ -81,6 +83,7 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
         staged.takes,
         graphs,
         deferred_layers(staged.module),
+        PaddedLabels(),
     )
 
 

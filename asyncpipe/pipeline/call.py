@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
@@ -43,13 +44,13 @@ from asyncpipe.ops.execute.binder import Binder
 from asyncpipe.ops.execute.caller_gradients import CallerGradients
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
-from asyncpipe.ops.model.microbatch import Arguments, Microbatches, Packet, cut, gather
+from asyncpipe.ops.model.microbatch import Arguments, Microbatches, Packet, cut, gather, has_loss, keywords
 from asyncpipe.ops.model.nested import tensors_of
 from asyncpipe.ops.model.stage import CALLER
 from asyncpipe.ops.model.ties import Ties
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.pool import Tenancy
-from asyncpipe.pipeline.step import StepProtocol
+from asyncpipe.pipeline.step import StepProtocol, loss_weights
 from asyncpipe.runtime.execution import Bind, Execution, Gates
 from asyncpipe.runtime.inline import run_inline
 from asyncpipe.runtime.portal import Portal, PortalCall
@@ -114,8 +115,8 @@ class PreparedCall(StepProtocol[Any]):
         options = parts.options
         context = CallerContext.capture()
         batch: Any = arguments
-        if len(arguments.args) == 1 and not arguments.kwargs and isinstance(arguments.args[0], Microbatches):
-            batch = arguments.args[0]
+        if len(arguments.args) == 1 and not arguments.kwargs and isinstance(arguments.args[0], Microbatches | UserDict):
+            batch = keywords(arguments.args[0])
         made = cut(batch, options.microbatches, dim=options.batch_dim)
         self._ready_made = made.ready_made
         pieces = [Arguments.wrap(piece) for piece in made.pieces]
@@ -129,7 +130,7 @@ class PreparedCall(StepProtocol[Any]):
         self._training = recording and (bool(self.parameters) or any(tensor.requires_grad for tensor in inputs))
         plan = StepPlan(
             loss=None,
-            weights=(),
+            weights=loss_weights(made.sizes, options.loss_reduction == "mean"),
             scale=None,
             # Inside a task, a recomputation calls again, and must draw the same: from the task's own random stream.
             seed=draw_step_seed(None if inside_task() else options.generator),
@@ -140,6 +141,8 @@ class PreparedCall(StepProtocol[Any]):
             whole_step=False,
         )
         self._inputs = CallerGradients(batch, pieces, takes, options.batch_dim) if self._training else None
+        means = options.loss_reduction == "mean"
+        self._is_padded_unevenly = means and parts.padded_labels.are_uneven(pieces, made.sizes)
         graph = parts.graphs(len(pieces), Phase.FORWARD, plan.checkpoint, False)
         super().__init__(parts, tenancy, graph, plan, StepTensors.of(takes), context)
 
@@ -171,7 +174,9 @@ class PreparedCall(StepProtocol[Any]):
             self._backward_graph = self.parts.graphs(shape.microbatches, Phase.BACKWARD, checkpoint, False)
             self._attach(packets, CallBackward(self, self._tensors))
         outputs = [packet.rebuild(packet.tensors) for packet in packets]
-        return outputs if self._ready_made else gather(outputs, self.parts.options.batch_dim)
+        if self._is_padded_unevenly and has_loss(outputs[0]):
+            self.parts.padded_labels.warn()
+        return outputs if self._ready_made else gather(outputs, self.parts.options.batch_dim, self._plan.weights)
 
     def _attach(self, packets: Sequence[Packet], backward: CallBackward) -> None:
         assert self._inputs is not None

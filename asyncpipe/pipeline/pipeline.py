@@ -77,7 +77,8 @@ class Pipeline(ModelProxy):
 
         ``x`` and ``target`` are nested values whose tensors share the batch dimension (every micro-batch gets those in
         ``NoChunk`` whole), ``Arguments`` for a model or a loss that takes several, or ``Microbatches`` that are cut
-        already. In training mode with gradients enabled, ``loss_fn(output, target)`` of every micro-batch is
+        already. A ``UserDict``, as tokenizers return it, stands for keyword arguments, and so does a dict for a traced
+        model. In training mode with gradients enabled, ``loss_fn(output, target)`` of every micro-batch is
         differentiated; without a target it is called with the output alone. After ``eval()`` or under
         ``torch.no_grad`` only forwards run, and the loss only if a target is given. ``update=False`` leaves out the
         pipeline's optimizers, to accumulate gradients over steps. ``scaler`` multiplies gradients by its scale.
@@ -99,7 +100,8 @@ class Pipeline(ModelProxy):
         engine is in the caller's ``backward``. Gradients flow on to inputs that require them. ``torch.no_grad``,
         ``inference_mode``, autocast and ``eval()`` do what they do to the model itself; nothing is recomputed in
         evaluation mode. Blocks the calling thread, so the pipeline needs a loop of its own: ``sync()``, or
-        ``loop="own"``. If the only argument is ``Microbatches``, the output is a list with one entry for each.
+        ``loop="own"``. If the only argument is ``Microbatches``, the output is a list with one entry for each. Outputs
+        without dimensions are stacked, but a ``loss`` is one number, weighted as in ``step``.
 
         Raises ``BatchError`` before anything runs and ``TaskError`` if a task fails, here or from ``backward``; then
         the gradients are what they were before. ``BackwardError`` says what autograd cannot do here: a second

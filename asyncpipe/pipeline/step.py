@@ -24,7 +24,7 @@ from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.streams import Fence
 from asyncpipe.ops.execute.binder import Binder, normalize
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
-from asyncpipe.ops.model.microbatch import Arguments, CutBatch, cut, cut_alike, gather
+from asyncpipe.ops.model.microbatch import Arguments, CutBatch, cut, cut_alike, gather, keywords
 from asyncpipe.ops.model.nested import tensors_of
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.pool import Tenancy
@@ -34,7 +34,7 @@ from asyncpipe.runtime.execution import Execution
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-__all__ = ["NO_TARGET", "PreparedStep", "StepOptions", "StepProtocol"]
+__all__ = ["NO_TARGET", "PreparedStep", "StepOptions", "StepProtocol", "loss_weights"]
 
 _Result = TypeVar("_Result")
 
@@ -141,7 +141,7 @@ class PreparedStep(StepProtocol[StepResult]):
         context = CallerContext.capture()
         self._training = parts.module.training and context.grad and not context.inference
         _check_loss(options.loss_fn, target, self._training)
-        pieces = cut(x, options.microbatches, dim=options.batch_dim)
+        pieces = cut(keywords(x), options.microbatches, dim=options.batch_dim)
         targets = () if target is NO_TARGET else cut_alike(target, pieces, dim=options.batch_dim)
         self._ready_made = pieces.ready_made
         self._has_set_gradients_aside = False
@@ -149,13 +149,17 @@ class PreparedStep(StepProtocol[StepResult]):
         phase = Phase.STEP if self._training else Phase.FORWARD
         graph = parts.graphs(len(pieces.sizes), phase, plan.checkpoint, step.update)
         tensors = StepTensors.of([parts.takes(Arguments.wrap(piece)) for piece in pieces.pieces], targets)
+        means = plan.loss is not None and options.loss_reduction == "mean"
+        self._is_padded_unevenly = means and any(
+            parts.padded_labels.are_uneven(each, pieces.sizes) for each in (pieces.pieces, targets)
+        )
         super().__init__(parts, tenancy, graph, plan, tensors, context)
 
     def _make_plan(self, parts: PipelineParts, pieces: CutBatch, has_loss: bool, step: StepOptions) -> StepPlan:
         options = parts.options
         return StepPlan(
             loss=options.loss_fn if has_loss else None,
-            weights=_weights(pieces.sizes, options.loss_reduction == "mean"),
+            weights=loss_weights(pieces.sizes, options.loss_reduction == "mean"),
             scale=_scale(step.scaler, parts.resources.stages[-1].device) if self._training else None,
             seed=draw_step_seed(options.generator),
             checkpoint=parts.checkpoint,
@@ -178,12 +182,15 @@ class PreparedStep(StepProtocol[StepResult]):
         losses = [loss for _, loss in sorted(self._tensors.losses.items())]
         outputs = [packet.rebuild(packet.tensors) for _, packet in sorted(self._tensors.outputs.items())]
         counts = list(self._tensors.counts.values())
+        if self._is_padded_unevenly and not counts:
+            self.parts.padded_labels.warn()
         self._fence.end(tensors_of([losses, counts, outputs]))
         with torch.no_grad():
             loss = self._mean_loss(losses)
             gathered: Any = None
             if outputs:
-                gathered = outputs if self._ready_made else gather(outputs, self.parts.options.batch_dim)
+                dim, weights = self.parts.options.batch_dim, self._plan.weights
+                gathered = outputs if self._ready_made else gather(outputs, dim, weights)
             if self._training:
                 self._commit_gradients()
         self.parts.commit_statistics()
@@ -216,7 +223,8 @@ class PreparedStep(StepProtocol[StepResult]):
         return total if factor is None else total * factor
 
 
-def _weights(sizes: Sequence[int], mean: bool) -> list[float]:
+def loss_weights(sizes: Sequence[int], mean: bool) -> list[float]:
+    """What the loss of each micro-batch counts, from their numbers of samples."""
     return [size / sum(sizes) if mean else 1.0 for size in sizes]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ __all__ = [
     "cut",
     "cut_alike",
     "gather",
+    "has_loss",
+    "keywords",
     "without_no_chunk",
 ]
 
@@ -40,6 +43,13 @@ class Arguments(NamedTuple):
     def wrap(cls, value: Any) -> Arguments:
         """``value`` if it is ``Arguments``, else the arguments of a call with ``value`` alone."""
         return value if isinstance(value, Arguments) else cls((value,), {})
+
+
+def keywords(batch: Any) -> Any:
+    """``batch``, or the keyword arguments that it stands for if it is a ``UserDict``, as a tokenizer's batches are."""
+    if isinstance(batch, Microbatches):
+        return Microbatches(map(keywords, batch.pieces))
+    return Arguments((), dict(batch)) if isinstance(batch, UserDict) else batch
 
 
 class NoChunk:
@@ -189,19 +199,35 @@ def _sizes(batch: Any, dim: int, name: str) -> list[tuple[str, int]]:
     return [(place, tensor.size(dim)) for place, tensor in tensors]
 
 
-def gather(outputs: Sequence[Any], dim: int = 0) -> Any:
+def gather(outputs: Sequence[Any], dim: int = 0, weights: Sequence[float] = ()) -> Any:
     """One nested value from the outputs of the micro-batches.
 
     Tensors are concatenated along dimension ``dim`` (tensors without dimensions are stacked), ``None`` stays ``None``,
-    and other values become a list with one entry per micro-batch. Raises ``StageError`` if the outputs differ in
-    structure, or in their shapes besides that dimension.
+    and other values become a list with one entry per micro-batch. With ``weights``, an output without dimensions that
+    is called ``loss`` becomes one number, the sum of what it is for each micro-batch times its weight. Raises
+    ``StageError`` if the outputs differ in structure, or in their shapes besides that dimension.
     """
     flat = [flatten(output) for output in outputs]
     leaves, structure = flat[0]
     if any(other != structure for _, other in flat):
         raise StageError("the micro-batches' outputs differ in structure; they cannot be gathered")
     columns = [[row[k] for row, _ in flat] for k in range(len(leaves))]
-    return rebuild(structure, [_gathered(column, dim) for column in columns])
+    gathered = [_gathered(column, dim) for column in columns]
+    if weights and (k := _loss_place(leaves, structure)) is not None:
+        gathered[k] = sum(loss * weight for loss, weight in zip(columns[k], weights, strict=True))
+    return rebuild(structure, gathered)
+
+
+def has_loss(output: Any) -> bool:
+    """Whether the model has computed its loss: ``output.loss`` or ``output["loss"]``, without dimensions."""
+    return _loss_place(*flatten(output)) is not None
+
+
+def _loss_place(leaves: Sequence[Any], structure: Structure | None) -> int | None:
+    for k, (place, leaf) in enumerate(zip(places(structure), leaves, strict=True)):
+        if place in (".loss", "['loss']") and isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.dim():
+            return k
+    return None
 
 
 def _gathered(column: list[Any], dim: int) -> Any:

@@ -76,6 +76,8 @@ def places(structure: Structure | None) -> list[str]:
         names = [f"[{key!r}]" for key in context]
     elif make is _make_named_tuple:
         names = [f".{name}" for name in kind._fields]  # type: ignore[attr-defined]
+    elif make is _make_registered and isinstance(context, list) and len(context) == len(inside):
+        names = [f"[{key!r}]" for key in context]  # as for the outputs of Hugging Face's models
     elif make is _make_dataclass:
         names = [f".{name}" for name in context]
     return [name + place for name, each in zip(names, inside, strict=True) for place in places(each)]

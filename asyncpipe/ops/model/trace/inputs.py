@@ -24,6 +24,7 @@ class TraceInputs:
     def __init__(self, model: nn.Module, arguments: Arguments) -> None:
         self._model = type(model).__name__
         self._signature = inspect.signature(model.forward)
+        self._names: list[str] = []
         try:
             bound = self._bind(arguments)
         except TypeError as error:
@@ -79,9 +80,21 @@ class TraceInputs:
         return tensors
 
     def _bind(self, arguments: Arguments) -> dict[str, Any]:
+        if len(arguments.args) == 1 and not arguments.kwargs and self._are_keywords(arguments.args[0]):
+            arguments = Arguments((), arguments.args[0])
         bound = self._signature.bind(*arguments.args, **arguments.kwargs)
         bound.apply_defaults()
         return dict(bound.arguments)
+
+    def _are_keywords(self, given: Any) -> bool:
+        """Whether ``given`` is a dict of arguments by name, where the model was not traced with a dict."""
+        first = next(iter(self._signature.parameters), None)
+        return (
+            type(given) is dict
+            and bool(self._names)
+            and given.keys() <= self._signature.parameters.keys()
+            and not any(name.startswith(f"{first}[") for name in self._names)
+        )
 
 
 def _named(bound: dict[str, Any]) -> dict[str, Any]:
