@@ -369,3 +369,38 @@ def test_a_change_that_passes_by_the_module(mode: str) -> None:
         "stage 0 changes the buffer '1.scale' by another reference to its tensor than its module's; change it as "
         "self.buffer, since the module has a copy of it meanwhile"
     )
+
+
+def mean_square(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+class Normed(nn.Linear):
+    """Norms its own weight in each forward, and not through a parametrization."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+def test_a_forward_that_changes_its_parameters() -> None:
+    layers = [nn.Linear(6, 6), Normed(6, 6)]
+    with Pipeline(layers, ["cpu:0", "cpu:1"], microbatches=2, checkpoint="always", loss_fn=mean_square).sync() as pipe:
+        with pytest.raises(TaskError) as caught:
+            pipe.step(torch.randn(4, 6))
+        assert isinstance(caught.value.__cause__, RecomputeError)
+        assert "stage 1 changes its parameter '1.weight' in its forward" in str(caught.value.__cause__)
+
+
+def test_an_embedding_with_a_largest_norm_is_recomputed() -> None:
+    table = nn.Embedding(5, 6, max_norm=1.0)
+    twin = copy.deepcopy(table)
+    x = torch.tensor([0, 1, 2, 1])
+    with Pipeline(
+        [table, nn.Tanh()], ["cpu:0"], microbatches=2, checkpoint="always", loss_fn=mean_square
+    ).sync() as pipe:
+        pipe.step(x)
+    for part in x.chunk(2):
+        (mean_square(torch.tanh(twin(part))) / 2).backward()
+    torch.testing.assert_close(table.weight.grad, twin.weight.grad)

@@ -138,7 +138,8 @@ class StageCompute:
             run.readers = self._readers(i, stage.index, leaves)
         recomputation = None
         if self.plan.training and self.plan.checkpoint.recomputes(i, self.graph.shape.microbatches):
-            flat, recomputation = checkpoint(run, inputs)
+            with stage.parameters.during():
+                flat, recomputation = checkpoint(run, inputs)
         else:
             flat = run(inputs)
         rest = iter(flat)

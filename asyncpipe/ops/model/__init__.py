@@ -6,7 +6,8 @@ Imports ``asyncpipe.core``, ``asyncpipe.ops.device``, ``asyncpipe.ops.autograd``
 - ``microbatch``: cuts a mini-batch into micro-batches, and gathers their outputs;
 - ``ties``: places stages on devices, with replicas of parameters that stages on several devices share;
 - ``skips`` and ``skip_layout``: tensors that a layer passes to a later layer, and between which stages they travel;
-- ``buffers``: what a recomputation reads of the buffers that forwards change;
+- ``buffers``: what a recomputation reads of the buffers that forwards change; ``parameter_watch`` refuses forwards that
+  change parameters;
 - ``batchnorm``: batch norms that update their running statistics once a mini-batch;
 - ``measure_layers``: time and memory of each layer, to balance stages by; ``byte_recorder``: bytes of each layer while
   a pipeline runs.

@@ -22,6 +22,7 @@ from asyncpipe.errors import BalanceError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.model.buffers import StageBuffers
 from asyncpipe.ops.model.microbatch import Arguments
+from asyncpipe.ops.model.parameter_watch import ParameterWatch
 
 __all__ = ["CALLER", "Stage", "StageModule", "StagedModel"]
 
@@ -82,3 +83,4 @@ class Stage:
     module: StageModule
     device: Device
     buffers: StageBuffers
+    parameters: ParameterWatch
