@@ -68,7 +68,7 @@ def lone_thread() -> Iterator[ThreadPoolExecutor]:
     threads = IntraOpThreads(1)
     with ThreadPoolExecutor(1, initializer=threads.initializer()) as pool:
         pool.submit(int).result()
-        threads.restore()
+        threads.wait()
         yield pool
 
 

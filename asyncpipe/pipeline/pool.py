@@ -137,7 +137,7 @@ class DevicePool:
         for device in missing:
             self.driver.add(device.name, self._make_executor(device))
         if missing:
-            self._intra_op.restore()
+            self._intra_op.wait()
 
     def end_threads(self) -> None:
         """End the threads, when no step is under way. Blocks for a moment. May be called again."""

@@ -160,7 +160,7 @@ def _as_dicts(sizes: Sequence[LayerBytes]) -> list[dict[str, int]]:
 
 def _check_microbatches(microbatches: int, sample: SampleBatch) -> None:
     check_positive("microbatches", microbatches, MicrobatchError)
-    sizes = cut(sample.x, microbatches, dim=sample.batch_dim, name="the sample").sizes
+    sizes = cut(sample.x, microbatches, dim=sample.batch_dim, name="the sample").with_samples("the sample").sizes
     if len(sizes) != microbatches:
         raise MicrobatchError(
             f"the sample makes {len(sizes)} micro-batches, not {microbatches}; give one with at least as many samples "

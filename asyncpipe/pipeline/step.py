@@ -141,7 +141,7 @@ class PreparedStep(StepProtocol[StepResult]):
         context = CallerContext.capture()
         self._training = parts.module.training and context.grad and not context.inference
         _check_loss(options.loss_fn, target, self._training)
-        pieces = cut(keywords(x), options.microbatches, dim=options.batch_dim)
+        pieces = cut(keywords(x), options.microbatches, dim=options.batch_dim).with_samples()
         targets = () if target is NO_TARGET else cut_alike(target, pieces, dim=options.batch_dim)
         self._ready_made = pieces.ready_made
         self._has_set_gradients_aside = False

@@ -13,7 +13,7 @@ from torch import nn
 from asyncpipe.compat.torch_pipe import NoChunk, Pipe, PipeSequential, WithDevice, is_recomputing
 from asyncpipe.compat.torch_pipe.skip import pop, skippable, stash
 from asyncpipe.compat.torch_pipe.utils import partition_model
-from asyncpipe.errors import AsyncpipeError, BatchError, StageError
+from asyncpipe.errors import AsyncpipeError, StageError
 
 mse = nn.functional.mse_loss
 
@@ -336,7 +336,7 @@ def test_wrong_inputs(inputs, error, message):
 
 
 def test_only_tensors_need_not_be_cut():
-    with pytest.raises(BatchError, match="NoChunk takes a tensor, got str"):
+    with pytest.raises(TypeError, match="NoChunk takes a tensor, got str"):
         NoChunk("text")
 
 
@@ -360,3 +360,16 @@ def test_children_on_one_gpu_are_a_stage():
     assert pipe(x.cuda()).local_value().device.type == "cpu"
     with pytest.raises(ValueError, match=r"must be on cuda:0, the first stage's, got one on cpu"):
         pipe(x)
+
+
+def test_a_list_between_stages():
+    """As in torch's ``Pipe``: its elements are the arguments of the next stage, and an output comes as a tuple."""
+
+    class Both(nn.Module):
+        def forward(self, x, y=None):
+            return [x + 1, x + 2] if y is None else [x + y]
+
+    model = Pipe(nn.Sequential(WithDevice(Both(), "cpu:0"), WithDevice(Both(), "cpu:1")), chunks=2)
+    output = model(torch.ones(4, 1)).local_value()
+    assert isinstance(output, tuple)
+    assert torch.equal(output[0], torch.full((4, 1), 5.0))

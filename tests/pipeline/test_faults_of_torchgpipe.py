@@ -130,7 +130,6 @@ INPUTS = [
         {"mask": x[:3]},
         r"disagree in their batch size: .*'x'.* has 4|disagree in their batch size: .*mask.* has 3",
     ),
-    ((x[:0],), {}, "is empty; give at least one sample"),
 ]
 
 
@@ -154,7 +153,7 @@ def test_nested_inputs_keywords_and_other_values():
     with opened(Call(first), Call(lambda value: value * 2)) as pipe:
         output = pipe(nested, True, scale=NoChunk(torch.tensor([10.0])), names=["a", None], nothing=None)
     assert output.tolist() == [[200]] * 4
-    with pytest.raises(e.BatchError, match="NoChunk takes a tensor, got list; other values are not cut anyway"):
+    with pytest.raises(e.ArgumentTypeError, match="NoChunk takes a tensor, got list; other values are not cut anyway"):
         NoChunk([1])
 
 

@@ -107,13 +107,14 @@ class Pipe(PipelinedModule):
         verify_skippables(check_sequential(module))
         partitions = _partitions(module)
         stages, places = _stages(partition.place for partition in partitions)
-        parts = [PipeSequential(*partition.layers) for partition in partitions]
+        parts = [_PipePartition(*partition.layers) for partition in partitions]
         self._arrange(parts, stages, _numbered(places), deferred_batch_norm=deferred_batch_norm)
 
     def forward(self, *inputs: Any) -> LocalOutput:
         """The output for a mini-batch, in a ``LocalOutput``; ``inputs`` are the first layer's arguments.
 
-        If a layer returns a tuple, its elements are the next layer's arguments. Tensors are cut along dimension 0;
+        If a layer returns a tuple, its elements are the next layer's arguments; those of a list are if a partition
+        returns it, and an output that is a list comes as a tuple. Tensors are cut along dimension 0;
         every micro-batch gets tensors in ``NoChunk`` and other values whole. Outputs are gathered again: tensors are
         concatenated, ``None`` stays, other values make a list with one entry per micro-batch.
 
@@ -132,6 +133,14 @@ class Pipe(PipelinedModule):
                     f"the inputs must be on {self.devices[0]}, the first stage's, got one on {tensor.device}"
                 )
         return LocalOutput(self._run(*inputs))
+
+
+class _PipePartition(PipeSequential):
+    """A partition of ``Pipe``. What it returns as a list is a tuple, as for torch: arguments of the next partition."""
+
+    def forward(self, *args: Any) -> Any:
+        output = super().forward(*args)
+        return tuple(output) if isinstance(output, list) else output
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +201,7 @@ def _layers(child: nn.Module) -> Iterator[nn.Module]:
     """The layers in ``child``: wrappers that only group or place layers are removed, but no subclasses of them."""
     if isinstance(child, WithDevice):
         yield from _layers(child.module)
-    elif isinstance(child, nn.Sequential) and type(child) in (nn.Sequential, PipeSequential):
+    elif isinstance(child, nn.Sequential) and type(child) in (nn.Sequential, PipeSequential, _PipePartition):
         yield from child
     else:
         yield child

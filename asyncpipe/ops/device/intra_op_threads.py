@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
@@ -9,41 +10,41 @@ import torch
 
 __all__ = ["IntraOpThreads"]
 
+_turns: dict[int, threading.Lock] = {}
+"""By process: a thread of the parent, which a forked child does not have, may hold the parent's lock."""
+
 
 class IntraOpThreads:
     """Sets the number of intra-op threads on each device's thread; other threads keep theirs.
 
-    ``torch.set_num_threads`` applies to the calling thread and to threads that start later. So after every device's
-    thread has set its number, ``restore`` sets the old number again.
+    ``torch.set_num_threads`` applies to the calling thread and to threads that start later. So a device's thread sets
+    its number, and then lets another thread set what threads that start later had before, whoever has set that.
     """
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._before = torch.get_num_threads()
         self._done: list[threading.Event] = []
 
     def initializer(self) -> Callable[[], None]:
-        """A function that one device's thread calls before anything else."""
+        """A function that one device's thread calls before anything else. One that takes its place calls it again."""
         done = threading.Event()
         self._done.append(done)
 
         def set_threads() -> None:
-            # A thread takes over the global number when it first asks for it or computes. Ask before setting: otherwise
-            # that would happen later, and undo the setting.
-            torch.get_num_threads()
-            torch.set_num_threads(self._threads)
-            if done.is_set():
-                # This thread replaces an abandoned one, and ``restore`` was called long ago. Restore the old number for
-                # threads that start later, on a new thread: on this one it would replace the number just set.
-                restoring = threading.Thread(target=torch.set_num_threads, args=(self._before,))
+            # One after the other, or one would take the number of another one for that of later threads.
+            with _turns.setdefault(os.getpid(), threading.Lock()):
+                # A new thread takes over the number of later threads when it first asks for it or computes.
+                before = torch.get_num_threads()
+                torch.set_num_threads(self._threads)
+                # On this thread it would replace the number just set.
+                restoring = threading.Thread(target=torch.set_num_threads, args=(before,))
                 restoring.start()
                 restoring.join()
             done.set()
 
         return set_threads
 
-    def restore(self) -> None:
-        """Wait until every initializer has run, then restore the old number. The threads must have been started."""
+    def wait(self) -> None:
+        """Wait until every initializer has run, so that what the caller sets next stays. All threads have started."""
         for done in self._done:
             done.wait()
-        torch.set_num_threads(self._before)

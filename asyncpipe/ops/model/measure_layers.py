@@ -31,7 +31,7 @@ from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.model.byte_recorder import parameter_bytes
 from asyncpipe.ops.model.microbatch import Arguments, Packet, cut, without_no_chunk
 from asyncpipe.ops.model.sequential import PipeSequential
-from asyncpipe.ops.model.skips import SkipKey, Skippable, SkipStore, use_skips
+from asyncpipe.ops.model.skips import SkipKey, SkipStore, use_skips
 
 __all__ = ["balance_by_size", "balance_by_time", "copied", "layer_bytes", "layer_times"]
 
@@ -140,7 +140,7 @@ def layer_bytes(
         raise OptionError(f"parameter_scale must be a finite number, zero or more, got {parameter_scale!r}")
     physical = resolve_devices([device])[0].physical
     check_positive("microbatches", microbatches, MicrobatchError)
-    first = cut(sample, microbatches, dim=batch_dim, name="the sample").pieces[0]
+    first = cut(sample, microbatches, dim=batch_dim, name="the sample").with_samples("the sample").pieces[0]
     measure = partial(_bytes, parameter_scale=parameter_scale)
     with _left_as_it_was(module, physical):
         return _run_layers(module, _placed(first, physical), physical, measure)
@@ -193,14 +193,14 @@ def _left_as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
 # Layers
 
 
-def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def copied(module: nn.Module) -> nn.Module:
     """A deep copy of ``module`` with parameters of its own.
 
     With gradients enabled, parameters of a copied TorchScript module would be computed from those of the original, and
     pass their gradients on to it; without, they require none.
     """
     with torch.no_grad():
-        copy: nn.Module = deepcopy(module, memo)
+        copy: nn.Module = deepcopy(module)
     every = [dict(each.named_parameters(remove_duplicate=False)) for each in (module, copy)]
     for name, parameter in every[0].items():
         every[1][name].requires_grad_(parameter.requires_grad)
@@ -230,10 +230,7 @@ class _MeasuredLayer:
     """A copy of one layer, and the arguments of its call."""
 
     def __init__(self, layer: nn.Module, arguments: Arguments, device: torch.device, skips: _CutOffSkips) -> None:
-        # Namespaces are not copied: a copy is another namespace, in which other layers do not see the skips.
-        parts = [part for part in layer.modules() if isinstance(part, Skippable)]
-        namespaces = {id(space): space for part in parts for space in part.skip_namespaces.values()}
-        self.module = copied(layer, namespaces).to(device)
+        self.module = copied(layer).to(device)
         # Clones, which the layer may change in place: others read the originals, and leaves cannot be changed.
         packet = Packet(arguments)
         self._arguments = packet.rebuild([tensor.clone() for tensor in packet.tensors])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from asyncpipe.errors import BatchError, StageError
+from asyncpipe.errors import ArgumentTypeError, BatchError, StageError
 from asyncpipe.ops.model.nested import Structure, flatten, places, rebuild
 
 __all__ = [
@@ -56,9 +56,11 @@ class NoChunk:
     """A tensor that is not cut: every micro-batch gets all of it. ``NoChunk(mask)``."""
 
     def __init__(self, tensor: Tensor) -> None:
-        """Raises ``BatchError`` for anything but a tensor: other values are never cut."""
+        """Raises ``ArgumentTypeError`` for anything but a tensor: other values are never cut."""
         if not isinstance(tensor, Tensor):
-            raise BatchError(f"NoChunk takes a tensor, got {type(tensor).__name__}; other values are not cut anyway")
+            raise ArgumentTypeError(
+                f"NoChunk takes a tensor, got {type(tensor).__name__}; other values are not cut anyway"
+            )
         self.tensor = tensor
 
 
@@ -89,6 +91,13 @@ class CutBatch:
     ready_made: bool
     """Whether the caller has cut them (``Microbatches``)."""
 
+    def with_samples(self, name: str = "the input") -> CutBatch:
+        """This, if every micro-batch has a sample; raises ``BatchError`` otherwise: there is no mean loss of none."""
+        if 0 in self.sizes:
+            place = f"micro-batch {self.sizes.index(0)} of {name}" if self.ready_made else name
+            raise BatchError(f"{place} is empty; give at least one sample")
+        return self
+
 
 class Packet:
     """A nested value whose tensors are in one list. This is what stages send to each other.
@@ -115,17 +124,17 @@ class Packet:
 def cut(batch: Any, microbatches: int, *, dim: int = 0, name: str = "the input") -> CutBatch:
     """``batch`` cut into ``microbatches`` micro-batches, whose sizes differ by at most one, larger ones first.
 
-    A batch with fewer samples gives one micro-batch a sample. Samples are along dimension ``dim``, whose size is the
-    same in all tensors but those in ``NoChunk``. Micro-batches get views of the tensors, and other values unchanged.
-    ``Microbatches`` are not cut again. Raises ``BatchError`` if there is no tensor to cut, if a tensor lacks that
-    dimension, if the batch is empty, or if tensors differ in their number of samples.
+    A batch with fewer samples gives one micro-batch a sample, and one with none a single empty one. Samples are along
+    dimension ``dim``, whose size is the same in all tensors but those in ``NoChunk``. Micro-batches get views of the
+    tensors, and other values unchanged. ``Microbatches`` are not cut again. Raises ``BatchError`` if there is no tensor
+    to cut, if a tensor lacks that dimension, or if tensors differ in their number of samples.
     """
     if isinstance(batch, Microbatches):
         places = [f"micro-batch {i} of {name}" for i in range(len(batch))]
         sizes = [_sizes(piece, dim, place)[0][1] for piece, place in zip(batch.pieces, places, strict=True)]
         return CutBatch([without_no_chunk(piece) for piece in batch.pieces], sizes, ready_made=True)
     size = _batch_size(batch, dim, name)
-    count = min(microbatches, size)
+    count = max(1, min(microbatches, size))
     sizes = [size // count + (i < size % count) for i in range(count)]
     return CutBatch(_split(batch, sizes, dim), sizes, ready_made=False)
 
@@ -194,8 +203,6 @@ def _sizes(batch: Any, dim: int, name: str) -> list[tuple[str, int]]:
                 f"{place} is a tensor {what}; dimension {dim} must be the batch (NoChunk(tensor) gives "
                 "it to every micro-batch whole)"
             )
-    if not all(tensor.size(dim) for _, tensor in tensors):
-        raise BatchError(f"{name} is empty; give at least one sample")
     return [(place, tensor.size(dim)) for place, tensor in tensors]
 
 

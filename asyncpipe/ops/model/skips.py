@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
+from uuid import uuid4
 
 from torch import Tensor, nn
 
@@ -69,13 +70,23 @@ class pop:
 class Namespace:
     """Keeps skips of the same name apart: only layers that share a namespace see each other's skips.
 
-    Two namespaces are never equal. Layers that share one still share one after their model was copied or pickled.
+    Two namespaces differ, but one equals its copies, pickled ones too: a copied layer shares skips with the others.
     """
 
-    __slots__ = ()
+    __slots__ = ("id",)
+
+    def __init__(self) -> None:
+        self.id = uuid4()
+        """Equal in copies."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Namespace) and self.id == other.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
 
     def __repr__(self) -> str:
-        return f"Namespace({id(self):#x})"
+        return f"Namespace({self.id.int:#x})"
 
 
 SkipKey = tuple[Namespace | None, str]

@@ -50,7 +50,7 @@ def test_each_devices_thread_has_its_own_number() -> None:
     executors = [ThreadExecutor(f"cpu:{k}", on_start=intra_op.initializer()) for k in range(3)]
     for executor in executors:
         executor.start(lambda event, *, wake=True: events.put(event))
-    intra_op.restore()
+    intra_op.wait()
     try:
         assert [seen_by(executor, events) for executor in executors] == [1, 1, 1]
         assert torch.get_num_threads() == CALLERS
@@ -77,7 +77,7 @@ def test_a_thread_that_ran_before_keeps_its_number() -> None:
     intra_op = IntraOpThreads(2)
     device = threading.Thread(target=intra_op.initializer())
     device.start()
-    intra_op.restore()
+    intra_op.wait()
     device.join()
     asked.set()
     thread.join()
@@ -90,7 +90,7 @@ def test_settle_waits_for_every_device() -> None:
     settled = threading.Event()
 
     def settle() -> None:
-        intra_op.restore()
+        intra_op.wait()
         settled.set()
 
     thread = threading.Thread(target=settle)
@@ -100,3 +100,15 @@ def test_settle_waits_for_every_device() -> None:
     in_thread(lambda: initializers[1]() or 0)
     thread.join(10)
     assert settled.is_set()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_what_was_set_since_it_was_made_stays() -> None:
+    intra_op = IntraOpThreads(1)
+    torch.set_num_threads(CALLERS + 1)
+    devices = [threading.Thread(target=intra_op.initializer()) for _ in range(3)]
+    for device in devices:
+        device.start()
+    for device in devices:
+        device.join()
+    assert in_thread(torch.get_num_threads) == CALLERS + 1, "threads that start later"

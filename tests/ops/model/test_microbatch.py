@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from asyncpipe.core.checks import check_positive
-from asyncpipe.errors import BatchError, MicrobatchError, StageError
+from asyncpipe.errors import ArgumentTypeError, BatchError, MicrobatchError, StageError
 from asyncpipe.ops.model.microbatch import (
     Arguments,
     CutBatch,
@@ -115,7 +115,6 @@ BAD_BATCHES = {
         "the tensors of the input disagree in their batch size: the input[0] has 4, the input[1]['mask'] has 3; "
         "NoChunk(tensor) gives one to every micro-batch whole",
     ),
-    "empty": (torch.zeros(0, 3), "the input is empty; give at least one sample"),
 }
 
 
@@ -197,7 +196,7 @@ def test_a_tensor_may_go_to_every_micro_batch_whole() -> None:
     first, second = cut((x, NoChunk(mask)), 2).pieces
     assert first[1] is mask
     assert second[1] is mask
-    with pytest.raises(BatchError, match="NoChunk takes a tensor, got str"):
+    with pytest.raises(ArgumentTypeError, match="NoChunk takes a tensor, got str"):
         NoChunk("mask")  # type: ignore[arg-type]
 
 
@@ -214,7 +213,15 @@ def test_ready_made_micro_batches_are_taken_as_they_are() -> None:
     with pytest.raises(BatchError, match="Microbatches needs at least one micro-batch, got none"):
         Microbatches([])
     with pytest.raises(BatchError, match="micro-batch 1 of the input is empty"):
-        cut(Microbatches([torch.zeros(1), torch.zeros(0)]), 2)
+        cut(Microbatches([torch.zeros(1), torch.zeros(0)]), 2).with_samples()
+
+
+def test_an_empty_batch_is_one_empty_micro_batch() -> None:
+    made = cut(torch.zeros(0, 3), 4)
+    assert made.sizes == [0]
+    assert made.pieces[0].shape == (0, 3)
+    with pytest.raises(BatchError, match="the input is empty; give at least one sample"):
+        made.with_samples()
 
 
 def test_arguments_are_cut_like_any_nested_value() -> None:
