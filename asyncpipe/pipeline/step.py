@@ -225,7 +225,9 @@ class PreparedStep(StepProtocol[StepResult]):
 
 def loss_weights(sizes: Sequence[int], mean: bool) -> list[float]:
     """What the loss of each micro-batch counts, from their numbers of samples."""
-    return [size / sum(sizes) if mean else 1.0 for size in sizes]
+    # An empty batch has one loss, as it is.
+    total = sum(sizes)
+    return [size / total if mean and total else 1.0 for size in sizes]
 
 
 def _scale(scaler: GradScaler | None, device: Device) -> Tensor | None:
