@@ -10,5 +10,6 @@ In the order of a step:
 ``portal.py``      a loop in a thread of its own, for callers that block; waiting that no cancellation cuts short
 ``process.py``     the process that threads live in, which a forked child is not
 ``task_threads.py``  which code runs inside a task
+``thread_calls.py``  calls in threads for coroutines that wait for them: errors, cancellation
 ``watchdog.py``    fails a step whose task hangs
 """

@@ -25,7 +25,8 @@ import torch
 from torch import Generator
 
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.train.blocking_calls import DedicatedThread, wait_to_end
+from asyncpipe.runtime.thread_calls import wait_to_end
+from asyncpipe.train.blocking_calls import DedicatedThread
 from asyncpipe.train.job_file import TrainingTable
 from asyncpipe.train.randomness import RunRandom
 from asyncpipe.train.workload import Batch, Workload

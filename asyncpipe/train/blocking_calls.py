@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
 
 from asyncpipe.ops.device.caller_streams import current_streams
-from asyncpipe.runtime.portal import wait_uncancelled
+from asyncpipe.runtime.thread_calls import call_for_future, wait_to_end
 
-__all__ = ["DedicatedThread", "call_for_future", "in_thread", "wait_to_end"]
+__all__ = ["DedicatedThread", "in_thread"]
 
 _T = TypeVar("_T")
 
@@ -31,35 +31,9 @@ async def in_thread(function: Callable[[], _T]) -> _T:
     return await wait_to_end(asyncio.get_running_loop().run_in_executor(None, call_for_future, call))
 
 
-def call_for_future(function: Callable[[], _T]) -> _T:
-    """What ``function`` returns; an exception that a future cannot carry is replaced by a ``RuntimeError``.
-
-    ``SystemExit`` and ``KeyboardInterrupt`` would end the event loop, a ``StopIteration`` cannot be set on an asyncio
-    future, and a ``CancelledError`` would look like a cancellation of the waiting coroutine.
-    """
-    # A function of its own, without a reference to the future: the error's traceback keeps this frame alive, and the
-    # future will keep the error alive.
-    try:
-        return function()
-    except BaseException as error:
-        if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
-            raise
-        raise RuntimeError(f"{error!r} was raised in a thread") from error
-
-
 def _call_on(streams: Callable[[], AbstractContextManager[None]], function: Callable[[], _T]) -> _T:
     with streams():
         return function()
-
-
-async def wait_to_end(future: asyncio.Future[_T]) -> _T:
-    """The result of ``future``; a cancellation does not reach it, and is raised only when it is done."""
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await wait_uncancelled(future)
-        future.exception()  # Marks the exception as retrieved; the caller gets the cancellation instead.
-        raise
 
 
 class DedicatedThread:

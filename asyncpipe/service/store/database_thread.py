@@ -23,8 +23,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from asyncpipe.runtime.thread_calls import call_for_future, wait_to_end
 from asyncpipe.service.store.database import StoreError, StoreProblem, explain, open_database
-from asyncpipe.train.blocking_calls import call_for_future, wait_to_end
 
 __all__ = ["DatabaseThread"]
 

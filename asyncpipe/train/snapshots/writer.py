@@ -30,7 +30,8 @@ from torch import Tensor
 
 from asyncpipe import __version__
 from asyncpipe.observe.metrics import PipelineCollector
-from asyncpipe.train.blocking_calls import in_thread, wait_to_end
+from asyncpipe.runtime.thread_calls import wait_to_end
+from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import ProgressSink
 from asyncpipe.train.snapshots.format import Manifest, write_snapshot
