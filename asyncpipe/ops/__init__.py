@@ -12,3 +12,43 @@ To follow one task: ``execute/binder.py`` enters the lane's stream and waits for
 ``execute/compute.py`` runs the stage (``model/stage.py``) or its backward, and the results go to the tables of
 ``execute/step_tensors.py``.
 """
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+_OLDEST = (2, 13)
+"""Up to 2.9 at least, ``torch._C._stash_obj_in_tls`` drops a reference that it does not hold, and Python crashes."""
+_PRIVATE = """
+    _C.DispatchKey.Python _C._TorchDispatchModeKey.FAKE _C._TorchDispatchModeKey.FUNCTIONAL
+    _C._TorchDispatchModeKey.PROXY _C._current_graph_task_id
+    _C._dispatch_get_all_op_names _C._dispatch_has_kernel_for_dispatch_key _C._dispatch_key_parse
+    _C._dispatch_keyset_full_after _C._dispatch_tls_set_dispatch_key_included _C._get_dispatch_mode _C._get_obj_in_tls
+    _C._jit_get_all_schemas _C._len_torch_dispatch_stack _C._len_torch_function_stack _C._pop_torch_function_stack
+    _C._push_on_torch_function_stack _C._stash_obj_in_tls
+    _C._autograd._get_current_graph_task_keep_graph _C._autograd._pop_saved_tensors_default_hooks
+    _C._autograd._push_saved_tensors_default_hooks _C._autograd._top_saved_tensors_default_hooks
+    _C._functorch.is_batchedtensor _C._functorch.is_legacy_batchedtensor _C._functorch.peek_interpreter_stack
+    _C._nn._parse_to _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _ops._higher_order_ops
+    nn.modules.batchnorm._BatchNorm utils._python_dispatch._disable_current_modes utils._pytree.SUPPORTED_NODES
+""".split()
+"""What the package uses of torch that torch does not promise to keep."""
+
+
+def _check(found: Any) -> None:
+    """Raises ``ImportError`` for a torch that is too old, or that has lost something that the package needs."""
+    version = str(found.__version__)
+    works = "asyncpipe works with torch 2.13 and newer (tested: 2.13 and 2.15)"
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        raise ImportError(f"{works}; torch {version} is too old")
+    for name in _PRIVATE:
+        try:
+            attrgetter(name)(found)
+        except AttributeError:
+            raise ImportError(f"{works}; torch {version} has no torch.{name}, install one of those") from None
+
+
+_check(torch)

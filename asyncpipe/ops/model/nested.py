@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import SUPPORTED_NODES, is_namedtuple_class
+from torch.utils._pytree import SUPPORTED_NODES
 
 from asyncpipe.errors import AsyncpipeError, StageError
 
@@ -100,7 +100,7 @@ def _flatten(value: Any, leaves: list[Any]) -> Structure | None:
     if kind is not tuple and kind is not list:
         if kind is dict or kind is OrderedDict:
             make, context, inside = _make_dict, list(value), value.values()
-        elif is_namedtuple_class(kind):
+        elif issubclass(kind, tuple) and hasattr(kind, "_fields"):
             make = _make_named_tuple
         elif kind in SUPPORTED_NODES:
             make = _make_registered

@@ -34,8 +34,9 @@ class GraphWriter:
 
     def copy(self, node: fx.Node, root: nn.Module) -> None:
         """Append a copy of an operation."""
-        if node.target in _REGIONS:
-            context, count = _REGIONS[node.target]
+        found = _REGIONS.get(getattr(node.target, "__name__", ""))
+        if found is not None:
+            context, count = found
             inner = root.get_submodule(str(node.args[count].target))  # type: ignore[union-attr]
             region = _Region(context, node.args[:count], self._traced_device, _write_inner(inner, self._traced_device))
             values = self._map(node.args[count + 1 :], root)
@@ -100,11 +101,14 @@ def _autocast(device_type: str, dtype: torch.dtype | None, enabled: bool, cache:
     return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
 
-_REGIONS: dict[Any, tuple[Callable[..., AbstractContextManager[Any]], int]] = {
-    torch.ops.higher_order.wrap_with_set_grad_enabled: (torch.set_grad_enabled, 1),
-    torch.ops.higher_order.wrap_with_autocast: (_autocast, 4),
+_REGIONS: dict[str, tuple[Callable[..., AbstractContextManager[Any]], int]] = {
+    "wrap_with_set_grad_enabled": (torch.set_grad_enabled, 1),
+    "wrap_with_autocast": (_autocast, 4),
 }
-"""By operation: the context in which it runs its graph, and how many of its arguments (options) precede the graph."""
+"""By operation: the context in which it runs its graph, and how many of its arguments (options) precede the graph.
+
+By name, since torch makes these operations at the first trace only.
+"""
 
 
 def _write_inner(inner: nn.Module, device: torch.device, takes_device: bool = True) -> fx.GraphModule:
