@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint node dashboards bench campaigns soak kill-service kill-store kill-run clients shapes api clean
+.PHONY: train test lint node dashboards bench campaigns soak differential kill-service kill-store kill-run clients shapes api clean
 
 train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml
@@ -34,12 +34,17 @@ bench: .venv/installed
 MINUTES ?= 30
 JOBS ?= 1000
 EXAMPLES ?= 400
+CASES ?= 2000
+SEED ?= 1
 CAMPAIGN := $(BIN)/python -m pytest
 
-campaigns: soak kill-service kill-store kill-run clients shapes api
+campaigns: soak differential kill-service kill-store kill-run clients shapes api
 
 soak: .venv/installed
 	$(BIN)/python -m tests.campaigns.soak --minutes $(MINUTES)
+
+differential: .venv/installed
+	$(BIN)/python -m tests.campaigns.differential --cases $(CASES) --seed $(SEED) --minutes $(MINUTES)
 
 kill-service: .venv/installed
 	ASYNCPIPE_KILLS=$(or $(KILLS),50) $(CAMPAIGN) tests/service/test_service_killed.py

@@ -23,7 +23,7 @@ from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.errors import ArgumentTypeError, MicrobatchError, MoveError, TaskError
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.model.batchnorm import convert_deferred_batch_norm
-from asyncpipe.ops.model.sequential import PipeSequential, stage_parts
+from asyncpipe.ops.model.sequential import PipeSequential, check_plain, stage_parts
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.sync import SyncPipeline
 
@@ -207,10 +207,11 @@ class _SharedStage(PipeSequential):
 
 
 def check_sequential(module: object) -> nn.Sequential:
-    """``module`` if it is an ``nn.Sequential``; raises ``ArgumentTypeError`` otherwise."""
+    """``module`` if it is an ``nn.Sequential``; raises ``ArgumentTypeError`` otherwise, and as ``check_plain``."""
     if not isinstance(module, nn.Sequential):
         raise ArgumentTypeError(
             f"module must be nn.Sequential to be partitioned, got {type(module).__name__}; asyncpipe.Pipeline takes "
             "any module that asyncpipe.trace has cut"
         )
+    check_plain(module, "module")
     return module

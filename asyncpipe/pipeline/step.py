@@ -220,7 +220,7 @@ class PreparedStep(StepProtocol[StepResult]):
         weights: Sequence[Tensor | float] = [counts[i] for i in range(len(losses))] if counts else self._plan.weights
         total = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
         factor = self._tensors.normalizer(total.device)
-        return total if factor is None else total * factor
+        return total if factor is None else (total * factor).to(losses[0].dtype)
 
 
 def loss_weights(sizes: Sequence[int], mean: bool) -> list[float]:

@@ -10,6 +10,8 @@ from torch import nn
 
 from asyncpipe import B, F, OrderedSchedule, Pipeline, TaskError
 from asyncpipe import errors as e
+from asyncpipe.compat.torch_pipe import Pipe
+from asyncpipe.compat.torchgpipe import GPipe
 
 mse = nn.functional.mse_loss
 
@@ -183,6 +185,60 @@ async def test_functional_in_place_on_a_recomputed_input():
             await pipe.step(x, y)
 
 
+class _Overwrites(nn.Module):
+    def forward(self, x):
+        return x.mul_(2)
+
+
+async def test_functional_in_place_on_an_input_that_needs_a_gradient():
+    model = [nn.Linear(3, 3), _Overwrites()]
+    async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, checkpoint="never", loss_fn=mse) as pipe:
+        with pytest.raises(TaskError, match="stage 1 overwrites in place a tensor that it received") as raised:
+            await pipe.step(x, y)
+    assert isinstance(raised.value.__cause__, e.StageError)
+
+
+async def test_in_place_on_a_microbatch_of_the_caller_spares_what_others_saved():
+    """Micro-batches are views of one batch; a version shared by all would fail the backward of the first."""
+    model, bare = [_Overwrites(), nn.Linear(3, 3)], nn.Linear(3, 3)
+    bare.load_state_dict(model[1].state_dict())
+    mse(bare(2 * x), y).backward()
+    options = {"microbatches": 2, "schedule": "gpipe", "checkpoint": "never"}
+    async with Pipeline(model, ["cpu:0"], loss_fn=mse, **options) as pipe:
+        await pipe.step(given := x.clone(), y)
+    torch.testing.assert_close(model[1].weight.grad, bare.weight.grad)
+    assert torch.equal(given, 2 * x)
+
+
+class _Shifts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x.add_(self.by)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+async def test_a_parameter_that_is_added_in_place_to_the_callers_input_has_a_gradient(schedule):
+    model = [_Shifts(), nn.Linear(3, 3)]
+    mse(model[1](x + model[0].by), y).backward()
+    wanted, model[0].by.grad = model[0].by.grad, None
+    async with Pipeline(
+        model, ["cpu:0", "cpu:1"], microbatches=2, schedule=schedule, checkpoint="never", loss_fn=mse
+    ) as pipe:
+        await pipe.step(x.clone(), y)
+    torch.testing.assert_close(model[0].by.grad, wanted)
+
+
+def test_in_place_on_the_callers_input_is_seen_by_the_callers_graph():
+    model, encoder, given = nn.Sequential(_Overwrites(), nn.Linear(3, 3)), nn.Linear(3, 3), x.clone()
+    with Pipeline(model, ["cpu:0"], microbatches=2, checkpoint="never").sync() as pipe:
+        loss = encoder(given).sum() + pipe(given).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 async def test_not_open_or_closed():
     pipe = Pipeline(layers(), ["cpu:0"], microbatches=2, loss_fn=mse)
     with pytest.raises(e.PipelineClosedError, match="not open; use 'async with'"):
@@ -203,3 +259,33 @@ async def test_a_batch_smaller_than_the_number_of_microbatches():
     # The last of the real ones is the one that is not recomputed.
     recomputed = {time.task.microbatch for time in result.report.tasks if time.task.kind == "R"}
     assert recomputed == {0, 1}
+
+
+class Doubled(nn.Sequential):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("face", [Pipeline, GPipe, Pipe])
+def test_a_sequence_that_does_more_than_call_its_layers(face):
+    options = {
+        Pipeline: {"devices": ["cpu:0"], "microbatches": 2},
+        GPipe: {"balance": [2], "devices": ["cpu"]},
+        Pipe: {},
+    }
+    more = options[face]
+    with pytest.raises(e.OptionError, match=r"Doubled, an nn\.Sequential with a forward of its own, which no stage"):
+        face(Doubled(nn.Linear(2, 2), nn.Tanh()), **more)
+    hooked = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    hooked.register_forward_hook(lambda *_: None)
+    with pytest.raises(e.OptionError, match="hooks of its own, which no stage would call"):
+        face(hooked, **more)
+
+
+def test_pipe_takes_no_sequence_with_hooks_apart():
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    inner.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(e.OptionError, match=r"child 1 is an nn\.Sequential with hooks of its own"):
+        Pipe(nn.Sequential(nn.Linear(2, 2), inner))
+    with Pipeline([nn.Linear(2, 2), inner], ["cpu:0"], microbatches=2).sync() as pipe:  # A layer keeps its hooks.
+        assert pipe(torch.ones(2, 2)).shape == (2, 2)

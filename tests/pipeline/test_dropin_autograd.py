@@ -132,6 +132,16 @@ def test_gradients_of_chosen_tensors(workload, mode):
         assert torch.equal(of_output, 2 * output)
 
 
+def test_hooks_of_parameters_without_a_gradient_get_none():
+    model, seen = nn.Sequential(nn.Linear(6, 6)).double(), []
+    model[0].unused = nn.Parameter(torch.ones(2))
+    model[0].unused.register_hook(seen.append)
+    model[0].unused.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad))
+    with pipeline(model, devices=1).sync() as pipe:
+        pipe(rows(8)).sum().backward()
+    assert seen == [None, None]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_hooks_of_parameters_see_the_whole_gradient_once(workload, mode):
     """Also if a hook changes it, or runs the optimizer."""

@@ -210,3 +210,15 @@ def test_recomputation_counts_no_statistics_twice(mode, train):
     assert model[3].runs == {"always": 8, "except_last": 7, "never": 4}[mode]
     for ours, theirs in zip(model.buffers(), bare.buffers(), strict=True):
         assert (ours - theirs).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_recomputed_stage_sends_counts_as_requiring_a_gradient(mode):
+    called: list[str] = []
+    model = nn.Sequential(nn.Identity(), nn.Tanh(), nn.Linear(6, 6))
+    model[1].register_full_backward_hook(lambda *_: called.append("hook"))
+    with Pipeline(
+        model, ["cpu:0", "cpu:1"], balance=[1, 2], microbatches=2, checkpoint=mode, loss_fn=mse
+    ).sync() as pipe:
+        pipe.step(torch.randn(4, 6), torch.randn(4, 6))
+    assert len(called) == {"always": 2, "except_last": 1, "never": 0}[mode]

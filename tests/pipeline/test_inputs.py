@@ -170,6 +170,12 @@ def test_a_loss_over_counted_tokens_is_that_of_the_whole_batch(accumulate: bool)
     assert worst(model, bare) < 1e-10
 
 
+def test_a_counted_loss_keeps_its_type() -> None:
+    options = {"microbatches": 2, "loss_fn": lambda output: (output.mean(), 3)}
+    with Pipeline([nn.Linear(2, 2)], ["cpu"], **options).sync() as pipe:
+        assert pipe.step(torch.zeros(4, 2)).loss.dtype == torch.float32
+
+
 def test_losses_that_count_only_sometimes() -> None:
     counted = iter([True, False])
 

@@ -22,7 +22,7 @@ from asyncpipe.errors import ArgumentTypeError, BatchError, DeviceError, OptionE
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.model.microbatch import NoChunk
 from asyncpipe.ops.model.nested import tensors_of
-from asyncpipe.ops.model.sequential import PipeSequential
+from asyncpipe.ops.model.sequential import PipeSequential, check_unhooked
 from asyncpipe.ops.model.skip_layout import verify_skippables
 
 __all__ = ["LocalOutput", "Pipe", "WithDevice"]
@@ -157,7 +157,7 @@ def _partitions(module: nn.Sequential) -> list[_Partition]:
     partitions: list[_Partition] = []
     for name, child in module._modules.items():
         assert child is not None
-        layers = list(_layers(child))
+        layers = list(_layers(name, child))
         place = _place(name, child) if layers else None
         device = child.device if isinstance(child, WithDevice) else _device(child)
         if partitions and device == partitions[-1].device and device.type != "cpu":
@@ -197,11 +197,12 @@ def _place(name: str, child: nn.Module) -> str | None:
     return str(devices.pop()) if devices else None
 
 
-def _layers(child: nn.Module) -> Iterator[nn.Module]:
+def _layers(name: str, child: nn.Module) -> Iterator[nn.Module]:
     """The layers in ``child``: wrappers that only group or place layers are removed, but no subclasses of them."""
     if isinstance(child, WithDevice):
-        yield from _layers(child.module)
+        yield from _layers(name, child.module)
     elif isinstance(child, nn.Sequential) and type(child) in (nn.Sequential, PipeSequential, _PipePartition):
+        check_unhooked(child, f"child {name}")
         yield from child
     else:
         yield child

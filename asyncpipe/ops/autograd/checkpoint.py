@@ -102,7 +102,7 @@ class Recomputation:
         if [tensor._version for tensor in self._inputs] != self._versions:
             raise RecomputeError(
                 "the input of a stage is overwritten in place, so the stage cannot be recomputed from it; use an "
-                "operation that is not in place, or checkpoint='never'"
+                "operation that is not in place, or clone the input first"
             )
 
     def take(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -26,7 +26,8 @@ gradients for parameters are kept for W. A graph that TorchScript differentiates
 ``autograd.grad``: with one inside, I is the whole backward and W does nothing. With ``use_reentrant=False`` it
 recomputes in I and again in W. Hooks of nodes (not of tensors) at crossings see only the gradients that I computes.
 torch's group norm on the CPU writes the gradient of a channels-last input even where none is wanted, to no memory: it
-always computes that gradient too (``_writes_input_gradient``).
+always computes that gradient too (``_writes_input_gradient``). What ``torch.compile`` has made overwrites what it has
+saved: beside crossings that W runs again, I is the whole backward as well.
 
 Between I and W no hook is registered and nothing else refers to this object, so dropping it frees the graph.
 """
@@ -118,9 +119,12 @@ class SplitBackward:
             _tell_once(node.name())
             return _whole_backward(starts, leaves)
         crossings = graph.crossings()
-        edges, gradients = _unzipped(start for start in starts if start[0].node in graph.inside)
         # W needs the buffers of the crossings that it runs again.
         retain = not all(crossing.runs_once for crossing in crossings)
+        if retain and (node := graph.compiled()) is not None:
+            _tell_once(node.name())
+            return _whole_backward(starts, leaves)
+        edges, gradients = _unzipped(start for start in starts if start[0].node in graph.inside)
         with _noting(crossings) as arrived:
             found = torch.autograd.grad(edges, leaves, gradients, retain_graph=retain, allow_unused=True)
         outer = [start for start in starts if start[0].node not in graph.inside]
@@ -199,6 +203,10 @@ class _BackwardGraph:
             if node in self.inside and _writes_input_gradient(node) and self._edges[node][0][0] not in self.inside:
                 return node
         return None
+
+    def compiled(self) -> Node | None:
+        """An inside node that ``torch.compile`` has made, which overwrites what it has saved: it cannot be retained."""
+        return next((node for node in self.inside if "CompiledFunction" in node.name()), None)
 
     def crossings(self) -> list[_Crossing]:
         """The inside nodes from which edges lead outside."""

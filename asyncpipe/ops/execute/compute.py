@@ -131,6 +131,7 @@ class StageCompute:
         """Take what the stage receives; store what it sends and, if a backward follows, its local graph."""
         i, stage = task.microbatch, self.stages[task.stage]
         received = self._received(i, stage.index)
+        from_caller = received[CALLER].tensors if CALLER in received else []
         leaves = {source: self._leaves(source, packet, stage) for source, packet in received.items()}
         run = _StageRun(self.plan, self.context, stage, i, received, self._target(i, stage))
         inputs = _flat(leaves)
@@ -141,7 +142,11 @@ class StageCompute:
             with stage.parameters.during():
                 flat, recomputation = checkpoint(run, inputs)
         else:
-            flat = run(inputs)
+            flat = _run_once(run, inputs)
+        if self.plan.training:
+            _tell_of_overwriting(from_caller, leaves.get(CALLER, ()))
+            # An input that a parameter was added to in place is the middle of the graph: no backward ends there.
+            leaves = {source: [t if t.is_leaf else t.detach() for t in each] for source, each in leaves.items()}
         rest = iter(flat)
         # Taken from the run: the caller's outputs will refer to the graph that refers to it, which would be a cycle.
         packets, run.packets = run.packets, {}
@@ -174,7 +179,10 @@ class StageCompute:
         # The caller's too, whose gradients a whole step does not hand on: a reentrant torch.utils.checkpoint in the
         # first stage makes gradients of its parameters only if its input requires one.
         training = self.plan.training
-        return [tensor.detach().requires_grad_(training and want) for tensor, want in zip(tensors, wants, strict=True)]
+        # Micro-batches are views of one batch. Only ``data`` has versions of its own: if a stage overwrites its
+        # micro-batch, what was saved of the others is still what it was.
+        bare = (tensor.data if source == CALLER else tensor.detach() for tensor in tensors)
+        return [tensor.requires_grad_(training and want) for tensor, want in zip(bare, wants, strict=True)]
 
     def _target(self, i: int, stage: Stage) -> Arguments:
         """The arguments of the loss besides the output, on the last stage's device."""
@@ -306,6 +314,27 @@ class StageCompute:
         if self.plan.scale is not None:
             start = start * self.plan.scale
         return [start, *[None] * (len(outputs) - 1)]
+
+
+def _run_once(run: _StageRun, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of a run that is not repeated. Raises ``StageError`` if autograd refuses a write into its inputs."""
+    try:
+        return run(inputs)
+    except RuntimeError as error:
+        if "leaf Variable that requires grad is being used in an in-place operation" not in str(error):
+            raise
+        raise StageError(
+            f"stage {run.stage.index} overwrites in place a tensor that it received and that needs a gradient (or a "
+            "parameter); use an operation that is not in place, or clone the tensor first. Modules with inplace=True "
+            "may begin a stage"
+        ) from error
+
+
+def _tell_of_overwriting(given: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    """Count a write into ``leaves`` as one into what the caller has ``given``, of which a graph may have saved it."""
+    for tensor, leaf in zip(given, leaves, strict=True):
+        if leaf._version:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _flat(tensors_by_link: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:

@@ -24,7 +24,15 @@ from asyncpipe.ops.model.skip_layout import skip_layout
 from asyncpipe.ops.model.skips import SkipKey, SkipStore, use_skips
 from asyncpipe.ops.model.stage import CALLER, StagedModel, StageModule
 
-__all__ = ["PipeSequential", "SequentialStage", "as_sequential", "split", "stage_parts"]
+__all__ = [
+    "PipeSequential",
+    "SequentialStage",
+    "as_sequential",
+    "check_plain",
+    "check_unhooked",
+    "split",
+    "stage_parts",
+]
 
 
 class PipeSequential(nn.Sequential):
@@ -139,7 +147,30 @@ def as_sequential(model: nn.Module | Sequence[nn.Module]) -> nn.Sequential:
         )
     if not len(sequence):
         raise OptionError("model has no layers; give at least one a stage")
+    check_plain(sequence, "the model")
     return sequence
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def check_plain(sequence: nn.Sequential, what: str) -> None:
+    """Raise ``OptionError`` if ``sequence``, whose layers stages call, does more than to call them."""
+    if type(sequence).forward not in (nn.Sequential.forward, PipeSequential.forward):
+        raise OptionError(
+            f"{what} is a {type(sequence).__name__}, an nn.Sequential with a forward of its own, which no stage would "
+            "call; make it a layer of an nn.Sequential, or cut it with asyncpipe.trace"
+        )
+    check_unhooked(sequence, what)
+
+
+def check_unhooked(sequence: nn.Sequential, what: str) -> None:
+    """Raise ``OptionError`` if ``sequence``, whose layers stages call, has hooks of its own."""
+    if any(getattr(sequence, hooks) for hooks in _HOOKS):
+        raise OptionError(
+            f"{what} is an nn.Sequential with hooks of its own, which no stage would call, since stages call its "
+            "layers; register them on its layers"
+        )
 
 
 def split(model: nn.Sequential, balance: str | Sequence[int], stages: int) -> list[nn.Sequential]:

@@ -254,6 +254,18 @@ def test_torch_checkpoint_inside(reentrant: bool) -> None:
     assert len(runs) == (2 if reentrant else 3), "the forward, and once for each half"
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own, while it compiles
+def test_a_compiled_part_beside_others() -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4), nn.Sigmoid())
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    part = torch.compile(inner, backend="aot_eager")
+    check(
+        lambda x: last(part(first(x))),
+        [torch.randn(2, 4, requires_grad=True)],
+        [*first.parameters(), *inner.parameters(), *last.parameters()],
+    )
+
+
 def test_a_backward_that_cannot_be_split_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     _tell_once.cache_clear()  # private: the process has told it already if another test came first
     layer = nn.Linear(4, 4)

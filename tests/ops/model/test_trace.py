@@ -6,6 +6,7 @@ import functools
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
 from torch.nn import functional
 
+from asyncpipe import Pipeline
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import CALLER, StagedModel
 from asyncpipe.ops.model.trace.trace import trace
@@ -218,6 +220,32 @@ def test_nested_arguments_and_outputs(check: Check) -> None:
     batch = {"name": "a", "x": given.args[0]["x"]}
     swapped = Arguments.of(batch, *given.args[1:], bias=given.kwargs["bias"], scale=2.0, z=given.kwargs["z"])
     check(model, staged, swapped)
+
+
+@dataclass
+class Made:
+    x: Tensor
+    more: list[Any]
+
+
+class Making(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Made:
+        y = self.a(x)
+        return Made(self.b(y), [y, "text"])
+
+
+def test_a_dataclass_is_returned_with_the_values_of_the_call() -> None:
+    model, x = Making().double(), torch.randn(4, 3).double()
+    staged = trace(model, Arguments.of(torch.randn(2, 3).double()), ["b"])
+    with Pipeline(staged, ["cpu:0", "cpu:1"], microbatches=2).sync() as pipe:
+        output = pipe(x)
+    assert isinstance(output, Made)
+    torch.testing.assert_close(output.x, model(x).x)
+    torch.testing.assert_close(output.more[0], model(x).more[0])
 
 
 def test_the_same_tensor_twice_in_the_example(check: Check) -> None:

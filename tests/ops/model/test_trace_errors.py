@@ -111,6 +111,12 @@ class Branching(nn.Module):
         return x if x.sum() > 0 else -x
 
 
+class Vectorized(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.func.vmap(torch.sin)(x)
+        return result
+
+
 @pytest.mark.parametrize(
     ("model", "arguments", "told"),
     [
@@ -119,6 +125,7 @@ class Branching(nn.Module):
         (Chain, Arguments.of(3), "the example has no tensor"),
         (Branching, Arguments.of(torch.ones(2)), "Branching cannot be traced in train mode: GuardOnDataDependent"),
         (Replacing, Arguments.of(torch.ones(2, 3)), "replaces the buffer 'mean' by another tensor"),
+        (Vectorized, Arguments.of(torch.ones(2, 3)), "a transform of torch.func"),
         (
             lambda: convert_deferred_batch_norm(nn.Sequential(nn.BatchNorm1d(3))),
             Arguments.of(torch.ones(2, 3)),
@@ -247,4 +254,19 @@ def test_checkpoints_are_refused(reentrant: bool) -> None:
     assert str(raised.value) == (
         "submodule '1' calls torch.utils.checkpoint, which a trace would drop; switch that off "
         "(gradient_checkpointing_disable() of a Hugging Face model), and give the pipeline checkpoint='always'"
+    )
+
+
+def test_hooks_of_tensors_are_refused() -> None:
+    class Hooked(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            y.register_hook(lambda gradient: 2 * gradient)
+            return self.third(self.second(y))
+
+    with pytest.raises(TraceError) as raised:
+        trace(nn.Sequential(nn.Linear(4, 4), Hooked()), Arguments.of(torch.randn(2, 4)), ["1"])
+    assert str(raised.value) == (
+        "submodule '1' registers a hook on a tensor, which a trace would drop; leave it out, or cut the model by hand "
+        "into a list of stages"
     )

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from asyncpipe.core.predict.balance import even_balance
 from asyncpipe.errors import TraceError
+from asyncpipe.ops.model.nested import flatten, rebuild
 
 __all__ = [
     "ROOT",
@@ -70,13 +70,14 @@ class OutputShape:
     """The nested value that the model returns, with holes where the outputs of the graph go."""
 
     def __init__(self, value: Any, is_hole: Callable[[Any], bool]) -> None:
-        leaves, self._spec = tree_flatten(value)
+        leaves, self._structure = flatten(value, wraps=(torch.SymInt, torch.SymFloat, torch.SymBool), error=TraceError)
         self._leaves = [OutputShape if is_hole(leaf) else leaf for leaf in leaves]
 
     def around(self, outputs: Iterable[Any]) -> Any:
         """The nested value with ``outputs`` in its holes."""
         remaining = iter(outputs)
-        return tree_unflatten([next(remaining) if leaf is OutputShape else leaf for leaf in self._leaves], self._spec)
+        leaves = (next(remaining) if leaf is OutputShape else leaf for leaf in self._leaves)
+        return rebuild(self._structure, leaves)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickled and copied as a nested value, since torch has deprecated other ways to construct a TreeSpec.

@@ -13,14 +13,15 @@ from types import FrameType
 from typing import Any
 
 import torch.utils.checkpoint
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from asyncpipe.errors import TraceError
 
-__all__ = ["RefuseCheckpoints", "refuse_hooks"]
+__all__ = ["RefuseDropped", "refuse_hooks"]
 
 _BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+_TENSOR_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -40,8 +41,8 @@ def refuse_hooks(model: nn.Module) -> None:
             )
 
 
-class RefuseCheckpoints(TorchFunctionMode):
-    """While a model is traced: raises ``TraceError`` for an operation inside ``torch.utils.checkpoint``."""
+class RefuseDropped(TorchFunctionMode):
+    """While a model is traced: raises ``TraceError`` for a hook on a tensor and for ``torch.utils.checkpoint``."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -54,6 +55,12 @@ class RefuseCheckpoints(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func in _TENSOR_HOOKS:
+            where = _named(self._caller(sys._getframe(1)))
+            raise TraceError(
+                f"{where} registers a hook on a tensor, which a trace would drop; leave it out, or cut the model by "
+                "hand into a list of stages"
+            )
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
             frame = frame.f_back

@@ -13,12 +13,16 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from asyncpipe.errors import TraceError
+from asyncpipe.ops.model.nested import leaves_of
 from asyncpipe.ops.model.trace.cut import ROOT, OutputShape, TracedGraph
-from asyncpipe.ops.model.trace.dropped import RefuseCheckpoints
+from asyncpipe.ops.model.trace.dropped import RefuseDropped
 from asyncpipe.ops.model.trace.inputs import TraceInputs
 from asyncpipe.ops.model.trace.overwrites import written_storages
 
 __all__ = ["TraceState", "export_mode"]
+
+_TRANSFORMS = "torch._functorch.predispatch"
+"""Where a trace's calls that begin and end a transform of ``torch.func`` come from."""
 
 
 class TraceState:
@@ -69,16 +73,19 @@ class _Wrapper(nn.Module):
 
     def forward(self, *leaves: Tensor) -> list[Any]:
         before = dict(self.model.named_buffers())
-        with RefuseCheckpoints(self.model):
+        with RefuseDropped(self.model):
             output = self._call(self.model, leaves)
         after = dict(self.model.named_buffers())
         self.seen.replaced = tuple(name for name, buffer in before.items() if after.get(name) is not buffer)
         self.seen.shape = OutputShape(output, _is_traced)
-        return [leaf for leaf in tree_leaves(output) if _is_traced(leaf)]
+        return [leaf for leaf in leaves_of(output, wraps=_NUMBERS) if _is_traced(leaf)]
+
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _is_traced(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
+    return isinstance(leaf, (Tensor, *_NUMBERS))
 
 
 def export_mode(
@@ -98,6 +105,11 @@ def export_mode(
         raise TraceError(
             f"the forward replaces the buffer {wrapper.seen.replaced[0]!r} by another tensor, which a trace does not "
             "keep; change it in place: self.buffer.copy_(...)"
+        )
+    if any(getattr(node.target, "__module__", "") == _TRANSFORMS for node in root.graph.nodes):
+        raise TraceError(
+            "the forward uses a transform of torch.func (vmap, grad, jvp, …), which a trace cannot cut; write it out, "
+            "or cut the model by hand into a list of stages"
         )
     return TracedGraph(
         mode=mode,

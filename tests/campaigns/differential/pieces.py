@@ -1,0 +1,365 @@
+"""The layers that models are made of: by the kind of value that they take and return, then by name.
+
+A tag says what the judge must know: ``draws`` (random numbers), ``detached`` (its gradient is by design not the
+derivative of its output), ``batch`` (needs two samples), ``slow`` (to build), ``float`` (float32 inside), ``reentrant``
+(its input must require a gradient, or torch makes none for its parameters).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from tests.campaigns.differential import layers as own
+from tests.campaigns.differential.layers import CHANNELS, SIDE, TIME, WIDTH
+
+KINDS = ("vector", "sequence", "image")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """How to make a layer, and its tags."""
+
+    make: Callable[[], nn.Module]
+    tags: frozenset[str] = frozenset()
+
+
+def _pieces(table: dict[str, Any]) -> dict[str, Piece]:
+    """``name: make`` or ``name: (make, "tag tag")``."""
+    return {
+        name: Piece(entry[0], frozenset(entry[1].split())) if isinstance(entry, tuple) else Piece(entry)
+        for name, entry in table.items()
+    }
+
+
+def _linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def _traced_script() -> nn.Module:
+    with torch.random.fork_rng():
+        return torch.jit.trace(nn.Sequential(_linear(), nn.Tanh()), torch.randn(2, WIDTH))
+
+
+def _small_net() -> nn.Module:
+    return nn.Sequential(_linear(), nn.GELU(), _linear())
+
+
+def _frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
+
+
+def _old(normalise: Callable[..., Any]) -> Callable[[], nn.Module]:
+    """A layer with one of torch's former normalisations of weights, by hooks."""
+    return lambda: normalise(_linear())
+
+
+ACTIVATIONS = {
+    "ReLU": nn.ReLU,
+    "ReLU in place": lambda: nn.ReLU(inplace=True),
+    "LeakyReLU in place": lambda: nn.LeakyReLU(0.1, inplace=True),
+    "SiLU in place": lambda: nn.SiLU(inplace=True),
+    "ELU in place": lambda: nn.ELU(inplace=True),
+    "Hardtanh in place": lambda: nn.Hardtanh(-1, 1, inplace=True),
+    "Hardswish in place": lambda: nn.Hardswish(inplace=True),
+    "GELU": nn.GELU,
+    "Mish": nn.Mish,
+    "Softplus": nn.Softplus,
+    "Softsign": nn.Softsign,
+    "Tanh": nn.Tanh,
+    "Sigmoid": nn.Sigmoid,
+    "PReLU": nn.PReLU,
+    "Identity": nn.Identity,
+    "Fn": lambda: own.Fn(torch.sin),
+    "view": lambda: own.View("flatten"),
+    "part of a stack": lambda: own.View("part"),
+    "expanded": lambda: own.View("expand"),
+    "strided": lambda: own.View("strided"),
+    "its input": lambda: own.View("same"),
+    "tensor hook": (own.TensorHook, "detached"),
+    "counter": own.Counter,
+    "Python counter": own.PythonCounter,
+    "AlphaDropout": (lambda: nn.AlphaDropout(0.3), "draws"),
+    "Dropout": (lambda: nn.Dropout(0.4), "draws"),
+    "Dropout in place": (lambda: nn.Dropout(0.4, inplace=True), "draws"),
+    "RReLU": (nn.RReLU, "draws detached"),
+}
+"""Fit every kind."""
+
+ON_ROWS = {
+    "Linear": _linear,
+    "Linear without bias": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
+    "frozen Linear": lambda: _frozen(_linear()),
+    "LayerNorm": lambda: nn.LayerNorm(WIDTH),
+    "RMSNorm": lambda: nn.RMSNorm(WIDTH),
+    "Softmax": lambda: nn.Softmax(-1),
+    "LogSoftmax": lambda: nn.LogSoftmax(-1),
+    "GLU": lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GLU()),
+    "small net": _small_net,
+    "residual": lambda: own.Residual(_small_net()),
+    "residual in place": lambda: own.Residual(_linear(), in_place=True),
+    "Bilinear": own.Bilinear,
+    "Experts": own.Experts,
+    "partly used": (own.PartlyUsed, "detached"),
+    "complex": own.Complex,
+    "autograd function": own.Cubed,
+    "inner gradient": own.InnerGradient,
+    "float32 inside": (own.Half, "float"),
+    "Embedding": lambda: own.Bucketed(nn.Embedding(WIDTH + 1, WIDTH)),
+    "Embedding with padding": (lambda: own.Bucketed(nn.Embedding(WIDTH + 1, WIDTH, padding_idx=2)), "detached"),
+    "sparse Embedding": lambda: own.Bucketed(nn.Embedding(WIDTH + 1, WIDTH, sparse=True)),
+    "Embedding of bounded norm": (lambda: own.Bucketed(nn.Embedding(WIDTH + 1, WIDTH, max_norm=1.0)), "detached"),
+    "EmbeddingBag": lambda: own.Bucketed(nn.EmbeddingBag(WIDTH + 1, WIDTH)),
+    "EMA": (own.Ema, "detached"),
+    "EMA replaced": (lambda: own.Ema(in_place=False), "detached"),
+    "centroids": (own.Centroids, "detached"),
+    "memory": (own.Memory, "detached"),
+    "plain state": own.PlainState,
+    "spectral norm": (lambda: parametrizations.spectral_norm(_linear()), "detached"),
+    "spectral norm by hooks": (_old(nn.utils.spectral_norm), "detached"),
+    "weight norm": lambda: parametrizations.weight_norm(_linear()),
+    "orthogonal": lambda: parametrizations.orthogonal(_linear()),
+    "add in place": lambda: own.InPlace("add"),
+    "relu_": lambda: own.InPlace("relu"),
+    "slice in place": lambda: own.InPlace("slice"),
+    "masked in place": lambda: own.InPlace("masked"),
+    "in place on its own": lambda: own.InPlace("own"),
+    "saved tensor hooks": own.SavedTensors,
+    "vmap": own.Vmapped,
+    "checkpoint": lambda: own.Checkpointed(_small_net(), reentrant=False),
+    "reentrant checkpoint": (lambda: own.Checkpointed(_small_net(), reentrant=True), "detached reentrant"),
+    "scripted": lambda: torch.jit.script(nn.Sequential(_linear(), nn.Tanh())),
+    "scripted counter": lambda: torch.jit.script(own.Scriptable()),
+    "traced script": _traced_script,
+    "scripted function": own.ScriptedFunction,
+    "compiled eager": (lambda: torch.compile(_small_net(), backend="eager"), "slow"),
+    "compiled aot_eager": (lambda: torch.compile(_small_net(), backend="aot_eager"), "slow"),
+    "compiled EMA": (lambda: torch.compile(own.Ema(), backend="aot_eager"), "slow detached"),
+    # Draws
+    "scripted dropout": (lambda: own.ScriptedFunction(0.4), "draws"),
+    "scripted Dropout": (lambda: torch.jit.script(nn.Sequential(_linear(), nn.Dropout(0.4))), "draws"),
+    "compiled dropout": (
+        lambda: torch.compile(nn.Sequential(_linear(), nn.Dropout(0.4)), backend="eager"),
+        "slow draws",
+    ),
+    "compiled dropout aot": (
+        lambda: torch.compile(nn.Sequential(_linear(), nn.Dropout(0.4)), backend="aot_eager"),
+        "slow draws",
+    ),
+    "checkpoint of dropout": (
+        lambda: own.Checkpointed(nn.Sequential(_linear(), nn.Dropout(0.4), _linear()), False),
+        "draws",
+    ),
+    "reentrant checkpoint of dropout": (
+        lambda: own.Checkpointed(nn.Sequential(_linear(), nn.Dropout(0.4), _linear()), True),
+        "draws detached reentrant",
+    ),
+    "FeatureAlphaDropout": (lambda: nn.FeatureAlphaDropout(0.3), "draws"),
+    **{
+        f"noise by {how}": (partial(own.Noise, how), "draws")
+        for how in ("randn_like", "rand", "bernoulli", "uniform_", "gumbel", "branch", "multinomial")
+    },
+    "noise by randperm": (partial(own.Noise, "randperm"), "draws"),
+}
+"""Fit vectors and sequences: they work on the last dimension."""
+
+VECTOR = {
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(WIDTH), "batch"),
+    "BatchNorm1d, mean of all": (lambda: nn.BatchNorm1d(WIDTH, momentum=None), "batch"),
+    "BatchNorm1d without statistics": (lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False), "batch"),
+    "BatchNorm1d without weights": (lambda: nn.BatchNorm1d(WIDTH, affine=False), "batch"),
+    "GroupNorm": lambda: nn.GroupNorm(2, WIDTH),
+}
+
+SEQUENCE = {
+    "LSTM": lambda: own.Recurrent(nn.LSTM),
+    "LSTM of two layers": lambda: own.Recurrent(nn.LSTM, num_layers=2),
+    "GRU": lambda: own.Recurrent(nn.GRU),
+    "bidirectional GRU": lambda: own.Recurrent(nn.GRU, bidirectional=True),
+    "RNN": lambda: own.Recurrent(nn.RNN, nonlinearity="relu"),
+    "GRUCell": lambda: own.Unrolled(nn.GRUCell(WIDTH, WIDTH)),
+    "LSTMCell": lambda: own.Unrolled(nn.LSTMCell(WIDTH, WIDTH)),
+    "MultiheadAttention": own.SelfAttention,
+    "MultiheadAttention with bias_kv": lambda: own.SelfAttention(add_bias_kv=True),
+    "causal attention": own.CausalAttention,
+    "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True),
+    "TransformerEncoderLayer, norm first": lambda: nn.TransformerEncoderLayer(
+        WIDTH, 2, 8, dropout=0.0, batch_first=True, norm_first=True, activation="gelu"
+    ),
+    "TransformerDecoderLayer": own.Decoder,
+    "Conv1d": lambda: own.Swapped(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
+    "BatchNorm1d over time": (lambda: own.Swapped(nn.BatchNorm1d(WIDTH)), "batch"),
+    "InstanceNorm1d": lambda: own.Swapped(nn.InstanceNorm1d(WIDTH, affine=True)),
+    "MaxPool1d": lambda: own.Swapped(nn.MaxPool1d(3, 1, 1)),
+    "LSTM with dropout": (lambda: own.Recurrent(nn.LSTM, num_layers=2, dropout=0.4), "draws"),
+    "attention with dropout": (lambda: own.SelfAttention(dropout=0.3), "draws"),
+    "causal attention with dropout": (lambda: own.CausalAttention(0.3), "draws"),
+    "TransformerEncoderLayer with dropout": (
+        lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.2, batch_first=True),
+        "draws",
+    ),
+    "Dropout1d": (lambda: own.Swapped(nn.Dropout1d(0.4)), "draws"),
+}
+
+
+class _ChannelsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.conv(x.contiguous(memory_format=torch.channels_last))
+        return y.contiguous(memory_format=torch.channels_last)
+
+
+def _conv(**options: Any) -> nn.Module:
+    return nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, **options)
+
+
+def _residual_block() -> nn.Module:
+    norm, relu = nn.BatchNorm2d(CHANNELS), nn.ReLU(inplace=True)
+    return own.Residual(nn.Sequential(_conv(bias=False), norm, relu, _conv()))
+
+
+IMAGE = {
+    "Conv2d": _conv,
+    "Conv2d channels_last": lambda: _conv().to(memory_format=torch.channels_last),
+    "to channels_last": _ChannelsLast,
+    "depthwise Conv2d": lambda: _conv(groups=CHANNELS),
+    "dilated Conv2d": lambda: nn.Conv2d(CHANNELS, CHANNELS, 3, padding=2, dilation=2),
+    "circular Conv2d": lambda: _conv(padding_mode="circular"),
+    "ConvTranspose2d": lambda: nn.ConvTranspose2d(CHANNELS, CHANNELS, 3, padding=1),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(CHANNELS), "batch"),
+    "GroupNorm": lambda: nn.GroupNorm(2, CHANNELS),
+    "InstanceNorm2d": lambda: nn.InstanceNorm2d(CHANNELS, affine=True),
+    "InstanceNorm2d with statistics": lambda: nn.InstanceNorm2d(CHANNELS, affine=True, track_running_stats=True),
+    "LocalResponseNorm": lambda: nn.LocalResponseNorm(2),
+    "LayerNorm on channels": lambda: own.Last(nn.LayerNorm(CHANNELS)),
+    "MaxPool2d": lambda: nn.MaxPool2d(3, 1, 1),
+    "AvgPool2d": lambda: nn.AvgPool2d(3, 1, 1),
+    "down and up": lambda: nn.Sequential(nn.AvgPool2d(2), nn.Upsample(scale_factor=2, mode="bilinear")),
+    "PixelShuffle": lambda: nn.Sequential(_conv(), nn.PixelShuffle(2), nn.PixelUnshuffle(2)),
+    "ChannelShuffle": lambda: nn.ChannelShuffle(2),
+    "spectral norm of Conv2d": (lambda: parametrizations.spectral_norm(_conv()), "detached"),
+    "weight norm of Conv2d": lambda: parametrizations.weight_norm(_conv()),
+    "scripted Conv2d": lambda: torch.jit.script(_conv()),
+    "block": (_residual_block, "batch"),
+    "checkpoint of a block": (
+        lambda: own.Checkpointed(nn.Sequential(_conv(), nn.GroupNorm(2, CHANNELS), nn.ReLU(inplace=True)), False),
+        "",
+    ),
+    "reentrant checkpoint of Conv2d": (
+        lambda: own.Checkpointed(nn.Sequential(_conv(), nn.GELU()), True),
+        "detached reentrant",
+    ),
+    "compiled Conv2d": (lambda: torch.compile(nn.Sequential(_conv(), nn.GELU()), backend="aot_eager"), "slow"),
+    "Dropout2d": (lambda: nn.Dropout2d(0.4), "draws"),
+    "Dropout2d in place": (lambda: nn.Dropout2d(0.4, inplace=True), "draws"),
+}
+
+
+def _torchvision() -> dict[str, dict[str, Any]]:
+    from torchvision import ops
+    from torchvision.models import convnext, mobilenetv2, resnet, vision_transformer
+
+    return {
+        "image": {
+            "torchvision BasicBlock": (lambda: resnet.BasicBlock(CHANNELS, CHANNELS), "batch"),
+            "torchvision Bottleneck": (lambda: resnet.Bottleneck(CHANNELS, 1), "batch"),
+            "torchvision InvertedResidual": (lambda: mobilenetv2.InvertedResidual(CHANNELS, CHANNELS, 1, 2), "batch"),
+            "torchvision SqueezeExcitation": lambda: ops.SqueezeExcitation(CHANNELS, 2),
+            "torchvision FrozenBatchNorm2d": lambda: ops.FrozenBatchNorm2d(CHANNELS),
+            "torchvision Conv2dNormActivation": (lambda: ops.Conv2dNormActivation(CHANNELS, CHANNELS), "batch"),
+            "torchvision StochasticDepth": (lambda: ops.StochasticDepth(0.5, "row"), "draws"),
+            "torchvision DropBlock2d": (lambda: ops.DropBlock2d(0.3, 3), "draws"),
+            "torchvision CNBlock": (lambda: convnext.CNBlock(CHANNELS, 1e-2, 0.5), "draws"),
+        },
+        "sequence": {
+            "torchvision EncoderBlock": lambda: vision_transformer.EncoderBlock(2, WIDTH, 8, 0.0, 0.0),
+            "torchvision MLP": lambda: ops.MLP(WIDTH, [8, WIDTH], inplace=True),
+            "torchvision MLP with dropout": (lambda: ops.MLP(WIDTH, [8, WIDTH], dropout=0.4), "draws"),
+        },
+    }
+
+
+def _transformers() -> dict[str, dict[str, Any]]:
+    import transformers
+    from transformers.models.bert.modeling_bert import BertLayer
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+    from transformers.models.vit.modeling_vit import ViTLayer
+
+    def bert(dropout: float) -> nn.Module:
+        config = transformers.BertConfig(
+            hidden_size=WIDTH,
+            num_attention_heads=2,
+            intermediate_size=8,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+            attn_implementation="sdpa",
+        )
+        return own.First(BertLayer(config))
+
+    def gpt2(dropout: float, attention: str = "eager") -> nn.Module:
+        config = transformers.GPT2Config(
+            n_embd=WIDTH,
+            n_head=2,
+            n_inner=8,
+            resid_pdrop=dropout,
+            attn_pdrop=dropout,
+            attn_implementation=attention,
+        )
+        return own.First(GPT2Block(config, layer_idx=0))
+
+    def vit() -> nn.Module:
+        config = transformers.ViTConfig(
+            hidden_size=WIDTH, num_attention_heads=2, intermediate_size=8, attn_implementation="sdpa"
+        )
+        return own.First(ViTLayer(config))
+
+    llama = transformers.LlamaConfig(hidden_size=WIDTH, intermediate_size=8, num_attention_heads=2)
+    return {
+        "sequence": {
+            "transformers BertLayer": lambda: bert(0.0),
+            "transformers BertLayer with dropout": (lambda: bert(0.3), "draws"),
+            "transformers GPT2Block": lambda: gpt2(0.0),
+            "transformers GPT2Block with dropout": (lambda: gpt2(0.3, "sdpa"), "draws"),
+            "transformers ViTLayer": vit,
+            "transformers LlamaMLP": lambda: LlamaMLP(llama),
+            "transformers LlamaRMSNorm": (lambda: LlamaRMSNorm(WIDTH), "float"),
+        }
+    }
+
+
+def _all() -> tuple[dict[str, dict[str, Piece]], dict[str, str]]:
+    tables = {
+        "vector": {**ACTIVATIONS, **ON_ROWS, **VECTOR},
+        "sequence": {**ACTIVATIONS, **ON_ROWS, **SEQUENCE},
+        "image": {**ACTIVATIONS, **IMAGE},
+    }
+    left_out = {}
+    for library, load in (("torchvision", _torchvision), ("transformers", _transformers)):
+        if find_spec(library) is None:
+            left_out[library] = "is not installed"
+            continue
+        try:
+            more = load()
+        except Exception as error:  # noqa: BLE001 - whatever a broken installation raises
+            left_out[library] = f"cannot be imported: {type(error).__name__}: {error}"
+            continue
+        for kind, table in more.items():
+            tables[kind].update(table)
+    return {kind: _pieces(table) for kind, table in tables.items()}, left_out
+
+
+PIECES, LEFT_OUT = _all()
+"""The pieces of every kind, and for each library that is not there, why."""
+
+TO_VECTOR = {"sequence": TIME * WIDTH, "image": CHANNELS * SIDE * SIDE}

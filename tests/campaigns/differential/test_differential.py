@@ -1,0 +1,87 @@
+"""The short form of the differential campaign, and that it sees what it is to see."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from asyncpipe.ops.execute import compute
+from asyncpipe.ops.model import buffers, microbatch
+from asyncpipe.pipeline import step
+from tests.campaigns.differential.campaign import report, run_campaign
+from tests.campaigns.differential.cases import Case, Item, build, draw
+from tests.campaigns.differential.judge import judge
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Pieces that torch has deprecated are what the campaign is for.
+
+SIMPLE = Case(
+    seed=1,
+    kind="vector",
+    items=(Item("Linear"), Item("Tanh"), Item("counter"), Item("Linear without bias")),
+    output="",
+    cuts=(0.5,),
+    devices=2,
+    schedule="1f1b",
+    checkpoint="always",
+    microbatches=3,
+    samples=7,
+    face="sync step",
+    steps=("train", "eval", "train"),
+    loss="mean",
+)
+
+
+@pytest.mark.timeout(240)
+def test_random_models_are_right_or_refused():
+    told: list[str] = []
+    campaign = run_campaign(7, 24, minutes=3, processes=2, deadline=60, tell=told.append)
+    assert not campaign.findings, report(campaign)
+    assert campaign.outcomes["right"] > 12, report(campaign)
+    assert sum(campaign.outcomes.values()) == 24
+
+
+def test_a_case_is_the_same_whenever_it_is_drawn():
+    for seed in range(300):
+        case = draw(seed)
+        assert Case.from_json(case.to_json()) == draw(seed) == case
+        first, again = build(case)[0], build(case)[0]
+        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+
+
+def test_a_simple_case_is_right():
+    assert judge(SIMPLE).outcome == "right"
+
+
+def test_swapped_microbatches_are_seen(monkeypatch):
+    def swapped(*args, **kwargs):
+        made = microbatch.cut(*args, **kwargs)
+        made.pieces[1:3] = made.pieces[2], made.pieces[1]
+        return made
+
+    monkeypatch.setattr(step, "cut", swapped)
+    verdict = judge(SIMPLE)
+    assert verdict.outcome == "wrong"
+    assert "output of step 0" in verdict.text
+
+
+def test_a_lost_gradient_is_seen(monkeypatch):
+    backward = compute.StageCompute.backward
+
+    def forgetful(self, task):
+        backward(self, task)
+        if task.stage == 0 and task.microbatch == 1:
+            self.stages[0].module.layers[0].bias.grad = None
+
+    monkeypatch.setattr(compute.StageCompute, "backward", forgetful)
+    verdict = judge(SIMPLE)
+    assert verdict.outcome == "wrong"
+    assert "gradient of step 0: 0.bias" in verdict.text
+
+
+def test_a_buffer_that_is_changed_again_is_seen(monkeypatch):
+    monkeypatch.setattr(buffers.StageBuffers, "during", lambda *_: nullcontext())
+    verdict = judge(SIMPLE)
+    assert verdict.outcome == "wrong"
+    assert "buffer: " in verdict.text
