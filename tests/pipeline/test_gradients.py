@@ -222,3 +222,17 @@ def test_what_a_recomputed_stage_sends_counts_as_requiring_a_gradient(mode):
     ).sync() as pipe:
         pipe.step(torch.randn(4, 6), torch.randn(4, 6))
     assert len(called) == {"always": 2, "except_last": 1, "never": 0}[mode]
+
+
+class AsksForGraph(nn.Module):
+    def forward(self, x):
+        return 2 * x if x.requires_grad else x
+
+
+@pytest.mark.parametrize(("mode", "factor"), [("always", 1), ("never", 2)])
+def test_the_first_run_of_a_recomputed_forward_has_no_graph(mode, factor):
+    """A limit: a layer that asks whether its input requires a gradient gets another answer."""
+    model = nn.Sequential(nn.Linear(2, 2), AsksForGraph())
+    x = torch.randn(2, 2)
+    with Pipeline(model, ["cpu:0"], microbatches=1, checkpoint=mode).sync() as pipe:
+        torch.testing.assert_close(pipe(x), factor * model[0](x))
