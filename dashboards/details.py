@@ -117,7 +117,7 @@ def steps() -> tuple[Band, ...]:
 
 
 def devices() -> tuple[Band, ...]:
-    """Copies, memory, and the threads that drive the devices."""
+    """Copies, memory, streams, and the threads that drive the devices."""
     way = "job, src, dst"
     bytes_copied = PanelOptions(
         title="Copies",
@@ -142,7 +142,7 @@ def devices() -> tuple[Band, ...]:
                 (lines(busy, Query(total(way, rate("copy_seconds_total")), name), beside=True), 12),
             ),
         ),
-        Band(8, ((_memory(), 12), (_executors(), 12))),
+        Band(8, ((_memory(), 12), (_streams(), 4), (_executors(), 8))),
     )
 
 
@@ -160,6 +160,17 @@ def _memory() -> Panel:
         for metric, called in (("allocated", "in use"), ("peak", "peak"), ("limit", "limit"))
     ]
     return lines(options, *queries, beside=True)
+
+
+def _streams() -> Panel:
+    options = PanelOptions(
+        title="Streams",
+        about="Streams of physical devices that the process uses, in all its jobs; none of a CPU. If there are more "
+        "than hardware queues (`CUDA_DEVICE_MAX_CONNECTIONS`, 8 unless set), some streams wait for one another.",
+        unit="none",
+        decimals=0,
+    )
+    return lines(options, Query(f"max by (device) ({series('streams')})", "{{device}}"), held=True)
 
 
 def _executors() -> Panel:

@@ -44,8 +44,8 @@ SERVED: dict[str, tuple[str, ...]] = {
     **OF_SERVICE,
 }
 """Every series that asyncpipe serves, without its prefix, and its labels besides the job."""
-PHYSICAL = "memory_"
-"""The prefix of metrics whose label ``device`` is a physical device; the variable ``$device`` has logical ones."""
+PHYSICAL = ("memory_", "streams")
+"""How metrics begin whose label ``device`` is a physical device; the variable ``$device`` has logical ones."""
 
 
 def series(metric: str, *matchers: str) -> str:

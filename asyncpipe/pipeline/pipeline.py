@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from asyncpipe.core.engine.events import Observer
+from asyncpipe.core.engine.events import Observer, StepNotes
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.schedules.protocol import Schedule
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.ops.device.devices import resolve_devices
+from asyncpipe.ops.device.lent_streams import lent_streams
 from asyncpipe.ops.device.memory import device_memory
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import StagedModel
@@ -58,8 +60,7 @@ class Pipeline(ModelProxy):
         self._arguments = arguments
         super().__init__(build(arguments.model, self.devices, arguments))
         physical = {device.physical for device in self.devices}
-        memory = lambda: {str(device): device_memory(device) for device in physical}  # noqa: E731 - nothing of self
-        tenant = Tenant(arguments.share or Share(), Observers(arguments.observers, memory))
+        tenant = Tenant(arguments.share or Share(), Observers(arguments.observers, partial(_note_devices, physical)))
         self._tenancy = Tenancy(pool, self.devices, tenant, own=arguments.pool is None)
 
     # Steps
@@ -182,3 +183,9 @@ class Pipeline(ModelProxy):
     def observers(self) -> list[Observer]:
         """The observers. The list may be changed at any time."""
         return self._tenancy.tenant.observers.shown
+
+
+def _note_devices(devices: Collection[torch.device], notes: StepNotes) -> None:
+    """Add to the ``notes`` of a step what this process has of the physical ``devices`` at its end."""
+    notes.memory = {str(device): device_memory(device) for device in devices}
+    notes.streams = {str(device): lent_streams(device) for device in devices}

@@ -289,7 +289,7 @@ class Driver:
         notes = execution.notes
         # All wake-ups since the last step that ended.
         notes.wakeups, self._wakeups = self._wakeups, []
-        notes.memory = observers.read_memory()
+        observers.note_devices(notes)
         record = replace(self.scheduler.take_record(execution.number), notes=notes)
         del self._executions[execution.number]
         _resolve(execution.done, (end, record))

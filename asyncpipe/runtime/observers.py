@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from threading import Thread
 
-from asyncpipe.core.engine.events import DeviceMemory, FailureCounter, Observer, StepRecord
+from asyncpipe.core.engine.events import FailureCounter, Observer, StepNotes, StepRecord
 
 __all__ = ["Observers"]
 
@@ -42,17 +42,18 @@ class Observers:
     """The observers of one pipeline. Used on the driver's loop; ``close`` and ``join`` from any thread."""
 
     def __init__(
-        self, observers: Iterable[Observer] = (), memory: Callable[[], dict[str, DeviceMemory]] = dict
+        self, observers: Iterable[Observer] = (), note_devices: Callable[[StepNotes], None] = lambda notes: None
     ) -> None:
-        """``memory`` reads the memory of the physical devices."""
+        """``note_devices`` notes what the physical devices hold at the end of a step."""
         self.shown = list(observers)
         """The observers that get records. The list may be changed at any time."""
-        self._memory = memory
+        self._note_devices = note_devices
         self._threads: dict[int, _ObserverThread] = {}
 
-    def read_memory(self) -> dict[str, DeviceMemory]:
-        """The memory of the physical devices, if there is an observer to show it to."""
-        return self._memory() if self.shown else {}
+    def note_devices(self, notes: StepNotes) -> None:
+        """Add what the physical devices hold to ``notes``, if there is an observer to show them to."""
+        if self.shown:
+            self._note_devices(notes)
 
     def show(self, record: StepRecord) -> None:
         """Call every observer with ``record``. An observer that raises an ``Exception`` is removed."""

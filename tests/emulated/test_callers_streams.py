@@ -6,6 +6,8 @@ from itertools import product
 import pytest
 import torch
 
+from asyncpipe.observe.metrics import PipelineCollector
+from asyncpipe.ops.device.lent_streams import lent_streams
 from tests.emulated import device as emu
 from tests.emulated.helpers import OnBackward, X, layers, piped, squares, take_gradients, worst
 
@@ -69,6 +71,18 @@ def test_each_parameters_node_is_made_on_the_stream_of_its_lane(streams, checkpo
         assert made == [streams["first"], *[lane for lane in lanes for _ in range(4)]]
         assert output.requires_grad
         del output, model
+
+
+def test_a_gauge_tells_how_many_streams_are_used():
+    """By all objects of the process; a CPU has none."""
+    collector = PipelineCollector("a")
+    with piped(layers(), [*TWO, "cpu"], balance=[1, 1, 2], observers=[collector]) as pipe:
+        pipe.step(X)
+        own = {stream.stream for stream in pipe._parts.resources.streams.values() if hasattr(stream, "stream")}
+        used = lent_streams(torch.device("emu", 0))
+    (gauge,) = [family.samples for family in collector.collect() if family.name == "asyncpipe_streams"]
+    assert {sample.labels["device"]: sample.value for sample in gauge} == {"emu:0": used, "cpu": 0}
+    assert used >= len(own) >= 2
 
 
 def test_backwards_of_stages_run_on_the_threads_of_their_devices():

@@ -310,20 +310,15 @@ async def test_the_driver_notes_how_late_the_loop_was_and_how_long_it_took() -> 
     assert records[0].notes.wakeups is not records[1].notes.wakeups
 
 
-async def test_the_driver_surveys_memory_only_for_observers() -> None:
-    surveys = 0
-
-    def survey() -> dict[str, object]:
-        nonlocal surveys
-        surveys += 1
-        return {}
+async def test_devices_are_noted_only_for_observers() -> None:
+    noted = []
 
     driver = Driver({"dev:0": ThreadExecutor("dev:0")})
     driver.open()
     for observers in ([], [Keeper()]):
-        tenant = Tenant(observers=Observers(observers, survey))  # type: ignore[arg-type]
+        tenant = Tenant(observers=Observers(observers, noted.append))
         execution = await driver.run(GRAPH, lambda task: lambda: None, tenant=tenant)
         await execution.completed()
     driver.close()
     driver.join()
-    assert surveys == 1
+    assert len(noted) == 1

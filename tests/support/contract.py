@@ -50,6 +50,7 @@ CONTRACT = {
     "memory_allocated_bytes": ("device",),
     "memory_peak_bytes": ("device",),
     "memory_limit_bytes": ("device",),
+    "streams": ("device",),
     "last_step_timestamp_seconds": (),
     "last_snapshot_timestamp_seconds": (),
     "build_info": ("version",),

@@ -171,6 +171,8 @@ class StepNotes:
     """Bytes that each copy task brought, by the task's number."""
     memory: dict[str, DeviceMemory] = field(default_factory=dict)
     """Of each physical device that the step used, at its end."""
+    streams: dict[str, int] = field(default_factory=dict)
+    """How many streams of each of them this process uses; none of a CPU."""
     samples: list[tuple[float, str, int]] = field(default_factory=list)
     """(time, device, bytes allocated on it) after each task, where the pipeline was asked to sample memory."""
     wakeups: list[tuple[float, float]] = field(default_factory=list)

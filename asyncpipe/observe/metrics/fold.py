@@ -175,6 +175,8 @@ def _set_gauges(change: Totals, steps: Sequence[StepArrays], arrays: GraphArrays
                 (device,): float(getattr(memory, name)) for device, memory in step.memory.items()
             }
             change.set(f"memory_{name}_bytes", found, step.at)
+        if step.streams:
+            change.set("streams", {(device,): float(count) for device, count in step.streams.items()}, step.at)
     whole = [row for row, step in enumerate(steps) if step.outcome is Outcome.OK]
     row = max(whole, key=lambda row: steps[row].at, default=None)
     if row is None:

@@ -58,6 +58,10 @@ GAUGES: dict[str, tuple[str, Labels]] = {
     "memory_allocated_bytes": ("Bytes of a physical device in use by this process after the last step.", ("device",)),
     "memory_peak_bytes": ("Most bytes of a physical device that this process ever used.", ("device",)),
     "memory_limit_bytes": ("Bytes of a physical device that this process may use.", ("device",)),
+    "streams": (
+        "Streams of a physical device that this process used after the last step, in all its jobs; 0 for the CPU.",
+        ("device",),
+    ),
     "last_step_timestamp_seconds": ("Unix time at which the last step ended.", ()),
     "last_snapshot_timestamp_seconds": ("Unix time at which the last snapshot was taken.", ()),
 }

@@ -66,7 +66,7 @@ class StepArrays:
         self.copied_bytes = np.fromiter(notes.copied.values(), np.float64, len(notes.copied))
         self.wakeups = np.fromiter(chain.from_iterable(notes.wakeups), np.float64).reshape(-1, 2)
         """(seconds that the loop was late, seconds that the scheduler took) for each wake-up."""
-        self.memory = notes.memory
+        self.memory, self.streams = notes.memory, notes.streams
 
 
 def _floats(values: list[float]) -> Floats:

@@ -130,11 +130,13 @@ def test_what_a_step_noted_beside_its_journal(registry: CollectorRegistry, colle
     notes = StepNotes(
         copied=dict.fromkeys(copies, 1000),
         memory={"cpu": DeviceMemory(10, 20, 30)},
+        streams={"cuda:0": 9},
         wakeups=[(0.25, 0.001), (0.5, 0.002)],
     )
     collector.step_completed(replace(simulate(graph), notes=notes))
     assert value(registry, "copy_bytes_total", src="dev:0", dst="dev:1") == 4000
     assert [value(registry, f"memory_{name}_bytes", device="cpu") for name in DeviceMemory._fields] == [10, 20, 30]
+    assert value(registry, "streams", device="cuda:0") == 9
     assert value(registry, "scheduler_loop_lag_seconds_sum") == 0.75
     assert value(registry, "scheduler_loop_lag_seconds_bucket", le="0.25") == 1
     assert value(registry, "scheduler_dispatch_seconds_count") == 2
@@ -191,7 +193,7 @@ def test_a_scrape_over_http_can_be_parsed(registry: CollectorRegistry, collector
 def test_promtool_finds_nothing_to_say_about_the_exposition(
     registry: CollectorRegistry, collector: PipelineCollector
 ) -> None:
-    notes = StepNotes(memory={"cpu": DeviceMemory(1, 2, 3)}, wakeups=[(0.1, 0.2)])
+    notes = StepNotes(memory={"cpu": DeviceMemory(1, 2, 3)}, streams={"cuda:0": 9}, wakeups=[(0.1, 0.2)])
     collector.step_completed(replace(simulate(lowered("1f1b", checkpoint="always"), Costs(copy=0.5)), notes=notes))
     collector.training_step(1.5, 8, 64, 0.5)
     collector.snapshot_taken(0.5, 1.0)

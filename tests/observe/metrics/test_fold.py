@@ -178,6 +178,8 @@ def notes(found: Reference, noted: StepNotes) -> None:
         found.values["scheduler_dispatch_seconds", ()].append(took)
     for name in DeviceMemory._fields if noted.memory else ():
         found.gauges[f"memory_{name}_bytes"] = {(d,): getattr(memory, name) for d, memory in noted.memory.items()}
+    if noted.streams:
+        found.gauges["streams"] = {(device,): count for device, count in noted.streams.items()}
 
 
 def assert_same(totals: Totals, wanted: Reference) -> None:
@@ -250,6 +252,7 @@ def notes_of(graph: TaskGraph, random: np.random.Generator) -> StepNotes:
     return StepNotes(
         copied={number: int(random.integers(0, 1 << 40)) for number in copies},
         memory={"cpu": memory} if random.random() < 0.7 else {},
+        streams={"cuda:0": int(random.integers(1, 99))} if random.random() < 0.5 else {},
         wakeups=[(float(late), float(took)) for late, took in random.exponential(1e-4, (int(random.integers(4)), 2))],
     )
 
