@@ -11,6 +11,7 @@ from shapes import ALL
 from torch import nn
 
 from asyncpipe import Pipeline
+from asyncpipe.errors import RecomputeError, TaskError
 from asyncpipe.testing import InlineExecutor
 
 pytestmark = pytest.mark.one_loop
@@ -229,10 +230,33 @@ class AsksForGraph(nn.Module):
         return 2 * x if x.requires_grad else x
 
 
-@pytest.mark.parametrize(("mode", "factor"), [("always", 1), ("never", 2)])
-def test_the_first_run_of_a_recomputed_forward_has_no_graph(mode, factor):
-    """A limit: a layer that asks whether its input requires a gradient gets another answer."""
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.calls * x
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last"])
+@pytest.mark.parametrize("layer", [AsksForGraph, Counts])
+def test_a_recomputation_that_computes_other_values_is_refused(layer, mode):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), layer())
+    with Pipeline(
+        model, ["cpu:0", "cpu:1"], balance=[1, 2], microbatches=2, checkpoint=mode, loss_fn=mse
+    ).sync() as pipe:
+        with pytest.raises(TaskError, match="stage 1 computed other values when it was recomputed") as raised:
+            pipe.step(torch.randn(2, 2), torch.randn(2, 2))
+        assert isinstance(raised.value.__cause__, RecomputeError)
+        with pytest.raises(TaskError, match="stage 1 computed other values when it was recomputed"):
+            pipe(torch.randn(2, 2)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_layer_may_ask_for_the_graph_where_nothing_is_recomputed():
     model = nn.Sequential(nn.Linear(2, 2), AsksForGraph())
     x = torch.randn(2, 2)
-    with Pipeline(model, ["cpu:0"], microbatches=1, checkpoint=mode).sync() as pipe:
-        torch.testing.assert_close(pipe(x), factor * model[0](x))
+    with Pipeline(model, ["cpu:0"], microbatches=1, checkpoint="never").sync() as pipe:
+        torch.testing.assert_close(pipe(x), 2 * model[0](x))

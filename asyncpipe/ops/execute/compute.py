@@ -65,6 +65,8 @@ class _StageRun:
     """The same of what it sends, by user."""
     drawn: list[Tensor] = field(default_factory=list)
     """What a first run drew, which a recomputation must draw again."""
+    computed: Sequence[Tensor | None] = ()
+    """A sample of what it sent, which must come out again."""
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the stage sends.
@@ -96,6 +98,10 @@ class _StageRun:
             elif is_recomputing():
                 check_repeated(stage.index, self.drawn, random.drawn())
         flat = [tensor for packet in self.packets.values() for tensor in packet.tensors]
+        if is_checkpointing():
+            self.computed = stage.outputs.sample(self.microbatch, flat)
+        elif is_recomputing():
+            stage.outputs.compare(self.computed, flat)
         if (len(flat) > 1 or self.readers) and CALLER not in self.packets and not is_recomputing():
             sent = {user: packet.tensors for user, packet in self.packets.items()}
             self.next_readers = shared_readers(sent, given, self.readers)

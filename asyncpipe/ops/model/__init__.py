@@ -7,7 +7,7 @@ Imports ``asyncpipe.core``, ``asyncpipe.ops.device``, ``asyncpipe.ops.autograd``
 - ``ties``: places stages on devices, with replicas of parameters that stages on several devices share;
 - ``skips`` and ``skip_layout``: tensors that a layer passes to a later layer, and between which stages they travel;
 - ``buffers``: what a recomputation reads of the buffers that forwards change; ``parameter_watch`` refuses forwards that
-  change parameters;
+  change parameters, ``output_watch`` recomputations that compute other values;
 - ``batchnorm``: batch norms that update their running statistics once a mini-batch;
 - ``measure_layers``: time and memory of each layer, to balance stages by; ``byte_recorder``: bytes of each layer while
   a pipeline runs.

@@ -22,6 +22,7 @@ from asyncpipe.errors import BalanceError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.model.buffers import StageBuffers
 from asyncpipe.ops.model.microbatch import Arguments
+from asyncpipe.ops.model.output_watch import OutputWatch
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
 
 __all__ = ["CALLER", "Stage", "StageModule", "StagedModel"]
@@ -84,3 +85,4 @@ class Stage:
     device: Device
     buffers: StageBuffers
     parameters: ParameterWatch
+    outputs: OutputWatch

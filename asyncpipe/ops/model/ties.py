@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from asyncpipe.errors import SharedParameterError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.model.buffers import StageBuffers, shared_buffers
+from asyncpipe.ops.model.output_watch import OutputWatch
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
 from asyncpipe.ops.model.stage import Stage, StagedModel, StageModule
 
@@ -195,7 +196,14 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
         cast(StageModule, ties.shadow(stage, slots, {})) for stage, slots in zip(model.stages, replaced, strict=True)
     ]
     return [
-        Stage(index, module, devices[device], StageBuffers(index, module, shared[index]), ParameterWatch(index, module))
+        Stage(
+            index,
+            module,
+            devices[device],
+            StageBuffers(index, module, shared[index]),
+            ParameterWatch(index, module),
+            OutputWatch(index),
+        )
         for index, (module, device) in enumerate(zip(modules, placement, strict=True))
     ], ties
 
