@@ -146,4 +146,4 @@ def _deferred(model: nn.Module, case: Case, training: bool) -> Iterator[None]:
         for name, buffer in norm.named_buffers():
             buffer.copy_(kept[norm][name])
         with torch.no_grad():
-            norm(torch.cat(gathered[norm]))
+            norm.forward(torch.cat(gathered[norm]))  # The hooks of the case have run.
