@@ -184,6 +184,11 @@ def _end_threads(process: Process, driver: Driver, portal: Portal | None) -> Non
             portal.close()
 
 
+def _leave(driver: Driver, tenant: Tenant) -> None:
+    driver.leave(tenant)
+    tenant.observers.close()
+
+
 class Tenancy:
     """A pipeline's use of a pool: opened once and closed once, together with the pool if the pipeline owns it."""
 
@@ -292,7 +297,7 @@ class Tenancy:
                 await self.pool.aclose()
             raise
         # Runs when the pipeline is closed, or garbage collected without being closed, or when the interpreter exits.
-        self._finalizer = weakref.finalize(self, self.tenant.observers.close)
+        self._finalizer = weakref.finalize(self, _leave, self.pool.driver, self.tenant)
 
     def _shut(self) -> None:
         assert self._finalizer is not None

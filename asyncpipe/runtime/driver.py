@@ -69,6 +69,8 @@ class Driver:
         """In which events are handled. That of the thread that posts one would mark observers as inside a task."""
         self._alarm: asyncio.TimerHandle | None = None
         """Asks the scheduler again at ``wake_at``, if no event comes before."""
+        self._nobody = Tenant()
+        """Whose steps are that nobody is named for."""
         self._executions: dict[int, Execution] = {}
         self._steps = 0
         self._draining = False
@@ -117,7 +119,7 @@ class Driver:
         cases running tasks have ended, and queued ones are dropped, when this raises. Raises ``PipelineClosedError``
         before anything runs, once ``drain`` has begun.
         """
-        tenant = tenant or Tenant()
+        tenant = tenant or self._nobody
         if not self.takes(tenant):
             raise PipelineClosedError("the pipeline is closed")
         executors = [self._executors[lane.device] for lane in graph.lanes]
@@ -163,18 +165,25 @@ class Driver:
     def _of(self, tenant: Tenant | None) -> list[Execution]:
         return [step for step in self._executions.values() if tenant is None or step.tenant is tenant]
 
+    def leave(self, tenant: Tenant) -> None:
+        """End the threads that only ``tenant`` uses, once they are done. From any thread."""
+        for executor in tuple(self._executors.values()):
+            if isinstance(executor, Replaceable):
+                executor.leave(tenant)
+
     # For the watchdog
 
     def running(self) -> list[RunningTask]:
         """The running tasks, on executors that can give them up."""
         found = []
         for executor in self._executors.values():
-            if not isinstance(executor, Replaceable) or (current := executor.current) is None:
+            if not isinstance(executor, Replaceable):
                 continue
-            handle, task, started, _ = current
-            if (execution := self._executions.get(handle.number)) is not None:
-                expected = self.scheduler.expected(handle.number, task)
-                found.append(RunningTask(execution, task, started, executor, current, expected))
+            for current in executor.running:
+                handle, task, started, _ = current
+                if (execution := self._executions.get(handle.number)) is not None:
+                    expected = self.scheduler.expected(handle.number, task)
+                    found.append(RunningTask(execution, task, started, executor, current, expected))
         return found
 
     def fail(self, execution: Execution, task: int, error: BaseException) -> None:

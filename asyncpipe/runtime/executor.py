@@ -78,6 +78,10 @@ class StepHandle(Protocol):
     aborted: bool
     """Once true, tasks that have not begun are dropped."""
 
+    @property
+    def tenant(self) -> object:
+        """Whose step it is. An asynchronous device's tasks of different tenants do not wait for each other."""
+
 
 class Assignment(NamedTuple):
     """One task for an executor."""
@@ -114,14 +118,14 @@ CurrentTask: TypeAlias = tuple[StepHandle, int, float, CompletionToken]
 
 @runtime_checkable
 class Replaceable(Protocol):
-    """An executor that can abandon a hung task."""
+    """An executor that has threads: it can abandon a hung task, and a tenant may leave it."""
 
     thread: int | None
     """The identifier of the thread that runs tasks, once it has started."""
 
     @property
-    def current(self) -> CurrentTask | None:
-        """The running task, if there is one. May be read from any thread."""
+    def running(self) -> Sequence[CurrentTask]:
+        """What its threads run or wait for, the one that began first in front. May be read from any thread."""
 
     def give_up(self, current: CurrentTask, fail: Callable[[], None]) -> bool:
         """Abandon a hung task and continue with the next one; false if the task has just ended by itself.
@@ -130,16 +134,21 @@ class Replaceable(Protocol):
         other task of its step runs. The hung task runs on until it returns; its result is dropped.
         """
 
+    def leave(self, tenant: object) -> None:
+        """End the threads that only ``tenant`` uses, once they are done. From any thread; must not block."""
+
 
 class ThreadExecutor:
-    """One persistent thread for a device; a second one waits for completions if the device is asynchronous."""
+    """One persistent thread for a device. If it is asynchronous, one more for each tenant waits for completions."""
 
     def __init__(self, device: str, *, on_start: Callable[[], None] | None = None) -> None:
         """``on_start`` runs first on the device's thread, for instance to set its intra-op threads."""
         self.device = device
         self._on_start = on_start
-        self._completions = _QueueThread(f"asyncpipe {device} completions")
+        self._completions = _Completions(f"asyncpipe {device} completions")
         self._tasks = _QueueThread(f"asyncpipe {device}")
+        self._left: list[_QueueThread] = []
+        """Of tenants that left; they end when they are done."""
         self._given_up: list[threading.Thread] = []
 
     @property
@@ -148,13 +157,13 @@ class ThreadExecutor:
         return None if self._tasks.thread is None else self._tasks.thread.ident
 
     @property
-    def current(self) -> CurrentTask | None:
-        """As ``Replaceable.current``: of the running task and the awaited completion, the one that began first."""
-        running, awaited = self._tasks.state.current, self._completions.state.current
-        if running is None or awaited is None:
-            return running or awaited
-        # A busy thread must not hide a completion that never comes.
-        return min(running, awaited, key=lambda current: current[2])
+    def running(self) -> Sequence[CurrentTask]:
+        """As ``Replaceable.running``: the running task, and the completions that are waited for."""
+        found = [current for thread in self._threads() if (current := thread.state.current) is not None]
+        return sorted(found, key=lambda current: current[2])
+
+    def _threads(self) -> list[_QueueThread]:
+        return [self._tasks, *self._completions.threads.values(), *self._left]
 
     def start(self, post: PostEvent) -> None:
         # The thread functions hold no reference to self: a dropped executor can be collected while its threads idle.
@@ -171,17 +180,24 @@ class ThreadExecutor:
         try:
             fail()
         finally:
-            hung = self._completions if self._completions.state.current is current else self._tasks
+            hung = next(thread for thread in self._threads() if thread.state.current is current)
             old = hung.replace()
             old.name += " (given up)"
             self._given_up = [*(thread for thread in self._given_up if thread.is_alive()), old]
         return True
 
+    def leave(self, tenant: object) -> None:
+        if (thread := self._completions.threads.pop(tenant, None)) is not None:
+            self._left = [*(each for each in self._left if each.is_alive), thread]
+            thread.state.queue.put(None)
+
     def close(self) -> None:
         self._tasks.state.queue.put(None)
 
     def join(self) -> None:
-        for each in (self._tasks, self._completions):
+        if self._tasks.thread is not None:
+            self._tasks.thread.join()  # It starts the others.
+        for each in self._threads():
             if each.thread is not None:
                 each.thread.join()
         if left := [thread.name for thread in self._given_up if thread.is_alive()]:
@@ -211,6 +227,10 @@ class _QueueThread:
         self.thread = threading.Thread(target=self.serve, args=(self.state,), name=self._name, daemon=True)
         self.thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
     def replace(self) -> threading.Thread:
         """Start a successor, and return the hung thread, which has lost its token."""
         assert self.thread is not None
@@ -221,8 +241,28 @@ class _QueueThread:
         return old
 
 
+class _Completions:
+    """The threads that wait for completions: one for each tenant, so that none waits behind another's kernel."""
+
+    def __init__(self, name: str) -> None:
+        self.threads: dict[object, _QueueThread] = {}
+        self.serve: Callable[[_QueueState], None]
+        self._name = name
+
+    def put(self, item: tuple[StepHandle, int, Completion]) -> None:
+        """Wait for one more. Called on the device's thread."""
+        tenant = item[0].tenant
+        thread = self.threads.get(tenant)
+        if thread is None:
+            thread = _QueueThread(self._name)
+            thread.serve = self.serve
+            thread.start()
+            self.threads[tenant] = thread
+        thread.state.queue.put(item)
+
+
 def _run_tasks(
-    post: PostEvent, completions: _QueueThread, on_start: Callable[[], None] | None, state: _QueueState
+    post: PostEvent, completions: _Completions, on_start: Callable[[], None] | None, state: _QueueState
 ) -> None:
     """The function of a device's thread."""
     mark_thread()
@@ -238,10 +278,11 @@ def _run_tasks(
         batch.extend(assignments)
         # An idle thread must not keep the last step alive.
         del assignments
-    completions.state.queue.put(None)
+    for thread in list(completions.threads.values()):
+        thread.state.queue.put(None)
 
 
-def _run(state: _QueueState, assignment: Assignment, post: PostEvent, completions: _QueueThread) -> bool:
+def _run(state: _QueueState, assignment: Assignment, post: PostEvent, completions: _Completions) -> bool:
     """Run a task and report it; false if it was given up meanwhile."""
     step, task, function, awaited = assignment
     if step.aborted:
@@ -272,14 +313,12 @@ def _run(state: _QueueState, assignment: Assignment, post: PostEvent, completion
         post(TaskCompleted(step.number, task, started, time.perf_counter()), wake=wake)
     else:
         post(TaskIssued(step.number, task, time.perf_counter() - started), wake=wake)
-        if completions.thread is None:
-            completions.start()
-        completions.state.queue.put((step, task, completion))
+        completions.put((step, task, completion))
     return True
 
 
 def _wait_for_completions(post: PostEvent, state: _QueueState) -> None:
-    """The function of the thread that waits for an asynchronous device's tasks, in the order of their issue."""
+    """The function of a thread that waits for a tenant's tasks on an asynchronous device, in the order of issue."""
     while (item := state.queue.get()) is not None:
         step, task, completion = item
         number = step.number

@@ -17,6 +17,7 @@ class Step:
     """What an executor knows of a step."""
 
     number = 3
+    tenant = None
     aborted = False
 
 
@@ -199,7 +200,7 @@ def test_a_hung_task_that_cannot_be_reported_still_loses_its_device(step):
     executor.submit([Assignment(step, 0, hang)])
     assert begun.wait(30)
     with pytest.raises(ValueError, match="a bug"):
-        executor.give_up(executor.current, fail)
+        executor.give_up(executor.running[0], fail)
     assert len(failures) == 1
     assert executor.thread != threads[0].ident
     executor.submit([Assignment(step, 1, lambda: None)])
@@ -221,7 +222,7 @@ def test_a_hung_task_is_reported_once(executor, step):
 
     executor.submit([Assignment(step, 0, hang)])
     assert begun.wait(30)
-    assert executor.give_up(executor.current, lambda: failures.append(None))
+    assert executor.give_up(executor.running[0], lambda: failures.append(None))
     assert failures == [None]
     let_go.set()
     threads[0].join(30)

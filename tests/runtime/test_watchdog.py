@@ -9,6 +9,7 @@ import pickle
 import threading
 import time
 import weakref
+from functools import partial
 from queue import SimpleQueue
 
 import pytest
@@ -218,6 +219,7 @@ async def test_executors_that_cannot_give_up_are_left_alone():
 class Step:
     number = 3
     graph = GRAPH
+    tenant = None
     aborted = False
 
 
@@ -241,7 +243,7 @@ def test_what_waits_is_taken_over_in_its_order(executor):
     executor.submit([Assignment(step, 0, work(0)), Assignment(step, 1, hung.work), Assignment(step, 2, work(2))])
     executor.submit([Assignment(step, 3, work(3))])
     assert hung.begun.wait(30)
-    handle, task, _, _ = current = executor.current
+    handle, task, _, _ = current = executor.running[0]
     assert (handle, task) == (step, 1)
     assert executor.thread == hung.threads[0].ident
     assert executor.give_up(current, told)
@@ -254,7 +256,7 @@ def test_what_waits_is_taken_over_in_its_order(executor):
     assert len({thread for _, thread in ran}) == 2
     hung.let_go.set()
     hung.threads[0].join(30)
-    assert executor.current is None
+    assert not executor.running
     executor.submit([Assignment(step, 5, work(5))])
     assert executor.events.get(timeout=30).task == 5
     assert executor.events.empty()
@@ -269,7 +271,7 @@ def test_what_a_given_up_task_raises_is_dropped(executor):
 
     executor.submit([Assignment(step, 0, work)])
     assert hung.begun.wait(30)
-    assert executor.give_up(executor.current, told)
+    assert executor.give_up(executor.running[0], told)
     hung.let_go.set()
     hung.threads[0].join(30)
     assert not hung.threads[0].is_alive()
@@ -280,7 +282,7 @@ def test_what_is_queued_of_its_step_is_dropped(executor):
     hung, step = Hung(), Step()
     executor.submit([Assignment(step, 0, hung.work), Assignment(step, 1, lambda: None)])
     assert hung.begun.wait(30)
-    assert executor.give_up(executor.current, lambda: setattr(step, "aborted", True))
+    assert executor.give_up(executor.running[0], lambda: setattr(step, "aborted", True))
     assert executor.events.get(timeout=30) == TaskDropped(3, 1)
     hung.let_go.set()
 
@@ -303,7 +305,7 @@ def test_a_completion_that_never_comes(executor):
     executor.submit([Assignment(step, 0, lambda: first), Assignment(step, 1, lambda: second)])
     assert [executor.events.get(timeout=30) for _ in range(2)] == [TaskIssued(3, 0), TaskIssued(3, 1)]
     assert first.waited.wait(30)
-    thread, current = executor.thread, executor.current
+    thread, current = executor.thread, executor.running[0]
     assert current[:2] == (step, 0)
     assert executor.give_up(current, told)
     assert executor.thread == thread
@@ -321,7 +323,7 @@ def test_closing_does_not_wait_for_a_thread_that_was_given_up(caplog):
     executor.start(lambda event, *, wake=True: None)
     executor.submit([Assignment(Step(), 0, hung.work)])
     assert hung.begun.wait(30)
-    assert executor.give_up(executor.current, told)
+    assert executor.give_up(executor.running[0], told)
     executor.close()
     executor.join()
     assert "1 threads of tasks that were given up still run: asyncpipe cpu:0" in caplog.text
@@ -335,8 +337,9 @@ def test_one_is_heard_whoever_comes_first(executor):
     for number in range(200):
         let_go = threading.Event()
         executor.submit([Assignment(step, number, lambda event=let_go: event.wait() and None)])
-        while (current := executor.current) is None or current[1] != number:
+        while not (running := executor.running) or running[0][1] != number:
             pass
+        (current,) = running
         let_go.set()
         given_up = executor.give_up(current, told)
         executor.submit([Assignment(step, 1000 + number, lambda: None)])
@@ -365,17 +368,17 @@ def test_what_comes_to_be_waited_for_meanwhile_is_not_lost(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("asyncpipe.runtime.executor.SimpleQueue", lambda: queues.append(HeldQueue()) or queues[-1])
         executor = ThreadExecutor("cpu:0")
-    events = SimpleQueue()
-    executor.start(lambda event, *, wake=True: events.put(event))
-    queue = queues[0]  # of the completions
-    first, second, step = Queued(), Queued(), Step()
-    executor.submit([Assignment(step, 0, lambda: first)])
-    assert first.waited.wait(30)
+        events = SimpleQueue()
+        executor.start(lambda event, *, wake=True: events.put(event))
+        first, second, step = Queued(), Queued(), Step()
+        executor.submit([Assignment(step, 0, lambda: first)])
+        assert first.waited.wait(30)
+    _, queue = queues  # of the tasks, of the completions
     queue.putting.clear()
     queue.let_go.clear()
     executor.submit([Assignment(step, 1, lambda: second)])
     assert queue.putting.wait(30)
-    assert executor.give_up(executor.current, told)
+    assert executor.give_up(executor.running[0], told)
     queue.let_go.set()
     second.done.set()
     assert [events.get(timeout=5) for _ in range(3)] == [
@@ -388,16 +391,45 @@ def test_what_comes_to_be_waited_for_meanwhile_is_not_lost(monkeypatch):
     executor.join()
 
 
+def waiting_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("asyncpipe cpu:0 completions")]
+
+
+def test_completions_of_tenants_do_not_wait_for_each_other(executor):
+    """Each tenant has a thread that waits for its completions. It ends when the tenant has left, once it is done."""
+    queued = {name: Queued() for name in "ab"}
+    steps = {name: Step() for name in "ab"}
+    for number, (name, step) in enumerate(steps.items()):
+        step.tenant = name
+        executor.submit([Assignment(step, number, partial(queued.get, name))])
+        assert queued[name].waited.wait(30)
+    assert [current[:2] for current in executor.running] == [(steps["a"], 0), (steps["b"], 1)]
+    queued["b"].done.set()
+    events = [executor.events.get(timeout=30) for _ in range(3)]
+    assert events == [TaskIssued(3, 0), TaskIssued(3, 1), TaskCompleted(3, 1, 1.0, 2.0)]
+    first, second = waiting_threads()
+    executor.leave("b")
+    executor.leave("a")
+    second.join(30)
+    assert not second.is_alive()
+    (current,) = executor.running  # It may still be given up.
+    assert executor.give_up(current, told)
+    queued["a"].done.set()
+    for thread in (first, *waiting_threads()):
+        thread.join(30)
+    assert not waiting_threads()
+
+
 def test_a_busy_thread_does_not_hide_a_completion_that_never_comes(executor):
     queued, busy, step = Queued(), Hung(), Step()
     executor.submit([Assignment(step, 0, lambda: queued)])
     assert queued.waited.wait(30)
     executor.submit([Assignment(step, 1, busy.work)])
     assert busy.begun.wait(30)
-    assert executor.current[1] == 0
-    assert executor.give_up(executor.current, told)
+    assert executor.running[0][1] == 0
+    assert executor.give_up(executor.running[0], told)
     queued.done.set()
-    assert executor.current[1] == 1
+    assert executor.running[0][1] == 1
     busy.let_go.set()
     assert [executor.events.get(timeout=30).task for _ in range(2)] == [0, 1]
 
@@ -408,7 +440,7 @@ def test_threads_that_were_given_up_are_told_apart_and_forgotten(executor):
         hung = Hung()
         executor.submit([Assignment(step, number, hung.work)])
         assert hung.begun.wait(30)
-        assert executor.give_up(executor.current, told)
+        assert executor.give_up(executor.running[0], told)
         (thread,) = hung.threads
         assert thread.name == "asyncpipe cpu:0 (given up)"
         hung.let_go.set()
