@@ -6,7 +6,7 @@ Start with ``pipeline.py``, then follow a step:
 ``build.py``                          from model and options to the parts that all steps share
 ``graph_cache.py``                    lowered task graphs by shape
 ``step.py``                           ``StepProtocol``: begin, run, finish or abandon; one whole step
-``call.py``                           ``y = pipe(x)``, whose loss and backward are the caller's
+``call.py``, ``call_backward.py``     ``y = pipe(x)``, whose loss and backward are the caller's
 ``result.py``                         what a step returns
 ``sync.py``                           the same without ``await``
 ``model_proxy.py``                    the model's own methods on a pipeline

@@ -247,6 +247,15 @@ class Tenancy:
         if blocking and self.pool.portal is not None:
             self.pool.portal.check_thread()
 
+    def portal(self) -> Portal:
+        """The thread of the loop, for a caller that blocks; ``PipelineClosedError`` if the loop is the caller's own."""
+        if self.pool.portal is None:
+            raise PipelineClosedError(
+                "pipe(x) blocks its thread, which drives this pipeline's loop; open it with 'with pipe.sync()', or "
+                "give it loop='own', or use 'await pipe.step(x, target)'"
+            )
+        return self.pool.portal
+
     async def open(self) -> None:
         """Start the threads that are missing, and drive steps on the running loop or on the pool's own."""
         self._open_pool(in_thread=False)

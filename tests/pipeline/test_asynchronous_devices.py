@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import asyncpipe.pipeline.build
-import asyncpipe.pipeline.call
+import asyncpipe.pipeline.call_backward
 import asyncpipe.pipeline.step
 from asyncpipe import Pipeline, TaskError, pop, skippable, stash
 from asyncpipe.core.engine.events import Dispatch, TaskCompleted
@@ -100,7 +100,7 @@ def noting(monkeypatch):
         return streams
 
     monkeypatch.setattr(asyncpipe.pipeline.build, "make_streams", make_streams)
-    for module in (asyncpipe.pipeline.step, asyncpipe.pipeline.call):
+    for module in (asyncpipe.pipeline.step, asyncpipe.pipeline.call_backward):
         monkeypatch.setattr(module, "Fence", NoFence)
     yield streams, released
     released.set()

@@ -11,7 +11,7 @@ from torch import nn
 
 from asyncpipe import DevicePool, Pipeline, Share
 from asyncpipe.errors import PipelineClosedError
-from asyncpipe.pipeline.call import CallBackward
+from asyncpipe.pipeline.call_backward import CallBackward
 from asyncpipe.runtime.driver import Driver
 
 SECONDS = 10.0

@@ -14,7 +14,7 @@ from asyncpipe.core.engine.events import GateOpened, StepSubmitted
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.predict.report import report
 from asyncpipe.ops.autograd import caller_graph
-from asyncpipe.pipeline.call import CallBackward
+from asyncpipe.pipeline.call_backward import CallBackward
 from asyncpipe.testing import EmulatedExecutor, InlineExecutor
 
 COSTS = Costs(forward=0.004, backward=0.004, recompute=0.004, copy=0.001)

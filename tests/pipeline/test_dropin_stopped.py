@@ -14,7 +14,7 @@ from asyncpipe import Microbatches, Pipeline
 from asyncpipe.core.engine.events import Outcome
 from asyncpipe.errors import BackwardError
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
-from asyncpipe.pipeline import call
+from asyncpipe.pipeline import call_backward
 from asyncpipe.runtime.driver import Driver
 
 mse = nn.functional.mse_loss
@@ -133,7 +133,7 @@ def test_what_it_had_begun_has_ended_when_the_error_arrives(workload, before_tas
 @pytest.fixture
 def engine_thread(monkeypatch):
     """Lets the engine's pass seem to end on a thread of the engine, as on CUDA, where nothing may wait."""
-    monkeypatch.setattr(call, "threading", SimpleNamespace(get_ident=object))
+    monkeypatch.setattr(call_backward, "threading", SimpleNamespace(get_ident=object))
 
 
 @pytest.mark.parametrize("method", ["Driver.drain", "GradientGuard.wait_for_abandoned"])
