@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from forking import in_child
+from thread_helpers import run_all
 from torch import nn
 
 from asyncpipe.compat.torchgpipe import GPipe
@@ -26,26 +27,6 @@ def batch():
     return torch.arange(6.0, dtype=torch.float64).view(3, 2)
 
 
-def together(function):
-    """What ``function`` returns or raises on each of several threads that call it at the same time."""
-    barrier, results = threading.Barrier(CALLERS), []
-
-    def call():
-        barrier.wait(30)
-        try:
-            results.append(function())
-        except Exception as error:  # noqa: BLE001 - told to the caller
-            results.append(error)
-
-    threads = [threading.Thread(target=call) for _ in range(CALLERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
-    return results
-
-
 def test_the_first_call_comes_from_several_threads(new_threads, monkeypatch, no_leaks):
     opened = []
     open_pool = DevicePool.open
@@ -53,7 +34,7 @@ def test_the_first_call_comes_from_several_threads(new_threads, monkeypatch, no_
     for round_ in range(1, 21):
         model = gpipe()
         wanted = nn.Sequential(*model)(batch())
-        for output in together(lambda model=model: model(batch())):
+        for output in run_all(*[lambda model=model: model(batch())] * CALLERS):
             assert torch.equal(output, wanted)
         assert len(opened) == round_
         del model
@@ -72,7 +53,7 @@ def test_opening_fails_for_one_caller(monkeypatch, no_leaks):
     monkeypatch.setattr(ThreadExecutor, "start", failing)
     model = gpipe()
     wanted = nn.Sequential(*model)(batch())
-    results = together(lambda: model(batch()))
+    results = run_all(*[lambda: model(batch())] * CALLERS)
     failed = [result for result in results if isinstance(result, Exception)]
     assert [str(error) for error in failed] == ["cannot start a thread"]
     assert all(torch.equal(result, wanted) for result in results if result not in failed)

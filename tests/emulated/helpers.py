@@ -29,20 +29,6 @@ class Call(nn.Module):
         return self.function(x)
 
 
-class OnBackward(torch.autograd.Function):
-    """Passes a tensor on, and calls a function when its gradient comes."""
-
-    @staticmethod
-    def forward(ctx, x, function):
-        ctx.function = function
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.function()
-        return gradient.clone(), None
-
-
 def piped(model, devices, **options):
     usual = {"microbatches": 4, "checkpoint": "never", "loss_fn": squares}
     return Pipeline(model, devices, **(usual | options)).sync()

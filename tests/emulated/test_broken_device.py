@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 import torch
+from fault_helpers import OnBackward
 
 from asyncpipe import Pipeline, TaskError
 from asyncpipe.ops.device.streams import Fence
 from tests.emulated import device as emu
-from tests.emulated.helpers import OnBackward, X, layers, piped, squares
+from tests.emulated.helpers import X, layers, piped, squares
 
 TWO = ["emu:0"] * 2
 

@@ -5,11 +5,12 @@ from itertools import product
 
 import pytest
 import torch
+from fault_helpers import OnBackward
 
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.ops.device.lent_streams import lent_streams
 from tests.emulated import device as emu
-from tests.emulated.helpers import OnBackward, X, layers, piped, squares, take_gradients, worst
+from tests.emulated.helpers import X, layers, piped, squares, take_gradients, worst
 
 TWO = ["emu:0"] * 2
 STREAMS = ["default", "first", "second"]

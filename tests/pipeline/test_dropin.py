@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from dropin_helpers import assert_equal, gradients, pipeline, rows
+from torch import nn
 
-from asyncpipe import Arguments, Microbatches, NoChunk, Pipeline, pop, skippable, stash
+from asyncpipe import Arguments, Microbatches, NoChunk, pop, skippable, stash
 
 MODES = ("always", "except_last", "never")
 
@@ -18,33 +18,6 @@ SHAPES = [
     *((name, stages, stages) for name in ("gpipe", "1f1b") for stages in (1, 2, 3, 4)),
     *(("interleaved", stages, devices) for stages, devices in ((1, 1), (2, 1), (3, 3), (4, 2))),
 ]
-
-
-def pipeline(model, devices=2, **options):
-    options = {"microbatches": 4, "schedule": "gpipe", "checkpoint": "always"} | options
-    return Pipeline(model, [f"cpu:{k}" for k in range(devices)], **options)
-
-
-def rows(samples, width=6):
-    torch.manual_seed(samples)
-    return torch.randn(samples, width, dtype=torch.float64)
-
-
-def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    """What ``loss.backward()`` leaves at ``leaves``, which are cleared again."""
-    loss.backward()
-    made = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    return made
-
-
-def assert_equal(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None], case: object = "") -> None:
-    """A tensor that no gradient reaches has none."""
-    assert any(theirs_one is not None for theirs_one in theirs)
-    for ours_one, theirs_one in zip(ours, theirs, strict=True):
-        assert (ours_one is None) == (theirs_one is None), case
-        assert ours_one is None or (ours_one - theirs_one).abs().max() < 1e-10, case
 
 
 @pytest.mark.parametrize(("schedule", "stages", "devices"), SHAPES)
@@ -180,7 +153,7 @@ def test_arguments_of_all_kinds(mode):
     shared = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
     leaves = [x, y, shared, *several.parameters(), *more.parameters()]
     choices = [lambda: (x, y), lambda: (x, x), lambda: (x * 2, x), lambda: (x.detach(), y)]
-    with pipeline([several, more], checkpoint=mode, microbatches=3).sync() as pipe:
+    with pipeline([several, more], 2, checkpoint=mode, microbatches=3).sync() as pipe:
         for choose in choices:
             got = gradients(pipe(*choose(), shared=NoChunk(shared), scale=0.5).sin().sum(), leaves)
             loss = more(several(*choose(), shared=shared, scale=0.5)).sin().sum()

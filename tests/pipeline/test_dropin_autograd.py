@@ -3,46 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from dropin_helpers import assert_equal, gradients, pipeline, rows
+from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from asyncpipe import Pipeline
 from asyncpipe.errors import BackwardError
 
 MODES = ("always", "except_last", "never")
 mse = nn.functional.mse_loss
-
-
-def pipeline(model, devices=2, **options):
-    options = {"microbatches": 4, "schedule": "gpipe", "checkpoint": "always"} | options
-    return Pipeline(model, [f"cpu:{k}" for k in range(devices)], **options)
-
-
-def rows(samples, width=6):
-    torch.manual_seed(samples)
-    return torch.randn(samples, width, dtype=torch.float64)
-
-
-def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    """What ``loss.backward()`` leaves at ``leaves``, which are cleared again."""
-    loss.backward()
-    made = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    return made
-
-
-def assert_equal(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None], case: object = "") -> None:
-    """A tensor that no gradient reaches has none, or zeros."""
-    assert any(theirs_one is not None for theirs_one in theirs)
-    for ours_one, theirs_one in zip(ours, theirs, strict=True):
-        if ours_one is not None or theirs_one is not None:
-            a, b = (torch.zeros(()) if one is None else one for one in (ours_one, theirs_one))
-            assert (a - b).abs().max() < 1e-10, case
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -11,57 +11,18 @@ import weakref
 
 import pytest
 import torch
+from dropin_helpers import parts, pipeline
+from fault_helpers import Boom, Gradients, OnBackward, fault_at, nothing, raise_boom
+from thread_helpers import join_all, threads_of_asyncpipe
 from torch import nn
 
-from asyncpipe import Microbatches, Pipeline, TaskError, is_recomputing
+from asyncpipe import TaskError, is_recomputing
 from asyncpipe.errors import PipelineClosedError
 from asyncpipe.testing import EmulatedExecutor
 
 MODES = ("always", "except_last", "never")
 ERRORS = [ValueError, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit, StopIteration]
 mse = nn.functional.mse_loss
-
-
-class Boom(Exception):
-    """The fault."""
-
-
-def pipeline(model, devices=3, **options):
-    options = {"microbatches": 4, "schedule": "gpipe", "checkpoint": "always"} | options
-    return Pipeline(model, [f"cpu:{k}" for k in range(devices)], **options)
-
-
-def parts(workload):
-    return Microbatches(list(workload.x.split(3)))
-
-
-def raise_boom(_):
-    raise Boom("in a hook")
-
-
-def nothing(task):
-    pass
-
-
-def fault_at(task_id):
-    def hook(task):
-        if task.id == task_id:
-            raise Boom(f"in {task_id}")
-
-    return hook
-
-
-class Gradients:
-    """The gradients of a model as they were, the tensors and their values."""
-
-    def __init__(self, model):
-        self._model = model
-        self._kept = [(p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-
-    def assert_kept(self):
-        for parameter, (grad, value) in zip(self._model.parameters(), self._kept, strict=True):
-            assert parameter.grad is grad
-            assert grad is None or torch.equal(grad, value)
 
 
 # Faults of the model
@@ -84,22 +45,10 @@ class Explosive(nn.Module):
 
     def forward(self, x):
         self.check("recomputation" if is_recomputing() else "forward")
-        y = ExplosiveFunction.apply(x, self)
+        y = OnBackward.apply(x, lambda: self.check("backward"))
         if y.requires_grad:
             y.register_hook(lambda _: self.check("hook"))
         return y
-
-
-class ExplosiveFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, owner):
-        ctx.owner = owner
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.owner.check("backward")
-        return grad, None
 
 
 def explosive_model(workload):
@@ -235,16 +184,6 @@ def test_closed_between_two_exits(workload, no_leaks):
 
 
 # Nothing is left
-
-
-def threads_of_asyncpipe():
-    return {thread for thread in threading.enumerate() if thread.name.startswith("asyncpipe")}
-
-
-def join_all(threads):
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
 
 
 def live_tensors():

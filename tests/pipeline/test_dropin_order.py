@@ -7,9 +7,10 @@ import threading
 
 import pytest
 import torch
+from dropin_helpers import parts
 from torch import nn
 
-from asyncpipe import Costs, Microbatches, Pipeline
+from asyncpipe import Costs, Pipeline
 from asyncpipe.core.engine.events import GateOpened, StepSubmitted
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.predict.report import report
@@ -75,10 +76,6 @@ def emulated(device):
 def pipeline(model, devices=3, **options):
     options = {"microbatches": 4, "schedule": "gpipe", "checkpoint": "except_last"} | options
     return Pipeline(model, [f"cpu:{k}" for k in range(devices)], **options)
-
-
-def parts(workload):
-    return Microbatches(list(workload.x.split(3)))
 
 
 @pytest.fixture

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dropin_helpers import parts, pipeline
+from fault_helpers import Boom, Gradients, raise_boom
+from thread_helpers import join_all, threads_of_asyncpipe
 from torch import nn
 
-from asyncpipe import Microbatches, Pipeline
 from asyncpipe.core.engine.events import Outcome
 from asyncpipe.errors import BackwardError
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
@@ -18,46 +20,6 @@ from asyncpipe.pipeline import call_backward
 from asyncpipe.runtime.driver import Driver
 
 mse = nn.functional.mse_loss
-
-
-class Boom(Exception):
-    """The fault."""
-
-
-def pipeline(model, devices=3, **options):
-    options = {"microbatches": 4, "schedule": "gpipe", "checkpoint": "always"} | options
-    return Pipeline(model, [f"cpu:{k}" for k in range(devices)], **options)
-
-
-def parts(workload):
-    return Microbatches(list(workload.x.split(3)))
-
-
-def raise_boom(_):
-    raise Boom("in a hook")
-
-
-class Gradients:
-    """The gradients of a model as they were, the tensors and their values."""
-
-    def __init__(self, model):
-        self._model = model
-        self._kept = [(p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-
-    def assert_kept(self):
-        for parameter, (grad, value) in zip(self._model.parameters(), self._kept, strict=True):
-            assert parameter.grad is grad
-            assert grad is None or torch.equal(grad, value)
-
-
-def threads_of_asyncpipe():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("asyncpipe")]
-
-
-def join_all(threads):
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_the_callers_graph_raises_between_two_exits(workload, no_leaks):

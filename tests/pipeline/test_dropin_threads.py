@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
+from thread_helpers import Threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -22,28 +22,6 @@ mse = nn.functional.mse_loss
 def pipeline(model, **options):
     options = {"microbatches": 4, "schedule": "gpipe", "checkpoint": "except_last"} | options
     return Pipeline(model, ["cpu:0", "cpu:1"], **options)
-
-
-class Threads:
-    """Runs functions on threads of their own, and keeps what they return or raise."""
-
-    def __init__(self, *functions: Callable[[], object]) -> None:
-        self.results: list[object] = [None] * len(functions)
-        self._threads = [threading.Thread(target=self._run, args=item, daemon=True) for item in enumerate(functions)]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self, index, function):
-        try:
-            self.results[index] = function()
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            self.results[index] = error
-
-    def join(self):
-        for thread in self._threads:
-            thread.join(30)
-            assert not thread.is_alive()
-        return self.results
 
 
 def wanted(bare, batches):

@@ -10,8 +10,10 @@ import weakref
 
 import pytest
 import torch
+from fault_helpers import Boom, OnBackward, fault_at, nothing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thread_helpers import join_all, threads_of_asyncpipe
 from torch import nn
 
 from asyncpipe import Pipeline, TaskError
@@ -27,22 +29,6 @@ TASKS = [
     "C(1,2>1)",
     "C(1,1>0)",
 ]
-
-
-class Boom(Exception):
-    """The fault."""
-
-
-def fault_at(task_id, error=Boom):
-    def hook(task):
-        if task.id == task_id:
-            raise error(f"in {task_id}")
-
-    return hook
-
-
-def nothing(task):
-    pass
 
 
 def pipeline(model, **options):
@@ -103,23 +89,13 @@ class _Explosive(nn.Module):
         super().__init__()
         self.fuse: list[str] = []
 
+    def burn(self, place: str) -> None:
+        if self.fuse and self.fuse.pop() == place:
+            raise Boom(place)
+
     def forward(self, x):
-        if self.fuse and self.fuse.pop() == "forward":
-            raise Boom("forward")
-        return _ExplosiveFunction.apply(x, self.fuse)
-
-
-class _ExplosiveFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, fuse):
-        ctx.fuse = fuse
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.fuse and ctx.fuse.pop() == "backward":
-            raise Boom("backward")
-        return grad, None
+        self.burn("forward")
+        return OnBackward.apply(x, lambda: self.burn("backward"))
 
 
 @pytest.mark.parametrize(("fuse", "kind"), [(["forward"], "F"), (["forward", ""], "R"), (["backward", "", ""], "B")])
@@ -267,16 +243,6 @@ def test_keyboard_interrupt_in_a_blocking_step(workload, before_task, no_leaks, 
 
 
 # A caller that drops the pipeline
-
-
-def threads_of_asyncpipe():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("asyncpipe")]
-
-
-def join_all(threads):
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
 
 
 async def test_dropped_without_closing(workload, no_leaks):

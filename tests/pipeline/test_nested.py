@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from thread_helpers import run_all
 from torch import nn
 
 from asyncpipe import DevicePool, Pipeline
@@ -318,24 +319,6 @@ class Meeting:
         if not getattr(self._met, "before", False):
             self._met.before = True
             self._barrier.wait(30)
-
-
-def run_all(*functions):
-    results = [None] * len(functions)
-
-    def call(k):
-        try:
-            results[k] = functions[k]()
-        except Exception as error:  # noqa: BLE001 - told to the test
-            results[k] = error
-
-    threads = [threading.Thread(target=call, args=(k,)) for k in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
-    return results
 
 
 def test_while_the_teacher_steps_on_the_same_devices(workload, before_task, no_leaks):

@@ -1,0 +1,62 @@
+"""Faults at chosen places, and what they must leave as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncpipe.core.graph.task import Task
+
+__all__ = ["Boom", "Gradients", "OnBackward", "fault_at", "nothing", "raise_boom"]
+
+
+class Boom(Exception):
+    """The fault."""
+
+
+def raise_boom(_: object) -> None:
+    raise Boom("in a hook")
+
+
+def fault_at(task_id: str, error: type[BaseException] = Boom) -> Callable[[Task], None]:
+    """A hook for ``before_task`` that raises at one task."""
+
+    def hook(task: Task) -> None:
+        if task.id == task_id:
+            raise error(f"in {task_id}")
+
+    return hook
+
+
+def nothing(task: Task) -> None:
+    """A hook for ``before_task`` in place of one that raised."""
+
+
+class OnBackward(torch.autograd.Function):
+    """Passes a tensor on, and calls a function when its gradient comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], object]) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.function()
+        return gradient.clone(), None
+
+
+class Gradients:
+    """The gradients of a model as they were, the tensors and their values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._kept = [(p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+
+    def assert_kept(self) -> None:
+        for parameter, (grad, value) in zip(self._model.parameters(), self._kept, strict=True):
+            assert parameter.grad is grad
+            assert grad is None or torch.equal(grad, value)

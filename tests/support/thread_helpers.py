@@ -1,0 +1,51 @@
+"""Functions on threads of their own, whose ends are waited for with a deadline; and asyncpipe's own threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+__all__ = ["Threads", "join_all", "run_all", "threads_of_asyncpipe"]
+
+SECONDS = 30.0
+
+
+class Threads:
+    """Runs functions on threads of their own, and keeps what they return or raise."""
+
+    def __init__(self, *functions: Callable[[], object]) -> None:
+        self.results: list[object] = [None] * len(functions)
+        self._threads = [threading.Thread(target=self._run, args=item, daemon=True) for item in enumerate(functions)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, index: int, function: Callable[[], object]) -> None:
+        try:
+            self.results[index] = function()
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            self.results[index] = error
+
+    def join(self) -> list[object]:
+        join_all(self._threads)
+        return self.results
+
+
+def run_all(*functions: Callable[[], object]) -> list[object]:
+    """What ``functions`` return or raise on threads of their own that begin at the same time."""
+    barrier = threading.Barrier(len(functions))
+
+    def begin(function: Callable[[], object]) -> object:
+        barrier.wait(SECONDS)
+        return function()
+
+    return Threads(*[lambda function=function: begin(function) for function in functions]).join()
+
+
+def threads_of_asyncpipe() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("asyncpipe")}
+
+
+def join_all(threads: Iterable[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
