@@ -174,28 +174,49 @@ async def test_while_running(model, loss_fn, error, message, checkpoint):
     assert all(p.grad is None for p in nn.ModuleList(model).parameters())
 
 
-async def test_functional_in_place_on_a_recomputed_input():
-    class Overwrites(nn.Module):
-        def forward(self, x):
-            return x.mul_(2)
-
-    model = [nn.Linear(3, 3), Overwrites()]
-    async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, checkpoint="always", loss_fn=mse) as pipe:
-        with pytest.raises(TaskError, match="overwritten in place"):
-            await pipe.step(x, y)
-
-
 class _Overwrites(nn.Module):
     def forward(self, x):
         return x.mul_(2)
 
 
-async def test_functional_in_place_on_an_input_that_needs_a_gradient():
-    model = [nn.Linear(3, 3), _Overwrites()]
-    async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, checkpoint="never", loss_fn=mse) as pipe:
-        with pytest.raises(TaskError, match="stage 1 overwrites in place a tensor that it received") as raised:
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+async def test_a_stage_may_overwrite_what_it_receives(checkpoint, schedule):
+    model = nn.Sequential(_Overwrites(), nn.Linear(3, 3), _Overwrites(), nn.Linear(3, 3))
+    mse(model(x.clone()), y).backward()
+    wanted = [p.grad for p in model.parameters()]
+    options = {"balance": [2, 2], "microbatches": 3, "schedule": schedule, "checkpoint": checkpoint}
+    async with Pipeline(model, ["cpu:0", "cpu:1"], loss_fn=mse, **options) as pipe:
+        for _ in range(2):
+            model.zero_grad()
+            await pipe.step(x.clone(), y)
+            torch.testing.assert_close([p.grad for p in model.parameters()], wanted)
+
+
+class _OverwritesLater(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x.mul_(2) if self.calls > 1 else x * 2
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "error", "message"),
+    [
+        ("always", e.RecomputeError, "the input of a stage is overwritten in place"),
+        ("never", e.StageError, "stage 1 overwrites in place a parameter, or what it received and did not overwrite"),
+    ],
+)
+async def test_a_stage_that_begins_to_overwrite_what_it_receives(checkpoint, error, message):
+    model = [nn.Linear(3, 3), _OverwritesLater()]
+    async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, checkpoint=checkpoint, loss_fn=mse) as pipe:
+        with pytest.raises(TaskError, match=message) as raised:
             await pipe.step(x, y)
-    assert isinstance(raised.value.__cause__, e.StageError)
+    assert isinstance(raised.value.__cause__, error)
+    assert raised.value.microbatch == 1
 
 
 async def test_in_place_on_a_microbatch_of_the_caller_spares_what_others_saved():

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import LossError, StageError
@@ -74,13 +75,14 @@ class _StageRun:
         Runs on the device's thread; or, for a recomputation that no R task did, on a thread of the autograd engine.
         """
         plan, stage = self.plan, self.stage
-        # Cloned where the stage may overwrite its input in place: the stage before, or a recomputation, reads it too.
-        given = [tensor.clone() for tensor in tensors] if stage.module.overwrites_input else tensors
+        repeated = plan.training and plan.checkpoint is not CheckpointMode.NEVER
+        given = stage.inputs.given(tensors, repeated)
         rest = iter(given)
         before = as_they_are(given) if self.readers else ()
         random = random_stream(plan.seed, self.microbatch, stage.index, stage.device.physical)
         with self.context.entered(), random, stage.buffers.during(self.buffers):
             sent = stage.module({source: packet.rebuild(rest) for source, packet in self.received.items()})
+            stage.inputs.saw(tensors, given)
             if self.readers:
                 refuse_overwriting(stage.index, self.readers, given, before)
             self.packets = {user: Packet(value) for user, value in sent.items()}
@@ -323,16 +325,15 @@ class StageCompute:
 
 
 def _run_once(run: _StageRun, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs of a run that is not repeated. Raises ``StageError`` if autograd refuses a write into its inputs."""
+    """The outputs of a run that is not repeated. Raises ``StageError`` if autograd refuses a write into a leaf."""
     try:
         return run(inputs)
     except RuntimeError as error:
         if "leaf Variable that requires grad is being used in an in-place operation" not in str(error):
             raise
         raise StageError(
-            f"stage {run.stage.index} overwrites in place a tensor that it received and that needs a gradient (or a "
-            "parameter); use an operation that is not in place, or clone the tensor first. Modules with inplace=True "
-            "may begin a stage"
+            f"stage {run.stage.index} overwrites in place a parameter, or what it received and did not overwrite in "
+            "its first forward; use an operation that is not in place, or clone the tensor first"
         ) from error
 
 

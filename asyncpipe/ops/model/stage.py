@@ -21,6 +21,7 @@ from asyncpipe.core.predict.balance import check_balance
 from asyncpipe.errors import BalanceError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.model.buffers import StageBuffers
+from asyncpipe.ops.model.input_copies import InputCopies
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.output_watch import OutputWatch
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
@@ -83,6 +84,7 @@ class Stage:
     index: int
     module: StageModule
     device: Device
+    inputs: InputCopies
     buffers: StageBuffers
     parameters: ParameterWatch
     outputs: OutputWatch

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from asyncpipe.errors import SharedParameterError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.model.buffers import StageBuffers, shared_buffers
+from asyncpipe.ops.model.input_copies import InputCopies
 from asyncpipe.ops.model.output_watch import OutputWatch
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
 from asyncpipe.ops.model.stage import Stage, StagedModel, StageModule
@@ -200,6 +201,7 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
             index,
             module,
             devices[device],
+            InputCopies(module.overwrites_input),
             StageBuffers(index, module, shared[index]),
             ParameterWatch(index, module),
             OutputWatch(index),

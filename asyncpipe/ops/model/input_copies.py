@@ -1,0 +1,44 @@
+"""Copies of what a stage receives, for stages that overwrite it in place: others still read the original.
+
+A recomputation reads it, and autograd refuses a write into a tensor that needs a gradient. A module may say that it
+works in place (``StageModule.overwrites_input``). A function such as ``x.mul_(2)`` says nothing, so it is seen, by
+torch's version counter: the first forward gets copies, and later ones if they were written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+__all__ = ["InputCopies"]
+
+
+class InputCopies:
+    """What one stage is to be given. One thread at a time runs it."""
+
+    def __init__(self, always: bool) -> None:
+        self._always = always
+        self._overwrites: bool | None = None
+        """Whether the first forward with copies wrote to them; ``None`` before it."""
+
+    def given(self, received: Sequence[Tensor], repeated: bool) -> Sequence[Tensor]:
+        """``received``, or copies. ``repeated`` is whether forwards are recomputed."""
+        if self._always:
+            return [tensor.clone() for tensor in received]
+        if self._overwrites is False:
+            return received
+        copies = [tensor.clone() if repeated or tensor.requires_grad else tensor for tensor in received]
+        if self._overwrites is None:
+            for copy, tensor in zip(copies, received, strict=True):
+                if tensor.requires_grad:
+                    # Also without a graph, in a first run: torch.compile would compile once more for later ones.
+                    copy.requires_grad_()
+        return copies
+
+    def saw(self, received: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """Called at the end of a forward."""
+        if self._overwrites is None and not self._always:
+            copies = [copy for copy, tensor in zip(given, received, strict=True) if copy is not tensor]
+            if copies:
+                self._overwrites = any(copy._version for copy in copies)

@@ -1,0 +1,53 @@
+"""A stage gets copies of what it receives if it writes into them, and no others but in its first forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asyncpipe.ops.model.input_copies import InputCopies
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_a_stage_that_writes_gets_copies(repeated):
+    inputs, received = InputCopies(always=False), [torch.ones(2, requires_grad=True)]
+    for _ in range(2):
+        given = inputs.given(received, repeated)
+        assert given[0] is not received[0]
+        assert given[0].requires_grad
+        given[0].mul_(2)
+        inputs.saw(received, given)
+    assert torch.equal(received[0], torch.ones(2))
+
+
+def test_a_stage_that_does_not_write_gets_copies_once():
+    inputs, received = InputCopies(always=False), [torch.ones(2)]
+    given = inputs.given(received, repeated=True)
+    assert given[0] is not received[0]
+    inputs.saw(received, given)
+    assert inputs.given(received, repeated=True) is received
+
+
+def test_what_may_be_written_to_is_not_copied():
+    inputs, received = InputCopies(always=False), [torch.ones(2)]
+    for _ in range(2):
+        given = inputs.given(received, repeated=False)
+        assert given[0] is received[0]
+        inputs.saw(received, given)
+    received[0].requires_grad_()
+    assert inputs.given(received, repeated=False)[0] is not received[0]
+
+
+def test_a_stage_that_says_that_it_writes_always_gets_copies():
+    inputs, received = InputCopies(always=True), [torch.ones(2)]
+    for _ in range(2):
+        given = inputs.given(received, repeated=False)
+        assert given[0] is not received[0]
+        inputs.saw(received, given)
+
+
+def test_without_a_graph_copies_say_whether_a_gradient_is_wanted():
+    """As the tensors of later forwards do: torch.compile would compile the stage once more for those."""
+    with torch.no_grad():
+        (copy,) = InputCopies(always=False).given([torch.ones(2, requires_grad=True)], repeated=True)
+    assert copy.requires_grad
