@@ -31,7 +31,8 @@ class PoolOptions:
     """``"running"`` drives steps on the event loop that opens the pool. ``"own"`` drives them on a loop in a separate
     thread, which a caller that blocks its own loop cannot delay."""
     in_flight: int = 16
-    """How many tasks per lane may be issued to the device and not completed yet. The scheduler checks it."""
+    """How many tasks per lane may be issued to the device and not completed yet. Where jobs with names share
+    the lane, of each job. The scheduler checks it."""
     intra_op_threads: int = 1
     """torch's intra-op threads on the thread of each CPU device."""
     policy: MakePolicy | None = None

@@ -2,6 +2,9 @@
 
 import asyncio
 import threading
+import time
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +12,9 @@ from resume_helpers import Sink, batches, make_job
 from run_helpers import with_nan
 from torch import nn
 
-from asyncpipe import CallerStreams, Pipeline
+from asyncpipe import CallerStreams, DevicePool, Pipeline, Share
+from asyncpipe.errors import HungTaskError, TaskError
+from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.train import training_run
 from asyncpipe.train.adamw import ClippedAdamW
 from asyncpipe.train.blocking_calls import DedicatedThread, in_thread
@@ -87,6 +92,83 @@ async def test_a_kernel_that_hangs_holds_its_own_job_only(own):
             gate.__exit__(None, None, None)
         await stuck.completed()
         await result.completed()
+
+
+class Hanging:
+    """A function for a layer. The kernel of its first call, on its task's stream, ends when ``kernels`` is closed."""
+
+    def __init__(self):
+        self.begun, self.kernels = threading.Event(), ExitStack()
+
+    def __call__(self, x):
+        if not self.begun.is_set():
+            self.kernels.enter_context(emu.hold(emu.current_stream()))
+            self.begun.set()
+        return x * 1
+
+
+def completions():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("asyncpipe emu:0 completions")]
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize("microbatches", [1, 2, 10])
+async def test_a_kernel_that_hangs_on_a_shared_pool_holds_its_own_job_only(background, microbatches):
+    """It holds no place of the other job on the lane, and no thread that the other's completions wait for."""
+    hang, streams = Hanging(), [CallerStreams(ONE), CallerStreams(ONE)]
+    async with DevicePool() as pool:
+        make = partial(Pipeline, devices=ONE, pool=pool, checkpoint="never", loss_fn=squares)
+        stuck = make(layers(hang), microbatches=microbatches, share=Share("a"))
+        beside = make(layers(), microbatches=2, share=Share("b", background=background))
+        async with stuck, beside:
+            step = asyncio.ensure_future(streams[0].run(stuck.step(X)))
+            with hang.kernels:
+                await asyncio.to_thread(hang.begun.wait, 10)
+                for _ in range(3):
+                    result = await asyncio.wait_for(streams[1].run(beside.step(X)), 10)
+                    await asyncio.wait_for(result.completed(), 10)
+            await (await step).completed()
+            pool.driver.scheduler.check()
+        for thread in completions():
+            thread.join(10)
+        assert not completions()
+
+
+async def test_the_watchdog_gives_up_the_job_that_hangs_and_the_kernel_leaves_nothing_when_it_ends():
+    hang, streams = Hanging(), [CallerStreams(ONE), CallerStreams(ONE)]
+    clock = [0.0]
+    async with DevicePool() as pool:
+        make = partial(Pipeline, devices=ONE, microbatches=1, pool=pool, checkpoint="never", loss_fn=squares)
+        stuck, beside = make(layers(hang), share=Share("a")), make(layers(), share=Share("b"))
+        watchdog = Watchdog(pool.driver, clock=lambda: time.perf_counter() + clock[0])
+        async with beside:
+            await (await streams[1].run(beside.step(X))).completed()
+            (other,) = completions()
+            with hang.kernels:
+                async with stuck:
+                    first = await streams[0].run(stuck.step(X))
+                    result = await asyncio.wait_for(streams[1].run(beside.step(X)), 10)
+                    await asyncio.wait_for(result.completed(), 10)
+                    (running,) = pool.driver.running()
+                    assert running.execution.tenant.share.job == "a"
+                    ended = asyncio.ensure_future(first.completed())
+                    await asyncio.sleep(0)
+                    clock[0] = 1e4
+                    while pool.driver.running():
+                        watchdog.check()
+                        await asyncio.sleep(0)
+                    with pytest.raises(TaskError, match=r"F\(0,0\) failed") as caught:
+                        await ended
+                    assert isinstance(caught.value.__cause__, HungTaskError)
+                result = await asyncio.wait_for(streams[1].run(beside.step(X)), 10)
+                await asyncio.wait_for(result.completed(), 10)
+                assert any("given up" in thread.name for thread in completions())
+            for thread in completions():
+                if thread is not other:
+                    thread.join(10)
+            assert completions() == [other]
+            pool.driver.scheduler.check()
+            assert pool.driver.scheduler.jobs == {"b"}
 
 
 async def test_a_run_queues_nothing_on_the_default_stream():

@@ -128,7 +128,7 @@ class Dispatcher:
 
     def _ask(self, lane: LaneState, commands: list[Command], now: float) -> None:
         policy = lane.policy
-        while lane.in_flight < self._cap and (chosen := policy.choose(now)) is not None:
+        while (lane.is_shared or lane.in_flight < self._cap) and (chosen := policy.choose(now)) is not None:
             self.dispatch_ready(self._admit(chosen, lane, commands, now), commands, now)
         if isinstance(policy, FairShare) and policy.holds_back:
             self._held_back[lane] = None
@@ -137,7 +137,7 @@ class Dispatcher:
     def _backfill(self, lane: LaneState, commands: list[Command], now: float) -> None:
         policy = lane.policy
         assert isinstance(policy, FairShare)
-        while not lane.in_flight and (chosen := policy.backfill(now)) is not None:
+        while (chosen := policy.backfill(now)) is not None:
             self.dispatch_ready(self._admit(chosen, lane, commands, now), commands, now)
             if not chosen[0].job.share.background:
                 self._undecided[lane] = None

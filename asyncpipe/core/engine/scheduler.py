@@ -16,8 +16,9 @@ that devices still hold come back completed, failed or dropped::
 
 Guarantees, whatever the policies: a task is dispatched after every dependency on another device was issued and every
 dependency on its own device was dispatched (or all were completed, in a ruled step); at most ``in_flight`` tasks of a
-lane are dispatched and not completed, over all steps; a rule's ``admit`` is respected (``microbatch_admission.py``); an
-event that cannot follow what happened raises ``InvalidTransition`` and changes nothing.
+lane, with fair shares of each job on it, are dispatched and not completed, over all steps; a rule's ``admit`` is
+respected (``microbatch_admission.py``); an event that cannot follow what happened raises ``InvalidTransition`` and
+changes nothing.
 
 Which ready task of a lane comes next is decided by the lane's policy (``policies/policy.py``). Three are built in, and
 a lane gets the simplest that is enough:
@@ -74,7 +75,7 @@ class SchedulerState:
     """Decides for any number of steps at a time. Mutated by ``handle`` and ``choose`` alone; not thread-safe."""
 
     def __init__(self, *, in_flight: int = 16, policy: MakePolicy | None = None) -> None:
-        """``in_flight`` bounds the tasks of a lane that its device holds: how far the host runs ahead.
+        """``in_flight`` bounds the tasks of a lane that its device holds (see above): how far the host runs ahead.
 
         ``policy`` makes the policy of a lane; without it each lane has one of the built-in ones.
         """
@@ -285,7 +286,10 @@ class SchedulerState:
     def _issued(self, event: TaskIssued, now: float) -> list[Command]:
         step = self._find(event, _DISPATCHED)
         step.journal.append((now, event))
-        return self._decide(step, self._release(step, event.task, now), now)
+        touched = self._release(step, event.task, now)
+        if (lane := step.lanes[event.task]).is_shared:
+            touched.append(lane)  # Only what is issued can be late.
+        return self._decide(step, touched, now)
 
     def _completed(self, event: TaskCompleted, now: float) -> list[Command]:
         step = self._find(event, _DISPATCHED, _ISSUED)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from asyncpipe.core.engine.events import Command, Event, Outcome
 from asyncpipe.core.engine.jobs import JobAccount
 from asyncpipe.core.engine.microbatch_admission import StepAdmissions
+from asyncpipe.core.engine.policies.fair_share import FairShare
 from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
 from asyncpipe.core.engine.policies.policy import Policy, TaskState
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue
@@ -23,7 +24,7 @@ _READY, _OK = TaskState.READY, Outcome.OK
 class LaneState:
     """A lane: what its device holds, and who decides what comes next."""
 
-    __slots__ = ("heap", "in_flight", "in_order", "lane", "policy")
+    __slots__ = ("heap", "in_flight", "in_order", "is_shared", "lane", "policy")
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -35,6 +36,8 @@ class LaneState:
         self.policy = policy
         self.in_order = type(policy) is FirstComeFirstServed
         """Whether there is nothing to decide: what is ready goes at once, and the policy is told nothing."""
+        self.is_shared = isinstance(policy, FairShare)
+        """Whether the policy counts what each job holds; else the cap is the lane's."""
         self.heap = policy.heap if isinstance(policy, FirstComeFirstServed) else []
         """The ready tasks of a lane that is in order."""
 
@@ -119,7 +122,7 @@ def check_invariants(steps: Iterable[StepState], lanes: Iterable[LaneState], cap
                 assert step.unmet[task] > 0, f"{step.graph.tasks[task]} waits for nothing"
     for lane in lanes:
         assert lane.in_flight == held.get(lane, 0), f"{lane.lane} is miscounted"
-        assert lane.in_flight <= cap, f"{lane.lane} holds too many tasks"
+        assert lane.in_flight <= cap or lane.is_shared, f"{lane.lane} holds too many tasks"
         if lane.in_order and lane.in_flight < cap:
             assert not lane.heap, f"{lane.lane} has work and room, but stands still"
         lane.policy.check(now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from unittest.mock import patch
 
@@ -25,7 +25,7 @@ from asyncpipe.core.engine.events import (
     TaskFailed,
     TaskIssued,
 )
-from asyncpipe.core.engine.policies.fair_share import MOST_AHEAD
+from asyncpipe.core.engine.policies.fair_share import MOST_AHEAD, FairShare
 from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import CheckpointMode, lower
@@ -201,9 +201,11 @@ class World:
             assert model is mine[0], "older steps of a job come first"
             ready = [t.number for t in model.graph.tasks if t.lane == lane and model.is_ready(t.number)]
             assert task == min(ready), "then lower numbers"
+        late = self.late(lane)
         if model.share.background:
-            assert not self.held(lane), "a background task begins on an empty lane"
-            assert all(other.share.background for other in self.ready(lane)), "and where no foreground task is ready"
+            assert not self.held(lane, late), "a background task begins on an empty lane"
+            foreground = {other.share.job for other in self.ready(lane) if not other.share.background}
+            assert foreground <= late, "and where no foreground task is ready"
         model.dispatched.append(task)
         model.held.add(task)
         here = {
@@ -211,7 +213,18 @@ class World:
             for other in self.models.values()
             if other.share.job and not other.share.background and other.is_under_way(lane)
         }
-        assert self.held(lane) <= (self.cap if len(here) < 2 else min(self.cap, MOST_AHEAD))
+        room = self.cap if len(here) < 2 else min(self.cap, MOST_AHEAD)
+        assert self.held(lane, late) <= room
+        assert model.share.job not in late or self.held(lane, {*NAMES} - {model.share.job}) <= room
+
+    def late(self, lane: Lane) -> set[str]:
+        """The jobs whose tasks hold no place on ``lane``: they were issued there, and are late."""
+        policy = self.state.policies[lane]
+        found = {flow.job.name for flow in policy.flows if flow.is_late} if isinstance(policy, FairShare) else set()
+        for name in found:
+            steps = [model for model in self.models.values() if model.share.job == name]
+            assert any(step.graph.tasks[task].lane == lane for step in steps for task in step.held & step.issued)
+        return found
 
     def ready(self, lane: Lane) -> list[Model]:
         """Ordered steps with something ready, oldest first."""
@@ -222,8 +235,9 @@ class World:
             if any(task.lane == lane and model.is_ready(task.number) for task in model.graph.tasks)
         ]
 
-    def held(self, lane: Lane) -> int:
-        return sum(model.graph.tasks[task].lane == lane for model in self.models.values() for task in model.held)
+    def held(self, lane: Lane, late: Collection[str]) -> int:
+        counted = [model for model in self.models.values() if model.share.job not in late]
+        return sum(model.graph.tasks[task].lane == lane for model in counted for task in model.held)
 
 
 worlds = st.randoms(use_true_random=False)

@@ -29,11 +29,16 @@ bound, lanes could wait for one another in a circle.
 **Queue depth.** What a device holds cannot be taken back, so shares are as coarse as what is handed over ahead. While
 several foreground jobs use a lane, it holds two tasks: one runs and one is next, so that the device need not wait for
 the scheduler.
+
+**A task that does not end.** An asynchronous device runs each job's tasks on streams of their own. So one that was
+issued there and is far later than expected, as a kernel that hangs, occupies nothing that other jobs need: its job's
+tasks hold no place on the lane while it lasts, and nobody waits for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 from weakref import WeakKeyDictionary
 
 from asyncpipe.core.engine.jobs import JobAccount
@@ -49,7 +54,11 @@ MOST_AHEAD = 2
 """Tasks that a lane of several foreground jobs holds: with one the device would idle until the scheduler answers, and
 with more a job that comes back would wait for all of them."""
 
+LATE_AFTER = 0.1
+"""Seconds by which a task is late, beyond twice its expected time: longer than the scheduler's own delays."""
+
 _COMPUTE = Queue.COMPUTE
+_ISSUED = TaskState.ISSUED
 
 
 class SharedLanes:
@@ -87,8 +96,8 @@ class FairShare(Policy):
         """The flow of a foreground job that has the lane for itself."""
         self._clock = [0.0, 0.0]
         """The virtual time of foreground and of background flows: the latest at which a task began."""
-        self._holding: dict[tuple[int, int], tuple[float | None, float]] = {}
-        """(expected seconds, when handed over) by (step, task) of the tasks in flight, in the order of handing over."""
+        self._holding: dict[tuple[int, int], tuple[float | None, float, StepView]] = {}
+        """(expected seconds, when handed over, step) by (step, task) of the tasks in flight, in that order."""
         self._busy_since = 0.0
         """When the first of them began."""
         self._held_back_since: float | None = None
@@ -96,6 +105,11 @@ class FairShare(Policy):
         self.holds_back = False
         """Whether a ready task was not chosen, so that ``backfill`` has something to look at."""
         self._wake_at: float | None = None
+        self._held = 0
+        """The tasks in flight of flows that did not stand when this was last asked."""
+        self._any_late = False
+        self._late_at: float | None = None
+        """When the next flow will stand."""
 
     # What happens
 
@@ -130,11 +144,12 @@ class FairShare(Policy):
     def started(self, step: StepView, task: int, now: float) -> None:
         flow = self._only or self._flows[step.job]
         flow.in_flight += 1
+        self._held += 1
         self._held_back_since = None
         if not self._holding:
             self._busy_since = now
         seconds = flow.job.expected(step.graph.tasks[task])
-        self._holding[step.number, task] = (seconds, now)
+        self._holding[step.number, task] = (seconds, now, step)
         flow.expected += seconds or 0.0
 
     def completed(self, step: StepView, task: int, seconds: float | None, now: float) -> None:
@@ -142,9 +157,10 @@ class FairShare(Policy):
         flow.in_flight -= 1
         key = (step.number, task)
         was_first = next(iter(self._holding), None) == key
-        expected = (self._holding.pop(key, None) or (None, now))[0] or 0.0
+        expected = (self._holding.pop(key, None) or (None,))[0] or 0.0
+        flow.completed_at = now
         if was_first:
-            handed_over = next(iter(self._holding.values()), (None, now))[1]
+            handed_over = next((at for _, at, _ in self._holding.values()), now)
             self._busy_since = max(now, handed_over)
         flow.expected = max(0.0, flow.expected - expected) if flow.in_flight else 0.0
         # A task that failed is charged what was expected of it; one that was dropped did not run.
@@ -195,7 +211,8 @@ class FairShare(Policy):
 
     def choose(self, now: float) -> Chosen | None:
         if (only := self._only) is not None:
-            return only.ready.choose(now) if only.ready.heap and self._has_room(only) else None
+            return only.ready.choose(now) if only.ready.heap and self._has_room(only, self._lanes.cap) else None
+        self._note_late(now)
         flow = self._next(now)
         if flow is None:
             self._held_back_since = None
@@ -212,14 +229,14 @@ class FairShare(Policy):
         It is a task of a background job, or of a foreground job that is held back for one that lags, if it would be
         done before the tasks that the lane is kept free for.
         """
+        if self._held and self.lane.in_flight:
+            return None
         lookahead = BackfillLookahead(now, self._lanes.policies)
         chosen = self._fitting(lookahead, now)
         self._wake_at = lookahead.wake_at
         return chosen
 
     def _fitting(self, lookahead: BackfillLookahead, now: float) -> Chosen | None:
-        if self.lane.in_flight:
-            return None
         flow = self._next(now)
         if flow is not None:
             fits = _fits(flow, lookahead, self._awaited(flow, now)) or self._has_waited(flow, lookahead, now)
@@ -233,25 +250,52 @@ class FairShare(Policy):
         return None
 
     def wake_at(self, now: float) -> float | None:
-        return self._wake_at if self.holds_back and not self.lane.in_flight else None
+        if self._only is not None:
+            return None
+        if not self._held:
+            return self._wake_at if self.holds_back else None
+        return self._late_at if self._late_at is not None and any(f.ready.heap for f in self._flows.values()) else None
+
+    def _note_late(self, now: float) -> None:
+        """Find the flows that stand, and when others will if nothing happens."""
+        late_at: dict[JobAccount, float] = {}
+        for (_, task), (expected, handed_over, step) in self._holding.items():
+            if step.states[task] is _ISSUED and step.job not in late_at:
+                began = max(handed_over, self._flows[step.job].completed_at)
+                late_at[step.job] = began + 2 * (expected or 0.0) + LATE_AFTER
+        self._held, self._late_at = self.lane.in_flight, None
+        if not (late_at or self._any_late):
+            return
+        for flow in self._flows.values():
+            flow.is_late = late_at.get(flow.job, inf) <= now
+            self._held -= flow.in_flight if flow.is_late else 0
+        self._any_late = self._held < self.lane.in_flight
+        self._late_at = min((at for at in late_at.values() if at > now), default=None)
 
     def _next(self, now: float) -> Flow | None:
         """The foreground flow whose turn it is; ``None`` if none has a task that may go."""
+        room = self._room(now)
+        if self._held >= room:
+            return None
         ready = [
-            flow for flow in self._flows.values() if flow.ready.heap and not flow.background and self._has_room(flow)
+            flow
+            for flow in self._flows.values()
+            if flow.ready.heap and not flow.background and self._has_room(flow, room)
         ]
-        if not ready or self.lane.in_flight >= self._room(now):
+        if not ready:
             return None
         self._catch_up(ready)
         return min(ready, key=_tag)
 
-    def _has_room(self, flow: Flow) -> bool:
-        """Whether the rule, if any, of its first ready task lets the device hold one more task of the job."""
+    def _has_room(self, flow: Flow, room: int) -> bool:
+        """Whether the device may hold one more task of the job, by the rule, if any, of its first ready one as well."""
+        if flow.in_flight >= room:
+            return False
         rule = flow.ready.heap[0][3].graph.rule
         return rule is None or self.lane.lane.queue is not _COMPUTE or flow.in_flight < rule.ahead
 
     def _room(self, now: float) -> int:
-        """How many tasks the lane may hold in all."""
+        """How many tasks the lane may hold in all, of jobs that do not stand."""
         active = sum(not flow.background and flow.is_active(now) for flow in self._flows.values())
         return self._lanes.cap if active < 2 else min(self._lanes.cap, MOST_AHEAD)
 
@@ -268,13 +312,13 @@ class FairShare(Policy):
         return [
             flow
             for flow in self._flows.values()
-            if flow is not chosen and not flow.ready.heap and not flow.background
+            if flow is not chosen and not flow.ready.heap and not flow.background and not flow.is_late
             if flow.job.is_named and flow.is_active(now) and flow.lags(chosen)
         ]
 
     def _background(self) -> list[Flow]:
         """The background flows with something ready, in the order of their turns."""
-        ready = [flow for flow in self._flows.values() if flow.ready.heap and flow.background]
+        ready = [flow for flow in self._flows.values() if flow.ready.heap and flow.background and not flow.is_late]
         self._catch_up(ready)
         return sorted(ready, key=_tag)
 
@@ -292,7 +336,7 @@ class FairShare(Policy):
         """
         total, end = 0.0, float("inf")
         key = None if last is None else (last[0].number, last[1])
-        for position, (held, (seconds, _)) in enumerate(self._holding.items()):
+        for position, (held, (seconds, _, _)) in enumerate(self._holding.items()):
             if seconds is None:
                 return float("inf"), end
             total += seconds
@@ -308,14 +352,15 @@ class FairShare(Policy):
     def check(self, now: float) -> None:
         assert len(self._holding) <= self.lane.in_flight, f"{self.lane.lane} remembers what it does not hold"
         assert sum(flow.in_flight for flow in self._flows.values()) == self.lane.in_flight, "in flight is miscounted"
-        held = [flow for flow in self._flows.values() if flow.background and flow.in_flight]
-        assert sum(flow.in_flight for flow in held) <= 1, f"{self.lane.lane} holds several background tasks"
+        background = [flow for flow in self._flows.values() if flow.background and not flow.is_late]
+        assert sum(flow.in_flight for flow in background) <= 1, f"{self.lane.lane} holds several background tasks"
         # A shared lane may hold less than it has room for until its next event: who is active changes with time.
         shared = len(self._flows) > 1 or any(flow.background for flow in self._flows.values())
         room = 1 if shared else self._lanes.cap
         for flow in self._flows.values():
             _check_flow(flow)
-            if flow.ready.heap and not flow.background and self._has_room(flow) and self.lane.in_flight < room:
+            assert flow.in_flight <= self._lanes.cap, f"{self.lane.lane} holds too many tasks of {flow.job.name!r}"
+            if flow.ready.heap and not flow.background and self._has_room(flow, room) and self.lane.in_flight < room:
                 assert self._awaited(flow, now), f"{self.lane.lane} has work and room, but stands still"
 
     @property

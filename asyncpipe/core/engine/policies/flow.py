@@ -58,6 +58,10 @@ class Flow:
     in_flight: int = 0
     expected: float = 0.0
     """The seconds that its tasks in flight are expected to take; they are not charged yet."""
+    completed_at: float = 0.0
+    """When its last task here was done."""
+    is_late: bool = False
+    """Whether it stands: the first of its tasks in flight was issued, and should be done for long."""
     was_idle: bool = False
     """Whether it had nothing here, neither ready nor in flight, since it was last chosen."""
     step_seconds: float = 0.0
