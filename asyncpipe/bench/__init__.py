@@ -29,6 +29,7 @@ BENCHMARKS = {
     "metrics": "training with metrics that are scraped every second, against training without",
     "pipeline": "a compute-bound model on 2 CPU devices, against its bound and against one device",
     "dropin": "loss(pipe(x)).backward() on 2 CPU devices, against a backward by autograd's engine alone",
+    "peers": "a step by asyncpipe, a plain loop, bare threads, torchgpipe, fairscale and torch's pipelining",
     "memory": "bytes that wait for a backward, recomputed against not, over the micro-batches",
     "plan": "predicted steps of ten pipelines on 2 CPU devices, against measured ones",
     "slack": "schedules under jitter and slow copies, simulated and on emulated devices",
@@ -36,5 +37,5 @@ BENCHMARKS = {
     "sharing": "jobs on the same devices: shares by weight, and what a background job gets and takes",
     "unet": "U-Nets on one device: speed, and the largest one in a given memory",
 }
-OPTIONS = {"unet": ("device", "size")}
-"""The options that benchmarks have: keyword arguments of their ``run``, each a string."""
+OPTIONS = {"unet": ("device", "size"), "peers": ("cases", "contestants", "repeats")}
+"""The options that benchmarks have: keyword arguments of their ``run``; the command's parser says what each is."""

@@ -10,10 +10,12 @@ from importlib import import_module
 from typing import Any
 
 from asyncpipe.bench import BENCHMARKS, OPTIONS
-from asyncpipe.cli.arguments import add_command
+from asyncpipe.cli.arguments import add_command, count
 from asyncpipe.errors import OptionError, missing_package
 
 __all__ = ["add_parser"]
+
+_OPTIONS = sorted({name for names in OPTIONS.values() for name in names})
 
 
 def add_parser(subparsers: Any) -> None:
@@ -29,6 +31,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS), help=", ".join(sorted(BENCHMARKS)))
     parser.add_argument("--device", help="where to run, e.g. cuda:0 (unet; by default a CPU)")
     parser.add_argument("--size", help="small or paper (unet; by default small on a CPU, paper on a CUDA device)")
+    parser.add_argument("--cases", help="which of its steps, e.g. tiny,fine (peers; by default all)")
+    parser.add_argument("--contestants", help="who takes part, e.g. plain,bare,step (peers; by default everyone)")
+    parser.add_argument("--repeats", type=count, help="measured turns of each contestant (peers; by default 15)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 
@@ -39,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     Raises ``OptionError`` for an option that this benchmark does not have, and for a package that is not installed.
     """
     known = OPTIONS.get(args.name, ())
-    options = {name: value for name in ("device", "size") if (value := getattr(args, name)) is not None}
+    options = {name: value for name in _OPTIONS if (value := getattr(args, name)) is not None}
     for option in options:
         if option not in known:
             has = ", ".join(f"--{name}" for name in known) or "no options"

@@ -67,6 +67,14 @@ def test_every_benchmark_runs_and_shows():
         (["memory", "--device", "cpu"], "the benchmark 'memory' has no --device; it has no options"),
         (["unet", "--size", "huge"], "size must be one of 'small', 'paper', got 'huge'"),
         (["overhead", "--size", "small"], "the benchmark 'overhead' has no --size; it has no options"),
+        (
+            ["peers", "--cases", "tiny,huge"],
+            "case must be one of 'tiny', 'fine', 'mid', 'coarse', 'transformer', got 'huge'",
+        ),
+        (
+            ["peers", "--contestants", "gpipe"],
+            "contestant must be one of 'plain', 'bare', 'step', 'dropin', 'torchgpipe'",
+        ),
         (["unet", "--device", "tpu"], "'tpu' is no device"),
         (["unet", "--device", "cuda:99"], "'cuda:99' is not there"),
     ],
