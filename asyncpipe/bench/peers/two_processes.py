@@ -13,8 +13,8 @@ The ranks end when their connection to this process does, whatever has ended it.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -33,7 +33,6 @@ __all__ = ["TwoProcesses"]
 RANKS = 2
 PATIENCE = timedelta(seconds=60)
 """How long a rank waits for the other one."""
-JOIN_SECONDS = 5.0
 
 
 class TwoProcesses:
@@ -52,8 +51,10 @@ class TwoProcesses:
                 ours, theirs = context.Pipe()
                 self._connections.append(ours)
                 arguments = rank, Path(self._folder.name) / "store", self._case, theirs
-                self._processes.append(context.Process(target=_serve, args=arguments, daemon=True))
-                self._processes[-1].start()
+                process = context.Process(target=_serve, args=arguments, daemon=True)
+                with _interrupts_blocked():
+                    process.start()
+                self._processes.append(process)
                 theirs.close()
             self._answers()  # Both have met.
         except BaseException:
@@ -62,13 +63,11 @@ class TwoProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()  # It holds nothing, and takes a while to end by itself.
+            process.join()
         for connection in self._connections:
             connection.close()
-        for process in self._processes:
-            process.join(JOIN_SECONDS)
-            if process.exitcode is None:  # It waits for the other one, or hangs.
-                process.kill()
-                process.join()
         self._folder.cleanup()
 
     def step(self) -> float:
@@ -97,10 +96,21 @@ class TwoProcesses:
         return answers
 
 
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Processes that start in the block never see Ctrl-C, which goes to all of a terminal; this one sees it behind."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _serve(rank: int, store: Path, case: Case, connection: Connection[Any, Any]) -> None:
     """What a rank does: answer questions until there are no more."""
-    # Ctrl-C goes to all processes of a terminal. This one ends when the connection does.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     try:
         distributed.init_process_group(
@@ -119,7 +129,6 @@ def _serve(rank: int, store: Path, case: Case, connection: Connection[Any, Any])
         with suppress(EOFError):
             while True:
                 connection.send(answers[connection.recv()]())
-        distributed.destroy_process_group()
     except Exception as error:  # noqa: BLE001 - the other process says it
         with suppress(OSError):
             connection.send(RuntimeError(f"rank {rank}: {type(error).__name__}: {error}"))
