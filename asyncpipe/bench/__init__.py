@@ -6,6 +6,7 @@ them build on ``harness.py`` (start reading there); the other helpers are
 
     byte_counters.py     bytes of tensor storages, counted without an allocator
     examples.py          models and job files of the repository's examples
+    real_tasks.py        steps of real tasks against the plain loop, stage by stage
     scraper.py           turns with and without metrics, which are fetched over HTTP as Prometheus does
     web_app.py           a web application for ``embedded``, and its requests
 
@@ -25,7 +26,7 @@ Progress = Callable[[str], None]
 """Gets a line of text for each part of a benchmark."""
 
 BENCHMARKS = {
-    "overhead": "what the scheduler and its metrics cost: µs per empty task, and seconds to build a graph",
+    "overhead": "what the scheduler and its metrics cost: µs per empty and per real task, seconds to build a graph",
     "metrics": "training with metrics that are scraped every second, against training without",
     "pipeline": "a compute-bound model on 2 CPU devices, against its bound and against one device",
     "dropin": "loss(pipe(x)).backward() on 2 CPU devices, against a backward by autograd's engine alone",

@@ -1,5 +1,8 @@
 """The cost of the scheduler itself: empty tasks through the whole runtime; lowering and simulating large schedules.
 
+Empty tasks show what the runtime costs at least. What it costs where tasks compute is in ``real_tasks.py``, by a number
+that cannot hide anything; it is shown for both.
+
 The cost of metrics is measured in turns with and without them (``scraper.py``), so that all of a collector's work
 counts.
 """
@@ -8,11 +11,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.harness import run_on_loop
+from asyncpipe.bench.harness import run_on_loop, seconds_of, table
+from asyncpipe.bench.real_tasks import RealTasksSize, cores, real_tasks
 from asyncpipe.bench.scraper import TurnSize, turns_with_metrics
 from asyncpipe.core.engine.events import Observer
 from asyncpipe.core.graph.lower import CheckpointMode, lower
@@ -44,6 +48,7 @@ class OverheadSize(TurnSize):
     devices: tuple[int, ...] = (2, MAIN_DEVICES, 8, 16)
     steps: int = 20
     """On each number of devices."""
+    real: RealTasksSize = field(default_factory=RealTasksSize)
     graph_stages: int = 64
     graph_microbatches: tuple[int, ...] = (128, 256, 512, 1024)
 
@@ -55,6 +60,7 @@ def run(progress: Progress, *, size: OverheadSize | None = None) -> Figures:
     for devices in size.devices:
         progress(f"{size.steps} steps of empty tasks on {devices} devices")
         tasks.append(run_on_loop(_empty_steps(devices, size)))
+    real = [run_on_loop(real_tasks(devices, size.real, progress)) for devices in size.devices]
     graphs = []
     for microbatches in size.graph_microbatches:
         progress(f"lowering and simulating {size.graph_stages} stages × {microbatches} micro-batches")
@@ -69,6 +75,7 @@ def run(progress: Progress, *, size: OverheadSize | None = None) -> Figures:
         "schedule": SCHEDULE,
         "steps": size.steps,
         "devices": tasks,
+        "real": {**asdict(size.real), "cores": cores(), "devices": real},
         "graph_stages": size.graph_stages,
         "graphs": graphs,
     }
@@ -80,8 +87,17 @@ def show(figures: Figures) -> str:
     lines = [
         f"empty tasks, {figures['schedule']}, {figures['microbatches']} micro-batches, "
         f"median of {figures['steps']} steps",
-        "devices    tasks   µs per task",
-        *(f"{row['devices']:7}  {row['tasks']:7}  {row['us_per_task']:12.2f}" for row in figures["devices"]),
+        *table(
+            [
+                ["devices", "tasks", "µs per task", "without the busiest device's plain loop"],
+                *(
+                    [str(row["devices"]), str(row["tasks"]), f"{row['us_per_task']:.2f}", f"{row['beyond_plain']:.2f}"]
+                    for row in figures["devices"]
+                ),
+            ]
+        ),
+        "",
+        *_show_real(figures["real"]),
         "",
         f"metrics, scraped {metrics['scrapes']} times: {metrics['us_per_task']:.2f} µs per task "
         f"({metrics['tasks']} tasks on {MAIN_DEVICES} devices: {metrics['plain_us_per_task']:.2f} without, "
@@ -99,13 +115,45 @@ def show(figures: Figures) -> str:
     return "\n".join(lines)
 
 
+def _show_real(real: Figures) -> list[str]:
+    head = "devices", "tasks", "step", "busiest device alone", "µs per task", f"with {real['cores']} cores"
+    return [
+        f"real tasks: {real['layers']} × Linear({real['width']})+ReLU on each device, {real['microbatches']} "
+        f"micro-batches of {real['rows']} rows, no recomputation; median of {real['rounds']} rounds",
+        *table(
+            [
+                head,
+                *(
+                    (
+                        str(row["devices"]),
+                        str(row["tasks"]),
+                        f"{row['step_seconds'] * 1e3:.1f} ms",
+                        f"{row['busiest_seconds'] * 1e3:.1f} ms",
+                        f"{row['us_per_task']:.1f}",
+                        f"{row['us_per_task_by_cores']:.1f}",
+                    )
+                    for row in real["devices"]
+                ),
+            ]
+        ),
+        "µs per task: (step − busiest device's time in the plain loop) / tasks; "
+        "with the cores: the plain loop's time / cores, if that is longer",
+    ]
+
+
 async def _empty_steps(devices: int, size: OverheadSize) -> Figures:
     graph = _graph(devices)
     empty = _EmptySteps(graph)
     seconds = [await empty.step() for _ in range(size.warm_up + size.steps)]
     empty.close()
-    tasks = len(graph.tasks)
-    return {"devices": devices, "tasks": tasks, "us_per_task": median(seconds[size.warm_up :]) / tasks * 1e6}
+    tasks, step = len(graph.tasks), median(seconds[size.warm_up :])
+    plain = seconds_of(lambda: _plain_loop(tasks // devices))
+    return {
+        "devices": devices,
+        "tasks": tasks,
+        "us_per_task": step / tasks * 1e6,
+        "beyond_plain": (step - plain) / tasks * 1e6,
+    }
 
 
 async def metrics_cost(progress: Progress, size: OverheadSize) -> Figures:
@@ -155,6 +203,12 @@ class _EmptySteps:
         """End the devices' threads."""
         self._driver.close()
         self._driver.join()
+
+
+def _plain_loop(tasks: int) -> None:
+    """A device's empty tasks without any library."""
+    for _ in range(tasks):
+        _nothing()
 
 
 def _bind_nothing(task: Task) -> TaskFunction:

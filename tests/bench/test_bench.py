@@ -29,6 +29,7 @@ from asyncpipe.bench import (
     unet,
 )
 from asyncpipe.bench.byte_counters import ByteMeter, SavedBytes
+from asyncpipe.bench.real_tasks import RealTasksSize, stage_seconds
 from asyncpipe.bench.unet import memory as unet_memory
 from asyncpipe.bench.unet import model as unet_model
 from asyncpipe.bench.unet import speed as unet_speed
@@ -135,16 +136,38 @@ def test_all_busy_counts_the_seconds_in_which_every_device_computes():
 
 def test_overhead_measures_tasks_metrics_and_graphs():
     graphs = {"devices": (2, 4), "steps": 2, "warm_up": 1, "graph_stages": 4, "graph_microbatches": (4, 8)}
-    size = overhead.OverheadSize(**graphs, seconds=0.1, rounds=2, period=0.05)
+    real = RealTasksSize(width=8, layers=1, microbatches=4, rows=2, warm_up=0, rounds=2)
+    size = overhead.OverheadSize(**graphs, seconds=0.1, rounds=2, period=0.05, real=real)
     figures = json.loads(json.dumps(overhead.run(quiet, size=size)))
     assert [row["devices"] for row in figures["devices"]] == [2, 4]
     assert figures["us_per_task"] == figures["devices"][1]["us_per_task"] > 0
+    assert all(0 < row["beyond_plain"] < row["us_per_task"] for row in figures["devices"])
+    # F and B of 4 micro-batches on each device, and a copy each way between neighbours.
+    assert [row["tasks"] for row in figures["real"]["devices"]] == [24, 56]
+    for row in figures["real"]["devices"]:
+        assert min(row["step_seconds"], row["busiest_seconds"]) > 0
+        assert row["us_per_task_by_cores"] <= row["us_per_task"]
     assert figures["metrics_us_per_task"] == figures["metrics"]["us_per_task"]
     assert figures["metrics"]["tasks"] == 572
     # One before the first slice, and at least one in each slice with metrics.
     assert figures["metrics"]["scrapes"] >= 1 + size.rounds
     shown = overhead.show(figures)
     assert f"scraped {figures['metrics']['scrapes']} times: {figures['metrics_us_per_task']:.2f} µs per task" in shown
+
+
+def test_the_plain_loops_stages_are_timed_one_by_one():
+    class Slow(nn.Linear):
+        def forward(self, x):
+            started = time.perf_counter()
+            while time.perf_counter() < started + 0.01:
+                pass
+            return super().forward(x)
+
+    stages = [nn.Linear(4, 4), Slow(4, 4), nn.Linear(4, 4)]
+    seconds = stage_seconds(stages, torch.randn(6, 4), torch.randn(6, 4), 3)
+    assert seconds[1] >= 0.03
+    assert min(seconds) > 0
+    assert all(parameter.grad is None for stage in stages for parameter in stage.parameters())
 
 
 def test_only_the_slices_with_metrics_are_observed(monkeypatch):
