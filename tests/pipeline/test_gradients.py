@@ -214,15 +214,22 @@ def test_recomputation_counts_no_statistics_twice(mode, train):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_recomputed_stage_sends_counts_as_requiring_a_gradient(mode):
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_a_stage_in_which_nothing_needs_a_gradient_is_not_recomputed(mode, schedule):
     called: list[str] = []
-    model = nn.Sequential(nn.Identity(), nn.Tanh(), nn.Linear(6, 6))
-    model[1].register_full_backward_hook(lambda *_: called.append("hook"))
-    with Pipeline(
-        model, ["cpu:0", "cpu:1"], balance=[1, 2], microbatches=2, checkpoint=mode, loss_fn=mse
-    ).sync() as pipe:
-        pipe.step(torch.randn(4, 6), torch.randn(4, 6))
-    assert len(called) == {"always": 2, "except_last": 1, "never": 0}[mode]
+    frozen = nn.Linear(6, 6).requires_grad_(False)
+    frozen.register_forward_hook(lambda *_: called.append("forward"))
+    model = nn.Sequential(frozen, nn.Tanh(), nn.Linear(6, 6))
+    model[1].register_full_backward_hook(lambda *_: called.append("backward"))
+    x, y = torch.randn(4, 6), torch.randn(4, 6)
+    mse(model(x), y).backward()
+    assert called == ["forward"], "as without a pipeline"
+    wanted, model[2].weight.grad = model[2].weight.grad, None
+    options = {"balance": [1, 2], "microbatches": 2, "schedule": schedule, "checkpoint": mode, "loss_fn": mse}
+    with Pipeline(model, ["cpu:0", "cpu:1"], **options).sync() as pipe:
+        pipe.step(x, y)
+    assert called == ["forward"] * 3
+    torch.testing.assert_close(model[2].weight.grad, wanted)
 
 
 class AsksForGraph(nn.Module):

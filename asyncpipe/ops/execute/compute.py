@@ -146,7 +146,7 @@ class StageCompute:
         if self.tensors.readers:
             run.readers = self._readers(i, stage.index, leaves)
         recomputation = None
-        if self.plan.training and self.plan.checkpoint.recomputes(i, self.graph.shape.microbatches):
+        if self._recomputes(i, stage, inputs):
             with stage.parameters.during():
                 flat, recomputation = checkpoint(run, inputs)
         else:
@@ -164,6 +164,12 @@ class StageCompute:
         self.tensors.readers.update({(i, stage.index, user): readers for user, readers in run.next_readers.items()})
         if self.plan.training:
             self.tensors.local_graphs[i, stage.index] = LocalGraph(leaves, outputs, recomputation)
+
+    def _recomputes(self, i: int, stage: Stage, inputs: Sequence[Tensor]) -> bool:
+        """Whether to checkpoint a forward. Not where nothing needs a gradient: what it sends must not seem to."""
+        if not self.plan.training or not self.plan.checkpoint.recomputes(i, self.graph.shape.microbatches):
+            return False
+        return any(tensor.requires_grad for tensor in chain(inputs, stage.module.parameters()))
 
     def _received(self, i: int, j: int) -> dict[int, Packet]:
         keys = ((source, (i, source, j)) for source in self.sources[j])
@@ -226,11 +232,11 @@ class StageCompute:
     # Backward
 
     def recompute(self, task: Task) -> None:
-        """Run the forward again, unless that is done already."""
+        """Run the forward again, unless that is done already or nothing needs a gradient."""
         recomputation = self.tensors.local_graphs[task.microbatch, task.stage].recomputation
-        assert recomputation is not None
-        recomputation.retain = self.tensors.retain
-        recomputation.run()
+        if recomputation is not None:
+            recomputation.retain = self.tensors.retain
+            recomputation.run()
 
     def backward(self, task: Task) -> None:
         """From the gradients of what the stage sent, make those of what it received and of its parameters."""
