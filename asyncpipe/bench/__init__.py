@@ -38,5 +38,5 @@ BENCHMARKS = {
     "sharing": "jobs on the same devices: shares by weight, and what a background job gets and takes",
     "unet": "U-Nets on one device: speed, and the largest one in a given memory",
 }
-OPTIONS = {"unet": ("device", "size"), "peers": ("cases", "contestants", "repeats")}
+OPTIONS = {"unet": ("device", "size"), "peers": ("cases", "contestants", "repeats"), "sharing": ("beside",)}
 """The options that benchmarks have: keyword arguments of their ``run``; the command's parser says what each is."""

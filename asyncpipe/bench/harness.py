@@ -7,10 +7,12 @@ does hits all of them; the figures are medians over the rounds, without those th
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any, TypeVar
 
@@ -20,7 +22,17 @@ from asyncpipe.bench import Progress
 from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
 from asyncpipe.runtime.portal import new_event_loop
 
-__all__ = ["alternating", "lone_thread", "medians", "mlp", "rounds", "run_on_loop", "seconds_of", "table"]
+__all__ = [
+    "alternating",
+    "busy_processes",
+    "lone_thread",
+    "medians",
+    "mlp",
+    "rounds",
+    "run_on_loop",
+    "seconds_of",
+    "table",
+]
 
 _T = TypeVar("_T")
 
@@ -70,6 +82,27 @@ def lone_thread() -> Iterator[ThreadPoolExecutor]:
         pool.submit(int).result()
         threads.wait()
         yield pool
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Let ``count`` other processes compute without a pause during the block. They also end with this process."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            command = [sys.executable, "-c", _BUSY]
+            process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE))  # noqa: S603 - from here
+            stack.callback(process.kill)
+        yield
+
+
+_BUSY = """
+import os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+while True:
+    pass
+"""
+"""Ends when its standard input does, which is when whoever started it ends, in whatever way."""
 
 
 def mlp(width: int, layers: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:

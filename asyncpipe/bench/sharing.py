@@ -10,6 +10,8 @@ its schedule alone and not on the machine::
 
     cpu:0  F0 F1 F2 F3 ········ B0 ·· B1 ·· B2 ·· B3      4-stage 1F1B, few micro-batches: every · is idle,
     cpu:1  ··· F0 F1 F2 B0 ·· B1 F3 B2 ·· B3 ·······      and the background may use it
+
+With ``--beside N``, N other processes compute meanwhile: wake-ups come late, and tasks take longer than expected.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 from torch import nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.harness import alternating, mlp, rounds, run_on_loop
+from asyncpipe.bench.harness import alternating, busy_processes, mlp, rounds, run_on_loop
 from asyncpipe.core.engine.events import StepRecord, StepSubmitted, TaskCompleted
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.task import Queue, Task
@@ -74,12 +76,23 @@ class BackgroundSize:
     """Turns with a background, and the same number without."""
 
 
-def run(progress: Progress, *, weights: WeightsSize | None = None, background: BackgroundSize | None = None) -> Figures:
-    """Device seconds of two weighted jobs and their ratio; the background's share of the idle time, and its cost."""
-    return {
-        "weights": run_on_loop(_weights(weights or WeightsSize(), progress)),
-        "background": run_on_loop(_background(background or BackgroundSize(), progress)),
-    }
+def run(
+    progress: Progress,
+    *,
+    beside: int = 0,
+    weights: WeightsSize | None = None,
+    background: BackgroundSize | None = None,
+) -> Figures:
+    """Device seconds of two weighted jobs and their ratio; the background's share of the idle time, and its cost.
+
+    Meanwhile ``beside`` other processes compute.
+    """
+    with busy_processes(beside):
+        return {
+            "beside": beside,
+            "weights": run_on_loop(_weights(weights or WeightsSize(), progress)),
+            "background": run_on_loop(_background(background or BackgroundSize(), progress)),
+        }
 
 
 def show(figures: Figures) -> str:
@@ -87,8 +100,10 @@ def show(figures: Figures) -> str:
     weights, background = figures["weights"], figures["background"]
     low, _, high = quantiles(background["growths"], n=4)
     wanted = " : ".join(f"{weight:g}" for weight in weights["weights"])
+    beside = [f"beside {figures['beside']} other busy processes"] if figures["beside"] else []
     return "\n".join(
         [
+            *beside,
             f"two foreground jobs on {weights['devices']} CPU devices, weights {wanted}, {weights['steps']} steps of "
             "the heavier one",
             f"  device time          {weights['seconds'][0]:8.2f} s and {weights['seconds'][1]:.2f} s",

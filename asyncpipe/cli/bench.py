@@ -34,6 +34,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--cases", help="which of its steps, e.g. tiny,fine (peers; by default all)")
     parser.add_argument("--contestants", help="who takes part, e.g. plain,bare,step (peers; by default everyone)")
     parser.add_argument("--repeats", type=count, help="measured turns of each contestant (peers; by default 15)")
+    parser.add_argument("--beside", type=count, help="busy processes that take a part of the CPU meanwhile (sharing)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 

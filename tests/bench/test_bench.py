@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import socket
+import subprocess
 import threading
 import time
 from contextlib import closing
@@ -29,6 +30,7 @@ from asyncpipe.bench import (
     unet,
 )
 from asyncpipe.bench.byte_counters import ByteMeter, SavedBytes
+from asyncpipe.bench.harness import busy_processes
 from asyncpipe.bench.real_tasks import RealTasksSize, stage_seconds
 from asyncpipe.bench.unet import memory as unet_memory
 from asyncpipe.bench.unet import model as unet_model
@@ -456,7 +458,7 @@ def test_sharing_measures_both_kinds_of_shares():
     weights = sharing.WeightsSize(steps=4, warm_up=1, layers=2, width=32, samples=32, microbatches=4)
     costs = Costs(0.002, 0.004)
     background = sharing.BackgroundSize(costs=costs, background_costs=Costs(0.001, 0.002), steps=2, rounds=2)
-    figures = json.loads(json.dumps(sharing.run(quiet, weights=weights, background=background)))
+    figures = json.loads(json.dumps(sharing.run(quiet, beside=1, weights=weights, background=background)))
     assert min(figures["weights"]["seconds"]) > 0
     assert figures["weights"]["wanted"] == 3
     found = figures["background"]
@@ -465,7 +467,27 @@ def test_sharing_measures_both_kinds_of_shares():
     assert found["idle"] >= 3 / 7 - 0.01
     assert 0 <= found["share"] <= 1
     assert len(found["growths"]) == background.rounds
-    assert "of the idle time it gets" in sharing.show(figures)
+    shown = sharing.show(figures)
+    assert "of the idle time it gets" in shown
+    assert shown.startswith("beside 1 other busy processes\n")
+
+
+def test_busy_processes_compute_and_end(monkeypatch):
+    started = []
+
+    class Recorded(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+    with busy_processes(2):
+        assert [process.poll() for process in started] == [None, None]
+        # As if this process had ended in whatever way.
+        started[0].stdin.close()
+        started[0].wait(30)
+    assert len(started) == 2
+    assert all(process.returncode is not None for process in started)
 
 
 def test_what_is_outside_a_span_does_not_count():
