@@ -127,6 +127,8 @@ class StageCompute:
     """By stage: what it receives something from."""
     hooked: dict[int, list[nn.Parameter]] = field(default_factory=dict)
     """By stage: its parameters with hooks."""
+    trained: dict[int, bool] = field(default_factory=dict)
+    """By stage: whether a parameter of it needs a gradient."""
 
     def __post_init__(self) -> None:
         self.sources = [[CALLER] for _ in self.stages]
@@ -169,7 +171,9 @@ class StageCompute:
         """Whether to checkpoint a forward. Not where nothing needs a gradient: what it sends must not seem to."""
         if not self.plan.training or not self.plan.checkpoint.recomputes(i, self.graph.shape.microbatches):
             return False
-        return any(tensor.requires_grad for tensor in chain(inputs, stage.module.parameters()))
+        if stage.index not in self.trained:
+            self.trained[stage.index] = any(parameter.requires_grad for parameter in stage.module.parameters())
+        return self.trained[stage.index] or any(tensor.requires_grad for tensor in inputs)
 
     def _received(self, i: int, j: int) -> dict[int, Packet]:
         keys = ((source, (i, source, j)) for source in self.sources[j])
