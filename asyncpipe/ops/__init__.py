@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 
-_OLDEST = (2, 13)
-"""Up to 2.9 at least, ``torch._C._stash_obj_in_tls`` drops a reference that it does not hold, and Python crashes."""
+_OLDEST = (2, 9)
+"""The oldest that was tested and works. 2.6 cannot tell the hooks that ``autograd/bare_thread.py`` sets aside."""
+DRAWS_KEY = "TESTING_ONLY_GenericMode"
+"""torch's dispatch key that ``autograd/own_draws.py`` uses."""
 _PRIVATE = """
     _C.DispatchKey.Python _C._TorchDispatchModeKey.FAKE _C._TorchDispatchModeKey.FUNCTIONAL
     _C._TorchDispatchModeKey.PROXY _C._current_graph_task_id
@@ -41,7 +43,7 @@ _PRIVATE = """
 def _check(found: Any) -> None:
     """Raises ``ImportError`` for a torch that is too old, or that has lost something that the package needs."""
     version = str(found.__version__)
-    works = "asyncpipe works with torch 2.13 and newer (tested: 2.13 and 2.15)"
+    works = "asyncpipe works with torch 2.9 and newer (tested: 2.9, 2.11, 2.13 and 2.15)"
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         raise ImportError(f"{works}; torch {version} is too old")
     for name in _PRIVATE:
@@ -49,6 +51,10 @@ def _check(found: Any) -> None:
             attrgetter(name)(found)
         except AttributeError:
             raise ImportError(f"{works}; torch {version} has no torch.{name}, install one of those") from None
+    try:
+        found._C._dispatch_key_parse(DRAWS_KEY)
+    except RuntimeError:
+        raise ImportError(f"{works}; torch {version} has no dispatch key {DRAWS_KEY}, install one of those") from None
 
 
 _check(torch)

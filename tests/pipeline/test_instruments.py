@@ -58,7 +58,7 @@ def outermost(event: Any) -> str:
 async def test_the_profiler_sees_every_task_by_name() -> None:
     everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     async with pipeline() as pipe:
-        with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere, acc_events=True) as profiler:
             result = await pipe.step(*batch())
     seen = {event.name for event in profiler.events()}
     assert seen >= {task.id for task in result.record.graph.tasks}

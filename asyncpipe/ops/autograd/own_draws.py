@@ -25,6 +25,8 @@ Nothing is registered until the first use. What stays then is a key without effe
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,10 +35,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from asyncpipe.ops import DRAWS_KEY
+
 __all__ = ["OwnDraws", "own_draws", "replace_torch_random", "restore_torch_random"]
 
-_KEY_NAME = "TESTING_ONLY_GenericMode"
-_KEY = torch._C._dispatch_key_parse(_KEY_NAME)
+_KEY = torch._C._dispatch_key_parse(DRAWS_KEY)
 _BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 _PYTHON = torch._C.DispatchKey.Python
 _TRACING = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
@@ -46,8 +49,25 @@ _CALLS_ANOTHER = frozenset("native_dropout rand rand_like randint randint_like r
 """Operators that have overloads without a generator, and call another operator to draw."""
 
 
+def _balanced(put: Callable[[str, object], None]) -> Callable[[str, object], None]:
+    """``put``, taking a reference for the slot. Up to torch 2.11 it takes none, but drops one when the slot changes."""
+    take = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
+
+    def put_with_reference(slot: str, value: object) -> None:
+        take(value)
+        put(slot, value)
+
+    probe = object()
+    before = sys.getrefcount(probe)
+    put_with_reference(_SLOT, probe)
+    # Where torch takes its own reference, too, this probe is never freed.
+    balanced = put if sys.getrefcount(probe) == before + 2 else put_with_reference
+    balanced(_SLOT, None)
+    return balanced
+
+
 # Looked up once: entering and leaving is on the path of every task.
-_get, _put = torch._C._get_obj_in_tls, torch._C._stash_obj_in_tls
+_get, _put = torch._C._get_obj_in_tls, _balanced(torch._C._stash_obj_in_tls)
 _switch = torch._C._dispatch_tls_set_dispatch_key_included
 
 
@@ -133,13 +153,13 @@ def _register() -> None:
 
 def _make_libraries() -> list[torch.library.Library]:
     library_of: Any = torch.library.Library
-    others = library_of("_", "IMPL", _KEY_NAME)
+    others = library_of("_", "IMPL", DRAWS_KEY)
     others.fallback(torch.library.fallthrough_kernel)
     # Higher-order operators (torch.cond) do not know the dispatcher's fallbacks.
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)
     for higher in torch._ops._higher_order_ops.values():
         higher.fallthrough(_KEY)  # type: ignore[no-untyped-call]
-    library = library_of("aten", "IMPL", _KEY_NAME)
+    library = library_of("aten", "IMPL", DRAWS_KEY)
     known = set(torch._C._dispatch_get_all_op_names())
     for schema in torch._C._jit_get_all_schemas():
         full_name = f"{schema.name}.{schema.overload_name}".rstrip(".")

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import asyncpipe
+from asyncpipe.ops import DRAWS_KEY
 from asyncpipe.ops.autograd import own_draws as own_draws_module
 from asyncpipe.ops.autograd.own_draws import OwnDraws, replace_torch_random, restore_torch_random
 
@@ -177,7 +178,7 @@ def test_every_operator_that_torch_tags_as_drawing_has_its_kernel() -> None:
         if torch.Tag.nondeterministic_seeded in operator.tags and not has("CompositeImplicitAutograd"):
             computes = has("CPU") or has("CompositeExplicitAutograd")
             # Overloads for an out= argument call those without.
-            if computes and not has(own_draws_module._KEY_NAME) and not overload.endswith("out"):
+            if computes and not has(DRAWS_KEY) and not overload.endswith("out"):
                 missing.append(full_name)
     assert sorted(missing) == [
         "aten::_fused_sdp_choice",  # draws nothing

@@ -113,10 +113,11 @@ class Remembering(nn.Module):
         return self.a(x)
 
 
+# From torch 2.10 on.
+@pytest.mark.filterwarnings("ignore:The tensor attribute self.model.last was assigned during export")
 def test_what_a_forward_leaves_behind_is_neither_kept_nor_computed() -> None:
     model = Remembering()
-    with pytest.warns(UserWarning, match=r"self\.model\.last was assigned during export"):
-        staged = trace(model, Arguments.of(torch.randn(2, 3)), 1)
+    staged = trace(model, Arguments.of(torch.randn(2, 3)), 1)
     assert not hasattr(model, "last")
     assert set(dict(staged.stages[0].named_parameters())) == {"a.weight", "a.bias"}
 

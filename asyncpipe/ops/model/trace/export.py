@@ -71,7 +71,7 @@ class _Wrapper(nn.Module):
         self.seen = _TraceRecord()
         self._call = call
 
-    def forward(self, *leaves: Tensor) -> list[Any]:
+    def forward(self, leaves: Sequence[Tensor]) -> list[Any]:
         before = dict(self.model.named_buffers())
         with RefuseDropped(self.model):
             output = self._call(self.model, leaves)
@@ -131,7 +131,7 @@ def _export(wrapper: _Wrapper, example: Sequence[Tensor], mode: str, device: tor
         with warnings.catch_warnings(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             # Recurrent layers also have their weights in a list, which the export restores.
             warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights\[")
-            program = torch.export.export(wrapper, tuple(example), dynamic_shapes=(sizes,), strict=False)
+            program = torch.export.export(wrapper, (tuple(example),), dynamic_shapes=(sizes,), strict=False)
             return program.module()
     except TraceError:
         raise
@@ -173,12 +173,14 @@ def _read(root: fx.GraphModule, node: fx.Node) -> Tensor | None:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Afterwards restore the modules' modes and delete new attributes of theirs. The export restores the rest."""
-    before = {module: (module.training, set(vars(module))) for module in model.modules()}
+    """Afterwards restore the modules' modes and tensors, and delete new attributes. The export restores the rest."""
+    before = {module: (module.training, dict(vars(module))) for module in model.modules()}
     try:
         yield
     finally:
-        for module, (training, names) in before.items():
+        for module, (training, attributes) in before.items():
             module.training = training
-            for name in set(vars(module)) - names:
+            for name in set(vars(module)) - set(attributes):
                 del vars(module)[name]
+            # Up to torch 2.9, the export leaves its fake ones.
+            vars(module).update((name, kept) for name, kept in attributes.items() if isinstance(kept, Tensor))

@@ -72,7 +72,8 @@ class TraceInputs:
             self.guards[training](*(torch.empty(tensor.shape, device="meta") for tensor in tensors))
         except AssertionError as error:
             condition = str(error).removeprefix("Guard failed: ")
-            condition = re.sub(r"leaves_(\d+)", lambda found: self._names[self._tensors[int(found[1])]], condition)
+            leaf = r"leaves[_\[](\d+)\]?"
+            condition = re.sub(leaf, lambda found: self._names[self._tensors[int(found[1])]], condition)
             raise BatchError(
                 f"the micro-batch has sizes that the trace is not for, which is for {condition}; trace with an example "
                 "like it, of at least two samples, or keep the model's code from depending on sizes"
