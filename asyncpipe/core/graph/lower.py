@@ -17,7 +17,8 @@ for the task that computes the gradient of the stage's output (not for the copy 
 decides the rest while the step runs.
 
 The wiring says which stages exchange values. A link that jumps over stages (a skip connection) is a data edge like
-any other, with one copy from its source to its user and one back. A parameter tied across devices is copied to its
+any other, with one copy from its source to its user and one back. If a lane gets copies from several devices, an
+ordered schedule orders them too, by when they are needed. A parameter tied across devices is copied to its
 user's replica before the user's first forward. After the user's last backward the replica's gradient is copied back,
 and S adds it to the owner's. U updates a stage when its gradients are complete::
 
@@ -31,7 +32,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from asyncpipe.core.checks import check_choice
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
@@ -118,6 +120,16 @@ def _orders(schedule: Schedule, shape: Shape, placement: tuple[int, ...], phase:
             yield [Action(_B, i, j) for _, i, j in reversed(forwards)]
 
 
+class _Arrival(NamedTuple):
+    """A copy of one micro-batch. Sorts by when it is needed; of those for one task, the one from furthest is first."""
+
+    consumer: int
+    nearness: int
+    device: int
+    """Where it comes from."""
+    copy: int
+
+
 @dataclass(eq=False)
 class _Builder:
     """Collects tasks and what each waits for, then numbers the tasks by clock cycle.
@@ -154,6 +166,10 @@ class _Builder:
         """The last action of each stage; in a ruled schedule, all that compute gradients of its parameters."""
         self._sums: dict[int, int] = {}
         """S of each stage that owns tied parameters."""
+        self._arrivals: dict[int, list[_Arrival]] = {}
+        """The copies of each lane, by its position, that gets copies from several devices in an ordered schedule."""
+        self._places: dict[int, float] = {}
+        """The place of copies in the order of their lane, from 0 to below 1."""
 
     def _add(self, kind: TaskKind, i: int, j: int, dependencies: Iterable[int], source: int | None = None) -> int:
         self._kinds.append(kind)
@@ -207,12 +223,15 @@ class _Builder:
 
     def add_transfers(self) -> None:
         """Add the data edges between stages, with copies where the device changes. Call it last."""
+        if self._ruled is None:
+            self._arrivals = self._lanes_to_order()
         for source, user in self.wiring.links:
             for i in range(self.shape.microbatches):
                 if self.phase is not Phase.BACKWARD:
                     self._transfer(i, source, user, self._forward)
                 if self.phase is not Phase.FORWARD:
                     self._transfer(i, user, source, self._backward)
+        self._order_arrivals()
         for owner, user in self.wiring.ties:
             if self.phase is not Phase.BACKWARD:
                 values = self._add(_C, WHOLE_STEP, user, (), owner)
@@ -227,7 +246,31 @@ class _Builder:
             self._depend(self._recompute[stage][i], producer)
         if self.placement[source] != self.placement[stage]:
             producer = self._add(_C, i, stage, (producer,), source)
+            if self._arrivals and (arrivals := self._arrivals.get(self._lane(stage, source))) is not None:
+                arrivals.append(_Arrival(consumer, -abs(stage - source), self.placement[source], producer))
         self._depend(consumer, producer)
+
+    def _lanes_to_order(self) -> dict[int, list[_Arrival]]:
+        """An empty list for each lane that gets copies from several devices."""
+        sources: dict[int, set[int]] = {}
+        for source, stage in (*self.wiring.links, *((user, source) for source, user in self.wiring.links)):
+            if self.placement[source] != self.placement[stage]:
+                sources.setdefault(self._lane(stage, source), set()).add(self.placement[source])
+        return {lane: [] for lane, devices in sources.items() if len(devices) > 1}
+
+    def _order_arrivals(self) -> None:
+        """Let the copies of these lanes run in the order in which they are needed.
+
+        A lane of an asynchronous device runs them in the order of their dispatch, which follows the issue of what they
+        bring. The first stage is issued far ahead: without this, what the second last stage sends to the last one is
+        queued behind skips of later micro-batches, and waits for their forwards.
+        """
+        for arrivals in self._arrivals.values():
+            arrivals.sort()
+            for before, after in pairwise(arrivals):
+                if before.device != after.device:
+                    self._depend(after.copy, before.copy)
+            self._places.update({each.copy: k / len(arrivals) for k, each in enumerate(arrivals)})
 
     def _depend(self, task: int, dependency: int) -> None:
         self._dependencies[task] = _with(self._dependencies[task], dependency)
@@ -235,7 +278,9 @@ class _Builder:
     def build(self, devices: tuple[str, ...]) -> TaskGraph:
         """The graph, with its tasks numbered by clock cycle, and in a cycle copies before the tasks that they feed."""
         cycles = self._cycles()
-        rank = [2 * cycle + (kind is not _C) for cycle, kind in zip(cycles, self._kinds, strict=True)]
+        rank: list[float] = [2 * cycle + (kind is not _C) for cycle, kind in zip(cycles, self._kinds, strict=True)]
+        for copy, place in self._places.items():
+            rank[copy] += place
         by_number = sorted(range(len(rank)), key=rank.__getitem__)
         number = _inverse(by_number)
         placement = self.placement

@@ -47,7 +47,7 @@ class Reason(StrEnum):
     DATA = "data"
     """It reads what the other computed."""
     ORDER = "order"
-    """The schedule runs the other first on this device."""
+    """The schedule runs the other first on this device, or a copy that is needed before arrives first."""
     RECOMPUTE = "recompute"
     """It needs the activations that the other recomputes."""
     COPY = "copy"
@@ -123,6 +123,13 @@ class TaskGraph:
             for dependency in dependencies:
                 yield Edge(dependency, task.number, _reason(self.tasks[dependency], task))
 
+    def read_by(self, task: int) -> tuple[int, ...]:
+        """The dependencies of ``task`` (numbers); of a copy only what it copies, without the order of its lane."""
+        before = self.dependencies[task]
+        if self.tasks[task].kind is not TaskKind.COPY:
+            return before
+        return tuple([number for number in before if self.tasks[number].kind is not TaskKind.COPY])
+
     def find(self, kind: TaskKind, microbatch: int, stage: int, source: int | None = None) -> Task:
         """The task with this identity; raises ``KeyError`` if the graph has none."""
         for task in self.tasks:
@@ -134,7 +141,7 @@ class TaskGraph:
 def _reason(dependency: Task, task: Task) -> Reason:
     """Why ``task`` waits for ``dependency``; their kinds and places tell, so edges do not store it."""
     if dependency.kind is TaskKind.COPY:
-        return Reason.COPY
+        return Reason.ORDER if task.kind is TaskKind.COPY else Reason.COPY
     if dependency.kind is TaskKind.RECOMPUTE:
         return Reason.RECOMPUTE
     if task.kind not in COMPUTE_KINDS:

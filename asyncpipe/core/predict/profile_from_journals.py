@@ -193,7 +193,7 @@ def _made_by(record: StepRecord, task: int) -> Iterator[int]:
     """The compute tasks that ``task`` waits for, directly or through copies."""
     for dependency in record.graph.dependencies[task]:
         if record.graph.tasks[dependency].kind is TaskKind.COPY:
-            yield from record.graph.dependencies[dependency]
+            yield from record.graph.read_by(dependency)
         else:
             yield dependency
 

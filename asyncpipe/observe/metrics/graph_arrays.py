@@ -59,7 +59,8 @@ class GraphArrays:
         tasks, count = graph.tasks, len(graph.tasks)
         copies = [(task, task.source) for task in tasks if task.source is not None]
         copied = {task.number for task, _ in copies}
-        fed = [number for number, reads in enumerate(graph.dependencies) if not copied.isdisjoint(reads)]
+        reads = [graph.read_by(number) for number in range(count)]
+        fed = [number for number, row in enumerate(reads) if not copied.isdisjoint(row)]
         on = [graph.devices.index(lane.device) for lane in graph.lanes]
         self.kind, self.kinds = _positions(task.kind.value for task in tasks)
         self.sort, self.sorts = _positions((str(task.stage), task.kind.value) for task in tasks)
@@ -73,9 +74,9 @@ class GraphArrays:
         """(stage, device) of everything that computes, and a stage for each device that computes nothing."""
         self.place = np.append(place, 0)
         """Also has an entry for "no task"."""
-        self.reads = Segments(graph.dependencies, count)
+        self.reads = Segments(reads, count)
         self.fed = _numbers(fed)
-        self.fed_reads = Segments([graph.dependencies[number] for number in fed], count)
+        self.fed_reads = Segments([reads[number] for number in fed], count)
         self.copies = _numbers(task.number for task, _ in copies)
         self.route, self.routes = _positions(
             (graph.devices[graph.placement[source]], task.lane.device) for task, source in copies

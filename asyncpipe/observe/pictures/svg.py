@@ -251,8 +251,8 @@ def _arrows(graph: TaskGraph, result: Report, layout: _Layout, prefix: str) -> I
     yield f'<g class="arrows" fill="none" stroke="{TEXT}" stroke-opacity="0.7">'
     times = {time.task.number: time for time in result.tasks}
     for consumer in result.tasks:
-        for dependency in graph.dependencies[consumer.task.number]:
-            for producer in graph.dependencies[dependency]:
+        for dependency in graph.read_by(consumer.task.number):
+            for producer in graph.read_by(dependency):
                 if graph.tasks[dependency].kind is TaskKind.COPY and producer in times:
                     yield _arrow(times[producer], consumer, layout, head)
     yield "</g>"

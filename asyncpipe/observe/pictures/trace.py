@@ -175,13 +175,13 @@ def _flows(record: StepRecord, slices: dict[int, TraceEvent], names: Iterator[in
     If a copy has several producers (it may bring a tied weight's summed gradients), the arrow starts at the last one.
     Slices without duration are left out, since they are invisible: a free copy of a simulation is skipped.
     """
-    tasks, dependencies = record.graph.tasks, record.graph.dependencies
+    tasks, read_by = record.graph.tasks, record.graph.read_by
     visible = {number for number, place in slices.items() if place["dur"] > 0}
     for consumer in slices:
-        for copy in dependencies[consumer]:
+        for copy in read_by(consumer):
             if tasks[copy].kind is not TaskKind.COPY or copy not in slices:
                 continue
-            read = [number for number in dependencies[copy] if number in slices]
+            read = [number for number in read_by(copy) if number in slices]
             last = [max(read, key=lambda number: float(slices[number]["ts"] + slices[number]["dur"]))] if read else []
             ends = [slices[number] for number in (*last, copy, consumer) if number in visible]
             if len(ends) > 1:

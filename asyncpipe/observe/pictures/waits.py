@@ -48,5 +48,5 @@ def _producer(read: TaskTime, times: dict[int, TaskTime], graph: TaskGraph) -> T
     """``read``, or the producer that it copies from if it is a copy without cost, which pictures do not show."""
     if read.task.kind is not TaskKind.COPY or read.seconds > 0:
         return read
-    producers = [times[number] for number in graph.dependencies[read.task.number] if number in times]
+    producers = [times[number] for number in graph.read_by(read.task.number) if number in times]
     return max(producers, key=lambda time: time.end, default=read)

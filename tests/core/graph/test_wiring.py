@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
+
 import pytest
 
 from asyncpipe.core.engine.events import (
@@ -11,10 +14,11 @@ from asyncpipe.core.engine.events import (
     StepCompleted,
     StepSubmitted,
     TaskCompleted,
+    TaskIssued,
 )
 from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.graph.lower import CheckpointMode, lower
-from asyncpipe.core.graph.task import WHOLE_STEP, Queue, Task
+from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
@@ -45,6 +49,10 @@ def before(graph: TaskGraph, task: Task) -> set[str]:
     return {graph.tasks[dependency].id for dependency in graph.dependencies[task.number]}
 
 
+def reads(graph: TaskGraph, task: Task) -> set[str]:
+    return {graph.tasks[dependency].id for dependency in graph.read_by(task.number)}
+
+
 def copies(graph: TaskGraph) -> list[str]:
     return sorted(task.id for task in graph.tasks if task.kind is TaskKind.COPY)
 
@@ -59,10 +67,60 @@ def test_a_skip_is_one_copy_to_its_user_and_one_back(name: str, checkpoint: str)
     assert len(copies(graph)) == len(copies(plain)) + len(skips)
     for i in range(3):
         onward, back = graph.find(TaskKind.COPY, i, 3, 0), graph.find(TaskKind.COPY, i, 0, 3)
-        assert before(graph, onward) == {f"F({i},0)"}
-        assert before(graph, back) == {f"B({i},3)"}
+        assert reads(graph, onward) == {f"F({i},0)"}
+        assert reads(graph, back) == {f"B({i},3)"}
         assert onward.id in before(graph, graph.find(TaskKind.FORWARD, i, 3))
         assert back.id in before(graph, graph.find(TaskKind.BACKWARD, i, 0))
+
+
+U_SHAPED = ((0, 1), (0, 3), (1, 2), (1, 3), (2, 3))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
+def test_copies_of_a_lane_arrive_in_the_order_in_which_they_are_needed(name: str) -> None:
+    graph = graph_of(name, Shape(4, 6, 4), links=U_SHAPED)
+    for lane in graph.lanes:
+        arriving = [task for task in graph.tasks if task.lane == lane and task.kind is TaskKind.COPY]
+        needed = [
+            min(graph.local_dependents[task.number], key=lambda k: graph.tasks[k].kind is TaskKind.COPY)
+            for task in arriving
+        ]
+        assert needed == sorted(needed), lane
+        sources = [task.source for task in arriving]
+        ordered = {edge.task for edge in graph.edges() if edge.reason is Reason.ORDER}
+        for previous, source, task in zip(sources, sources[1:], arriving[1:], strict=False):
+            assert (task.number in ordered) == (source != previous), task
+
+
+def test_copies_from_one_device_need_no_order() -> None:
+    graph = graph_of("interleaved", Shape(8, 6, 4), links=tuple((j, j + 1) for j in range(7)))
+    assert all(graph.read_by(task.number) == graph.dependencies[task.number] for task in graph.tasks)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_skips_that_a_host_issues_far_ahead_do_not_block_copies_that_are_needed_before(name: str, seed: int) -> None:
+    """On an asynchronous device. A lane runs what it gets in that order; the threads of devices are at any speed."""
+    graph = graph_of(name, Shape(4, 8, 4), links=U_SHAPED)
+    cost = Costs(forward=1.0, backward=2.0, copy=0.1)
+    state, chance = SchedulerState(in_flight=1000), random.Random(seed)
+    queues: dict[str, deque[Task]] = {device: deque() for device in graph.devices}
+    free: dict[Lane, float] = {}
+    ends: dict[int, float] = {}
+    commands = state.handle(StepSubmitted(0, graph), 0.0)
+    while True:
+        for command in commands:
+            if isinstance(command, Dispatch):
+                task = graph.tasks[command.task]
+                queues[task.lane.device].append(task)
+        if not (waiting := [queue for queue in queues.values() if queue]):
+            break
+        task = chance.choice(waiting).popleft()
+        start = max([free.get(task.lane, 0.0), *(ends[number] for number in graph.dependencies[task.number])])
+        ends[task.number] = free[task.lane] = start + cost(task)
+        commands = state.handle(TaskIssued(0, task.number), 0.0)
+    assert len(ends) == len(graph.tasks)
+    assert max(ends.values()) <= 1.02 * report(simulate(graph, cost)).seconds
 
 
 def test_a_skip_within_a_device_is_no_copy() -> None:

@@ -104,10 +104,10 @@ def read_times(graph: TaskGraph, number: int, result: Report) -> tuple[float, fl
     """When the last input of a task was produced, when it was sent, and when it had arrived."""
     times = {time.task.number: time for time in result.tasks}
     produced = sent = arrived = max(0.0, result.gates_opened.get(number, 0.0))
-    for dependency in graph.dependencies[number]:
+    for dependency in graph.read_by(number):
         if dependency in times:
             arrived = max(arrived, times[dependency].end)
-            makers = graph.dependencies[dependency] if graph.tasks[dependency].kind is TaskKind.COPY else [dependency]
+            makers = graph.read_by(dependency) if graph.tasks[dependency].kind is TaskKind.COPY else [dependency]
             produced = max([produced, *(times[maker].end for maker in makers if maker in times)])
             if graph.tasks[dependency].kind is TaskKind.COPY:
                 sent = max(sent, times[dependency].start - waited_for_lane(graph, dependency, result))
