@@ -10,6 +10,8 @@ them build on ``harness.py`` (start reading there); the other helpers are
     scraper.py           turns with and without metrics, which are fetched over HTTP as Prometheus does
     web_app.py           a web application for ``embedded``, and its requests
 
+``paper`` and ``unet`` are folders, whose ``__init__`` has these functions.
+
 Benchmarks may import everything except ``asyncpipe.cli``. Soaks and fault campaigns are tests: ``tests/campaigns``.
 """
 
@@ -36,7 +38,13 @@ BENCHMARKS = {
     "slack": "schedules under jitter and slow copies, simulated and on emulated devices",
     "embedded": "a service inside a web application: its requests while it trains, and what they cost",
     "sharing": "jobs on the same devices: shares by weight, and what a background job gets and takes",
+    "paper": "the tables of the torchgpipe paper on emulated devices, against their bounds; its timelines",
     "unet": "U-Nets on one device: speed, and the largest one in a given memory",
 }
-OPTIONS = {"unet": ("device", "size"), "peers": ("cases", "contestants", "repeats"), "sharing": ("beside",)}
+OPTIONS = {
+    "paper": ("device", "out"),
+    "peers": ("cases", "contestants", "repeats"),
+    "sharing": ("beside",),
+    "unet": ("device", "size"),
+}
 """The options that benchmarks have: keyword arguments of their ``run``; the command's parser says what each is."""

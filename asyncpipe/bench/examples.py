@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
@@ -38,5 +39,6 @@ def load_example(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # Dataclasses look up the module that defines them.
     spec.loader.exec_module(module)
     return module

@@ -29,12 +29,13 @@ def add_parser(subparsers: Any) -> None:
         examples=f"benchmarks:\n{names}",
     )
     parser.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS), help=", ".join(sorted(BENCHMARKS)))
-    parser.add_argument("--device", help="where to run, e.g. cuda:0 (unet; by default a CPU)")
+    parser.add_argument("--device", help="where to run, e.g. cuda:0 (unet: by default a CPU; paper: a GPU)")
     parser.add_argument("--size", help="small or paper (unet; by default small on a CPU, paper on a CUDA device)")
     parser.add_argument("--cases", help="which of its steps, e.g. tiny,fine (peers; by default all)")
     parser.add_argument("--contestants", help="who takes part, e.g. plain,bare,step (peers; by default everyone)")
     parser.add_argument("--repeats", type=count, help="measured turns of each contestant (peers; by default 15)")
     parser.add_argument("--beside", type=count, help="busy processes that take a part of the CPU meanwhile (sharing)")
+    parser.add_argument("--out", metavar="FOLDER", help="write timelines as SVG pictures into FOLDER (paper)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 
