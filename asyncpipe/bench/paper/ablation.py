@@ -12,8 +12,8 @@ the graph that ``lower`` made::
     without              compute      F(0) C(0) F(1) C(1)          on both the sender's and the receiver's device
 
 What Fork and Join order is the backward, of which autograd otherwise knows nothing but the data. That it then
-recomputes ahead was seen with torchgpipe 0.0.5, on a CPU, whose ``depend`` did nothing. A copy between two GPUs on their
-compute streams keeps both from computing.
+recomputes ahead was seen with torchgpipe 0.0.5, on a CPU, whose ``depend`` did nothing. A copy between two GPUs on
+their compute streams keeps both from computing.
 """
 
 from __future__ import annotations
