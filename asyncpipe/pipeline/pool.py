@@ -29,10 +29,11 @@ from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
 from asyncpipe.pipeline.pool_options import PoolOptions, takes
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Bind, Execution, Gates, Tenant
-from asyncpipe.runtime.executor import Executor, TaskFunction, ThreadExecutor
+from asyncpipe.runtime.executor import Executor, TaskFunction
 from asyncpipe.runtime.portal import Portal
 from asyncpipe.runtime.process import Process
 from asyncpipe.runtime.task_threads import call_as_task, inside_task
+from asyncpipe.runtime.thread_executor import ThreadExecutor
 
 __all__ = ["DevicePool", "Tenancy"]
 

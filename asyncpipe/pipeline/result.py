@@ -51,15 +51,23 @@ class StepResult:
 
     async def completed(self) -> StepResult:
         """Wait until every device is done. Raises ``TaskError`` if a task failed."""
-        if not self._execution.done.done():
+        if self._execution.done.done():
+            self._raise_for_end()
+        else:
             waiting = self._execution.completed()
             await (self._portal.run(waiting) if self._portal is not None else waiting)
         return self
 
     def wait(self) -> StepResult:
         """As ``completed``, blocking the calling thread; for ``sync()`` and for ``loop="own"``."""
-        if not self._execution.done.done():
-            if self._portal is None:
-                raise AsyncpipeError("wait() would block the pipeline's own loop; use 'await result.completed()'")
+        if self._execution.done.done():
+            self._raise_for_end()
+        elif self._portal is None:
+            raise AsyncpipeError("wait() would block the pipeline's own loop; use 'await result.completed()'")
+        else:
             self._portal.call(self._execution.completed())
         return self
+
+    def _raise_for_end(self) -> None:
+        end, _ = self._execution.done.result()
+        self._execution.raise_for(end)

@@ -4,7 +4,10 @@ In the order of a step:
 
 ``driver.py``      passes events to the scheduler and its commands to executors, on one asyncio loop
 ``execution.py``   one step under way, its gates, and the tenant that it belongs to
-``executor.py``    one thread per device runs tasks in order and reports them
+``executor.py``    the seam: what an executor is given, and what it reports
+``program_run.py``  one device's program in one step: how far it has come, and who is told
+``device_thread.py``  what a device's thread does: single tasks and programs
+``thread_executor.py``  the executor of a pipeline: its threads, and their successors when a task hangs
 ``inline.py``      runs a graph inside a task of another one, on its thread
 ``observers.py``   calls observers with the records of completed steps
 ``portal.py``      a loop in a thread of its own, for callers that block; waiting that no cancellation cuts short

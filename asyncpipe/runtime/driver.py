@@ -11,16 +11,17 @@ import contextvars
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from asyncpipe.core.engine.events import (
     Command,
     Dispatch,
     Event,
     GateOpened,
+    RunPrograms,
     StepCancelled,
     StepCompleted,
     StepFinished,
@@ -30,15 +31,20 @@ from asyncpipe.core.engine.events import (
 )
 from asyncpipe.core.engine.policies.policy import MakePolicy
 from asyncpipe.core.engine.scheduler import SchedulerState
+from asyncpipe.core.graph.programs import Program, programs
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import InvalidTransition, PipelineClosedError
 from asyncpipe.runtime.execution import Bind, Execution, Gates, RunningTask, Tenant
 from asyncpipe.runtime.executor import Assignment, Executor, Replaceable
 from asyncpipe.runtime.portal import wait_uncancelled
+from asyncpipe.runtime.program_run import TakesPrograms
 
 __all__ = ["Driver"]
 
 _T = TypeVar("_T")
+
+FULL_INBOX = 64
+"""So many events wake the loop, even if none of them has to be handled at once."""
 
 
 class Driver:
@@ -57,7 +63,10 @@ class Driver:
         self.scheduler = SchedulerState(in_flight=in_flight, policy=policy)
         """Decides which task is next. Others may read it, on the loop's thread."""
         self._clock = clock
-        self._inbox: deque[Event] = deque()
+        self._in_flight = in_flight
+        self._programs: WeakKeyDictionary[TaskGraph, tuple[Program, ...]] = WeakKeyDictionary()
+        self._inbox: deque[tuple[float | None, Event]] = deque()
+        """What happened, and when, if that is known."""
         self._wakeup_pending = False
         """Whether the loop was asked to run ``_drain_inbox`` and has not begun to."""
         self._asked_at = 0.0
@@ -126,13 +135,16 @@ class Driver:
         execution = Execution(self._steps, graph, bind, notes or StepNotes(), tenant, executors)
         self._steps += 1
         self._executions[execution.number] = execution
-        self._handle(StepSubmitted(execution.number, graph, tenant.share))
+        by_program = all(isinstance(executor, TakesPrograms) for executor in set(executors))
+        self._handle(StepSubmitted(execution.number, graph, tenant.share, by_program))
         if gates is not None:
             gates.attach(partial(self._open_gate, execution))
         try:
             end = await asyncio.shield(execution.issued)
         except asyncio.CancelledError:
-            await self._cancel(execution)
+            self._cancel(execution)
+            # No thread may use the step any more, even if the caller is cancelled again meanwhile.
+            await wait_uncancelled(execution.done)
             raise
         execution.raise_for(end)
         return execution
@@ -142,6 +154,7 @@ class Driver:
         if execution.number in self._executions:
             execution.closed_gates -= 1
             self._handle(GateOpened(execution.number, microbatch))
+            execution.open_gate(microbatch)
 
     async def drain(self, tenant: Tenant | None = None) -> None:
         """Refuse new steps, and wait until those under way have completed, failed or been cancelled.
@@ -155,8 +168,8 @@ class Driver:
         else:
             tenant.leaving = True
         for execution in self._of(tenant):
-            if execution.closed_gates and execution.number in self._executions:
-                self._handle(StepCancelled(execution.number))
+            if execution.closed_gates:
+                self._cancel(execution)
         while executions := self._of(tenant):
             await asyncio.wait([execution.done for execution in executions])
         if tenant is not None:
@@ -191,13 +204,15 @@ class Driver:
         # The executor may have reported the task just before. This is no wake-up, so it must not count as a late one.
         self._asked_at = self._clock()
         self._drain_inbox()
-        if execution.number in self._executions:
-            with suppress(InvalidTransition):
-                self._handle(TaskFailed(execution.number, task, error))
+        if self.scheduler.holds(execution.number, task):
+            self._stand_still(execution)
+            self._handle(TaskFailed(execution.number, task, error))
 
     def close(self) -> None:
         """Let the executors end once their queues are empty. May be called again, from any thread."""
         self.is_closed = True
+        for execution in tuple(self._executions.values()):
+            execution.stop_programs()
         for executor in self._executors.values():
             executor.close()
 
@@ -206,16 +221,24 @@ class Driver:
         for executor in self._executors.values():
             executor.join()
 
-    async def _cancel(self, execution: Execution) -> None:
-        """Abort, and wait until no thread uses the step any more, even if the caller is cancelled again meanwhile."""
+    def _cancel(self, execution: Execution) -> None:
+        """Abort the step, unless it is over."""
+        self._stand_still(execution)
         if execution.number in self._executions:
             self._handle(StepCancelled(execution.number))
-        await wait_uncancelled(execution.done)
 
-    def _post(self, event: Event, *, wake: bool = True) -> None:
+    def _stand_still(self, execution: Execution) -> None:
+        """Take in all that programs have begun, and let them begin nothing more: the scheduler would not know of it."""
+        if execution.runs:
+            execution.aborted = True
+            # This is no wake-up, so it must not count as a late one.
+            self._asked_at = self._clock()
+            self._drain_inbox()
+
+    def _post(self, event: Event, *, wake: bool = True, at: float | None = None) -> None:
         """Take an event from an executor. Called on the executor's thread."""
-        self._inbox.append(event)
-        if wake and not self._wakeup_pending:
+        self._inbox.append((at, event))
+        if (wake or len(self._inbox) >= FULL_INBOX) and not self._wakeup_pending:
             self._wakeup_pending = True
             self._asked_at = self._clock()
             assert self._loop is not None
@@ -233,7 +256,8 @@ class Driver:
         late = now - self._asked_at
         try:
             while self._inbox:
-                commands += self.scheduler.handle(self._inbox.popleft(), now)
+                at, event = self._inbox.popleft()
+                commands += self.scheduler.handle(event, now if at is None else at)
         except BaseException as error:
             self._break(error)
             raise
@@ -284,14 +308,22 @@ class Driver:
                 awaited = bool(graph.remote_dependents[command.task])
                 assignment = Assignment(execution, command.task, function, awaited)
                 batches.setdefault(executor, []).append(assignment)
+            elif isinstance(command, RunPrograms):
+                self._run_programs(execution)
             elif isinstance(command, StepFinished):
                 _resolve(execution.issued, command)
             elif isinstance(command, StepCompleted):
                 self._complete(execution, command)
             else:
-                execution.aborted = True
+                execution.abort()
         for executor, assignments in batches.items():
             executor.submit(assignments)
+
+    def _run_programs(self, execution: Execution) -> None:
+        graph = execution.graph
+        if graph not in self._programs:
+            self._programs[graph] = programs(graph)
+        execution.start_programs(self._programs[graph], self._in_flight)
 
     def _complete(self, execution: Execution, end: StepCompleted) -> None:
         observers = execution.tenant.observers
@@ -301,6 +333,7 @@ class Driver:
         observers.note_devices(notes)
         record = replace(self.scheduler.take_record(execution.number), notes=notes)
         del self._executions[execution.number]
+        execution.runs = []  # They refer to it.
         _resolve(execution.done, (end, record))
         observers.show(record)
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncpipe.core.engine.events import Outcome, StepCompleted, StepFinished, StepNotes, StepRecord
 from asyncpipe.core.engine.share import Share
+from asyncpipe.core.graph.programs import Program
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.runtime.executor import CurrentTask, Executor, Replaceable, TaskFunction
 from asyncpipe.runtime.observers import Observers
+from asyncpipe.runtime.program_run import STOP, ProgramRun, TakesPrograms
 
 __all__ = ["Bind", "Execution", "Gates", "RunningTask", "Tenant", "task_error"]
 
@@ -46,12 +49,50 @@ class Execution:
     """The executor of each of the graph's lanes."""
     aborted: bool = field(default=False, init=False)
     """Read by executor threads: tasks that have not begun are dropped."""
+    runs: list[ProgramRun] = field(default_factory=list, init=False)
+    """Of each device, if the step runs by programs."""
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.closed_gates = len(self.graph.gates)
         self.issued: asyncio.Future[StepFinished] = loop.create_future()
         self.done: asyncio.Future[tuple[StepCompleted, StepRecord]] = loop.create_future()
+
+    # Programs
+
+    def start_programs(self, programs: Sequence[Program], in_flight: int) -> None:
+        """Hand each device its program. ``in_flight`` as in ``ProgramRun``."""
+        tasks, executors = self.graph.tasks, []
+        for program in programs:
+            executor = self.executors[self.graph.lane_of[program.tasks[0]]]
+            assert isinstance(executor, TakesPrograms)
+            executors.append(executor)
+            functions = [self.bind(tasks[task]) for task in program.tasks]
+            self.runs.append(ProgramRun(self, program, functions, nullcontext(), in_flight, executor.send))
+        for run in self.runs:
+            run.join(self.runs)
+        for executor, run in zip(executors, self.runs, strict=True):
+            executor.submit_program(run)
+
+    def open_gate(self, microbatch: int) -> None:
+        """Tell the program at the gate of ``microbatch`` that it is open."""
+        gated = self.graph.gates[microbatch]
+        for run in self.runs:
+            if gated in run.program.tasks:
+                run.send((run, run.program.tasks.index(gated)))
+
+    def abort(self) -> None:
+        """Drop what has not begun, as the scheduler expects from now on."""
+        self.aborted = True
+        self.stop_programs()
+
+    def stop_programs(self) -> None:
+        """Let the devices leave their programs. From any thread."""
+        self.aborted = self.aborted or bool(self.runs)
+        for run in self.runs:
+            run.send((run, STOP))
+
+    # Its end
 
     async def completed(self) -> StepRecord:
         """Wait until every device is done with the step; raises ``TaskError`` if a task failed meanwhile."""
@@ -71,7 +112,8 @@ class Execution:
 
     def abandon(self, error: BaseException) -> None:
         """End the step with ``error``, because the scheduler cannot go on."""
-        self.aborted = True
+        self.abort()
+        self.runs = []
         for future in (self.issued, self.done):
             if not future.done():
                 future.set_exception(error)

@@ -12,7 +12,7 @@ from torch import nn
 
 from asyncpipe.compat.torchgpipe import GPipe
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.runtime.executor import ThreadExecutor
+from asyncpipe.runtime.thread_executor import ThreadExecutor
 
 CALLERS = 8
 

@@ -18,7 +18,7 @@ import asyncpipe.pipeline.build
 import asyncpipe.pipeline.call_backward
 import asyncpipe.pipeline.step
 from asyncpipe import Pipeline, TaskError, pop, skippable, stash
-from asyncpipe.core.engine.events import Dispatch, TaskCompleted
+from asyncpipe.core.engine.events import Dispatch, TaskCompleted, TaskIssued
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.schedules.backward_first import BackwardFirst
 from asyncpipe.core.schedules.one_f_one_b import OneFOneB
@@ -122,11 +122,11 @@ class Records:
 
 
 def order_of_tasks(graph, journal, streams):
-    """The event of each task: a lane's tasks and events are issued in the order of dispatch."""
-    dispatched = [event.task for _, event in journal if hasattr(event, "task")]
+    """The event of each task: tasks are reported in the order in which they make events."""
+    reported = [event.task for _, event in journal if isinstance(event, TaskIssued)]
     issued = {}
     for lane, stream in streams.items():
-        tasks = list(dict.fromkeys(t for t in dispatched if graph.tasks[t].lane == lane))
+        tasks = [task for task in reported if graph.tasks[task].lane == lane]
         issued.update(zip(tasks, stream.events, strict=True))
     return issued
 

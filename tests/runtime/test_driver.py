@@ -15,7 +15,7 @@ from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Tenant
-from asyncpipe.runtime.executor import ThreadExecutor
+from asyncpipe.runtime.thread_executor import ThreadExecutor
 
 DEVICES = ["cpu:0", "cpu:1"]
 
@@ -145,25 +145,24 @@ async def test_a_failure_after_the_issue_comes_with_completion(driver):
 
 
 async def test_the_in_flight_cap_holds_back_an_asynchronous_device(driver):
-    """A lane gets the fourth task only when one of three issued tasks has completed."""
+    """The fourth task is issued only when one of three issued tasks has completed."""
     laters = {}
-    dispatched = SimpleCounter()
+    issued = SimpleCounter()
 
     def bind(task):
         later = laters[task.id] = Later()
         if task.kind == "F" and task.stage == 0:
-            dispatched.add()
-            return lambda: later
+            return lambda: (issued.add(), later)[1]
         later.done.set()
         return lambda: None
 
     step = asyncio.ensure_future(driver.run(graph("gpipe", 8), bind))
-    await asyncio.to_thread(dispatched.wait_for, 3)
-    assert dispatched.count == 3
+    await asyncio.to_thread(issued.wait_for, 3)
     for number in range(8):
+        assert issued.count == min(number + 3, 8)
         laters[f"F({number},0)"].done.set()
         if number + 4 <= 8:
-            await asyncio.to_thread(dispatched.wait_for, number + 4)
+            await asyncio.to_thread(issued.wait_for, number + 4)
     await (await step).completed()
 
 

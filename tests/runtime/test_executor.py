@@ -10,7 +10,8 @@ from queue import SimpleQueue
 import pytest
 
 from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskFailed, TaskIssued
-from asyncpipe.runtime.executor import Assignment, ThreadExecutor
+from asyncpipe.runtime.executor import Assignment
+from asyncpipe.runtime.thread_executor import ThreadExecutor
 
 
 class Step:
@@ -30,7 +31,7 @@ def step():
 def executor():
     made = ThreadExecutor("cpu:0")
     made.events = SimpleQueue()
-    made.start(lambda event, *, wake=True: made.events.put(event))
+    made.start(lambda event, *, wake=True, at=None: made.events.put(event))
     yield made
     made.close()
     made.join()
@@ -86,9 +87,9 @@ def test_nothing_is_kept_while_idle(step, monkeypatch):
             asked.put(None)
             return super().get()
 
-    monkeypatch.setattr("asyncpipe.runtime.executor.SimpleQueue", WatchedQueue)
+    monkeypatch.setattr("asyncpipe.runtime.device_thread.SimpleQueue", WatchedQueue)
     executor = ThreadExecutor("cpu:7")
-    executor.start(lambda event, *, wake=True: None)
+    executor.start(lambda event, *, wake=True, at=None: None)
     asked.get(timeout=30)
 
     class Work:
@@ -142,7 +143,7 @@ def test_queued_work_may_fail_later(executor, step):
 def test_close_runs_what_is_queued_and_ends_every_thread():
     events = SimpleQueue()
     executor = ThreadExecutor("cpu:9")
-    executor.start(lambda event, *, wake=True: events.put(event))
+    executor.start(lambda event, *, wake=True, at=None: events.put(event))
     queued = Queued()
     queued.done.set()
     executor.submit([Assignment(Step(), 0, lambda: queued)])
@@ -158,7 +159,7 @@ def test_who_is_woken_for_what(step):
     """Tasks that other devices wait for, and the last task of a batch, wake the scheduler at once."""
     woken = SimpleQueue()
     executor = ThreadExecutor("cpu:8")
-    executor.start(lambda event, *, wake=True: woken.put((event.task, wake)))
+    executor.start(lambda event, *, wake=True, at=None: woken.put((event.task, wake)))
     awaited = [False, True, False, False]
     executor.submit([Assignment(step, task, lambda: None, flag) for task, flag in enumerate(awaited)])
     executor.close()
@@ -172,7 +173,7 @@ def test_the_end_of_a_step_does_not_wait_for_a_task_of_another_one(step):
     other.number = 4
     told = threading.Event()
     executor = ThreadExecutor("cpu:8")
-    executor.start(lambda event, *, wake=True: told.set() if wake else None)
+    executor.start(lambda event, *, wake=True, at=None: told.set() if wake else None)
     seen = []
     executor.submit(
         [Assignment(step, 0, lambda: None, False), Assignment(other, 0, lambda: seen.append(told.is_set()))]
@@ -196,7 +197,7 @@ def test_a_hung_task_that_cannot_be_reported_still_loses_its_device(step):
 
     events = SimpleQueue()
     executor = ThreadExecutor("cpu:6")
-    executor.start(lambda event, *, wake=True: events.put(event))
+    executor.start(lambda event, *, wake=True, at=None: events.put(event))
     executor.submit([Assignment(step, 0, hang)])
     assert begun.wait(30)
     with pytest.raises(ValueError, match="a bug"):

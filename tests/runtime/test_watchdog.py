@@ -20,7 +20,8 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import HungTaskError, OptionError, TaskError
 from asyncpipe.runtime.driver import Driver
-from asyncpipe.runtime.executor import Assignment, ThreadExecutor
+from asyncpipe.runtime.executor import Assignment
+from asyncpipe.runtime.thread_executor import ThreadExecutor
 from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.testing import InlineExecutor
 
@@ -227,7 +228,7 @@ class Step:
 def executor(no_leaks):
     made = ThreadExecutor("cpu:0")
     made.events = SimpleQueue()
-    made.start(lambda event, *, wake=True: made.events.put(event))
+    made.start(lambda event, *, wake=True, at=None: made.events.put(event))
     yield made
     made.close()
     made.join()
@@ -320,7 +321,7 @@ def test_a_completion_that_never_comes(executor):
 def test_closing_does_not_wait_for_a_thread_that_was_given_up(caplog):
     hung = Hung()
     executor = ThreadExecutor("cpu:0")
-    executor.start(lambda event, *, wake=True: None)
+    executor.start(lambda event, *, wake=True, at=None: None)
     executor.submit([Assignment(Step(), 0, hung.work)])
     assert hung.begun.wait(30)
     assert executor.give_up(executor.running[0], told)
@@ -366,10 +367,10 @@ def test_what_comes_to_be_waited_for_meanwhile_is_not_lost(monkeypatch):
     """The device's thread hands over a completion while the thread that waits for them is replaced."""
     queues = []
     with monkeypatch.context() as patch:
-        patch.setattr("asyncpipe.runtime.executor.SimpleQueue", lambda: queues.append(HeldQueue()) or queues[-1])
+        patch.setattr("asyncpipe.runtime.device_thread.SimpleQueue", lambda: queues.append(HeldQueue()) or queues[-1])
         executor = ThreadExecutor("cpu:0")
         events = SimpleQueue()
-        executor.start(lambda event, *, wake=True: events.put(event))
+        executor.start(lambda event, *, wake=True, at=None: events.put(event))
         first, second, step = Queued(), Queued(), Step()
         executor.submit([Assignment(step, 0, lambda: first)])
         assert first.waited.wait(30)

@@ -48,12 +48,27 @@ class Dispatcher:
         """Tell the lane's policy of a task whose dependencies are met; returns the lane."""
         step.states[task] = _READY
         lane = step.lanes[task]
-        if lane.in_order:
+        if step.by_program:
+            step.handed_over.append(task)
+        elif lane.in_order:
             rule = step.graph.rule
             heappush(lane.heap, (step.number, task if rule is None else rule.ranks[task], task, step))
         else:
             lane.policy.ready(step, task, now)
         return lane
+
+    def note_handed_over(self, step: StepState, now: float) -> None:
+        """Note the dispatch of the tasks that devices have by their programs, and whose dependencies are met."""
+        states, unmet, dependents = step.states, step.unmet, step.graph.local_dependents
+        for task in (pending := step.handed_over):  # Which grows meanwhile.
+            step.journal.append((now, Dispatch(step.number, task)))
+            states[task] = _DISPATCHED
+            for dependent in dependents[task]:
+                unmet[dependent] -= 1
+                if not unmet[dependent]:
+                    pending.append(dependent)
+        step.held += len(pending)
+        pending.clear()
 
     def dispatch_ready(self, touched: Iterable[LaneState], commands: list[Command], now: float) -> None:
         """Hand over what ``touched`` lanes have ready, where nothing is to be decided; note the other lanes."""

@@ -25,6 +25,8 @@ __all__ = [
     "Journal",
     "Observer",
     "Outcome",
+    "ProgramEnded",
+    "RunPrograms",
     "StepCancelled",
     "StepCompleted",
     "StepFinished",
@@ -56,6 +58,8 @@ class StepSubmitted:
     step: int
     graph: TaskGraph
     share: Share = field(default_factory=Share)
+    programs: bool = False
+    """Whether every device can run its tasks by a program, if the scheduler has nothing to decide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,15 @@ class TaskDropped:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgramEnded:
+    """A device is at the end of its program, or has left it because the step was aborted."""
+
+    step: int
+    left: tuple[int, ...] = ()
+    """The tasks that it did not begin."""
+
+
+@dataclass(frozen=True, slots=True)
 class GateOpened:
     """The caller's gradient for a micro-batch is there; the task at its gate need not wait for it any longer."""
 
@@ -119,6 +132,13 @@ class Dispatch:
 
     step: int
     task: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunPrograms:
+    """Hand each device its program of the step. ``Dispatch`` of its tasks is then only noted in the journal."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +168,10 @@ class StepCompleted:
     error: BaseException | None = None
 
 
-Event = StepSubmitted | GateOpened | TaskIssued | TaskCompleted | TaskFailed | TaskDropped | StepCancelled
-Command = Dispatch | Abort | StepFinished | StepCompleted
+Event = (
+    StepSubmitted | GateOpened | TaskIssued | TaskCompleted | TaskFailed | TaskDropped | ProgramEnded | StepCancelled
+)
+Command = Dispatch | RunPrograms | Abort | StepFinished | StepCompleted
 Journal = Sequence[tuple[float, Event | Command]]
 
 

@@ -20,8 +20,12 @@ lane, with fair shares of each job on it, are dispatched and not completed, over
 respected (``microbatch_admission.py``); an event that cannot follow what happened raises ``InvalidTransition`` and
 changes nothing.
 
-Which ready task of a lane comes next is decided by the lane's policy (``policies/policy.py``). Three are built in, and
-a lane gets the simplest that is enough:
+A step is handed over by *programs* if its devices take them, its graph has an order, and all its lanes are in order
+(below). Each device then has all its tasks and releases what waits for them. Here every event and transition is the
+same; dispatches are noted in the journal, and the cap is kept by the devices.
+
+Otherwise, which ready task of a lane comes next is decided by the lane's policy (``policies/policy.py``). Three are
+built in, and a lane gets the simplest that is enough:
 
 - One pipeline, whose graph has an order: ``FirstComeFirstServed``. There is nothing to decide; ``handle`` answers at
   once.
@@ -42,6 +46,8 @@ from asyncpipe.core.engine.events import (
     Event,
     GateOpened,
     Outcome,
+    ProgramEnded,
+    RunPrograms,
     StepCancelled,
     StepCompleted,
     StepFinished,
@@ -125,6 +131,8 @@ class SchedulerState:
             return self._dropped(event, now)
         if isinstance(event, GateOpened):
             return self._gate_opened(event, now)
+        if isinstance(event, ProgramEnded):
+            return self._program_ended(event, now)
         return self._cancelled(event, now)
 
     def choose(self, now: float) -> list[Command]:
@@ -154,6 +162,11 @@ class SchedulerState:
         """
         return self._dispatcher.wake_at(now)
 
+    def holds(self, step: int, task: int) -> bool:
+        """Whether a device has the task: it was dispatched, and neither completed, failed nor was dropped."""
+        found = self._steps.get(step)
+        return found is not None and found.states[task] in (_DISPATCHED, _ISSUED)
+
     def expected(self, step: int, task: int) -> float | None:
         """The seconds that such a task took the last times in its job; ``None`` if that is not known.
 
@@ -178,7 +191,7 @@ class SchedulerState:
     def take_record(self, step: int) -> StepRecord:
         """The record of a completed step, which the scheduler then forgets."""
         found = self._steps.get(step)
-        if found is None or not found.finished or found.held:
+        if found is None or not found.finished or not found.is_drained:
             raise InvalidTransition(f"step {step} is not completed")
         del self._steps[step]
         return StepRecord(step, found.graph, found.journal, found.outcome)
@@ -206,6 +219,12 @@ class SchedulerState:
         )
         self._steps[event.step] = step
         step.journal.append((now, event))
+        commands: list[Command] = []
+        if event.programs and graph.rule is None and all(lane.in_order for lane in step.used):
+            step.by_program = True
+            step.programs = len({lane.lane.device for lane in step.used})
+            commands.append(RunPrograms(step.number))
+            step.journal.append((now, commands[0]))
         for lane in step.used:
             if not lane.in_order:
                 lane.policy.begin(step, now)
@@ -214,7 +233,7 @@ class SchedulerState:
         for task, unmet in enumerate(step.unmet):
             if not unmet:
                 self._make_ready(step, task, now)
-        return self._decide(step, step.used, now)
+        return commands + self._decide(step, step.used, now)
 
     def _lane(self, lane: Lane, graph: TaskGraph, job: JobAccount) -> LaneState:
         """The lane with a policy for a step of ``graph`` that ``job`` submits."""
@@ -229,7 +248,9 @@ class SchedulerState:
         assert isinstance(policy, FirstComeFirstServed)
         if job.is_named or job.share.background:
             shared = self._shared.share(state)
-            for step in (step for step in self._steps.values() if lane in step.graph.lanes):
+            for step in self._steps.values():
+                if step.by_program or lane not in step.graph.lanes:
+                    continue  # What runs by programs is over soon, and nothing of it is to be decided.
                 shared.adopt(step, [step.states[task] for task in self._shared.tasks(step.graph, lane)])
             state.use(policy.hand_over(shared))
         elif graph.rule is not None and lane.queue is Queue.COMPUTE and not isinstance(policy, Ruled):
@@ -265,7 +286,8 @@ class SchedulerState:
     def _abort(self, step: StepState, outcome: Outcome, now: float) -> list[Command]:
         step.outcome = outcome
         for lane in step.used:
-            lane.policy.drop(step)
+            if not step.by_program:
+                lane.policy.drop(step)
         step.journal.append((now, Abort(step.number)))
         return [Abort(step.number), *self._decide(step, self._lanes.values(), now)]
 
@@ -340,6 +362,21 @@ class SchedulerState:
         step.states[event.task] = _DROPPED
         return self._decide(step, [self._give_back(step, event.task, None, now)], now)
 
+    def _program_ended(self, event: ProgramEnded, now: float) -> list[Command]:
+        step = self._steps.get(event.step)
+        if step is None or not step.programs:
+            raise InvalidTransition(f"{event} came for a step of which no device runs a program")
+        if event.left and step.running:
+            raise InvalidTransition(f"{event} came although step {event.step} is not aborted")
+        step.programs -= 1
+        for task in event.left:
+            # The others were not dispatched, since what they wait for has not run either.
+            if step.states[task] is _DISPATCHED:
+                step.journal.append((now, TaskDropped(step.number, task)))
+                step.states[task] = _DROPPED
+                self._give_back(step, task, None, now)
+        return self._decide(step, (), now)
+
     def _release(self, step: StepState, task: int, now: float) -> list[LaneState]:
         """Issue ``task``: its dependents on other devices need not wait for it. Returns their lanes."""
         step.states[task] = _ISSUED
@@ -358,8 +395,10 @@ class SchedulerState:
     def _give_back(step: StepState, task: int, seconds: float | None, now: float) -> LaneState:
         """The device does not hold ``task`` any more, on which it spent ``seconds`` until ``now``."""
         lane = step.lanes[task]
-        lane.in_flight -= 1
         step.held -= 1
+        if step.by_program:
+            return lane
+        lane.in_flight -= 1
         if not lane.in_order:
             lane.policy.completed(step, task, seconds, now)
         return lane
@@ -369,8 +408,10 @@ class SchedulerState:
     def _decide(self, step: StepState, touched: Iterable[LaneState], now: float) -> list[Command]:
         """Hand over what ``touched`` lanes have ready, then see whether ``step`` is at its end."""
         commands: list[Command] = []
+        if step.handed_over:
+            self._dispatcher.note_handed_over(step, now)
         self._dispatch_ready(touched, commands, now)
-        if not step.to_issue or (step.outcome is not _OK and not step.held):
+        if not step.to_issue or (step.outcome is not _OK and step.is_drained):
             self._end(step, commands, now)
         return commands
 
@@ -379,9 +420,9 @@ class SchedulerState:
         if not step.finished:
             step.finished = True
             ends.append(StepFinished(step.number, step.outcome, step.failed_task, step.error))
-        if not step.held:
+        if step.is_drained:
             for lane in step.used:
-                if not lane.in_order:
+                if not (lane.in_order or step.by_program):
                     lane.policy.end(step, now)
             if self._jobs.end(step.job):
                 self._forget(step.job)

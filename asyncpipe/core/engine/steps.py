@@ -68,6 +68,12 @@ class StepState:
     held: int = 0
     """Tasks dispatched and neither completed, failed nor dropped."""
     finished: bool = False
+    by_program: bool = False
+    """Whether each device has the whole of its tasks, and runs them by its program."""
+    programs: int = 0
+    """How many devices are still at their programs."""
+    handed_over: list[int] = field(default_factory=list)
+    """With programs: tasks whose dependencies are met, and whose dispatch is not noted yet."""
 
     def __repr__(self) -> str:
         return f"<step {self.number} of {self.graph.schedule}>"
@@ -76,6 +82,11 @@ class StepState:
     def running(self) -> bool:
         """Whether its tasks are still handed over: it neither failed nor was cancelled."""
         return self.outcome is Outcome.OK
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether no device holds anything of it."""
+        return not (self.held or self.programs)
 
     def is_ready(self, task: int, lane: LaneState) -> bool:
         """Whether ``task`` is one of the step's, and may be handed over on ``lane``."""
@@ -114,9 +125,10 @@ def check_invariants(steps: Iterable[StepState], lanes: Iterable[LaneState], cap
     held: dict[LaneState, int] = {}
     for step in steps:
         counts = [step.states.count(state) for state in TaskState]
+        assert not step.handed_over, "a dispatch was not noted"
         assert step.held == counts[TaskState.DISPATCHED] + counts[TaskState.ISSUED], "held tasks are miscounted"
         for task, (state, lane) in enumerate(zip(step.states, step.lanes, strict=True)):
-            if state in (TaskState.DISPATCHED, TaskState.ISSUED):
+            if state in (TaskState.DISPATCHED, TaskState.ISSUED) and not step.by_program:
                 held[lane] = held.get(lane, 0) + 1
             if state is TaskState.WAITING and step.running:
                 assert step.unmet[task] > 0, f"{step.graph.tasks[task]} waits for nothing"

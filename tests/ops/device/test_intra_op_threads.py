@@ -12,7 +12,8 @@ import torch
 
 from asyncpipe.core.engine.events import Event, TaskCompleted
 from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
-from asyncpipe.runtime.executor import Assignment, ThreadExecutor
+from asyncpipe.runtime.executor import Assignment
+from asyncpipe.runtime.thread_executor import ThreadExecutor
 
 CALLERS = 3
 
@@ -49,7 +50,7 @@ def test_each_devices_thread_has_its_own_number() -> None:
     events: SimpleQueue[Event] = SimpleQueue()
     executors = [ThreadExecutor(f"cpu:{k}", on_start=intra_op.initializer()) for k in range(3)]
     for executor in executors:
-        executor.start(lambda event, *, wake=True: events.put(event))
+        executor.start(lambda event, *, wake=True, at=None: events.put(event))
     intra_op.wait()
     try:
         assert [seen_by(executor, events) for executor in executors] == [1, 1, 1]

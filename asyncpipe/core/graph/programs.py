@@ -1,0 +1,67 @@
+"""Programs: what each device runs in one step, in order, where the graph leaves nothing to decide.
+
+The tasks of an ordered schedule have numbers in which every dependency comes before its dependents. So devices that
+run their tasks in the order of these numbers, and wait at each for what other devices still owe it, never wait in a
+circle: the unfinished task of the lowest number can always run. A copy moves back to just before the task that needs
+it, since a device would otherwise wait for a value that it has no use for yet::
+
+    numbers    F0  C(grad 0)  F1  F2  B0         the gradient may come late, and F1 and F2 do not need it
+    program    F0  F1  F2  C(grad 0)  B0
+
+What a task needs from its own device is ready when its turn comes; ``Program`` says what it needs from others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from asyncpipe.core.graph.task_graph import TaskGraph
+
+__all__ = ["Program", "programs"]
+
+
+class Program(NamedTuple):
+    """The tasks of one device in one step. Lists are by position in the program."""
+
+    device: int
+    """The index of the device in the graph."""
+    tasks: tuple[int, ...]
+    """The numbers of the tasks, in the order in which they run."""
+    awaits: tuple[int, ...]
+    """For how many tasks of other devices, and gates, each one waits."""
+    releases: tuple[tuple[tuple[int, int], ...], ...]
+    """The tasks that wait for each one, as (position of their program in the tuple, position in that program)."""
+
+
+def programs(graph: TaskGraph) -> tuple[Program, ...]:
+    """The program of each device that has a task. The graph must have an order, that is no rule."""
+    assert graph.rule is None
+    device_of = [graph.placement[task.stage] for task in graph.tasks]
+    orders: dict[int, list[int]] = {}
+    for number in sorted(range(len(graph.tasks)), key=lambda number: _place(graph, number)):
+        orders.setdefault(device_of[number], []).append(number)
+    places = {
+        number: (program, position)
+        for program, order in enumerate(orders.values())
+        for position, number in enumerate(order)
+    }
+    gated = set(graph.gates)
+    return tuple(
+        Program(
+            device=device,
+            tasks=tuple(order),
+            awaits=tuple(
+                sum(device_of[before] != device for before in graph.dependencies[number]) + (number in gated)
+                for number in order
+            ),
+            releases=tuple(tuple(places[after] for after in graph.remote_dependents[number]) for number in order),
+        )
+        for device, order in orders.items()
+    )
+
+
+def _place(graph: TaskGraph, number: int) -> tuple[int, int]:
+    """What orders the tasks: a copy comes before the first task of its device that needs it."""
+    if graph.tasks[number].source is None:
+        return number, len(graph.tasks)
+    return min(graph.local_dependents[number], default=number), number

@@ -1,0 +1,278 @@
+"""What a device's thread does: single tasks as they come, and programs as far as they get.
+
+Everything reaches the thread by one queue, in which it also waits. A program that has to wait for another device gives
+way to what has come meanwhile::
+
+    queue ──▶ assignments ──▶ run, in the order in which they came
+          ──▶ programs    ──▶ the first one that can go on runs, until it has to wait
+          ──▶ messages    ──▶ a task of a program waits for one thing less
+
+A task is run in one way, whoever handed it over (``Work.run``).
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import deque
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Protocol
+
+from asyncpipe.core.engine.events import Event, TaskCompleted, TaskDropped, TaskFailed, TaskIssued
+from asyncpipe.runtime.executor import (
+    Assignment,
+    Completion,
+    CompletionToken,
+    CurrentTask,
+    PostEvent,
+    StepHandle,
+    TaskFunction,
+)
+from asyncpipe.runtime.program_run import FREE_SLOT, Message, ProgramRun
+
+__all__ = ["AwaitedCompletion", "CompletionWork", "Completions", "DeviceWork", "Item", "take"]
+
+Item = list[Assignment] | ProgramRun | Message | None
+"""What comes by the queue; ``None`` ends the thread when it has nothing left to do."""
+
+AwaitedCompletion = tuple[StepHandle, int, Completion, ProgramRun | None]
+"""A task that an asynchronous device has queued: its step and number, what to wait for, and its program's run."""
+
+
+class Completions(Protocol):
+    """Where tasks go that an asynchronous device has queued."""
+
+    def put(self, item: AwaitedCompletion) -> None:
+        """Wait for one more. Called on the device's thread."""
+
+
+class _Inbox:
+    """What has come by a device's queue and is not done. It outlives the thread."""
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[Item] = SimpleQueue()
+        self.batch: deque[Assignment] = deque()
+        """Single tasks that have not begun."""
+        self.runs: list[ProgramRun] = []
+        """Programs that are not at their end, oldest first."""
+        self.is_closing = False
+
+
+class DeviceWork:
+    """What one device's thread works on, until a successor takes over."""
+
+    def __init__(self, post: PostEvent, completions: Completions, inbox: _Inbox | None = None) -> None:
+        self.current: CurrentTask | None = None
+        """The running task. Read from other threads."""
+        self._post = post
+        self._completions = completions
+        self._inbox = inbox or _Inbox()
+        self._batch, self._runs = self._inbox.batch, self._inbox.runs
+        self.queue = self._inbox.queue
+
+    def successor(self) -> DeviceWork:
+        """What the next thread works on, if this one hangs in a task that was given up."""
+        self.current = None
+        return DeviceWork(self._post, self._completions, self._inbox)
+
+    def serve(self) -> bool:
+        """Work until the queue has brought ``None`` and nothing is left; false if a task was given up meanwhile."""
+        while True:
+            if self._batch:
+                if not self._run_assignment():
+                    return False
+            elif self._able() is not None:
+                if not self._advance():
+                    return False
+            elif self._inbox.is_closing and not self._runs:
+                return True
+            else:
+                self._take(self.queue.get())
+            while not self.queue.empty():
+                self._take(self.queue.get_nowait())
+
+    def _take(self, item: Item) -> None:
+        if isinstance(item, tuple):
+            run, place = item
+            run.take(place)
+        elif isinstance(item, ProgramRun):
+            self._runs.append(item)
+        elif item is not None:
+            self._batch.extend(item)
+        else:
+            self._inbox.is_closing = True
+
+    def _able(self) -> ProgramRun | None:
+        return next((run for run in self._runs if run.can_go_on), None)
+
+    # Single tasks
+
+    def _run_assignment(self) -> bool:
+        """Run the oldest single task; false if it was given up meanwhile."""
+        step, task, function, awaited = self._batch.popleft()
+        if step.aborted:
+            self._post(TaskDropped(step.number, task))
+            return True
+        # Half of all tasks are copies that only the next task here waits for: they need no wake-up of their own. But
+        # the last event of a step must not wait for a task of another job.
+        wake = awaited or not self._batch or self._batch[0].step is not step
+        return self._run(step, task, function, wake=wake)
+
+    # Programs
+
+    def _advance(self) -> bool:
+        """Run tasks of the first program that can go on, until it waits or is over; false if one was given up."""
+        run = self._able()
+        assert run is not None
+        step, entered = run.step, False
+        try:
+            while run.can_go_on:
+                if run.is_at_end or run.is_stopped:
+                    self._runs.remove(run)
+                    self._post(run.end())
+                    return True
+                if not entered:
+                    entered = self._enter(run)
+                    continue
+                position = run.position
+                run.position += 1
+                if not self._run(step, run.program.tasks[position], run.functions[position], run):
+                    entered = False  # This thread ends with the task.
+                    return False
+                if not step.aborted:
+                    run.release(position)
+                while not self.queue.empty():
+                    self._take(self.queue.get_nowait())
+                if self._batch:
+                    return True
+                if not run.can_go_on and len(self._runs) == 1 and not self._inbox.is_closing:
+                    # Nothing else is to be done here.
+                    self._take(self.queue.get())
+            return True
+        finally:
+            if entered:
+                # A device that fails here has failed a task of the step already.
+                with suppress(RuntimeError):
+                    run.surroundings.__exit__(None, None, None)
+            # This frame called the one that the traceback of an error holds, and the step will hold the error.
+            del run, step
+
+    def _enter(self, run: ProgramRun) -> bool:
+        """Enter the surroundings of ``run``; if that fails, its next task has."""
+        try:
+            run.surroundings.__enter__()
+        except BaseException as error:  # noqa: BLE001 - reported, as in ``_run``
+            number, task = run.step.number, run.program.tasks[run.position]
+            run.position += 1
+            run.step.aborted = True
+            del run
+            clear_frames(error)
+            self._post(TaskFailed(number, task, error))
+            return False
+        return True
+
+    # Every task
+
+    def _run(
+        self, step: StepHandle, task: int, function: TaskFunction, run: ProgramRun | None = None, *, wake: bool = False
+    ) -> bool:
+        """Run a task, of the program ``run`` or a single one, and report it; false if it was given up meanwhile."""
+        token: CompletionToken = [None]
+        started = time.perf_counter()
+        self.current = (step, task, started, token)
+        try:
+            completion = function()
+        except BaseException as error:  # noqa: BLE001 - reported: an exception that is lost would block the step
+            if not take(token):
+                return False
+            number = step.number
+            if run is not None:
+                # Before the report: no device may begin a task that the scheduler does not count with any more.
+                step.aborted = True
+            # The traceback of the error holds this frame, and the step will hold the error.
+            del step, function, run
+            clear_frames(error)
+            self.current = None
+            self._post(TaskFailed(number, task, error))
+            return True
+        ended = time.perf_counter()
+        if not take(token):
+            return False
+        self.current = None
+        at = None if run is None else ended
+        if completion is None:
+            self._post(TaskCompleted(step.number, task, started, ended), wake=wake, at=at)
+        else:
+            if run is not None:
+                run.use_slot()
+            self._post(TaskIssued(step.number, task, ended - started), wake=wake, at=at)
+            self._completions.put((step, task, completion, run))
+        return True
+
+
+class CompletionWork:
+    """What a thread works on that waits for one tenant's tasks on an asynchronous device, in the order of issue."""
+
+    def __init__(self, post: PostEvent, queue: SimpleQueue[AwaitedCompletion | None] | None = None) -> None:
+        self.queue = queue or SimpleQueue()
+        self.current: CurrentTask | None = None
+        """The task that is waited for. Read from other threads."""
+        self._post = post
+
+    def successor(self) -> CompletionWork:
+        """As ``DeviceWork.successor``."""
+        self.current = None
+        return CompletionWork(self._post, self.queue)
+
+    def serve(self) -> bool:
+        """As ``DeviceWork.serve``."""
+        while (item := self.queue.get()) is not None:
+            step, task, completion, run = item
+            number = step.number
+            token: CompletionToken = [None]
+            self.current = (step, task, time.perf_counter(), token)
+            event: Event
+            try:
+                started, ended = completion.wait()
+            except BaseException as error:  # noqa: BLE001 - reported, as above
+                clear_frames(error)
+                event = TaskFailed(number, task, error)
+                failed = True
+            else:
+                event = TaskCompleted(number, task, started, ended)
+                failed = False
+            if not take(token):
+                return False
+            self.current = None
+            if run is not None:
+                step.aborted = step.aborted or failed  # Before the report, as in ``DeviceWork``.
+                run.send((run, FREE_SLOT))
+            self._post(event, wake=run is None or failed or self.queue.empty())
+            del item, step, completion, run, event
+        return True
+
+
+def clear_frames(error: BaseException) -> None:
+    """Drop the local variables of the frames that raised ``error``, and the errors that led to it.
+
+    They hold the tensors of the step, which would live as long as somebody keeps the error: on a device whose memory is
+    full, until after the next attempt.
+    """
+    links: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while links:
+        link = links.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            traceback.clear_frames(link.__traceback__)
+            links += link.__cause__, link.__context__
+
+
+def take(token: CompletionToken) -> bool:
+    """Take the token; false if it was taken before."""
+    try:
+        token.pop()
+    except IndexError:
+        return False
+    return True

@@ -1,0 +1,127 @@
+"""One device's program in one step: how far it has come, what it waits for, and how it is told.
+
+The driver makes one for each device, and hands all of them over before any event of the step is handled. From then on
+the devices release each other's tasks without the loop::
+
+    cpu:0   F(0,0) ─┬─ F(1,0) ─┬─ F(2,0) ──────▶ ...
+                    │ released │
+    cpu:1           └─▶ F(0,1) └─▶ F(1,1) ─────▶ ...
+               every task's event goes to the driver's inbox; the loop is woken when a device is at its end
+
+What happened reaches the scheduler in an order in which it can have happened: a task's event is in the inbox before
+any task is released that waits for it. A step that fails or is cancelled ends in two stages. First it is *aborted*:
+from then on no device begins a task. When the scheduler knows of that, the runs are *stopped*, and each device reports
+which tasks it has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Final, Protocol, runtime_checkable
+
+from asyncpipe.core.engine.events import ProgramEnded
+from asyncpipe.core.graph.programs import Program
+from asyncpipe.runtime.executor import StepHandle, TaskFunction
+
+__all__ = ["FREE_SLOT", "STOP", "Message", "ProgramRun", "TakesPrograms"]
+
+FREE_SLOT: Final = -1
+"""In place of a position: an asynchronous device has completed a task."""
+STOP: Final = -2
+"""In place of a position: leave the program."""
+
+
+class ProgramRun:
+    """Used on the device's thread alone, but for ``send``."""
+
+    __slots__ = (
+        "_awaits", "_others", "_slots", "functions", "is_stopped", "position", "program", "send", "step", "surroundings"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        step: StepHandle,
+        program: Program,
+        functions: Sequence[TaskFunction],
+        surroundings: AbstractContextManager[object],
+        in_flight: int,
+        send: Callable[[Message], None],
+    ) -> None:
+        """``functions`` by position; all are called inside ``surroundings``, which is entered again after a wait.
+
+        At most ``in_flight`` tasks are issued and not completed. ``send`` puts a message for this run into the queue
+        of its device's thread.
+        """
+        self.step = step
+        self.program = program
+        self.functions = functions
+        self.surroundings = surroundings
+        self.position = 0
+        """The next task's."""
+        self.is_stopped = False
+        self.send = send
+        self._awaits = list(program.awaits)
+        self._slots = in_flight
+        self._others: Sequence[ProgramRun] = ()
+
+    def join(self, runs: Sequence[ProgramRun]) -> None:
+        """Let it release the tasks of the step's other ``runs``, itself included; before any of them begins."""
+        self._others = runs
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether there is a task to run, or nothing is left to do but to end."""
+        if self.step.aborted:
+            return self.is_stopped
+        return self.is_at_end or not (self._awaits[self.position] or self._slots <= 0)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether every task has begun."""
+        return self.position == len(self._awaits)
+
+    def release(self, position: int) -> None:
+        """The task at ``position`` is done, or issued: tell the devices where a task waits for it."""
+        for run, place in self.program.releases[position]:
+            other = self._others[run]
+            other.send((other, place))
+
+    def take(self, place: int) -> None:
+        """A message has come: the task at ``place`` waits for one thing less, or what the constants above say."""
+        if place >= 0:
+            self._awaits[place] -= 1
+        elif place == FREE_SLOT:
+            self._slots += 1
+        else:
+            self.is_stopped = True
+
+    def use_slot(self) -> None:
+        """A task is issued and not completed."""
+        self._slots -= 1
+
+    def end(self) -> ProgramEnded:
+        """Drop the functions, and say what is left."""
+        self.functions = ()
+        self._others = ()
+        return ProgramEnded(self.step.number, self.program.tasks[self.position :])
+
+
+Message = tuple[ProgramRun, int]
+"""What a device's thread is told of a run: which one, and a position or a constant."""
+
+
+@runtime_checkable
+class TakesPrograms(Protocol):
+    """An executor that runs programs.
+
+    It runs the tasks of a program in their order, each when it waits for nothing any more, and none once its step is
+    aborted. It posts what became of each task before it releases what waits for the task; then, or once the run is
+    stopped, it posts what ``end`` returns.
+    """
+
+    def submit_program(self, run: ProgramRun) -> None:
+        """Run it, behind older ones as long as these can go on. Called on the loop's thread; must not block."""
+
+    def send(self, message: Message) -> None:
+        """Pass ``message`` on to its run, on the device's thread. From any thread; must not block."""
