@@ -61,7 +61,9 @@ def without_streams(graph: TaskGraph) -> TaskGraph:
     for copy in copies:
         (producer,) = copy.waits = [node for node in copy.waits if node not in copies]
         consumer = next(node for node in nodes if copy in node.waits and node not in copies)
-        sent = _Node(copy.task._replace(lane=producer.task.lane), [producer])
+        # A task runs where its stage is; so this one is as if it brought something the other way.
+        there, here = producer.task, consumer.task
+        sent = _Node(copy.task._replace(stage=there.stage, source=here.stage, lane=there.lane), [producer])
         copy.task = copy.task._replace(lane=consumer.task.lane)
         nodes.append(sent)
         order = orders[producer.task.lane.device]

@@ -23,7 +23,8 @@ from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import Lane, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.runtime.driver import Driver
-from asyncpipe.runtime.executor import Completion, TaskFunction, ThreadExecutor
+from asyncpipe.runtime.executor import Completion, TaskFunction
+from asyncpipe.runtime.thread_executor import ThreadExecutor
 
 __all__ = ["run_steps"]
 

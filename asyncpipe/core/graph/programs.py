@@ -64,4 +64,6 @@ def _place(graph: TaskGraph, number: int) -> tuple[int, int]:
     """What orders the tasks: a copy comes before the first task of its device that needs it."""
     if graph.tasks[number].source is None:
         return number, len(graph.tasks)
-    return min(graph.local_dependents[number], default=number), number
+    # The copy after it on its lane does not need it.
+    needed = (after for after in graph.local_dependents[number] if graph.tasks[after].source is None)
+    return min(needed, default=number), number
