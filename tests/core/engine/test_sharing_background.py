@@ -160,14 +160,31 @@ def test_a_backward_that_waits_for_its_caller_holds_nobody_back() -> None:
             hand.send(TaskCompleted(*command, now - 1.0, now), now)
 
 
-def test_a_ready_foreground_task_goes_first_and_a_background_task_is_alone() -> None:
-    hand, graph = ByHand(), one_lane(3)
+def test_a_ready_foreground_task_goes_first_and_background_jobs_take_turns() -> None:
+    """A task whose time is not known goes alone; otherwise one more is handed over behind the one that runs."""
+    hand, graph = ByHand(), one_lane(4)
     assert dispatched(hand.send(StepSubmitted(0, graph, BACKGROUND), 0.0)) == [(0, 0)]
     assert dispatched(hand.send(StepSubmitted(1, one_lane(1), Share("foreground")), 0.0)) == [(1, 0)]
     assert dispatched(hand.send(TaskCompleted(0, 0, 0.0, 1.0), 1.0)) == []
-    assert dispatched(hand.send(TaskCompleted(1, 0, 1.0, 2.0), 2.0)) == [(0, 1)]
+    assert dispatched(hand.send(TaskCompleted(1, 0, 1.0, 2.0), 2.0)) == [(0, 1), (0, 2)]
     assert dispatched(hand.send(StepSubmitted(2, graph, Share("other", background=True)), 2.0)) == []
-    assert dispatched(hand.send(TaskCompleted(0, 1, 2.0, 3.0), 3.0)) == [(2, 0)], "they take turns"
+    assert dispatched(hand.send(TaskCompleted(0, 1, 2.0, 3.0), 3.0)) == [], "the other's turn, and its time unknown"
+    assert dispatched(hand.send(TaskCompleted(0, 2, 3.0, 4.0), 4.0)) == [(2, 0)]
+
+
+@pytest.mark.parametrize(("seconds", "ahead"), [(1.0, 2), (1.3, 2), (1.4, 1), (2.7, 1)])
+def test_another_background_task_is_handed_over_behind_the_first_if_both_fit(seconds: float, ahead: int) -> None:
+    """Device 1 is needed in 2.5, after what is left of F(0,0) and C; a tenth of the last task may be over late."""
+    hand, graph, small = ByHand(), graph_of("gpipe", 2, 1, Phase.FORWARD), one_lane(3, "dev:1")
+    hand.run_step(0, one_lane(1, "dev:1"), BACKGROUND, 0.0, seconds)
+    now = 20.0
+    hand.send(StepSubmitted(1, graph, Share("foreground")), now)
+    for task, took in enumerate((3.0, 0.5, 1.0)):
+        hand.send(TaskCompleted(1, task, now, now + took), now + took)
+        now += took
+    hand.send(StepSubmitted(2, graph, Share("foreground")), 30.0)
+    assert dispatched(hand.send(StepSubmitted(3, small, BACKGROUND), 31.0)) == [(3, 0), (3, 1)][:ahead]
+    assert dispatched(hand.choose(31.1)) == [], "a lane holds two tasks at most"
 
 
 def test_background_jobs_share_by_weight_what_is_left() -> None:
@@ -181,9 +198,9 @@ def test_background_jobs_share_by_weight_what_is_left() -> None:
 
 
 def test_a_job_may_go_to_the_background_with_its_next_step() -> None:
-    hand, graph = ByHand(), one_lane(2)
+    hand, graph = ByHand(), one_lane(4)
     for step, share in enumerate((Share("a"), Share("a", background=True))):
         commands = hand.send(StepSubmitted(step, graph, share), 10.0 * step)
-        assert len(dispatched(commands)) == (1 if share.background else 2)
-        for task in range(2):
+        assert len(dispatched(commands)) == (2 if share.background else 4)
+        for task in range(4):
             hand.send(TaskCompleted(step, task, 10.0 * step + task, 10.0 * step + task + 1), 10.0 * step + task + 1)

@@ -1,7 +1,8 @@
 """Backfill: may a task of a background job run in a gap, or would the foreground need the lane before it is done?
 
-A task cannot be taken back once it has begun. So a background task runs only on an empty lane, and only if no
-foreground task is expected there before it would end. What is expected follows from what was measured:
+A task cannot be taken back once it is handed over. So a background task is handed over only to a lane that is empty,
+or behind one other background task, and only if no foreground task is expected there before it would end. What is
+expected follows from what was measured:
 
 - Within a step, from the task graph. A task that waits for the lane waits for tasks that are not done, those for
   others, back to tasks that run. If one such chain takes as long as the background task, there is time for it::
@@ -58,20 +59,25 @@ class BackfillLookahead:
         self._now = now
         self._lanes = lanes
         self._duration = 0.0
-        """Of the task that asks."""
+        """Until the task that asks would end."""
+        self._wanted = 0.0
+        """The part of it that must fit."""
         self._visits_left = 0
         self.wake_at: float | None = None
         """When an answer could be another one although nothing has happened: what was expected did not come."""
 
     def is_free(
-        self, seconds: float, expected: Iterable[tuple[float | None, Iterable[tuple[StepView, Sequence[int]]]]]
+        self,
+        seconds: float,
+        expected: Iterable[tuple[float | None, Iterable[tuple[StepView, Sequence[int]]]]],
+        left: float = 0.0,
     ) -> bool:
-        """Whether a task of so many seconds would end before the lane is needed.
+        """Whether a task of so many seconds, which begins in ``left`` seconds, would end before the lane is needed.
 
         ``expected`` has for each job when its next step is due, and its steps under way with the waiting tasks of
         which one can be the next on the lane.
         """
-        self._duration, self._visits_left = seconds, _MOST_VISITED
+        self._duration, self._wanted, self._visits_left = left + seconds, left + seconds * _SLACK, _MOST_VISITED
         return not any(
             self._comes_back(due) or any(self._needs_lane(step, waiting) for step, waiting in steps)
             for due, steps in expected
@@ -84,7 +90,7 @@ class BackfillLookahead:
 
     def _comes_back(self, due: float | None) -> bool:
         """Whether a job's next step may come before the task ends, and is not too late to wait for."""
-        return due is not None and due < self._now + self._duration * _SLACK and not self._is_overdue(due)
+        return due is not None and due < self._now + self._wanted and not self._is_overdue(due)
 
     def _is_overdue(self, due: float) -> bool:
         """Whether something is late by more than the task would take: then it can come at any time."""
@@ -101,7 +107,7 @@ class BackfillLookahead:
         Walks the graph backwards from ``task``, deepest first, which soon finds a long chain where there is one, and
         visits a task again only if it has found a longer way to it.
         """
-        wanted = self._duration * _SLACK
+        wanted = self._wanted
         furthest = {task: 0.0}
         stack = [task]
         while stack:

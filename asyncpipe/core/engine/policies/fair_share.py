@@ -28,7 +28,8 @@ bound, lanes could wait for one another in a circle.
 
 **Queue depth.** What a device holds cannot be taken back, so shares are as coarse as what is handed over ahead. While
 several foreground jobs use a lane, it holds two tasks: one runs and one is next, so that the device need not wait for
-the scheduler.
+the scheduler. So it does for background jobs, where the gap has time for both tasks: on a busy machine, the scheduler
+answers after a good part of a short task.
 
 **A task that does not end.** An asynchronous device runs each job's tasks on streams of their own. So one that was
 issued there and is far later than expected, as a kernel that hangs, occupies nothing that other jobs need: its job's
@@ -105,6 +106,8 @@ class FairShare(Policy):
         self.holds_back = False
         """Whether a ready task was not chosen, so that ``backfill`` has something to look at."""
         self._wake_at: float | None = None
+        self._refused_ahead = False
+        """Whether, since a task was last handed over or done, there was no time for one more behind the last one."""
         self._held = 0
         """The tasks in flight of flows that did not stand when this was last asked."""
         self._any_late = False
@@ -146,6 +149,7 @@ class FairShare(Policy):
         flow.in_flight += 1
         self._held += 1
         self._held_back_since = None
+        self._refused_ahead = False
         if not self._holding:
             self._busy_since = now
         seconds = flow.job.expected(step.graph.tasks[task])
@@ -159,6 +163,7 @@ class FairShare(Policy):
         was_first = next(iter(self._holding), None) == key
         expected = (self._holding.pop(key, None) or (None,))[0] or 0.0
         flow.completed_at = now
+        self._refused_ahead = False
         if was_first:
             handed_over = next((at for _, at, _ in self._holding.values()), now)
             self._busy_since = max(now, handed_over)
@@ -227,14 +232,34 @@ class FairShare(Policy):
         """A task for a lane that idles although tasks are ready; asked when all lanes have chosen.
 
         It is a task of a background job, or of a foreground job that is held back for one that lags, if it would be
-        done before the tasks that the lane is kept free for.
+        done before the tasks that the lane is kept free for. Where a background task runs, another one may be handed
+        over behind it, if there is time for both.
         """
-        if self._held and self.lane.in_flight:
-            return None
         lookahead = BackfillLookahead(now, self._lanes.policies)
+        if self._held and self.lane.in_flight:
+            chosen = self._fitting_behind(lookahead, now) if self._may_hold_another() else None
+            self._refused_ahead = chosen is None
+            return chosen
         chosen = self._fitting(lookahead, now)
         self._wake_at = lookahead.wake_at
         return chosen
+
+    def _may_hold_another(self) -> bool:
+        """Whether a task behind what the lane holds may be looked for: that is one task, of a background job."""
+        if self._refused_ahead or self._any_late or self.lane.in_flight >= min(self._lanes.cap, MOST_AHEAD):
+            return False
+        return all(step.job.share.background for _, _, step in self._holding.values())
+
+    def _fitting_behind(self, lookahead: BackfillLookahead, now: float) -> Chosen | None:
+        left, _ = self.busy(now)
+        foreground = [flow for flow in self._flows.values() if not flow.background]
+        if left == inf or any(flow.ready.heap for flow in foreground):
+            return None
+        # Only the one whose turn it is: behind the others' tasks the lane would never be empty for it.
+        flow = next(iter(self._background()), None)
+        if flow is None or flow.next_seconds() is None or not _fits(flow, lookahead, foreground, left):
+            return None
+        return flow.ready.choose(now)
 
     def _fitting(self, lookahead: BackfillLookahead, now: float) -> Chosen | None:
         flow = self._next(now)
@@ -353,7 +378,7 @@ class FairShare(Policy):
         assert len(self._holding) <= self.lane.in_flight, f"{self.lane.lane} remembers what it does not hold"
         assert sum(flow.in_flight for flow in self._flows.values()) == self.lane.in_flight, "in flight is miscounted"
         background = [flow for flow in self._flows.values() if flow.background and not flow.is_late]
-        assert sum(flow.in_flight for flow in background) <= 1, f"{self.lane.lane} holds several background tasks"
+        assert sum(flow.in_flight for flow in background) <= MOST_AHEAD, f"{self.lane.lane} holds many background tasks"
         # A shared lane may hold less than it has room for until its next event: who is active changes with time.
         shared = len(self._flows) > 1 or any(flow.background for flow in self._flows.values())
         room = 1 if shared else self._lanes.cap
@@ -377,13 +402,14 @@ def _check_flow(flow: Flow) -> None:
     assert not (flow.steps and flow.due is not None), f"{name} is under way and due"
 
 
-def _fits(flow: Flow, lookahead: BackfillLookahead, others: Iterable[Flow]) -> bool:
-    """Whether the next task of ``flow`` would be done before any of ``others`` need the lane."""
+def _fits(flow: Flow, lookahead: BackfillLookahead, others: Iterable[Flow], left: float = 0.0) -> bool:
+    """Whether the next task of ``flow``, which begins in ``left`` seconds, would be done before ``others`` need the
+    lane."""
     seconds = flow.next_seconds()
     if seconds is None:
         return True
     expected = ((other.due, ((here.step, here.next_waiting()) for here in other.steps)) for other in others)
-    return lookahead.is_free(seconds, expected)
+    return lookahead.is_free(seconds, expected, left)
 
 
 def _tag(flow: Flow) -> float:
