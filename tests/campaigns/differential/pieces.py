@@ -141,7 +141,8 @@ ON_ROWS = {
     "scripted function": own.ScriptedFunction,
     "compiled eager": (lambda: torch.compile(_small_net(), backend="eager"), "slow"),
     "compiled aot_eager": (lambda: torch.compile(_small_net(), backend="aot_eager"), "slow"),
-    "compiled EMA": (lambda: torch.compile(own.Ema(), backend="aot_eager"), "slow detached"),
+    # In float64 aot_eager of torch 2.13 drops the update of the buffer, without a pipeline too.
+    "compiled EMA": (lambda: torch.compile(own.Ema(), backend="eager"), "slow detached"),
     # Draws
     "scripted dropout": (lambda: own.ScriptedFunction(0.4), "draws"),
     "scripted Dropout": (lambda: torch.jit.script(nn.Sequential(_linear(), nn.Dropout(0.4))), "draws"),
