@@ -93,8 +93,11 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and not self._meter.values:
-            return 0  # `item()` of a fake tensor, which seeds a step: any number will do.
+        if not self._meter.values:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return 0  # `item()` of a fake tensor, which seeds a step: any number will do.
+            if func is torch.ops.aten.equal.default:
+                return True  # A recomputation is compared with its forward.
         outputs = func(*args, **(kwargs or {}))
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor):
@@ -132,6 +135,11 @@ class SavedBytes:
     def watching(self) -> AbstractContextManager[Any]:
         """A context manager that counts what autograd saves in this thread during the block."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def restart(self) -> None:
+        """Let the peak count from now on."""
+        with self._lock:
+            self.peak = dict(self.live)
 
     def note_input(self, tensor: Tensor) -> None:
         """Count the storage of ``tensor``, a stage's input, until it is freed."""

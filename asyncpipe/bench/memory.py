@@ -127,5 +127,8 @@ def _peaks(size: MemorySize, stages: int, microbatches: int, checkpoint: str) ->
         loss_fn=loss_fn,
     )
     with pipeline.sync() as pipe:
+        # The first forward of a stage works on a copy of its input, to see whether it overwrites it.
+        pipe.step(x, target, return_outputs=False)
+        saved.restart()
         pipe.step(x, target, return_outputs=False)
     return saved.peak
