@@ -584,7 +584,7 @@ CONTAINERS: dict[str, Callable[[Any, Any], Any]] = {
     "twice": lambda x, rest: (x, (x, rest)),
     "dataclass in dict": lambda x, rest: {"bag": Bag(x, [rest, None])},
     "opaque": Opaque,
-    "integers": lambda x, rest: (x, (rest, torch.arange(x.shape[0]), (x > 0).detach())),
+    "integers": lambda x, rest: (x, (rest, torch.arange(x.shape[0]), (x > 0.05).detach())),
     "function": lambda x, rest: {"x": x, "rest": rest, "function": torch.tanh},
 }
 
