@@ -72,9 +72,12 @@ class ProgramRun:
     @property
     def can_go_on(self) -> bool:
         """Whether there is a task to run, or nothing is left to do but to end."""
+        if self.is_at_end:
+            # Even of an aborted step: if all its tasks have run, the scheduler aborts nothing, and nobody stops this.
+            return True
         if self.step.aborted:
             return self.is_stopped
-        return self.is_at_end or not (self._awaits[self.position] or self._slots <= 0)
+        return not (self._awaits[self.position] or self._slots <= 0)
 
     @property
     def is_at_end(self) -> bool:

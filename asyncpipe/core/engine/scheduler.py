@@ -73,7 +73,8 @@ __all__ = ["SchedulerState", "TaskState"]
 
 
 # Module constants: an enum attribute costs a lookup in the hottest loop.
-_WAITING, _, _DISPATCHED, _ISSUED, _COMPLETED, _FAILED, _DROPPED = TaskState
+_WAITING, _READY, _DISPATCHED, _ISSUED, _COMPLETED, _FAILED, _DROPPED = TaskState
+_NOT_BEGUN = (_WAITING, _READY, _DISPATCHED)
 _OK = Outcome.OK
 
 
@@ -366,8 +367,11 @@ class SchedulerState:
         step = self._steps.get(event.step)
         if step is None or not step.programs:
             raise InvalidTransition(f"{event} came for a step of which no device runs a program")
-        if event.left and step.running:
-            raise InvalidTransition(f"{event} came although step {event.step} is not aborted")
+        if step.running:
+            if event.left or (step.programs == 1 and step.to_issue):
+                raise InvalidTransition(f"{event} came although step {event.step} is not aborted")
+        else:
+            self._check_left(step, event)
         step.programs -= 1
         for task in event.left:
             # The others were not dispatched, since what they wait for has not run either.
@@ -376,6 +380,18 @@ class SchedulerState:
                 step.states[task] = _DROPPED
                 self._give_back(step, task, None, now)
         return self._decide(step, (), now)
+
+    @staticmethod
+    def _check_left(step: StepState, event: ProgramEnded) -> None:
+        """A device leaves what has not begun, and all devices together leave nothing unaccounted for."""
+        known, left = range(len(step.states)), set(event.left)
+        if begun := [task for task in left if task not in known or step.states[task] not in _NOT_BEGUN]:
+            raise InvalidTransition(f"{event} came although task {begun[0]} was begun, or is none of the step's")
+        if step.programs == 1:
+            held = [task for task in known if step.states[task] is _DISPATCHED and task not in left]
+            if held:
+                message = f"{event} came while {step.graph.tasks[held[0]].id} is dispatched"
+                raise InvalidTransition(message, step.story(held[0]))
 
     def _release(self, step: StepState, task: int, now: float) -> list[LaneState]:
         """Issue ``task``: its dependents on other devices need not wait for it. Returns their lanes."""

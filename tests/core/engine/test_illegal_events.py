@@ -11,6 +11,7 @@ from asyncpipe.core.engine.events import (
     Abort,
     Dispatch,
     Event,
+    ProgramEnded,
     StepCancelled,
     StepSubmitted,
     TaskCompleted,
@@ -106,6 +107,63 @@ def snapshot(state: SchedulerState) -> Any:
 @pytest.mark.parametrize(("before", "event", "message"), ILLEGAL.values(), ids=ILLEGAL.keys())
 def test_an_illegal_event_changes_nothing(before: list[Event], event: Event, message: str) -> None:
     state = begun(before)
+    remembered = snapshot(state)
+    with pytest.raises(InvalidTransition) as raised:
+        state.handle(event, 9.0)
+    assert message in str(raised.value)
+    assert snapshot(state) == remembered
+    state.check()
+
+
+BY_PROGRAMS = StepSubmitted(STEP, GRAPH, programs=True)
+DEVICE_0 = tuple(task.number for task in GRAPH.tasks if task.lane.device == GRAPH.devices[0])
+DEVICE_1 = tuple(task.number for task in GRAPH.tasks if task.lane.device != GRAPH.devices[0])
+
+ILLEGAL_ENDS: dict[str, tuple[list[Event], ProgramEnded, str]] = {
+    "of another step": ([BY_PROGRAMS], ProgramEnded(6), "came for a step of which no device runs a program"),
+    "of no program": ([StepSubmitted(STEP, GRAPH)], ProgramEnded(STEP), "of which no device runs a program"),
+    "tasks left of a running step": ([BY_PROGRAMS], ProgramEnded(STEP, (LAST,)), "although step 5 is not aborted"),
+    "nothing run": ([BY_PROGRAMS, ProgramEnded(STEP)], ProgramEnded(STEP), "although step 5 is not aborted"),
+    "a task left that has run": (
+        [BY_PROGRAMS, completed(0), StepCancelled(STEP)],
+        ProgramEnded(STEP, DEVICE_0),
+        "although task 0 was begun",
+    ),
+    "a task left that is issued": (
+        [BY_PROGRAMS, TaskIssued(STEP, 0), StepCancelled(STEP)],
+        ProgramEnded(STEP, DEVICE_0),
+        "although task 0 was begun",
+    ),
+    "a task left that is none": (
+        [BY_PROGRAMS, StepCancelled(STEP)],
+        ProgramEnded(STEP, (LAST + 1,)),
+        f"although task {LAST + 1} was begun, or is none of the step's",
+    ),
+    "a task left that is negative": ([BY_PROGRAMS, StepCancelled(STEP)], ProgramEnded(STEP, (-1,)), "task -1 was"),
+    "a task dispatched for ever": (
+        [BY_PROGRAMS, StepCancelled(STEP), ProgramEnded(STEP)],
+        ProgramEnded(STEP),
+        "came while F(0,0) is dispatched",
+    ),
+    "a third of two": (
+        [
+            BY_PROGRAMS,
+            TaskIssued(STEP, 0),
+            StepCancelled(STEP),
+            ProgramEnded(STEP, DEVICE_0[1:]),
+            ProgramEnded(STEP, DEVICE_1),
+        ],
+        ProgramEnded(STEP),
+        "of which no device runs a program",
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "event", "message"), ILLEGAL_ENDS.values(), ids=ILLEGAL_ENDS.keys())
+def test_an_illegal_end_of_a_program_changes_nothing(before: list[Event], event: ProgramEnded, message: str) -> None:
+    state = SchedulerState()
+    for earlier in before:
+        state.handle(earlier, 0.0)
     remembered = snapshot(state)
     with pytest.raises(InvalidTransition) as raised:
         state.handle(event, 9.0)
