@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 from asyncpipe.core.engine.events import Command, Dispatch
 from asyncpipe.core.engine.policies.fair_share import FairShare
 from asyncpipe.core.engine.policies.policy import Chosen, TaskState
-from asyncpipe.core.engine.steps import LaneState, StepState
+from asyncpipe.core.engine.steps import Following, LaneState, StepState
 from asyncpipe.errors import PolicyError, ScheduleError
 
 __all__ = ["Dispatcher"]
@@ -67,8 +67,12 @@ class Dispatcher:
                 unmet[dependent] -= 1
                 if not unmet[dependent]:
                     pending.append(dependent)
+            if step.following is not None:
+                self._follow(step.following, step.lanes[task], now)
         step.held += len(pending)
         pending.clear()
+        if step.following is not None and step.following.step.handed_over:
+            self.note_handed_over(step.following.step, now)
 
     def dispatch_ready(self, touched: Iterable[LaneState], commands: list[Command], now: float) -> None:
         """Hand over what ``touched`` lanes have ready, where nothing is to be decided; note the other lanes."""
@@ -110,7 +114,14 @@ class Dispatcher:
                 other = self.make_ready(step, dependent, now)
                 if other is not lane:
                     others.append(other)
+        if step.following is not None:
+            self._follow(step.following, lane, now)
         return others
+
+    def _follow(self, following: Following, lane: LaneState, now: float) -> None:
+        """A task was handed over on ``lane``, which has perhaps all compute before the step behind now."""
+        if (released := following.dispatched(lane)) is not None:
+            self.make_ready(following.step, released, now)
 
     # Choices
 

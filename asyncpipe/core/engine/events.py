@@ -60,6 +60,9 @@ class StepSubmitted:
     share: Share = field(default_factory=Share)
     programs: bool = False
     """Whether every device can run its tasks by a program, if the scheduler has nothing to decide."""
+    after: int | None = None
+    """The step that this one follows on every device (``steps.py``). One that is completed
+    changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ from asyncpipe.core.engine.policies.fair_share import FairShare, SharedLanes
 from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
 from asyncpipe.core.engine.policies.policy import MakePolicy, Policy, TaskState
 from asyncpipe.core.engine.policies.ruled import Ruled
-from asyncpipe.core.engine.steps import LaneState, StepState, check_invariants
+from asyncpipe.core.engine.steps import LaneState, StepState, check_invariants, follow
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import InvalidTransition, OptionError, ScheduleError
@@ -202,8 +202,9 @@ class SchedulerState:
     def _submitted(self, event: StepSubmitted, now: float) -> list[Command]:
         if event.step <= self._last_step:
             raise InvalidTransition(f"step {event.step} was submitted before, or after a later one")
-        self._last_step = event.step
         graph = event.graph
+        earlier = self._earlier(event)
+        self._last_step = event.step
         job = self._jobs.begin(event.share)
         lanes = [self._lane(lane, graph, job) for lane in graph.lanes]
         step = StepState(
@@ -221,7 +222,8 @@ class SchedulerState:
         self._steps[event.step] = step
         step.journal.append((now, event))
         commands: list[Command] = []
-        if event.programs and graph.rule is None and all(lane.in_order for lane in step.used):
+        by_program = event.programs and (earlier is None or earlier.by_program)
+        if by_program and graph.rule is None and all(lane.in_order for lane in step.used):
             step.by_program = True
             step.programs = len({lane.lane.device for lane in step.used})
             commands.append(RunPrograms(step.number))
@@ -231,10 +233,30 @@ class SchedulerState:
                 lane.policy.begin(step, now)
         for gated in graph.gates:
             step.unmet[gated] += 1
+        if earlier is not None:
+            follow(earlier, step)
         for task, unmet in enumerate(step.unmet):
             if not unmet:
                 self._make_ready(step, task, now)
         return commands + self._decide(step, step.used, now)
+
+    def _earlier(self, event: StepSubmitted) -> StepState | None:
+        """The step that a new one follows, unless it is over; raises ``InvalidTransition`` if it cannot be followed."""
+        if event.after is None:
+            return None
+        if event.after > self._last_step:
+            raise InvalidTransition(f"step {event.step} is to follow step {event.after}, which was not submitted")
+        if (earlier := self._steps.get(event.after)) is None:
+            return None
+        if not earlier.running or earlier.following is not None:
+            state = "followed by another one" if earlier.running else "not running any more"
+            raise InvalidTransition(f"step {event.step} is to follow step {event.after}, which is {state}")
+        if event.graph.rule is not None or earlier.graph.rule is not None:
+            raise InvalidTransition(
+                f"step {event.step} is to follow step {event.after}, but where a rule decides, no task of a device is "
+                "known to be the last; submit it when that step is over"
+            )
+        return earlier
 
     def _lane(self, lane: Lane, graph: TaskGraph, job: JobAccount) -> LaneState:
         """The lane with a policy for a step of ``graph`` that ``job`` submits."""
@@ -290,7 +312,11 @@ class SchedulerState:
             if not step.by_program:
                 lane.policy.drop(step)
         step.journal.append((now, Abort(step.number)))
-        return [Abort(step.number), *self._decide(step, self._lanes.values(), now)]
+        commands: list[Command] = [Abort(step.number)]
+        if step.following is not None and not step.following.step.finished and step.following.step.running:
+            # It may have begun with weights that this one was to update.
+            commands += self._abort(step.following.step, Outcome.CANCELLED, now)
+        return commands + self._decide(step, self._lanes.values(), now)
 
     # Tasks
 
@@ -373,13 +399,17 @@ class SchedulerState:
         else:
             self._check_left(step, event)
         step.programs -= 1
+        touched: list[LaneState] = []
+        if step.following is not None and not step.programs:
+            later = step.following.step
+            touched = [self._make_ready(later, task, now) for task in step.following.ended()]
         for task in event.left:
             # The others were not dispatched, since what they wait for has not run either.
             if step.states[task] is _DISPATCHED:
                 step.journal.append((now, TaskDropped(step.number, task)))
                 step.states[task] = _DROPPED
                 self._give_back(step, task, None, now)
-        return self._decide(step, (), now)
+        return self._decide(step, touched, now)
 
     @staticmethod
     def _check_left(step: StepState, event: ProgramEnded) -> None:

@@ -15,7 +15,7 @@ from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import ScheduleError
 
-__all__ = ["LaneState", "StepState", "check_invariants"]
+__all__ = ["Following", "LaneState", "StepState", "check_invariants", "follow"]
 
 # Module constants: an enum attribute costs a lookup in the hottest loop.
 _READY, _OK = TaskState.READY, Outcome.OK
@@ -72,6 +72,8 @@ class StepState:
     """Whether each device has the whole of its tasks, and runs them by its program."""
     programs: int = 0
     """How many devices are still at their programs."""
+    following: Following | None = None
+    """The step behind this one, if one was submitted."""
     handed_over: list[int] = field(default_factory=list)
     """With programs: tasks whose dependencies are met, and whose dispatch is not noted yet."""
 
@@ -118,6 +120,66 @@ class StepState:
         )
         error.__cause__ = cause
         return error
+
+
+@dataclass(slots=True, eq=False)
+class Following:
+    """A step behind another one, kept with that other one: it begins on a device when that has all compute before.
+
+    With the optimizer inside the step, the first forward of a stage needs the update of that stage, and nothing else of
+    the step before. So each device goes over to the next step by itself; copies may come earlier::
+
+        cpu:0   … B(2,0)  B(3,0)  U(0) │ F(0,0)  F(1,0)  …
+        cpu:1   … B(3,1)  U(1) │          F(0,1)  …
+
+    The first compute task of the later step on a device has one more dependency: all compute of the earlier step there.
+    """
+
+    step: StepState
+    """The later one."""
+    left: dict[LaneState, int]
+    """By compute lane: how many tasks of the earlier step were not dispatched there."""
+    first: dict[LaneState, int]
+    """The first task of the later one on those lanes."""
+    at_end: bool
+    """Whether the later one begins only when the programs of the earlier one are at their end: then nothing is left
+    by lane. Tasks that are handed over one by one would overtake what a device has not begun of its program."""
+
+    def dispatched(self, lane: LaneState) -> int | None:
+        """A task of the earlier step went to ``lane``; the later one's task that waits for it and nothing else."""
+        if (left := self.left.get(lane)) is None:
+            return None
+        self.left[lane] = left - 1
+        return None if left > 1 else self._released(lane)
+
+    def ended(self) -> list[int]:
+        """The programs of the earlier step are at their end: as ``dispatched``, for all lanes."""
+        released = [self._released(lane) for lane in self.first] if self.at_end else []
+        return [task for task in released if task is not None]
+
+    def _released(self, lane: LaneState) -> int | None:
+        task = self.first[lane]
+        self.step.unmet[task] -= 1
+        return None if self.step.unmet[task] or not self.step.running else task
+
+
+def follow(earlier: StepState, later: StepState) -> None:
+    """Put ``later``, which is new, behind ``earlier``, which is under way. Both have an order."""
+    at_end = earlier.by_program and not later.by_program and earlier.programs > 0
+    left: dict[LaneState, int] = {}
+    first: dict[LaneState, int] = {}
+    for position in set(later.graph.lane_of):
+        if later.graph.lanes[position].queue is Queue.COMPUTE:
+            # The order of a device is a chain, so everything else of it waits for this one.
+            task = later.graph.lane_of.index(position)
+            first[later.lanes[task]] = task
+    for state, lane_state in zip(earlier.states, earlier.lanes, strict=True):
+        if state in (TaskState.WAITING, TaskState.READY) and lane_state in first and not at_end:
+            left[lane_state] = left.get(lane_state, 0) + 1
+    for lane_state, task in first.items():
+        if at_end or lane_state in left:
+            later.unmet[task] += 1
+    earlier.following = Following(later, left, first, at_end)
 
 
 def check_invariants(steps: Iterable[StepState], lanes: Iterable[LaneState], cap: int, now: float) -> None:
