@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from asyncpipe.core.predict.costs import StageCosts as StageCosts
     from asyncpipe.core.predict.report import Report as Report
     from asyncpipe.core.predict.report import report as report
+    from asyncpipe.core.predict.report import reports as reports
+    from asyncpipe.core.predict.report import steady_state as steady_state
     from asyncpipe.core.predict.simulate import SimulatedJob as SimulatedJob
     from asyncpipe.core.predict.simulate import simulate as simulate
     from asyncpipe.core.predict.simulate import simulate_jobs as simulate_jobs
+    from asyncpipe.core.predict.simulate import simulate_steps as simulate_steps
     from asyncpipe.core.schedules.protocol import Action as Action
     from asyncpipe.core.schedules.protocol import B as B
     from asyncpipe.core.schedules.protocol import F as F
@@ -74,7 +77,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "core.engine.events": ("Observer", "StepRecord"),
     "core.graph.lower": ("CheckpointMode", "lower"),
-    "core.predict.report": ("Report", "report"),
+    "core.predict.report": ("Report", "report", "reports", "steady_state"),
     "core.schedules.registry": ("find_schedule", "known_schedules"),
     "core.schedules.protocol": (
         *("Action", "B", "F", "I", "Overlap", "Shape", "W"),
@@ -85,7 +88,7 @@ _HOMES = {
     "core.predict.costs": ("Costs", "Jitter", "StageCosts"),
     "core.engine.policies.policy": ("LaneView", "Policy", "StepView"),
     "core.engine.share": ("Share",),
-    "core.predict.simulate": ("SimulatedJob", "simulate", "simulate_jobs"),
+    "core.predict.simulate": ("SimulatedJob", "simulate", "simulate_jobs", "simulate_steps"),
     "errors": ("AsyncpipeError", "TaskError"),
     "ops.model.batchnorm": ("convert_deferred_batch_norm",),
     "ops.autograd.checkpoint": ("is_checkpointing", "is_recomputing"),

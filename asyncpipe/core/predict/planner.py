@@ -24,8 +24,8 @@ from asyncpipe.core.predict.balance import check_balance, even_balance
 from asyncpipe.core.predict.costs import StageCosts
 from asyncpipe.core.predict.layer_profile import PARAMETER_SCALE, Profile
 from asyncpipe.core.predict.memory import peak_memory
-from asyncpipe.core.predict.report import report
-from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.predict.report import reports, steady_state
+from asyncpipe.core.predict.simulate import simulate_steps
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
 from asyncpipe.errors import PlanError, ScheduleError
@@ -38,6 +38,8 @@ REFINED = 10
 """How many candidates have their borders moved."""
 MOST_MOVES = 8
 """How many times a border of one candidate is moved."""
+OVERLAPPING = 3
+"""How many steps are simulated where they overlap: from the end of the first on, they follow each other evenly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +52,11 @@ class Plan:
     microbatches: int
     checkpoint: CheckpointMode
     seconds: float
-    """The time of one step."""
+    """The time of one step; where steps overlap, from the end of one to the end of the next."""
     memory: tuple[int, ...]
     """The peak bytes of each device."""
     bubble: float
-    """The idle share of the devices."""
+    """The idle share of the devices in that time."""
 
     def __str__(self) -> str:
         layers = "-".join(map(str, self.balance))
@@ -89,6 +91,7 @@ def plan(
     balances: Callable[[int], Sequence[Sequence[int]]] | None = None,
     memory_limit: int | None = None,
     parameter_scale: float = PARAMETER_SCALE,
+    ahead: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> list[Plan]:
     """Every plan that was tried and fits into memory, the fastest first.
@@ -97,7 +100,8 @@ def plan(
     with the shapes that it supports. ``microbatches`` must have been measured; by default all measured numbers are
     tried. ``balances`` gives the balances to try for a number of stages, in place of the even ones and their
     neighbours. ``memory_limit`` is in bytes for each device; ``parameter_scale`` is that of ``Profile.memory``.
-    ``progress`` is called with a line about what is tried.
+    ``ahead`` is how many steps are submitted behind the one under way, as by ``Pipeline.steps``: plans are then ranked
+    by how soon one step follows the other. ``progress`` is called with a line about what is tried.
 
     Raises ``PlanError`` if no schedule supports a shape or nothing fits, ``ProfileError`` for a number of micro-batches
     that was not measured, and ``UnknownScheduleError``.
@@ -109,7 +113,7 @@ def plan(
     for number in numbers:
         profile.measurement(number)
     tell = progress or (lambda _: None)
-    search = _Search(profile, devices, by_name, parameter_scale, inf if memory_limit is None else memory_limit)
+    search = _Search(profile, devices, by_name, parameter_scale, inf if memory_limit is None else memory_limit, ahead)
     candidates = list(search.candidates(numbers, modes))
     if not candidates:
         raise PlanError(search.refusal())
@@ -154,6 +158,7 @@ class _Search:
     schedules: Mapping[str, Schedule]
     parameter_scale: float
     limit: float
+    ahead: int
 
     def __post_init__(self) -> None:
         self._graphs: dict[tuple[_PlanCandidate, Wiring], TaskGraph] = {}
@@ -195,19 +200,26 @@ class _Search:
         placement = self.schedules[candidate.schedule].placement(Shape(candidate.stages, m, self.devices))
         recomputed = sum(candidate.checkpoint.recomputes(i, m) for i in range(m))
         costs = self.profile.costs(balance, m, candidate.checkpoint)
-        return busiest_device(costs, placement, m, recomputed) + self.profile.measurement(m).step
+        between = 0.0 if self.ahead else self.profile.measurement(m).step
+        return busiest_device(costs, placement, m, recomputed) + between
 
     def _try(self, candidate: _PlanCandidate, balance: tuple[int, ...]) -> Plan:
         key = candidate, balance
         if key not in self._plans:
             schedule, _, m, mode = candidate
-            record = simulate(self._graph(candidate, balance), self.profile.costs(balance, m, mode))
-            found = report(record)
+            graph = self._graph(candidate, balance)
+            overlap = self.ahead > 0 and graph.rule is None
+            costs, steps = self.profile.costs(balance, m, mode), OVERLAPPING if overlap else 1
+            records = simulate_steps(graph, costs, steps=steps, ahead=self.ahead)
+            found = reports(records)
+            # What a step does outside its tasks is done while another step computes.
+            pace = steady_state(found) if overlap else None
             self._plans[key] = Plan(
                 *(schedule, balance, m, mode),
-                seconds=found.seconds + self.profile.measurement(m).step,
-                memory=tuple(peak_memory(record, self.profile.memory(balance, m, self.parameter_scale))),
-                bubble=found.bubble_ratio,
+                seconds=pace.seconds if pace else found[0].seconds + self.profile.measurement(m).step,
+                # Each device runs one step after the other, so it holds no more than in a single one.
+                memory=tuple(peak_memory(records[0], self.profile.memory(balance, m, self.parameter_scale))),
+                bubble=(pace or found[0]).bubble_ratio,
             )
         return self._plans[key]
 

@@ -1,21 +1,30 @@
-"""The report of a step: how its time was used, folded from the journal of a real or simulated step."""
+"""The report of a step: how its time was used, folded from the journal of a real or simulated step.
+
+Steps that overlap have reports on one clock (``reports``); what they have in common is how soon one follows the other
+(``steady_state``)::
+
+    device 0  F0 F1 … W7│F0 F1 … W7│F0 …            a step by itself takes 27, and its devices are idle for 11 % of it;
+    device 3  ·········F0 F1 … W7│F0 F1 … W7│F0 …   but one ends every 24, in which no device is idle
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from asyncpipe.core.engine.events import GateOpened, StepRecord, StepSubmitted, TaskCompleted
 from asyncpipe.core.graph.task import Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph, critical_path
 from asyncpipe.core.kinds import TaskKind
+from asyncpipe.errors import OptionError
 
-__all__ = ["Report", "TaskTime", "peak_per_device", "report"]
+__all__ = ["Report", "SteadyState", "TaskTime", "peak_per_device", "report", "reports", "steady_state"]
 
 
 @dataclass(frozen=True, slots=True)
 class TaskTime:
-    """When a task ran, in seconds from the step's submission."""
+    """When a task ran, in seconds from the beginning of the step (of the first one, in ``reports``)."""
 
     task: Task
     start: float
@@ -33,7 +42,8 @@ class Report:
 
     step: int
     seconds: float
-    """From submission to the end of the last task."""
+    """From the beginning to the end of the last task. A step begins with its submission; one that was submitted behind
+    another step begins with its first task, since until then the devices are the other's."""
     tasks: tuple[TaskTime, ...]
     """Every completed task, ordered by its start."""
     device_busy: dict[str, float]
@@ -47,6 +57,13 @@ class Report:
     """The length of the longest chain of dependent tasks."""
     gates_opened: dict[int, float]
     """For each task that waits for the caller's gradient, when the gradient arrived; empty in a whole step."""
+    began: float = 0.0
+    """When the step began, on the clock of its tasks."""
+
+    @property
+    def end(self) -> float:
+        """When the last task ended, on the clock of the tasks."""
+        return self.began + self.seconds
 
     @property
     def device_utilization(self) -> dict[str, float]:
@@ -73,10 +90,61 @@ class Report:
         return busy / self.seconds if self.seconds else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class SteadyState:
+    """How steps follow each other: they may overlap, so one may follow sooner than a step takes."""
+
+    seconds: float
+    """From the end of one step to the end of the next."""
+    device_busy: dict[str, float]
+    """Seconds of compute on each device in a step."""
+
+    @property
+    def device_bubble(self) -> dict[str, float]:
+        """The idle share of each device."""
+        seconds = self.seconds
+        return {device: 1.0 - busy / seconds if seconds else 0.0 for device, busy in self.device_busy.items()}
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The idle share of the compute lanes, as a mean over all devices."""
+        return fmean(self.device_bubble.values())
+
+
 def report(record: StepRecord) -> Report:
     """The report of one step."""
-    origin = next((at for at, event in record.journal if isinstance(event, StepSubmitted)), 0.0)
-    graph = record.graph
+    return _report(record, _began(record))
+
+
+def reports(records: Sequence[StepRecord]) -> list[Report]:
+    """The reports of steps on one clock, on which the first of them begins at 0."""
+    origin = _began(records[0]) if records else 0.0
+    return [_report(record, origin) for record in records]
+
+
+def steady_state(found: Sequence[Report]) -> SteadyState:
+    """How steps of one job follow each other, as means from the end of the first to the end of the last.
+
+    ``found`` are the ``reports`` of two or more steps, without those in which the pipeline had yet to fill.
+    """
+    if len(found) < 2:
+        raise OptionError(f"a steady state shows in two steps or more, got {len(found)}")
+    ends = [each.end for each in found]
+    return SteadyState(
+        seconds=(ends[-1] - ends[0]) / (len(found) - 1),
+        device_busy={device: fmean(each.device_busy[device] for each in found[1:]) for device in found[0].device_busy},
+    )
+
+
+def _began(record: StepRecord) -> float:
+    at, submitted = next(((at, event) for at, event in record.journal if isinstance(event, StepSubmitted)), (0.0, None))
+    if submitted is None or submitted.after is None:
+        return at
+    return min((event.started for _, event in record.journal if isinstance(event, TaskCompleted)), default=at)
+
+
+def _report(record: StepRecord, origin: float) -> Report:
+    graph, began = record.graph, _began(record) - origin
     times = [
         TaskTime(graph.tasks[event.task], event.started - origin, event.ended - origin)
         for _, event in record.journal
@@ -91,7 +159,7 @@ def report(record: StepRecord) -> Report:
             stage_busy[time.task.stage] += time.seconds
     return Report(
         step=record.step,
-        seconds=max((time.end for time in times), default=0.0),
+        seconds=max((time.end - began for time in times), default=0.0),
         tasks=tuple(sorted(times, key=lambda time: (time.start, time.task.number))),
         device_busy=device_busy,
         stage_busy=tuple(stage_busy),
@@ -100,6 +168,7 @@ def report(record: StepRecord) -> Report:
         gates_opened={
             graph.gates[event.microbatch]: at - origin for at, event in record.journal if isinstance(event, GateOpened)
         },
+        began=began,
     )
 
 

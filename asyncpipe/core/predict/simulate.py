@@ -1,4 +1,4 @@
-"""Simulation: the real scheduler on virtual time, for one step or for several jobs on the same lanes."""
+"""Simulation: the real scheduler on virtual time, for one step, steps that overlap, or jobs on the same lanes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.errors import OptionError
 
-__all__ = ["SimulatedRun", "SimulatedJob", "simulate", "simulate_jobs"]
+__all__ = ["SimulatedJob", "SimulatedRun", "simulate", "simulate_jobs", "simulate_steps"]
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedJob:
-    """A job for ``simulate_jobs``: it runs steps of one graph, one after the other."""
+    """A job for ``simulate_jobs``: it runs steps of one graph, one after the other or overlapping."""
 
     graph: TaskGraph
     cost: Callable[[Task], float] = field(default_factory=Costs)
@@ -40,6 +40,13 @@ class SimulatedJob:
     """Seconds between the end of a step and the next one, for example for the optimizer and the next batch."""
     start: float = 0.0
     """The time at which the first step is submitted."""
+    ahead: int = 0
+    """How many steps are submitted behind the one under way, as ``Pipeline.steps`` does: each device begins a step when
+    it has nothing left to begin of the one before. Steps of a schedule that decides by a rule do not overlap."""
+
+    def __post_init__(self) -> None:
+        if self.ahead < 0:
+            raise OptionError(f"ahead must be a number of steps, zero or more, got {self.ahead}")
 
 
 @dataclass(slots=True, eq=False)
@@ -67,10 +74,18 @@ class _Simulation:
         """For each step, the time at which each dispatched task ends."""
         self._running: list[tuple[float, int, int, float]] = []
         """A heap of (end, step, task, start)."""
-        self._begins: list[tuple[float, int]] = [(job.start, number) for number, job in enumerate(jobs)]
+        self._ahead = [0 if job.graph.rule is not None else job.ahead for job in jobs]
+        self._begins = [
+            (job.start, number)
+            for number, (job, ahead) in enumerate(zip(jobs, self._ahead, strict=True))
+            for _ in range(1 + ahead if job.steps is None else min(1 + ahead, job.steps))
+        ]
         """A heap of (time, job) for steps to submit."""
         heapify(self._begins)
         self._left = [inf if job.steps is None else job.steps for job in jobs]
+        """The steps of each job that are not completed."""
+        self._last: dict[int, int] = {}
+        """The last step of each job, if it was submitted."""
 
     def run(self, until: float) -> None:
         """Simulate until all numbered steps are completed, or until the time ``until``."""
@@ -112,7 +127,9 @@ class _Simulation:
         job, step = self._jobs[number], len(self._owner)
         self._owner.append(number)
         self._ends.append({})
-        commands = self.state.handle(StepSubmitted(step, job.graph, job.share), self.now)
+        after = self._last.get(number) if self._ahead[number] else None
+        self._last[number] = step
+        commands = self.state.handle(StepSubmitted(step, job.graph, job.share, after=after), self.now)
         for microbatch in range(len(job.graph.gates)):
             commands += self.state.handle(GateOpened(step, microbatch), self.now)
         return commands
@@ -142,7 +159,7 @@ class _Simulation:
         self.runs[number].records.append(self.state.take_record(end.step))
         self._ends[end.step] = {}
         self._left[number] -= 1
-        if self._left[number]:
+        if self._left[number] > self._ahead[number]:
             heappush(self._begins, (self.now + self._jobs[number].pause, number))
 
     def cut(self) -> None:
@@ -161,6 +178,18 @@ def simulate(graph: TaskGraph, cost: Callable[[Task], float] | None = None, *, i
     simulation = _Simulation([SimulatedJob(graph, cost or Costs())], in_flight)
     simulation.run(inf)
     return simulation.runs[0].records[0]
+
+
+def simulate_steps(
+    graph: TaskGraph, cost: Callable[[Task], float] | None = None, *, steps: int, ahead: int = 1, in_flight: int = 16
+) -> list[StepRecord]:
+    """The records of ``steps`` steps of ``graph`` on one clock, of which up to ``ahead`` are submitted early.
+
+    Otherwise as ``simulate``. With ``ahead=0`` each step begins when the one before has ended.
+    """
+    simulation = _Simulation([SimulatedJob(graph, cost or Costs(), steps=steps, ahead=ahead)], in_flight)
+    simulation.run(inf)
+    return simulation.runs[0].records
 
 
 def simulate_jobs(

@@ -77,6 +77,26 @@ class TwoADevice(GPipeSchedule):
             raise ScheduleError("two, please")
 
 
+# Steps that overlap
+
+
+def test_where_steps_overlap_the_time_from_one_to_the_next_ranks() -> None:
+    profile = profile_of([1.0] * 4, measured=(8,))
+    one_by_one = {found.schedule: found for found in never(profile, 4, schedules=["zb-h1", "zb-h2", "backward-first"])}
+    overlapping = {
+        found.schedule: found for found in never(profile, 4, schedules=["zb-h1", "zb-h2", "backward-first"], ahead=1)
+    }
+    assert next(iter(overlapping)) == "zb-h2"
+    work = 8 * (3 + 3 * 0.125)
+    assert overlapping["zb-h2"].seconds == pytest.approx(work)
+    assert overlapping["zb-h2"].bubble == pytest.approx(0.0)
+    # The 0.5 s that a step takes outside its tasks pass while another computes; but steps of a rule do not overlap.
+    assert overlapping["zb-h1"].seconds == pytest.approx(one_by_one["zb-h1"].seconds - 0.5)
+    assert overlapping["backward-first"] == one_by_one["backward-first"]
+    assert one_by_one["zb-h2"].seconds == pytest.approx(one_by_one["zb-h1"].seconds)
+    assert overlapping["zb-h2"].memory == one_by_one["zb-h2"].memory
+
+
 # The best
 
 
