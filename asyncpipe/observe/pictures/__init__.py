@@ -1,4 +1,4 @@
-"""Pictures of a step, from its record; the record may be measured or simulated.
+"""Pictures of a step, or of several on one time axis, from their records, which may be measured or simulated.
 
 - ``timeline.py``: as text, for terminals; also what all timelines share: rows, labels, shades, units
 - ``svg.py``: as an SVG picture; ``waits.py``: what each task waited for

@@ -1,4 +1,4 @@
-"""The timeline of one step as an SVG picture without script, readable on light and dark pages.
+"""The timeline of one step, or of several, as an SVG picture without script, readable on light and dark pages.
 
 Each device is a row of tasks with its copies as thin bars below; arrows show transfers between devices::
 
@@ -7,7 +7,8 @@ Each device is a row of tasks with its copies as thin bars below; arrows show tr
     dev:1  ···[F0][F1][ B1 ][ B0 ]·······
            ▔▔
 
-Pictures that are to be compared share a scale: a second has the same width in each of them.
+Pictures that are to be compared share a scale: a second has the same width in each of them. Several steps in one
+picture share its axis; a line stands on each device where it begins the next step.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
-from asyncpipe.core.predict.report import Report, TaskTime, report
+from asyncpipe.core.predict.report import Report, TaskTime, reports
 from asyncpipe.observe.pictures.timeline import (
+    borders,
+    common_devices,
     format_time,
     kinds_of,
     labels,
@@ -44,6 +47,7 @@ INK = "#16212c"
 CHARACTER, TITLE_CHARACTER, ROW, BAR, GAP, TOP = 7.0, 7.4, 26.0, 5.0, 12.0, 40.0
 """Pixels: the widths of a character of a label and of a title, the heights of a compute row and of a copy bar, the
 space below a row and above the first."""
+BORDER = "#cf222e"
 NARROWEST, WIDEST = 640.0, 1600.0
 MOST_ARROWS = 64
 
@@ -60,16 +64,29 @@ class PictureScale:
     """Pixels from time 0 to ``seconds``."""
 
 
+@dataclass(frozen=True, slots=True)
+class _ShownStep:
+    """A step in a picture; times count from the submission of the picture's first step."""
+
+    graph: TaskGraph
+    result: Report
+    rows: Mapping[Lane, Sequence[TaskTime]]
+    waited: Mapping[int, Wait]
+    """What each task waited for, by its number."""
+    name: str
+    """Nothing, where the picture has one step."""
+
+
 class _Layout:
     """The scale and the vertical positions, in pixels."""
 
-    def __init__(self, graph: TaskGraph, rows: Iterable[Lane], scale: PictureScale, top: float) -> None:
+    def __init__(self, devices: Sequence[str], rows: Iterable[Lane], scale: PictureScale, top: float) -> None:
         self.scale = scale
         self.per_second = scale.width / scale.seconds if scale.seconds else 0.0
         self.right = scale.left + scale.width
         copies = any(lane.queue is not Queue.COMPUTE for lane in rows)
         height = ROW + (2 * (BAR + 1) + 1 if copies else 0) + GAP
-        self.top = {device: top + number * height for number, device in enumerate(graph.devices)}
+        self.top = {device: top + number * height for number, device in enumerate(devices)}
         """The top of each device's compute row."""
         self.bottom = top + len(self.top) * height - GAP
         """The bottom of the lowest row."""
@@ -80,7 +97,7 @@ class _Layout:
 
 def common_scale(records: Sequence[StepRecord]) -> PictureScale:
     """A scale for ``svg_timeline`` on which all of ``records``, of which there is at least one, fit."""
-    fitting = [_scale(report(record), record.graph) for record in records]
+    fitting = [_scale(_shown_steps([record])) for record in records]
     seconds = max(scale.seconds for scale in fitting)
     per_second = max((scale.width / scale.seconds for scale in fitting if scale.seconds), default=0.0)
     width = min(max(seconds * per_second, NARROWEST), WIDEST)
@@ -93,7 +110,7 @@ def has_few_copies(graph: TaskGraph) -> bool:
 
 
 def svg_timeline(
-    record: StepRecord,
+    record: StepRecord | Sequence[StepRecord],
     *,
     title: str = "",
     virtual: bool = False,
@@ -103,30 +120,34 @@ def svg_timeline(
 ) -> str:
     """The step as an SVG document: a row a device, copies below it, a legend, a time axis and the key figures.
 
+    Several steps, in the order of their submissions, are drawn on one axis; a line stands where a device begins the
+    next, and hovering over a task names its step.
     ``virtual`` times are printed as bare numbers, others with units. ``arrows`` between devices are drawn by default in
     small graphs only. Hovering over a task shows its id, its times and what it waited for. If a device has several
     stages, later ones are paler. Give pictures that are to be compared the same ``scale``.
     ``inline`` makes the picture a part of a page: title, legend and key figures are left out, and ids begin with this
     text, which must differ from picture to picture.
     """
-    result = report(record)
-    rows = lane_rows(result, record.graph, copies=True)
+    records = [record] if isinstance(record, StepRecord) else record
+    devices, steps = common_devices(records), _shown_steps(records)
+    graph, longest = steps[0].graph, _longest(steps)
     top = TOP if inline is None else 4.0
-    layout = _Layout(record.graph, rows, scale or _scale(result, record.graph), top)
+    layout = _Layout(devices, chain.from_iterable(step.rows for step in steps), scale or _scale(steps), top)
     if arrows is None:
-        arrows = has_few_copies(record.graph)
-    name = escape(title or record.graph.schedule)
+        arrows = has_few_copies(graph)
+    name = escape(title or graph.schedule)
     drawing = [
-        *_lanes(result, layout),
-        *(_arrows(record.graph, result, layout, inline or "") if arrows else ()),
-        *_tasks(record.graph, result, rows, layout, virtual=virtual),
+        *_lanes(longest, layout),
+        *(_arrows(steps, layout, inline or "") if arrows else ()),
+        *(line for step in steps for line in _tasks(step, layout, longest, virtual=virtual)),
+        *_borders(steps, layout),
         *_axis(layout, virtual=virtual),
         "</svg>",
     ]
     if inline is not None:
-        return "\n".join([_opening(layout, 28, _data(name, record.graph, layout)), *drawing]) + "\n"
-    kinds = kinds_of(chain.from_iterable(rows.values()))
-    figures = summary(result, training=record.graph.training, virtual=virtual)
+        return "\n".join([_opening(layout, 28, _data(name, graph, layout)), *drawing]) + "\n"
+    kinds = kinds_of(time for step in steps for time in chain.from_iterable(step.rows.values()))
+    figures = summary([step.result for step in steps], training=graph.training, virtual=virtual)
     below = f'<text x="{_n(layout.scale.left)}" y="{_n(layout.bottom + 42)}">{figures}</text>'
     head = [_opening(layout, 52, title=title), f"<title>{name}</title>", *_heading(name, kinds, layout.right), below]
     return "\n".join([*head, *drawing]) + "\n"
@@ -154,16 +175,32 @@ def _n(pixels: float) -> str:
     return f"{pixels:.2f}".rstrip("0").rstrip(".")
 
 
-def _scale(result: Report, graph: TaskGraph) -> PictureScale:
-    """The scale for one step: as wide as its labels need if its times have a quantum, else 1000 pixels."""
+def _shown_steps(records: Sequence[StepRecord]) -> list[_ShownStep]:
+    earlier: dict[Lane, float] = {}
+    shown = []
+    for record, result in zip(records, reports(records), strict=True):
+        rows = lane_rows(result, record.graph, copies=True)
+        name = f"step {record.step}, " if len(records) > 1 else ""
+        shown.append(_ShownStep(record.graph, result, rows, waits(result, record.graph, earlier), name))
+        earlier |= {lane: times[-1].end for lane, times in rows.items() if times}
+    return shown
+
+
+def _longest(steps: Sequence[_ShownStep]) -> float:
+    return max(step.result.end for step in steps)
+
+
+def _scale(steps: Sequence[_ShownStep]) -> PictureScale:
+    """The scale for one picture: as wide as its labels need if its times have a quantum, else 1000 pixels."""
+    graph, longest, width = steps[0].graph, _longest(steps), 1000.0
     left = CHARACTER * max(len(device) for device in graph.devices) + 16
-    width = 1000.0
-    if quantum([time for time in result.tasks if time.seconds > 0]) is not None:
+    shown = [time for step in steps for time in step.result.tasks if time.seconds > 0]
+    if quantum(shown) is not None:
         label = labels(graph)
-        compute = chain.from_iterable(lane_rows(result, graph, copies=False).values())
+        compute = (time for time in shown if time.task.lane.queue is Queue.COMPUTE)
         wanted = max(((len(label(t.task)) * CHARACTER + 6) / t.seconds for t in compute), default=0.0)
-        width = min(max(result.seconds * wanted, NARROWEST), WIDEST)
-    return PictureScale(result.seconds, left, width)
+        width = min(max(longest * wanted, NARROWEST), WIDEST)
+    return PictureScale(longest, left, width)
 
 
 def _heading(title: str, kinds: Sequence[TaskKind], right: float) -> Iterator[str]:
@@ -177,9 +214,9 @@ def _heading(title: str, kinds: Sequence[TaskKind], right: float) -> Iterator[st
         yield f'<text x="{_n(x + 16)}" y="29.5">{kind.word}</text>'
 
 
-def _lanes(result: Report, layout: _Layout) -> Iterator[str]:
-    """A band for each device, as wide as the step is long."""
-    width = layout.x(result.seconds) - layout.scale.left if result.seconds else layout.scale.width
+def _lanes(longest: float, layout: _Layout) -> Iterator[str]:
+    """A band for each device, as wide as the picture's steps are long."""
+    width = layout.x(longest) - layout.scale.left if longest else layout.scale.width
     for device, top in layout.top.items():
         yield f'<text x="8" y="{_n(top + ROW / 2 + 4)}">{escape(device)}</text>'
         yield (
@@ -188,20 +225,18 @@ def _lanes(result: Report, layout: _Layout) -> Iterator[str]:
         )
 
 
-def _tasks(
-    graph: TaskGraph, result: Report, rows: Mapping[Lane, Sequence[TaskTime]], layout: _Layout, *, virtual: bool
-) -> Iterator[str]:
+def _tasks(step: _ShownStep, layout: _Layout, longest: float, *, virtual: bool) -> Iterator[str]:
+    graph = step.graph
     label = labels(graph)
-    waited = waits(result, graph)
     mates = {device: [stage for stage, at in enumerate(graph.placement) if at == device] for device in graph.placement}
-    for lane, times in rows.items():
+    for lane, times in step.rows.items():
         if not times:
             continue
         top, height = _band(lane, layout)
         yield f'<g text-anchor="middle" fill="{INK}">'
         for time in times:
             x, width = layout.x(time.start), time.seconds * layout.per_second
-            story = _story(time, waited.get(time.task.number), result.seconds, virtual=virtual)
+            story = step.name + _story(time, step.waited.get(time.task.number), longest, virtual=virtual)
             stages = mates[graph.placement[time.task.stage]]
             colour = shade(time.task.kind, stages.index(time.task.stage), len(stages))
             corners = ' rx="1.5"' if width > 6 else ""
@@ -241,7 +276,16 @@ def _label(text: str, x: float, top: float, width: float, height: float) -> str:
     return f'<text x="{_n(x + (width - 0.8) / 2)}" y="{_n(top + height / 2 + 4)}">{text}</text>'
 
 
-def _arrows(graph: TaskGraph, result: Report, layout: _Layout, prefix: str) -> Iterator[str]:
+def _borders(steps: Sequence[_ShownStep], layout: _Layout) -> Iterator[str]:
+    """A line down each device's row where it begins a later step, so that steps are told apart."""
+    for lane, starts in borders([step.rows for step in steps]).items():
+        if lane.queue is Queue.COMPUTE:
+            for start in starts:
+                x, y = layout.x(start) - 0.4, layout.top[lane.device] - 4
+                yield f'<path class="border" d="M{_n(x)} {_n(y)}v{_n(ROW + 8)}" stroke="{BORDER}" stroke-width="2"/>'
+
+
+def _arrows(steps: Sequence[_ShownStep], layout: _Layout, prefix: str) -> Iterator[str]:
     """Arrows from producers to the consumers of their copies; drawn below the tasks."""
     head = f"{prefix}head"
     yield (
@@ -249,12 +293,13 @@ def _arrows(graph: TaskGraph, result: Report, layout: _Layout, prefix: str) -> I
         f'orient="auto"><path d="M0 0 6 3 0 6z" fill="{TEXT}"/></marker></defs>'
     )
     yield f'<g class="arrows" fill="none" stroke="{TEXT}" stroke-opacity="0.7">'
-    times = {time.task.number: time for time in result.tasks}
-    for consumer in result.tasks:
-        for dependency in graph.read_by(consumer.task.number):
-            for producer in graph.read_by(dependency):
-                if graph.tasks[dependency].kind is TaskKind.COPY and producer in times:
-                    yield _arrow(times[producer], consumer, layout, head)
+    for step in steps:
+        graph, times = step.graph, {time.task.number: time for time in step.result.tasks}
+        for consumer in step.result.tasks:
+            for dependency in graph.read_by(consumer.task.number):
+                for producer in graph.read_by(dependency):
+                    if graph.tasks[dependency].kind is TaskKind.COPY and producer in times:
+                        yield _arrow(times[producer], consumer, layout, head)
     yield "</g>"
 
 

@@ -1,4 +1,4 @@
-"""The timeline of one step as text: a row a lane, a cell a task, dots where the lane is idle.
+"""The timeline of one step, or of several, as text: a row a lane, a cell a task, dots where the lane is idle.
 
 If all times are multiples of one quantum, as in simulations, each cell is exactly as wide as its task is long::
 
@@ -7,12 +7,18 @@ If all times are multiples of one quantum, as in simulations, each cell is exact
 
 Otherwise time is divided into columns, and a column shows the task that fills most of it. In a terminal the kinds of
 tasks may have colours.
+
+Several steps share one axis. They may overlap, so each device has a border of its own where a later step begins::
+
+    step   0                             1
+    dev:0  F0 F1 I0 W0 ···I1 W1│F0 F1 I0 W0 ···I1 W1
+    dev:1  ···F0 I0 F1 I1 W0 W1│F0 I0 F1 I1 W0 W1 ···
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, groupby, takewhile
 from math import ceil, floor, gcd, log10
@@ -21,9 +27,12 @@ from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
-from asyncpipe.core.predict.report import Report, TaskTime, report
+from asyncpipe.core.predict.report import Report, TaskTime, reports, steady_state
+from asyncpipe.errors import OptionError
 
 __all__ = [
+    "borders",
+    "common_devices",
     "format_time",
     "kinds_of",
     "labels",
@@ -40,6 +49,8 @@ DEFAULT_WIDTH = 100
 """The columns of a timeline without a quantum if no width is given."""
 SHORTEST_TASK = 10
 """The most quanta that the shortest task may have; with more, an exact timeline would be too wide."""
+BAR = "│"
+"""Stands in the column before the first task of a later step."""
 PALEST = 0.55
 """The share of white in the colours of a device's last stage."""
 SELF_EVIDENT = {TaskKind.FORWARD, TaskKind.BACKWARD}
@@ -55,7 +66,7 @@ class _ColumnScale:
 
 
 def text_timeline(
-    record: StepRecord,
+    record: StepRecord | Sequence[StepRecord],
     width: int | None = None,
     *,
     copies: bool = False,
@@ -64,27 +75,35 @@ def text_timeline(
 ) -> str:
     """The step as text: a time axis, one row a device, a legend and a line of key figures; ends with a newline.
 
+    Several steps, in the order of their submissions, share one axis; a bar stands where a device begins the next one.
     ``width`` is the number of columns to use; the default is what the labels of an exact timeline need, and 100 for
     others. ``copies`` adds the copy lanes. ``virtual`` times are printed as bare numbers, others with units. Cells read
     ``F0`` (kind and micro-batch), or ``F0.4`` (with the stage) if a device has several stages. With ``colour``, cells
     have the background of their kind, by ANSI escapes for a terminal of 256 colours.
     """
-    result = report(record)
-    rows = lane_rows(result, record.graph, copies=copies)
-    if not result.seconds:
+    records = [record] if isinstance(record, StepRecord) else record
+    devices, results = common_devices(records), reports(records)
+    each = [lane_rows(result, step.graph, copies=copies) for result, step in zip(results, records, strict=True)]
+    lanes = [Lane(device, queue) for device in devices for queue in Queue]
+    rows = {lane: [*chain.from_iterable(step.get(lane, ()) for step in each)] for lane in lanes}
+    rows = {lane: ran for lane, ran in rows.items() if any(lane in step for step in each)}
+    longest = max(result.end for result in results)
+    if not longest:
         return "no task took any time\n"
     names = [lane.device if lane.queue is Queue.COMPUTE else f"  {lane.queue.value}" for lane in rows]
     margin = max(map(len, [*names, "time"])) + 2
-    label = labels(record.graph)
+    label = labels(records[0].graph)
     shown = list(chain.from_iterable(rows.values()))
-    scale = _scale(result, shown, label, None if width is None else max(width - margin, 10))
-    lines = ["time".ljust(margin) + _axis(scale, result.seconds, virtual=virtual)]
-    for name, times in zip(names, rows.values(), strict=True):
-        lines.append(name.ljust(margin) + "".join(_cells(times, scale, label, colour=colour)))
+    scale = _scale(longest, shown, label, None if width is None else max(width - margin, 10))
+    starts = borders(each)
+    lines = ["step".ljust(margin) + _steps(records, results, scale)] if len(records) > 1 else []
+    lines.append("time".ljust(margin) + _axis(scale, longest, virtual=virtual))
+    for name, (lane, times) in zip(names, rows.items(), strict=True):
+        lines.append(name.ljust(margin) + "".join(_cells(times, starts.get(lane, ()), scale, label, colour=colour)))
     kinds = kinds_of(shown)
     if colour or set(kinds) - SELF_EVIDENT:
         lines += ["", _legend(kinds, colour=colour)]
-    figures = summary(result, training=record.graph.training, virtual=virtual)
+    figures = summary(results, training=records[0].graph.training, virtual=virtual)
     return "\n".join(line.rstrip() for line in [*lines, "", figures]) + "\n"
 
 
@@ -99,6 +118,24 @@ def lane_rows(result: Report, graph: TaskGraph, *, copies: bool) -> dict[Lane, l
         if time.seconds > 0 and time.task.lane in times:
             times[time.task.lane].append(time)
     return {lane: ran for lane, ran in times.items() if ran or lane.queue is Queue.COMPUTE}
+
+
+def common_devices(records: Sequence[StepRecord]) -> tuple[str, ...]:
+    """The devices of steps to draw on one axis, which must be the same for all; else raises ``OptionError``."""
+    found = dict.fromkeys(record.graph.devices for record in records)
+    if len(found) != 1:
+        raise OptionError(f"one picture shows one step or more, all on the same devices, got {list(found)}")
+    return next(iter(found))
+
+
+def borders(steps: Sequence[Mapping[Lane, Sequence[TaskTime]]]) -> dict[Lane, list[float]]:
+    """When each lane begins every step but the first; ``steps`` are the ``lane_rows`` of each."""
+    found: dict[Lane, list[float]] = {}
+    for rows in steps[1:]:
+        for lane, times in rows.items():
+            if times:
+                found.setdefault(lane, []).append(times[0].start)
+    return found
 
 
 def kinds_of(times: Iterable[TaskTime]) -> list[TaskKind]:
@@ -116,11 +153,20 @@ def shade(kind: TaskKind, virtual: int, stages: int) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
 
 
-def summary(result: Report, *, training: bool, virtual: bool) -> str:
-    """One line with makespan, bubble and, for a ``training`` step, the peak in flight per stage."""
-    makespan = format_time(result.seconds, result.seconds, virtual=virtual)
-    line = f"makespan {makespan}, bubble {result.bubble_ratio:.1%}"
-    peaks = result.peak_in_flight
+def summary(results: Sequence[Report], *, training: bool, virtual: bool) -> str:
+    """One line with makespan, bubble and, for a ``training`` step, the peak in flight per stage.
+
+    Of several steps: how soon one ends after the other, and the bubble in that time.
+    """
+    longest = max(result.end for result in results)
+    line = f"makespan {format_time(longest, longest, virtual=virtual)}"
+    peaks = tuple(map(max, zip(*(result.peak_in_flight for result in results), strict=True)))
+    if len(results) == 1:
+        line += f", bubble {results[0].bubble_ratio:.1%}"
+    else:
+        found = steady_state(results)
+        between = format_time(found.seconds, longest, virtual=virtual)
+        line = f"{len(results)} steps, {line}, a step every {between}, bubble {found.bubble_ratio:.1%}"
     if not training:
         return line
     if len(set(peaks)) == 1:
@@ -175,27 +221,37 @@ def format_time(seconds: float, longest: float, *, virtual: bool) -> str:
     return f"{seconds / size:.4g} {unit}"
 
 
-def _scale(result: Report, times: Sequence[TaskTime], label: Callable[[Task], str], room: int | None) -> _ColumnScale:
+def _scale(longest: float, times: Sequence[TaskTime], label: Callable[[Task], str], room: int | None) -> _ColumnScale:
     """An exact scale if the times have a quantum and there is room for it, else the room divided evenly."""
     unit = quantum(times)
     if unit is not None:
-        units = round(result.seconds / unit)
+        units = round(longest / unit)
         # One column more than the label, for the gap between two cells.
         wanted = max(ceil((len(label(time.task)) + 1) / round(time.seconds / unit)) for time in times)
         each = wanted if room is None else min(wanted, room // units)
         if each:
             return _ColumnScale(unit / each, units * each)
     columns = DEFAULT_WIDTH if room is None else room
-    return _ColumnScale(result.seconds / columns, columns)
+    return _ColumnScale(longest / columns, columns)
 
 
 def _cells(
-    times: Sequence[TaskTime], scale: _ColumnScale, label: Callable[[Task], str], *, colour: bool
+    times: Sequence[TaskTime],
+    starts: Sequence[float],
+    scale: _ColumnScale,
+    label: Callable[[Task], str],
+    *,
+    colour: bool,
 ) -> Iterator[str]:
-    for shown, columns in groupby(_columns(times, scale)):
+    bars = {round(start / scale.seconds) - 1 for start in starts}
+    cells = [BAR if column in bars else shown for column, shown in enumerate(_columns(times, scale))]
+    for shown, columns in groupby(cells):
         width = len(list(columns))
         if shown is None:
             yield "·" * width
+            continue
+        if isinstance(shown, str):
+            yield shown * width
             continue
         cell = _cell(label(shown.task), width)
         if colour:
@@ -242,6 +298,15 @@ def _cell(label: str, width: int) -> str:
     if width == len(label):
         return label
     return label.ljust(width - 1, "─") + " "
+
+
+def _steps(records: Sequence[StepRecord], results: Sequence[Report], scale: _ColumnScale) -> str:
+    """The numbers of the steps, each where its first task begins."""
+    line = ""
+    for record, result in zip(records, results, strict=True):
+        if result.tasks:
+            line = line.ljust(round(result.tasks[0].start / scale.seconds)) + f"{record.step} "
+    return line
 
 
 def _axis(scale: _ColumnScale, longest: float, *, virtual: bool) -> str:

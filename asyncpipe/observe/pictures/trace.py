@@ -9,7 +9,8 @@
     cpu:1       compute                │ F(0,1) │ B(0,1) ↗              arrows: producer → copy → consumer
     cpu memory  memory …      ▁▁▂▂▂▂▂▂▃▃▃▃▃▃▃▃▄▄▄▄▄▃▃▃▃▃▂▂▂▂            what the process holds of a physical device
 
-Steps are on the clock of their journals, which begins at 0 here. Times are microseconds, to the nanosecond. A trace of
+Steps are on the clock of their journals, which begins at 0 here. Steps that overlap have rows of their own, and a mark
+on each device shows where it begins the later one. Times are microseconds, to the nanosecond. A trace of
 CUDA devices costs them nothing more: the journal has the times of events that were recorded on the lane's stream, read
 when the device was done, and converted to the host's clock (``ops/device/streams.py``).
 """
@@ -23,8 +24,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from asyncpipe.core.engine.events import Outcome, StepCompleted, StepRecord, TaskCompleted, TaskFailed
-from asyncpipe.core.graph.task import Task
+from asyncpipe.core.engine.events import Outcome, StepCompleted, StepRecord, StepSubmitted, TaskCompleted, TaskFailed
+from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.memory import StageMemory
@@ -66,6 +67,7 @@ def to_chrome(records: Iterable[StepRecord], *, memory: StageMemory | None = Non
         events += slices.values()
         events += _flows(record, slices, names)
         events += _failures(record, tracks)
+        events += _borders(record, slices)
     events += in_flight(kept, tracks)
     events += measured_memory(kept, tracks)
     if memory is not None:
@@ -164,6 +166,19 @@ def _failures(record: StepRecord, tracks: TraceTracks) -> Iterator[TraceEvent]:
                 "ts": tracks.at(at),
                 "args": _arguments(record, task),
             }
+
+
+def _borders(record: StepRecord, slices: dict[int, TraceEvent]) -> Iterator[TraceEvent]:
+    """A mark on each device where it begins a step that was submitted behind another one."""
+    if not any(isinstance(event, StepSubmitted) and event.after is not None for _, event in record.journal):
+        return
+    begun: set[Lane] = set()
+    for number, place in slices.items():
+        lane = record.graph.tasks[number].lane
+        if lane.queue is Queue.COMPUTE and lane not in begun:
+            begun.add(lane)
+            name = f"{_step_name(record)} begins"
+            yield {"ph": "i", "s": "t", "name": name, **{key: place[key] for key in ("pid", "tid", "ts", "args")}}
 
 
 # Arrows

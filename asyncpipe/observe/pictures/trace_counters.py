@@ -69,12 +69,16 @@ def measured_memory(records: Sequence[StepRecord], tracks: TraceTracks) -> Itera
 
 
 def predicted_memory(records: Sequence[StepRecord], memory: StageMemory, tracks: TraceTracks) -> Iterator[TraceEvent]:
-    """Per logical device, the bytes that stages of the sizes ``memory`` hold; raises as ``memory_over_time`` does."""
-    samples = [
-        (at, "predicted memory", record.graph.devices[device], held)
-        for record in records
-        for at, device, held in memory_over_time(record, memory)
-    ]
+    """Per logical device, the bytes that stages of the sizes ``memory`` hold; raises as ``memory_over_time`` does.
+
+    The steps are of one job, so a device is done with one when it begins the next.
+    """
+    samples: list[_Sample] = []
+    for record in records:
+        held = memory_over_time(record, memory)
+        # What a device holds at a later step's submission is what the step before makes of it.
+        told = held[record.graph.shape.devices :] if samples else held
+        samples += [(at, "predicted memory", record.graph.devices[device], size) for at, device, size in told]
     return _counters(sorted(samples, key=itemgetter(0)), "bytes", tracks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from asyncpipe.core.graph.task import Lane
@@ -22,8 +23,12 @@ class Wait(NamedTuple):
     """Seconds that the lane was idle before the task."""
 
 
-def waits(result: Report, graph: TaskGraph) -> dict[int, Wait]:
-    """What each task waited for, by task number. Tasks that waited for nothing, such as the first one, are left out."""
+def waits(result: Report, graph: TaskGraph, earlier: Mapping[Lane, float] | None = None) -> dict[int, Wait]:
+    """What each task waited for, by task number. Tasks that waited for nothing, such as the first one, are left out.
+
+    ``earlier`` says when each lane was at the end of the steps before, if there are any in the picture.
+    """
+    earlier = earlier or {}
     times = {time.task.number: time for time in result.tasks}
     before: dict[Lane, TaskTime] = {}
     found: dict[int, Wait] = {}
@@ -33,11 +38,13 @@ def waits(result: Report, graph: TaskGraph) -> dict[int, Wait]:
         candidates = [(read.end, read is not before.get(lane), read.task.id) for read in reads]
         if lane in before:
             candidates.append((before[lane].end, False, before[lane].task.id))
+        elif lane in earlier:
+            candidates.append((earlier[lane], False, "the step before"))
         if number in result.gates_opened:
             candidates.append((result.gates_opened[number], True, "the caller's gradient"))
         if candidates:
             end, _, name = max(candidates)
-            free = before[lane].end if lane in before else 0.0
+            free = before[lane].end if lane in before else earlier.get(lane, 0.0)
             found[number] = Wait(name, end, max(time.start - free, 0.0))
         if time.seconds > 0:
             before[lane] = time

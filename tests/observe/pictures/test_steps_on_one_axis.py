@@ -1,0 +1,110 @@
+"""Pictures of several steps on one axis: where each device begins the next one can be seen."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.graph.lower import lower
+from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.memory import StageMemory
+from asyncpipe.core.predict.report import reports
+from asyncpipe.core.predict.simulate import simulate, simulate_steps
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import OptionError
+from asyncpipe.observe.pictures.svg import svg_timeline
+from asyncpipe.observe.pictures.timeline import text_timeline
+from asyncpipe.observe.pictures.trace import to_chrome
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def simulated(name: str, steps: int, costs: Costs | None = None, shape: Shape = Shape(2, 4, 2)) -> list[StepRecord]:  # noqa: B008 # immutable
+    return simulate_steps(lower(find_schedule(name), shape), costs, steps=steps)
+
+
+def test_a_bar_stands_where_a_device_begins_the_next_step() -> None:
+    assert text_timeline(simulated("zb-h2", 3), virtual=True) == (
+        "step   0                                   1                                   2\n"
+        "time   0              5              10             15             20             25             30"
+        "             35\n"
+        "dev:0  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3│F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3│F0 F1 F2 I0 W0 F3 I1 W1 I2"
+        " W2 I3 W3 ···\n"
+        "dev:1  ···F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3│F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3│F0 I0 F1 I1 F2 I2 W0 F3"
+        " I3 W1 W2 W3\n"
+        "\n"
+        "F forward, I input gradient, W weight gradient\n"
+        "\n"
+        "3 steps, makespan 37, a step every 12, bubble 0.0%, peak in flight 3 at every stage\n"
+    )
+
+
+def test_a_bar_cuts_no_label() -> None:
+    """A cell that gives up a column to the bar shows its letter alone, as wherever a label does not fit."""
+    lines = text_timeline(simulated("zb-h2", 2), 7 + 2 * 25, virtual=True).splitlines()
+    assert lines[2] == "dev:0  F0F1F2I0W0F3I1W1I2W2I3W│F0F1F2I0W0F3I1W1I2W2I3W3··"
+
+
+def test_later_steps_alone_begin_at_0() -> None:
+    """Step 2 was submitted when step 0 had ended, but until its first task the devices were with step 1."""
+    records = simulated("zb-h2", 4)
+    later = text_timeline(records[2:], virtual=True).replace("step   2", "step   0").replace(" 3\n", " 1\n", 1)
+    assert later == text_timeline(records[:2], virtual=True)
+
+
+def test_one_step_in_a_list_is_drawn_as_by_itself() -> None:
+    (record,) = simulated("1f1b", 1)
+    assert text_timeline([record], virtual=True) == text_timeline(record, virtual=True)
+    assert svg_timeline([record], virtual=True) == svg_timeline(record, virtual=True)
+
+
+def test_svg_has_a_line_on_each_device_and_names_the_steps() -> None:
+    records = simulated("zb-h2", 3, Costs(copy=0.5))
+    root = ElementTree.fromstring(svg_timeline(records, virtual=True))
+    lines = [path.attrib["d"] for path in root.iter(f"{SVG}path") if path.attrib.get("class") == "border"]
+    assert len(set(lines)) == 2 * 2
+    stories = [group.findtext(f"{SVG}title") or "" for group in root.iter(f"{SVG}g") if "data-m" in group.attrib]
+    assert len(stories) == 3 * len(records[0].graph.tasks)
+    _, second, _ = reports(records)
+    begin = next(time.start for time in second.tasks if time.task.id == "F(0,0)")
+    (story,) = [story for story in stories if story.startswith("step 1, F(0,0):")]
+    assert story.endswith(f"\nwaited for the step before until {begin:g}")
+    assert root.findtext(f"{SVG}title") == "zb-h2"
+
+
+def test_a_trace_marks_where_devices_begin_a_step() -> None:
+    events = to_chrome(simulated("zb-h2", 2))["traceEvents"]
+    marks = [(event["name"], event["ts"]) for event in events if event["ph"] == "i"]
+    assert marks == [("step 1 begins", 12e6), ("step 1 begins", 13e6)]
+    rows = {event["name"]: event["tid"] for event in events if event.get("cat") == "step"}
+    assert len(set(rows.values())) == 2
+    one_by_one = [simulate(lower(find_schedule("zb-h2"), Shape(2, 4, 2)))]
+    assert not [event for event in to_chrome(one_by_one)["traceEvents"] if event["ph"] == "i"]
+
+
+def test_predicted_memory_does_not_fall_where_a_step_is_submitted() -> None:
+    """The third step is submitted when the first one has ended, while all devices are busy with the second."""
+    sizes = StageMemory(saved=(1, 1, 1), inputs=(1, 1, 1), fixed=(10, 10, 10))
+    events = to_chrome(simulated("zb-h2", 3, shape=Shape(3, 5, 3)), memory=sizes)["traceEvents"]
+    held: dict[int, list[int]] = {}
+    for event in events:
+        if event["name"] == "predicted memory":
+            held.setdefault(event["pid"], []).append(event["args"]["bytes"])
+    assert len(held) == 3
+    for device in held.values():
+        assert max(device) == 15
+        assert all(abs(after - before) == 1 for before, after in pairwise(device))
+        assert 10 not in device[1:-1]
+
+
+def test_steps_on_other_devices_have_another_picture() -> None:
+    records = [*simulated("1f1b", 1), *simulated("1f1b", 1, shape=Shape(3, 4, 3))]
+    for draw in (text_timeline, svg_timeline):
+        with pytest.raises(OptionError, match="all on the same devices"):
+            draw(records)
+        with pytest.raises(OptionError, match="one step or more"):
+            draw([])
