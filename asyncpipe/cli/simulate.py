@@ -1,9 +1,11 @@
-"""``asyncpipe simulate``: the time and memory of a step, by running the real scheduler in virtual time."""
+"""``asyncpipe simulate``: the time and memory of one step or several, by running the real scheduler in virtual time."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +31,8 @@ from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.predict.balance import even_balance
 from asyncpipe.core.predict.costs import Jitter, parse_costs
 from asyncpipe.core.predict.memory import StageMemory, format_bytes, peak_memory
-from asyncpipe.core.predict.report import peak_per_device, report
-from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.predict.report import peak_per_device, report, reports, steady_state
+from asyncpipe.core.predict.simulate import simulate, simulate_steps
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 
@@ -44,7 +46,8 @@ TRACE_UNIT = 1e-3
 
 DESCRIPTION = """\
 Simulate one step of a schedule and print how long it takes, how long each device is idle and how many micro-batches
-it holds at most.
+it holds at most. With --steps, simulate steps that overlap, as pipe.steps(...) runs them, and print also how soon one
+follows the other.
 
 The scheduler is the one that runs real steps; time is virtual. Nothing is trained and no device is used.
 """
@@ -57,8 +60,17 @@ what it prints:
   memory    the most bytes that the device holds at a time (with --profile; includes parameters and
             gradients, but no optimizer state)
 
+what --steps adds:
+  steady    the part of the time between the ends of two steps in which the device computes nothing
+  steady state: a step every ...
+            that time; the first step fills the pipeline, and only its end counts
+  a timeline of the steps, with a bar where a device begins the next one. On a terminal it is scaled to fit
+  Each device begins a step as soon as it has computed all of the one before; it need not wait for other devices. So a
+  schedule whose devices are idle only at the ends of a step (zb-h2, zbv) has no bubble, and one whose first device
+  begins and ends the step (gpipe, 1f1b) gains nothing. Steps of a schedule that decides by a rule do not overlap.
+
 what --trace writes:
-  the step in Chrome's trace format, like the traces of real steps; open it in https://ui.perfetto.dev.
+  the step, or all of --steps, in Chrome's trace format, like the traces of real steps; open it in https://ui.perfetto.dev.
   A unit of --costs is shown as 1 ms. With --profile times are the predicted seconds, and each device's
   predicted memory is a counter. With --repeat it is the step of the first seed.
 
@@ -67,6 +79,7 @@ examples:
   asyncpipe simulate interleaved --stages 8 --virtual 2 --microbatches 8 --costs F=1,B=2,C=0.1 --json
   asyncpipe simulate 1f1b --order hint --stages 4 --microbatches 16 --jitter 0.3 --repeat 40
   asyncpipe simulate zb-h1 --stages 4 --microbatches 8 --trace step.json
+  asyncpipe simulate zb-h2 --stages 4 --microbatches 8 --steps 2 --svg steps.svg
   asyncpipe simulate my_package.schedules:Mine --stages 4 --microbatches 8
   asyncpipe simulate 1f1b --stages 3 --microbatches 8 --profile model.json --balance 3,5,2 --checkpoint always
 """
@@ -103,9 +116,21 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--repeat", type=int, default=1, metavar="K", help="simulate K seeds, starting at N, and print means"
     )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="simulate N steps that overlap, and show their steady state and timeline"
+    )
+    parser.add_argument(
+        "--ahead",
+        type=int,
+        metavar="A",
+        help="steps that are submitted behind the one under way (default: 1); 0: each waits for the end of the other",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a trace of the step, for Perfetto; 1 unit of --costs is 1 ms"
+    )
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="write the timeline of the step, or of all, as a picture"
     )
     parser.set_defaults(run=_simulate)
 
@@ -122,20 +147,28 @@ class _CostModel:
     """Seconds of a step outside its tasks: before the first and after the last one."""
     unit: float = 1.0
     """Seconds in a trace for each unit of the costs."""
+    virtual: bool = True
+    """Whether the costs have a unit of their own."""
 
 
 def _simulate(args: argparse.Namespace) -> int:
+    steps, ahead = _steps(args)
     model = _cost_model(args)
     models = _jittered(model.costs, args)
     schedule = find_schedule(args.name, order=args.order)
     shape = shape_of(schedule, args.stages, args.microbatches, args.virtual)
     graph = lower(schedule, shape, checkpoint=CheckpointMode.parse(args.checkpoint), wiring=model.wiring)
-    found = _summary([_run(graph, costs, model.memory) for costs in models])
+    found = _summary([_run(graph, costs, model.memory, steps, ahead) for costs in models])
     if model.overhead is not None:
         found["step_seconds"] = found["makespan"] + model.overhead
+    title = f"{headline(graph, args.checkpoint)}, {model.label}"
+    records = simulate_steps(graph, models[0], steps=steps, ahead=ahead)
     if args.trace is not None:
-        _write_trace(simulate(graph, models[0]), model, args.trace)
+        _write_trace(records, model, args.trace)
         found["trace"] = str(args.trace)
+    if args.svg is not None:
+        _write_picture(records, model, title, args.svg)
+        found["svg"] = str(args.svg)
     if args.json:
         asked = {
             "schedule": graph.schedule,
@@ -147,19 +180,53 @@ def _simulate(args: argparse.Namespace) -> int:
         print(json.dumps({**found, **asked}))
         return 0
     jitter = "" if args.jitter is None else f", jitter {args.jitter:g} per {args.jitter_per}"
-    print(f"{headline(graph, args.checkpoint)}, {model.label}{jitter}\n")
+    print(f"{title}{jitter}\n")
     print(_device_table(graph, found) + "\n")
     print(_last_line(found))
+    if args.steps is not None:
+        print(_timeline(records, virtual=model.virtual), end="")
     if args.trace is not None:
         print(f"trace: {args.trace} (open it in https://ui.perfetto.dev)")
+    if args.svg is not None:
+        print(f"picture: {args.svg}")
     return 0
 
 
-def _write_trace(record: StepRecord, model: _CostModel, path: Path) -> None:
+def _steps(args: argparse.Namespace) -> tuple[int, int]:
+    """How many steps are asked for, and how many of them are submitted behind the one under way."""
+    if args.steps is None:
+        if args.ahead is not None:
+            raise OptionError("--ahead says how steps overlap; give --steps N with it")
+        return 1, 0
+    if args.steps < 2:
+        raise OptionError(f"--steps must be 2 or more, since a steady state shows between two steps, got {args.steps}")
+    ahead = 1 if args.ahead is None else args.ahead
+    if ahead < 0:
+        raise OptionError(f"--ahead must not be negative, got {ahead}")
+    return args.steps, ahead
+
+
+def _timeline(records: Sequence[StepRecord], *, virtual: bool) -> str:
+    from asyncpipe.observe.pictures.timeline import text_timeline
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return "\n" + text_timeline(records, width, virtual=virtual)
+
+
+def _write_trace(records: Sequence[StepRecord], model: _CostModel, path: Path) -> None:
     from asyncpipe.observe.pictures.trace import write_trace
 
     try:
-        write_trace([record], path, memory=model.memory, unit=model.unit)
+        write_trace(records, path, memory=model.memory, unit=model.unit)
+    except OSError as error:
+        raise OptionError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _write_picture(records: Sequence[StepRecord], model: _CostModel, title: str, path: Path) -> None:
+    from asyncpipe.observe.pictures.svg import svg_timeline
+
+    try:
+        path.write_text(svg_timeline(records, title=title, virtual=model.virtual), encoding="utf-8")
     except OSError as error:
         raise OptionError(f"cannot write {path}: {error.strerror or error}") from error
 
@@ -184,6 +251,7 @@ def _cost_model(args: argparse.Namespace) -> _CostModel:
         wiring=profile.wiring(balance),
         memory=profile.memory(balance, args.microbatches),
         overhead=profile.measurement(args.microbatches).step,
+        virtual=False,
     )
 
 
@@ -211,10 +279,16 @@ def _jittered(costs: Callable[[Task], float], args: argparse.Namespace) -> list[
     return [Jitter(costs, args.jitter, args.seed + k, per_microbatch) for k in range(args.repeat)]
 
 
-def _run(graph: TaskGraph, costs: Callable[[Task], float], memory: StageMemory | None) -> dict[str, Any]:
+def _run(
+    graph: TaskGraph, costs: Callable[[Task], float], memory: StageMemory | None, steps: int, ahead: int
+) -> dict[str, Any]:
     """The figures of one simulated run: lists are by device, ``peak_in_flight`` by stage."""
     record = simulate(graph, costs)
     found = report(record)
+    steady: dict[str, Any] = {}
+    if steps > 1:
+        state = steady_state(reports(simulate_steps(graph, costs, steps=steps, ahead=ahead)))
+        steady = {"steady_seconds": state.seconds, "steady_bubble": [*state.device_bubble.values()]}
     return {
         "makespan": found.seconds,
         "critical_path": found.critical_path,
@@ -222,17 +296,19 @@ def _run(graph: TaskGraph, costs: Callable[[Task], float], memory: StageMemory |
         "peak": peak_per_device(found, graph),
         "peak_in_flight": found.peak_in_flight,
         **({} if memory is None else {"memory": peak_memory(record, memory)}),
+        **steady,
     }
 
 
 def _summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Means of times and shares over the runs, and the maximum of their peaks, ready for ``json.dumps``."""
     columns = {name: [run[name] for run in runs] for name in runs[0]}
-    found: dict[str, Any] = {name: fmean(columns.pop(name)) for name in ("makespan", "critical_path")}
+    times = [name for name in ("makespan", "critical_path", "steady_seconds") if name in columns]
+    found: dict[str, Any] = {name: fmean(columns.pop(name)) for name in times}
     for name, rows in columns.items():
-        merge = fmean if name == "bubble" else max
+        merge = fmean if name.endswith("bubble") else max
         found[name] = [merge(values) for values in zip(*rows, strict=True)]
-    found["bubble_ratio"] = fmean(found["bubble"])
+    found |= {f"{name}_ratio": fmean(found[name]) for name in ("bubble", "steady_bubble") if name in found}
     if len(runs) > 1:
         found["makespans"] = [run["makespan"] for run in runs]
     return found
@@ -240,12 +316,14 @@ def _summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _device_table(graph: TaskGraph, found: dict[str, Any]) -> str:
     """A row for each device: its stages and its figures."""
-    head = ["device", "stages", "bubble", "peak", *(["memory"] if "memory" in found else [])]
+    steady = ["steady"] if "steady_bubble" in found else []
+    head = ["device", "stages", "bubble", *steady, "peak", *(["memory"] if "memory" in found else [])]
     rows = []
     for device, name in enumerate(graph.devices):
         stages = " ".join(str(stage) for stage, at in enumerate(graph.placement) if at == device)
         memory = [format_bytes(found["memory"][device])] if "memory" in found else []
-        rows.append([name, stages, f"{found['bubble'][device]:.1%}", f"{found['peak'][device]:g}", *memory])
+        bubbles = [f"{found[kind][device]:.1%}" for kind in ("bubble", "steady_bubble") if kind in found]
+        rows.append([name, stages, *bubbles, f"{found['peak'][device]:g}", *memory])
     return table(head, rows, numbers=head[2:])
 
 
@@ -253,6 +331,8 @@ def _last_line(found: dict[str, Any]) -> str:
     line = f"makespan {found['makespan']:.6g}, bubble {found['bubble_ratio']:.1%}"
     if "step_seconds" in found:
         line += f", whole step {found['step_seconds']:.6g} s"
+    if "steady_seconds" in found:
+        line += f"; steady state: a step every {found['steady_seconds']:.6g}, bubble {found['steady_bubble_ratio']:.1%}"
     makespans = found.get("makespans")
     if makespans is None:
         return line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, Profil
 from asyncpipe.core.schedules.gpipe import GPipeSchedule
 from asyncpipe.core.schedules.protocol import Shape
 
+DOCS = Path(__file__).parents[2] / "docs"
 Output = pytest.CaptureFixture[str]
 
 
@@ -205,6 +207,55 @@ def test_a_trace_that_cannot_be_written_is_told_before_anything_is_printed(capsy
     assert captured.err == f"asyncpipe: error: cannot write {path}: No such file or directory\n"
 
 
+# Steps that overlap
+
+
+def test_steps_show_their_steady_state_and_one_timeline(capsys: Output) -> None:
+    text = run(capsys, "zb-h2 --stages 2 --microbatches 4 --steps 2")
+    assert "dev:0   0         7.7%    0.0%     3\n" in text
+    assert "\nmakespan 13, bubble 7.7%; steady state: a step every 12, bubble 0.0%\n\nstep   0    " in text
+    assert "\ndev:1  ···F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3│F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3\n" in text
+
+
+def test_steady_states_are_figures_too(capsys: Output) -> None:
+    steps = found(capsys, "zb-h2 --stages 4 --microbatches 8 --steps 4")
+    assert (steps["makespan"], steps["steady_seconds"]) == (27, 24)
+    assert (steps["steady_bubble"], steps["steady_bubble_ratio"]) == ([0, 0, 0, 0], 0)
+    alone = found(capsys, "zb-h2 --stages 4 --microbatches 8 --steps 4 --ahead 0")
+    assert (alone["steady_seconds"], alone["steady_bubble_ratio"]) == (27, pytest.approx(1 / 9))
+    assert "steady_seconds" not in found(capsys, "zb-h2 --stages 4 --microbatches 8")
+
+
+def test_steady_states_of_several_seeds_are_means(capsys: Output) -> None:
+    line = "zb-h2 --stages 2 --microbatches 4 --steps 3 --jitter 0.3"
+    each = [found(capsys, f"{line} --seed {seed}")["steady_seconds"] for seed in (0, 1)]
+    assert found(capsys, f"{line} --repeat 2")["steady_seconds"] == pytest.approx(sum(each) / 2)
+
+
+def test_a_trace_and_a_picture_show_all_steps(capsys: Output, profile: Path, tmp_path: Path) -> None:
+    trace, picture = tmp_path / "steps.json", tmp_path / "steps.svg"
+    line = f"zb-h2 --stages 3 --microbatches 4 --profile {profile} --steps 3 --trace {trace} --svg {picture}"
+    step = found(capsys, line)
+    assert step["svg"] == str(picture)
+    assert {event["args"]["step"] for event in events(trace, "X")} == {0, 1, 2}
+    marks = [event["name"] for event in events(trace, "i")]
+    assert marks == ["step 1 begins"] * 3 + ["step 2 begins"] * 3
+    held: dict[int, list[int]] = {}
+    for event in events(trace, "C"):
+        if event["name"] == "predicted memory":
+            held.setdefault(event["pid"], []).append(event["args"]["bytes"])
+    assert [max(of_device) for _, of_device in sorted(held.items())] == step["memory"]
+    assert 'class="border"' in picture.read_text(encoding="utf-8")
+    assert run(capsys, line).endswith(f"\npicture: {picture}\n")
+
+
+def test_the_documented_picture_is_what_its_command_makes(capsys: Output, tmp_path: Path) -> None:
+    page = (DOCS / "schedules.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"`asyncpipe simulate (.* --svg )docs/steady.svg`", page)
+    run(capsys, f"{command}{tmp_path / 'steady.svg'}")
+    assert (tmp_path / "steady.svg").read_bytes() == (DOCS / "steady.svg").read_bytes()
+
+
 # Profiles
 
 
@@ -295,6 +346,13 @@ def test_a_profile_of_links_over_stages_is_wired_so(capsys: Output, tmp_path: Pa
         ("gpipe --stages 2 --microbatches 1 --jitter -1", "sigma must be finite and not negative, got -1"),
         ("gpipe --stages 2 --microbatches 1 --repeat 0", "--repeat must be a positive integer, got 0"),
         ("gpipe --stages 2 --microbatches 1 --repeat 2", "--repeat without random factors simulates the same step"),
+        (
+            "gpipe --stages 2 --microbatches 1 --steps 1",
+            "--steps must be 2 or more, since a steady state shows between",
+        ),
+        ("gpipe --stages 2 --microbatches 1 --ahead 1", "--ahead says how steps overlap; give --steps N with it"),
+        ("gpipe --stages 2 --microbatches 1 --steps 2 --ahead -1", "--ahead must not be negative, got -1"),
+        ("gpipe --stages 2 --microbatches 1 --svg /nowhere/x", "cannot write /nowhere/x: No such file"),
         ("gpipe --stages 2 --microbatches 1 --balance 1,1", "--balance splits the layers of a profile"),
         ("gpipe --stages 2 --microbatches 1 --profile /nowhere/x", "/nowhere/x: cannot be read: No such file"),
     ],
@@ -349,7 +407,18 @@ def test_help_explains_options_and_gives_examples(capsys: Output) -> None:
         assert word in text
     for option in ("--stages", "--microbatches", "--virtual", "--order", "--checkpoint", "--costs", "--profile"):
         assert option in text
-    for option in ("--balance", "--jitter", "--jitter-per", "--seed", "--repeat", "--json", "--trace"):
+    for option in (
+        "--balance",
+        "--jitter",
+        "--jitter-per",
+        "--seed",
+        "--repeat",
+        "--json",
+        "--trace",
+        "--steps",
+        "--ahead",
+        "--svg",
+    ):
         assert option in text
 
 
@@ -360,7 +429,7 @@ def test_the_examples_of_the_help_are_commands(
     with pytest.raises(SystemExit):
         main(["simulate", "--help"])
     lines = [line.strip() for line in capsys.readouterr().out.partition("examples:\n")[2].splitlines()]
-    assert len(lines) == 6
+    assert len(lines) == 7
     for line in lines:
         program, *arguments = line.replace("my_package.schedules", __name__).replace("model.json", str(profile)).split()
         assert program == "asyncpipe"
