@@ -79,16 +79,19 @@ class DeviceWork:
     def serve(self) -> bool:
         """Work until the queue has brought ``None`` and nothing is left; false if a task was given up meanwhile."""
         while True:
+            run = self._able()
             if self._batch:
-                if not self._run_assignment():
+                # By turns with programs: a lane that jobs share is handed its next task before this one has ended.
+                if not self._run_assignment() or (run is not None and not self._advance(run)):
                     return False
-            elif self._able() is not None:
-                if not self._advance():
+            elif run is not None:
+                if not self._advance(run):
                     return False
             elif self._inbox.is_closing and not self._runs:
                 return True
             else:
                 self._take(self.queue.get())
+            del run  # It must not live while this waits.
             while not self.queue.empty():
                 self._take(self.queue.get_nowait())
 
@@ -121,10 +124,8 @@ class DeviceWork:
 
     # Programs
 
-    def _advance(self) -> bool:
-        """Run tasks of the first program that can go on, until it waits or is over; false if one was given up."""
-        run = self._able()
-        assert run is not None
+    def _advance(self, run: ProgramRun) -> bool:
+        """Run tasks of ``run`` until it waits or is over, or something else came; false if one was given up."""
         step, entered = run.step, False
         try:
             while run.can_go_on:
@@ -248,7 +249,9 @@ class CompletionWork:
             if run is not None:
                 step.aborted = step.aborted or failed  # Before the report, as in ``DeviceWork``.
                 run.send((run, FREE_SLOT))
-            self._post(event, wake=run is None or failed or self.queue.empty())
+            # The last event of a step must not wait for a task of the next one.
+            last = run is None or step.aborted or task == run.program.tasks[-1]
+            self._post(event, wake=last or self.queue.empty())
             del item, step, completion, run, event
         return True
 

@@ -209,9 +209,15 @@ class Driver:
             self._handle(TaskFailed(execution.number, task, error))
 
     def close(self) -> None:
-        """Let the executors end once their queues are empty. May be called again, from any thread."""
+        """Cancel what is under way, and let the executors end once their queues are empty.
+
+        May be called again, from any thread.
+        """
         self.is_closed = True
         for execution in tuple(self._executions.values()):
+            # As in ``_cancel``, but the loop may be another thread's, or at its end.
+            execution.aborted = execution.aborted or bool(execution.runs)
+            self._post(StepCancelled(execution.number))
             execution.stop_programs()
         for executor in self._executors.values():
             executor.close()
@@ -257,6 +263,8 @@ class Driver:
         try:
             while self._inbox:
                 at, event = self._inbox.popleft()
+                if isinstance(event, StepCancelled) and event.step not in self._executions:
+                    continue  # It ended while ``close`` was called.
                 commands += self.scheduler.handle(event, now if at is None else at)
         except BaseException as error:
             self._break(error)
