@@ -119,7 +119,7 @@ class PreparedCall(StepProtocol[Any]):
         """Run the forwards on the calling thread, inside the task that called."""
         with self._begun():
             with bare_thread():
-                run_inline(self._graph, self._binder.bind)
+                run_inline(self._graph, self._binder.bind, self._binder.around)
             return self._finish(None)
 
     def _begin(self) -> None:

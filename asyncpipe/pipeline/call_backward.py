@@ -42,7 +42,7 @@ from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.model.stage import CALLER
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.pool import Tenancy
-from asyncpipe.runtime.execution import Bind, Execution, Gates
+from asyncpipe.runtime.execution import Execution, Gates
 from asyncpipe.runtime.inline import run_inline
 from asyncpipe.runtime.portal import PortalCall
 from asyncpipe.runtime.task_threads import inside_task
@@ -72,8 +72,10 @@ class RecordedCall:
         """Submit the backward graph to the pipeline's loop; inside a task, keep it for the thread that waits for it."""
         binder = Binder(self.graph, self.plan, self.tensors, self.parts.resources, self.context)
         if inside_task():
-            return _InlineBackward(self.graph, binder.bind)
-        return self.tenancy.portal().submit(self.tenancy.step(self.graph, binder.bind, binder.notes, gates))
+            return _InlineBackward(self.graph, binder)
+        return self.tenancy.portal().submit(
+            self.tenancy.step(self.graph, binder.bind, binder.around, binder.notes, gates)
+        )
 
     def abandon(self, execution: PortalCall[Execution] | _InlineBackward, thread: int | None) -> None:
         """End a backward whose result nobody will take, and undo what it did once its tasks have ended.
@@ -120,8 +122,8 @@ class _InlineBackward:
     It begins when it is waited for: then the gradients are there for which the gates wait elsewhere.
     """
 
-    def __init__(self, graph: TaskGraph, bind: Bind) -> None:
-        self._run: Callable[[], None] | None = partial(run_inline, graph, bind)
+    def __init__(self, graph: TaskGraph, binder: Binder) -> None:
+        self._run: Callable[[], None] | None = partial(run_inline, graph, binder.bind, binder.around)
         self.future: Future[None] = Future()
         self.future.set_result(None)
 

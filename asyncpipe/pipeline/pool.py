@@ -28,7 +28,7 @@ from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
 from asyncpipe.pipeline.pool_options import PoolOptions, takes
 from asyncpipe.runtime.driver import Driver
-from asyncpipe.runtime.execution import Bind, Execution, Gates, Tenant
+from asyncpipe.runtime.execution import Around, Bind, Execution, Gates, Tenant
 from asyncpipe.runtime.executor import Executor, TaskFunction
 from asyncpipe.runtime.portal import Portal
 from asyncpipe.runtime.process import Process
@@ -270,11 +270,11 @@ class Tenancy:
         self.pool.call(self._admit())
 
     def step(
-        self, graph: TaskGraph, bind: Bind, notes: StepNotes, gates: Gates | None = None
+        self, graph: TaskGraph, bind: Bind, around: Around, notes: StepNotes, gates: Gates | None = None
     ) -> Coroutine[Any, Any, Execution]:
         """One step of the pipeline, as ``Driver.run``, for ``DevicePool.run`` or ``call``."""
         # Not a coroutine method: its frame would keep the pool alive in the traceback of a step that fails.
-        return self.pool.driver.run(graph, self.pool.bind(bind), notes, gates=gates, tenant=self.tenant)
+        return self.pool.driver.run(graph, self.pool.bind(bind), notes, around=around, gates=gates, tenant=self.tenant)
 
     async def aclose(self) -> None:
         """Refuse new steps, wait for running ones, then end the threads that are its own. May be called again."""

@@ -111,7 +111,7 @@ class StepProtocol(ABC, Generic[_Result]):
             raise
 
     def _execution(self) -> Coroutine[Any, Any, Execution]:
-        return self.tenancy.step(self._graph, self._binder.bind, self._binder.notes)
+        return self.tenancy.step(self._graph, self._binder.bind, self._binder.around, self._binder.notes)
 
     @abstractmethod
     def _begin(self) -> None:

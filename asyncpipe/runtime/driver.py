@@ -34,7 +34,7 @@ from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.graph.programs import Program, programs
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import InvalidTransition, PipelineClosedError
-from asyncpipe.runtime.execution import Bind, Execution, Gates, RunningTask, Tenant
+from asyncpipe.runtime.execution import Around, Bind, Execution, Gates, RunningTask, Tenant, nothing_around
 from asyncpipe.runtime.executor import Assignment, Executor, Replaceable
 from asyncpipe.runtime.portal import wait_uncancelled
 from asyncpipe.runtime.program_run import TakesPrograms
@@ -116,13 +116,15 @@ class Driver:
         bind: Bind,
         notes: StepNotes | None = None,
         *,
+        around: Around = nothing_around,
         gates: Gates | None = None,
         tenant: Tenant | None = None,
     ) -> Execution:
         """Run one step of ``graph`` and return when its last task is issued.
 
-        ``bind`` gives each task its function. Task functions write what they measure into ``notes``, which becomes part
-        of the record that the observers of ``tenant`` get. ``gates`` lets the caller open the graph's gates.
+        ``bind`` gives each task its function, which is called inside what ``around`` makes. Functions write what they
+        measure into ``notes``, which becomes part of the record that the observers of ``tenant`` get. ``gates`` lets
+        the caller open the graph's gates.
 
         Raises ``TaskError`` for the first task that fails. A cancellation takes effect between two tasks. In both
         cases running tasks have ended, and queued ones are dropped, when this raises. Raises ``PipelineClosedError``
@@ -132,7 +134,7 @@ class Driver:
         if not self.takes(tenant):
             raise PipelineClosedError("the pipeline is closed")
         executors = [self._executors[lane.device] for lane in graph.lanes]
-        execution = Execution(self._steps, graph, bind, notes or StepNotes(), tenant, executors)
+        execution = Execution(self._steps, graph, bind, around, notes or StepNotes(), tenant, executors)
         self._steps += 1
         self._executions[execution.number] = execution
         by_program = all(isinstance(executor, TakesPrograms) for executor in set(executors))
@@ -312,7 +314,7 @@ class Driver:
             if isinstance(command, Dispatch):
                 graph = execution.graph
                 executor = execution.executors[graph.lane_of[command.task]]
-                function = execution.bind(graph.tasks[command.task])
+                function = execution.function(graph.tasks[command.task])
                 awaited = bool(graph.remote_dependents[command.task])
                 assignment = Assignment(execution, command.task, function, awaited)
                 batches.setdefault(executor, []).append(assignment)

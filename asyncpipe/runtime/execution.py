@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from asyncpipe.core.engine.events import Outcome, StepCompleted, StepFinished, StepNotes, StepRecord
 from asyncpipe.core.engine.share import Share
@@ -14,14 +15,38 @@ from asyncpipe.core.graph.programs import Program
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import PipelineClosedError, TaskError
-from asyncpipe.runtime.executor import CurrentTask, Executor, Replaceable, TaskFunction
+from asyncpipe.runtime.executor import Completion, CurrentTask, Executor, Replaceable, TaskFunction
 from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.program_run import STOP, ProgramRun, TakesPrograms
 
-__all__ = ["Bind", "Execution", "Gates", "RunningTask", "Tenant", "task_error"]
+__all__ = [
+    "Around",
+    "Bind",
+    "Execution",
+    "Gates",
+    "RunningTask",
+    "Tenant",
+    "call_inside",
+    "nothing_around",
+    "task_error",
+]
 
 Bind = Callable[[Task], TaskFunction]
 """Gives a task its function. Called on the loop's thread when the task is dispatched."""
+
+Around = Callable[[str], AbstractContextManager[Any]]
+"""Makes the context in which functions of this device's tasks are called. For one thread at a time."""
+
+
+def nothing_around(_: str) -> AbstractContextManager[Any]:
+    """For functions that need no context."""
+    return nullcontext()
+
+
+def call_inside(context: AbstractContextManager[Any], function: TaskFunction) -> Completion | None:
+    """What ``function`` returns inside ``context``."""
+    with context:
+        return function()
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +68,7 @@ class Execution:
     number: int
     graph: TaskGraph
     bind: Bind
+    around: Around
     notes: StepNotes
     tenant: Tenant
     executors: Sequence[Executor]
@@ -58,6 +84,10 @@ class Execution:
         self.issued: asyncio.Future[StepFinished] = loop.create_future()
         self.done: asyncio.Future[tuple[StepCompleted, StepRecord]] = loop.create_future()
 
+    def function(self, task: Task) -> TaskFunction:
+        """What a single task calls."""
+        return partial(call_inside, self.around(task.lane.device), self.bind(task))
+
     # Programs
 
     def start_programs(self, programs: Sequence[Program], in_flight: int) -> None:
@@ -68,7 +98,8 @@ class Execution:
             assert isinstance(executor, TakesPrograms)
             executors.append(executor)
             functions = [self.bind(tasks[task]) for task in program.tasks]
-            self.runs.append(ProgramRun(self, program, functions, nullcontext(), in_flight, executor.send))
+            around = self.around(self.graph.devices[program.device])
+            self.runs.append(ProgramRun(self, program, functions, around, in_flight, executor.send))
         for run in self.runs:
             run.join(self.runs)
         for executor, run in zip(executors, self.runs, strict=True):

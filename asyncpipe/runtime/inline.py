@@ -14,18 +14,18 @@ and no metrics: their time is that of the task that called.
 from __future__ import annotations
 
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.runtime.execution import Bind, task_error
+from asyncpipe.runtime.execution import Around, Bind, call_inside, task_error
 
 __all__ = ["run_inline"]
 
 
-def run_inline(graph: TaskGraph, bind: Bind) -> None:
+def run_inline(graph: TaskGraph, bind: Bind, around: Around) -> None:
     """Run ``graph`` on the calling thread, each task when the one before has returned; raises ``TaskError``.
 
     In the order of their numbers: those are priorities, and a task's is greater than those of its dependencies.
     """
     for task in graph.tasks:
         try:
-            bind(task)()
+            call_inside(around(task.lane.device), bind(task))
         except BaseException as error:
             raise task_error(task, error) from error

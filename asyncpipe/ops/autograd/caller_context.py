@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,8 @@ from asyncpipe.errors import BackwardError
 from asyncpipe.ops.device.devices import ACCELERATORS
 
 __all__ = ["CallerContext"]
+
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +55,16 @@ class CallerContext:
             autocast_cache=torch.is_autocast_cache_enabled(),
         )
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> AbstractContextManager[None]:
         """Enter the caller's autocast and inference mode. The task sets its grad mode itself.
 
         Every task enters a new autocast, which clears the cache of cast weights at its end. Otherwise a recomputation
         could use a cast that its first run made under ``no_grad``, and that has no graph.
         """
-        if not self.autocasts and not self.inference:
-            yield
-            return
+        return self._entered() if self.autocasts or self.inference else _NOTHING
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())

@@ -8,7 +8,7 @@ tasks of a stage compute is in ``ops/execute/compute.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,18 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.core.engine.events import StepNotes
-from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Task
+from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.fork_join import forget_failed_backward
 from asyncpipe.ops.device.copies import Copier
 from asyncpipe.ops.device.device_clock import Timing
-from asyncpipe.ops.device.streams import AcceleratorStream, LaneStream
+from asyncpipe.ops.device.streams import AcceleratorStream, CpuStream, LaneStream
 from asyncpipe.ops.execute.compute import StageCompute
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.instruments import Instruments
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
+from asyncpipe.ops.execute.surroundings import Surroundings
 from asyncpipe.ops.model.stage import Stage
 from asyncpipe.ops.model.ties import Ties
 
@@ -64,51 +65,67 @@ class Binder:
             graph, plan, tensors, resources.stages, resources.streams, resources.copiers, context
         )
         self._events: dict[int, torch.Event] = {}
+        self._on_host = not any(isinstance(stream, AcceleratorStream) for stream in resources.streams.values())
+        """Whether there is no other device than the CPU."""
         self._gates = frozenset(graph.gates)
 
     def bind(self, task: Task) -> Callable[[], Timing | None]:
-        """The computation of ``task``, for its executor."""
-        return partial(self._run, task)
+        """The computation of ``task``, to be called on its device's thread inside ``around``."""
+        if task.kind is TaskKind.COPY:
+            stays = self._on_host and isinstance(self._resources.streams[task.lane], CpuStream)
+            return partial(self._run, task, self._pass_on if stays else self._copy)
+        return partial(self._run, task, self._compute)
 
-    def _run(self, task: Task) -> Timing | None:
+    def around(self, device: str) -> AbstractContextManager[None]:
+        """What the tasks of ``device`` run inside, one or many."""
+        return Surroundings(self._resources.streams[Lane(device, Queue.COMPUTE)], self._plan.training)
+
+    def _run(self, task: Task, run: Callable[[Task], Timing | None]) -> Timing | None:
         instruments = self._resources.instruments
         with instruments.named(task.id):
-            timing = self._copy(task) if task.kind is TaskKind.COPY else self._compute(task)
-        instruments.sample(self._resources.streams[task.lane].device, self.notes)
+            timing = run(task)
+        if instruments.sample_memory:
+            instruments.sample(self._resources.streams[task.lane].device, self.notes)
         return timing
 
     def _compute(self, task: Task) -> Timing | None:
         stream = self._resources.streams[task.lane]
-        with stream.use(), torch.set_grad_enabled(self._plan.training):
-            self._await_dependencies(task, stream)
-            timing = stream.begin()
-            try:
-                self._act(task)
-            except BaseException:
-                forget_failed_backward()
-                raise
-            return self._finish(task, timing)
+        self._await_dependencies(task, stream)
+        timing = stream.begin()
+        try:
+            self._act(task)
+        except BaseException:
+            forget_failed_backward()
+            raise
+        return self._finish(task, timing)
 
     def _act(self, task: Task) -> None:
         # Not a table of bound methods: its reference cycle would keep the binder and the stages alive until the garbage
         # collector runs.
-        match task.kind:
-            case TaskKind.FORWARD:
-                self._compute_of.forward(task)
-            case TaskKind.RECOMPUTE:
-                self._compute_of.recompute(task)
-            case TaskKind.BACKWARD:
-                self._compute_of.backward(task)
-            case TaskKind.INPUT_GRADIENT:
-                self._compute_of.input_gradient(task)
-            case TaskKind.WEIGHT_GRADIENT:
-                self._compute_of.weight_gradient(task)
-            case TaskKind.SUM:
-                self._sum(task)
-            case TaskKind.UPDATE:
-                self._update(task)
-            case TaskKind.COPY:
-                raise AssertionError("a copy computes nothing")
+        kind = task.kind
+        if kind is TaskKind.FORWARD:
+            self._compute_of.forward(task)
+        elif kind is TaskKind.BACKWARD:
+            self._compute_of.backward(task)
+        elif kind is TaskKind.RECOMPUTE:
+            self._compute_of.recompute(task)
+        elif kind is TaskKind.INPUT_GRADIENT:
+            self._compute_of.input_gradient(task)
+        elif kind is TaskKind.WEIGHT_GRADIENT:
+            self._compute_of.weight_gradient(task)
+        elif kind is TaskKind.SUM:
+            self._sum(task)
+        else:
+            assert kind is TaskKind.UPDATE, "a copy computes nothing"
+            self._update(task)
+
+    def _pass_on(self, task: Task) -> None:
+        """A copy between devices of one CPU: nothing moves, and nothing is to be waited for."""
+        assert task.source is not None
+        tensors, put = self._tied(task, task.source) if task.microbatch == WHOLE_STEP else self._sent(task, task.source)
+        self.notes.copied[task.number] = sum([tensor.nbytes for tensor in tensors if tensor is not None])
+        if task.microbatch == WHOLE_STEP:
+            put(list(tensors))
 
     def _copy(self, task: Task) -> Timing | None:
         """Copy between two stages: activations forward or gradients back, of a micro-batch or of tied parameters."""

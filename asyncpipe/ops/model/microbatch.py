@@ -108,7 +108,9 @@ class Packet:
     __slots__ = ("_rest", "_structure", "count", "tensors", "wants_gradient")
 
     def __init__(self, value: Any) -> None:
-        leaves, self._structure = flatten(value)
+        self._structure: Structure | None
+        # Nearly always a tensor, and that costs nothing.
+        leaves, self._structure = ([value], None) if isinstance(value, Tensor) else flatten(value)
         self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.count = len(self.tensors)
         self.wants_gradient = [tensor.requires_grad for tensor in self.tensors]
@@ -116,7 +118,9 @@ class Packet:
         self._rest = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
 
     def rebuild(self, tensors: Iterable[Tensor]) -> Any:
-        """The nested value, with ``tensors`` in place of its own."""
+        """The nested value, with ``tensors`` in place of its own. Takes ``count`` of an iterator."""
+        if self._structure is None and self.count:
+            return next(iter(tensors))
         remaining = iter(tensors)
         return rebuild(self._structure, [next(remaining) if rest is None else rest[0] for rest in self._rest])
 

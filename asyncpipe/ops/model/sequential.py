@@ -21,7 +21,7 @@ from asyncpipe.core.predict.balance import check_balance, even_balance
 from asyncpipe.errors import BalanceError, BatchError, OptionError
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.skip_layout import skip_layout
-from asyncpipe.ops.model.skips import SkipKey, SkipStore, use_skips
+from asyncpipe.ops.model.skips import SkipKey, Skippable, SkipStore, use_skips
 from asyncpipe.ops.model.stage import CALLER, StagedModel, StageModule
 
 __all__ = [
@@ -69,6 +69,9 @@ class SequentialStage(StageModule):
         )
         self._index = index
         self._next = index + 1 if index + 1 < stages else CALLER
+        self._has_skips = any(isinstance(module, Skippable) for module in layers.modules())
+        self._comes_alone = (index - 1, index) not in skips.values()
+        """Whether the stage before sends its output and no skips."""
         self._popped: dict[int, list[SkipKey]] = {}
         self._stashed: dict[int, list[SkipKey]] = {}
         for key, (source, user) in skips.items():
@@ -79,6 +82,8 @@ class SequentialStage(StageModule):
 
     def forward(self, received: Mapping[int, Any]) -> dict[int, Any]:
         """Call the layers in order."""
+        if not self._has_skips and not self._stashed:
+            return {self._next: self._call(received)}
         incoming: dict[SkipKey, Tensor | None] = {}
         for source, keys in self._popped.items():
             incoming.update(zip(keys, received[source].skips, strict=True))
@@ -86,7 +91,8 @@ class SequentialStage(StageModule):
             output = self._call(received)
         if self._next == CALLER:
             return {CALLER: output}
-        sent = {user: _LinkValue(None, []) for user in self._stashed} | {self._next: _LinkValue(output, [])}
+        sent: dict[int, Any] = {user: _LinkValue(None, []) for user in self._stashed}
+        sent[self._next] = _LinkValue(output, []) if self._next in self._stashed else output
         for user, keys in self._stashed.items():
             sent[user].skips.extend(store.outgoing[key] for key in keys)
         return sent
@@ -94,7 +100,8 @@ class SequentialStage(StageModule):
     def _call(self, received: Mapping[int, Any]) -> Any:
         unpacks = isinstance(self.layers, PipeSequential)
         if self._index:
-            output = received[self._index - 1].output
+            output = received[self._index - 1]
+            output = output if self._comes_alone else output.output
             return self.layers(*output) if unpacks and isinstance(output, tuple) else self.layers(output)
         args, kwargs = received[CALLER]
         if (len(args) == 1 or unpacks) and not kwargs:
