@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,10 @@ class StageResources:
     instruments: Instruments
 
 
+_names: WeakKeyDictionary[TaskGraph, list[str]] = WeakKeyDictionary()
+"""What profilers call the tasks of each graph."""
+
+
 class Binder:
     """Binds the tasks of ``graph`` (a whole step, or its forward or backward alone) to what they compute with."""
 
@@ -58,6 +63,9 @@ class Binder:
         self.notes = StepNotes()
         """What the tasks measure besides their times."""
         self._graph = graph
+        if graph not in _names:
+            _names[graph] = [task.id for task in graph.tasks]
+        self._names = _names[graph]
         self._plan = plan
         self._tensors = tensors
         self._resources = resources
@@ -82,7 +90,7 @@ class Binder:
 
     def _run(self, task: Task, run: Callable[[Task], Timing | None]) -> Timing | None:
         instruments = self._resources.instruments
-        with instruments.named(task.id):
+        with instruments.named(self._names[task.number]):
             timing = run(task)
         if instruments.sample_memory:
             instruments.sample(self._resources.streams[task.lane].device, self.notes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -81,12 +81,14 @@ class _StageRun:
         before = as_they_are(given) if self.readers else ()
         random = random_stream(plan.seed, self.microbatch, stage.index, stage.device.physical)
         with self.context.entered(), random, stage.buffers.during(self.buffers):
-            sent = stage.module({source: packet.rebuild(rest) for source, packet in self.received.items()})
+            sent = stage.module.forward({source: packet.rebuild(rest) for source, packet in self.received.items()})
             stage.inputs.saw(tensors, given)
             if self.readers:
                 refuse_overwriting(stage.index, self.readers, given, before)
             self.packets = {user: Packet(value) for user, value in sent.items()}
-            _check_tensors(stage.index, sent, self.packets)
+            flat = [tensor for packet in self.packets.values() for tensor in packet.tensors]
+            if not flat:
+                raise _without_tensors(stage.index, sent)
             if CALLER in sent and plan.loss is not None:
                 output = sent[CALLER]
                 loss, count = _loss_and_count(plan.loss(output, *self.target.args, **self.target.kwargs))
@@ -95,21 +97,31 @@ class _StageRun:
                         "the loss does not depend on any parameter; does a stage or loss_fn detach its output?"
                     )
                 self.packets[CALLER] = Packet(_LossResult(loss, count, output if plan.keep_outputs else None))
-            if is_checkpointing():
-                self.drawn = random.drawn()
-            elif is_recomputing():
-                check_repeated(stage.index, self.drawn, random.drawn())
-        flat = [tensor for packet in self.packets.values() for tensor in packet.tensors]
-        if is_checkpointing():
-            self.computed = stage.outputs.sample(self.microbatch, flat)
-        elif is_recomputing():
-            stage.outputs.compare(self.computed, flat)
-        if (len(flat) > 1 or self.readers) and CALLER not in self.packets and not is_recomputing():
+                flat = [tensor for packet in self.packets.values() for tensor in packet.tensors]
+            if repeated:
+                self._draw_again(random)
+        if repeated:
+            self._compute_again(flat)
+        if (len(flat) > 1 or self.readers) and CALLER not in self.packets and not (repeated and is_recomputing()):
             sent = {user: packet.tensors for user, packet in self.packets.items()}
             self.next_readers = shared_readers(sent, given, self.readers)
         for packet in self.packets.values():
             packet.tensors = []
         return flat
+
+    def _draw_again(self, random: RandomStream) -> None:
+        """In a first run, note what was drawn; in a second one, check that it was the same."""
+        if is_checkpointing():
+            self.drawn = random.drawn()
+        elif is_recomputing():
+            check_repeated(self.stage.index, self.drawn, random.drawn())
+
+    def _compute_again(self, flat: Sequence[Tensor]) -> None:
+        """The same of what was computed."""
+        if is_checkpointing():
+            self.computed = self.stage.outputs.sample(self.microbatch, flat)
+        elif is_recomputing():
+            self.stage.outputs.compare(self.computed, flat)
 
 
 @dataclass(slots=True, eq=False)
@@ -154,7 +166,8 @@ class StageCompute:
         else:
             flat = _run_once(run, inputs)
         if self.plan.training:
-            _tell_of_overwriting(from_caller, leaves.get(CALLER, ()))
+            if from_caller:
+                _tell_of_overwriting(from_caller, leaves[CALLER])
             # An input that a parameter was added to in place is the middle of the graph: no backward ends there.
             leaves = {source: [t if t.is_leaf else t.detach() for t in each] for source, each in leaves.items()}
         rest = iter(flat)
@@ -163,7 +176,8 @@ class StageCompute:
         outputs = {user: list(islice(rest, packet.count)) for user, packet in packets.items()}
         for user, packet in packets.items():
             self._send(i, stage.index, user, packet, outputs[user])
-        self.tensors.readers.update({(i, stage.index, user): readers for user, readers in run.next_readers.items()})
+        for user, readers in run.next_readers.items():
+            self.tensors.readers[i, stage.index, user] = readers
         if self.plan.training:
             self.tensors.local_graphs[i, stage.index] = LocalGraph(leaves, outputs, recomputation)
 
@@ -176,9 +190,11 @@ class StageCompute:
         return self.trained[stage.index] or any(tensor.requires_grad for tensor in inputs)
 
     def _received(self, i: int, j: int) -> dict[int, Packet]:
-        keys = ((source, (i, source, j)) for source in self.sources[j])
         activations = self.tensors.activations
-        return {source: activations.pop(key) for source, key in keys if source != CALLER or key in activations}
+        sources = self.sources[j]
+        # The caller gives something to few stages.
+        first = 0 if (i, CALLER, j) in activations else 1
+        return {source: activations.pop((i, source, j)) for source in sources[first:]}
 
     def _readers(self, i: int, j: int, leaves: Mapping[int, Sequence[Tensor]]) -> Readers:
         """Who else reads what stage ``j`` receives, tensor by tensor; empty if nobody does."""
@@ -199,8 +215,12 @@ class StageCompute:
         training = self.plan.training
         # Micro-batches are views of one batch. Only ``data`` has versions of its own: if a stage overwrites its
         # micro-batch, what was saved of the others is still what it was.
-        bare = (tensor.data if source == CALLER else tensor.detach() for tensor in tensors)
-        return [tensor.requires_grad_(training and want) for tensor, want in zip(bare, wants, strict=True)]
+        bare = [tensor.data if source == CALLER else tensor.detach() for tensor in tensors]
+        if training:
+            for tensor, want in zip(bare, wants, strict=True):
+                if want:
+                    tensor.requires_grad_()
+        return bare
 
     def _target(self, i: int, stage: Stage) -> Arguments:
         """The arguments of the loss besides the output, on the last stage's device."""
@@ -253,11 +273,8 @@ class StageCompute:
             # Unless an R task has. Not inside the backward, on a thread of the engine, which has not this task's turn.
             local_graph.recomputation.run()
         output_gradients = self._output_gradients(i, j, local_graph)
-        pairs = [
-            (tensor, gradient)
-            for tensor, gradient in zip(_flat(local_graph.outputs), output_gradients, strict=True)
-            if tensor.requires_grad and gradient is not None
-        ]
+        ends = _flat(local_graph.outputs)
+        pairs = [(t, g) for t, g in zip(ends, output_gradients, strict=True) if g is not None and t.requires_grad]
         leaves = _flat(local_graph.inputs)
         try:
             if pairs:
@@ -355,16 +372,14 @@ def _tell_of_overwriting(given: Sequence[Tensor], leaves: Sequence[Tensor]) -> N
 
 
 def _flat(tensors_by_link: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
-    return list(chain.from_iterable(tensors_by_link.values()))
+    return [tensor for tensors in tensors_by_link.values() for tensor in tensors]
 
 
-def _check_tensors(index: int, sent: Mapping[int, Any], packets: Mapping[int, Packet]) -> None:
-    if any(packet.count for packet in packets.values()):
-        return
+def _without_tensors(index: int, sent: Mapping[int, Any]) -> StageError:
     value = next(iter(sent.values()), None)
-    # Between stages the output is wrapped; name the type that the module itself returned.
+    # A link with skips wraps the output; name the type that the module itself returned.
     kind = type(getattr(value, "output", value)).__name__
-    raise StageError(
+    return StageError(
         f"stage {index} returned {kind} without any tensor; a stage must return a tensor, or a nested tuple, list or "
         "dict that holds one"
     )

@@ -69,6 +69,7 @@ class SequentialStage(StageModule):
         )
         self._index = index
         self._next = index + 1 if index + 1 < stages else CALLER
+        self._unpacks = isinstance(layers, PipeSequential)
         self._has_skips = any(isinstance(module, Skippable) for module in layers.modules())
         self._comes_alone = (index - 1, index) not in skips.values()
         """Whether the stage before sends its output and no skips."""
@@ -98,16 +99,16 @@ class SequentialStage(StageModule):
         return sent
 
     def _call(self, received: Mapping[int, Any]) -> Any:
-        unpacks = isinstance(self.layers, PipeSequential)
+        layers, unpacks = self.layers, self._unpacks
         if self._index:
             output = received[self._index - 1]
             output = output if self._comes_alone else output.output
-            return self.layers(*output) if unpacks and isinstance(output, tuple) else self.layers(output)
+            return layers(*output) if unpacks and isinstance(output, tuple) else layers(output)
         args, kwargs = received[CALLER]
         if (len(args) == 1 or unpacks) and not kwargs:
-            return self.layers(*args)
+            return layers(*args)
         # nn.Sequential takes one argument, but its first layer may take several.
-        first, *others = self.layers
+        first, *others = layers
         value = first(*args, **kwargs)
         for layer in others:
             value = layer(value)
