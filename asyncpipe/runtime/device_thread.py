@@ -126,13 +126,14 @@ class DeviceWork:
 
     def _advance(self, run: ProgramRun) -> bool:
         """Run tasks of ``run`` until it waits or is over, or something else came; false if one was given up."""
+        if run.is_over:
+            self._runs.remove(run)
+            # Nothing here refers to the step when others hear of its end.
+            self._post(run.end())
+            return True
         step, entered = run.step, False
         try:
-            while run.can_go_on:
-                if run.is_at_end or run.is_stopped:
-                    self._runs.remove(run)
-                    self._post(run.end())
-                    return True
+            while run.can_go_on and not run.is_over:
                 if not entered:
                     entered = self._enter(run)
                     continue

@@ -84,6 +84,11 @@ class ProgramRun:
         """Whether every task has begun."""
         return self.position == len(self._awaits)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to do but to end."""
+        return self.is_at_end or self.is_stopped
+
     def release(self, position: int) -> None:
         """The task at ``position`` is done, or issued: tell the devices where a task waits for it."""
         for run, place in self.program.releases[position]:
@@ -104,10 +109,12 @@ class ProgramRun:
         self._slots -= 1
 
     def end(self) -> ProgramEnded:
-        """Drop the functions, and say what is left."""
+        """Say what is left, and drop all that refers to the step: messages that come late refer to this."""
+        ended = ProgramEnded(self.step.number, self.program.tasks[self.position :])
         self.functions = ()
         self._others = ()
-        return ProgramEnded(self.step.number, self.program.tasks[self.position :])
+        del self.step
+        return ended
 
 
 Message = tuple[ProgramRun, int]

@@ -182,7 +182,7 @@ async def finished(service: TrainingService) -> None:
     assert not driver._executions
     assert not driver._inbox
     for name, executor in driver._executors.items():
-        assert executor.current is None, f"{name} is still at something"
+        assert not executor.running, f"{name} is still at something"
 
 
 def check(clients: list[Client], path: Path, histories: dict[str, tuple[Transition, ...]]) -> Counter[str]:

@@ -81,7 +81,7 @@ class _StageRun:
         before = as_they_are(given) if self.readers else ()
         random = random_stream(plan.seed, self.microbatch, stage.index, stage.device.physical)
         with self.context.entered(), random, stage.buffers.during(self.buffers):
-            sent = stage.module.forward({source: packet.rebuild(rest) for source, packet in self.received.items()})
+            sent = stage.module({source: packet.rebuild(rest) for source, packet in self.received.items()})
             stage.inputs.saw(tensors, given)
             if self.readers:
                 refuse_overwriting(stage.index, self.readers, given, before)
