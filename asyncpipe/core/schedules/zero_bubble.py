@@ -13,8 +13,8 @@ micro-batches, because W, not I, drops what the forward kept. The three schedule
 ahead and in how many micro-batches a device may hold.
 
 **The bubble** in the paper is (p-1)(t_F + t_I - k t_W), where k is 1, and 2 for ZB-H2. It is the idle time of a device
-between its own first and last action, and holds while t_W is at most t_F and t_I. A whole step ends with a barrier. Its
-bubble is, for any times and with enough micro-batches, (p-1) times the largest of
+between its own first and last action, and holds while t_W is at most t_F and t_I. A step by itself ends with a barrier.
+Its bubble is, for any times and with enough micro-batches, (p-1) times the largest of
 
 - t_F + t_I - k t_W, as in the paper;
 - t_F: the last device waits that long for its first input, and its whole work comes after;
@@ -55,8 +55,9 @@ class ZBH2(OrderedSchedule):
     time of a device between its own first and last action, and it is the same here. But device p-1 starts (p-1) t_F
     late and ends as much later than device 0. The paper hides this delay: the next step begins on device 0 meanwhile,
     with an optimizer step that does not wait for the other devices (norms and overflows are checked afterwards, and
-    the update is rolled back if necessary). Here a step ends with a barrier, so its bubble is at least (p-1) t_F. It is
-    shorter than that of ZB-H1 only where t_I > t_W, and the same at equal times.
+    the update is rolled back if necessary). So it is here where steps overlap: at equal times there is no bubble from
+    the end of one step to the end of the next. A step by itself has one of at least (p-1) t_F, which is shorter than
+    that of ZB-H1 only where t_I > t_W, and the same at equal times.
 
     Bubble, from the start of the step, (p-1) max(t_F, t_F + t_I - 2 t_W) where m is at least 2p - 1 and t_W at most
     t_F and t_I; for other times see the module's docstring. With fewer micro-batches, each missing one is one W less to
