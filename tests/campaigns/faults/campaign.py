@@ -208,10 +208,11 @@ class _Run:
             before, outcome = Gradients(self.model), "failed"
             kind = self.case.trouble
             error = _ERRORS.get(kind, Boom)
+            expected: type[Exception] = Boom if kind == "hook" else AsyncpipeError
             try:
                 with self.trouble.armed((lambda: None) if kind == "hook" else partial(_raise, error)):
                     self._train(pipe, partial(_raise, Boom) if kind == "hook" else None)
-            except Boom if kind == "hook" else AsyncpipeError:
+            except expected:
                 before.assert_kept()
             else:
                 assert not self.trouble.struck
