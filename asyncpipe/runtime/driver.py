@@ -120,31 +120,62 @@ class Driver:
         gates: Gates | None = None,
         tenant: Tenant | None = None,
     ) -> Execution:
-        """Run one step of ``graph`` and return when its last task is issued.
+        """Run one step of ``graph`` and return when its last task is issued. The arguments are those of ``start``.
+
+        Raises as ``start`` and ``issued``.
+        """
+        return await self.issued(self.start(graph, bind, notes, around=around, gates=gates, tenant=tenant))
+
+    def start(
+        self,
+        graph: TaskGraph,
+        bind: Bind,
+        notes: StepNotes | None = None,
+        *,
+        around: Around = nothing_around,
+        gates: Gates | None = None,
+        tenant: Tenant | None = None,
+        after: Execution | None = None,
+    ) -> Execution:
+        """Begin one step of ``graph``, on the driver's loop.
 
         ``bind`` gives each task its function, which is called inside what ``around`` makes. Functions write what they
         measure into ``notes``, which becomes part of the record that the observers of ``tenant`` get. ``gates`` lets
-        the caller open the graph's gates.
+        the caller open the graph's gates. A step ``after`` another one, which may be under way, follows it on every
+        device, and ends with it if that fails or is cancelled (``StepSubmitted.after``).
 
-        Raises ``TaskError`` for the first task that fails. A cancellation takes effect between two tasks. In both
-        cases running tasks have ended, and queued ones are dropped, when this raises. Raises ``PipelineClosedError``
-        before anything runs, once ``drain`` has begun.
+        Raises ``PipelineClosedError`` before anything runs, once ``drain`` has begun, and where the step before has
+        failed or was cancelled already.
         """
         tenant = tenant or self._nobody
         if not self.takes(tenant):
             raise PipelineClosedError("the pipeline is closed")
+        if after is not None and after.aborted:
+            raise PipelineClosedError("the step before this one has failed, or was cancelled")
         executors = [self._executors[lane.device] for lane in graph.lanes]
         execution = Execution(self._steps, graph, bind, around, notes or StepNotes(), tenant, executors)
+        if after is not None and after.number in self._executions:
+            execution.after = after
         self._steps += 1
         self._executions[execution.number] = execution
         by_program = all(isinstance(executor, TakesPrograms) for executor in set(executors))
-        self._handle(StepSubmitted(execution.number, graph, tenant.share, by_program))
+        before = None if execution.after is None else execution.after.number
+        self._handle(StepSubmitted(execution.number, graph, tenant.share, by_program, before))
+        execution.after = None
         if gates is not None:
             gates.attach(partial(self._open_gate, execution))
+        return execution
+
+    async def issued(self, execution: Execution) -> Execution:
+        """Wait until the last task of a step is issued.
+
+        Raises ``TaskError`` for the first task that fails. A cancellation takes effect between two tasks. In both
+        cases running tasks have ended, and queued ones are dropped, when this raises.
+        """
         try:
             end = await asyncio.shield(execution.issued)
         except asyncio.CancelledError:
-            self._cancel(execution)
+            self.cancel(execution)
             # No thread may use the step any more, even if the caller is cancelled again meanwhile.
             await wait_uncancelled(execution.done)
             raise
@@ -171,7 +202,7 @@ class Driver:
             tenant.leaving = True
         for execution in self._of(tenant):
             if execution.closed_gates:
-                self._cancel(execution)
+                self.cancel(execution)
         while executions := self._of(tenant):
             await asyncio.wait([execution.done for execution in executions])
         if tenant is not None:
@@ -229,11 +260,17 @@ class Driver:
         for executor in self._executors.values():
             executor.join()
 
-    def _cancel(self, execution: Execution) -> None:
-        """Abort the step, unless it is over."""
+    def cancel(self, execution: Execution) -> None:
+        """Abort the step, unless it is over, and those behind it. On the driver's loop."""
+        # Listed before some of them end: a step whose last task is issued meanwhile takes nobody along, but the devices
+        # were told to stand still.
+        ending, last = [execution], execution
+        while (later := last.later) is not None:
+            ending.append(last := later)
         self._stand_still(execution)
-        if execution.number in self._executions:
-            self._handle(StepCancelled(execution.number))
+        for each in ending:
+            if each.number in self._executions:
+                self._handle(StepCancelled(each.number))
 
     def _stand_still(self, execution: Execution) -> None:
         """Take in all that programs have begun, and let them begin nothing more: the scheduler would not know of it."""
@@ -333,7 +370,7 @@ class Driver:
         graph = execution.graph
         if graph not in self._programs:
             self._programs[graph] = programs(graph)
-        execution.start_programs(self._programs[graph], self._in_flight)
+        execution.start_programs(self._programs[graph], self._in_flight, execution.after)
 
     def _complete(self, execution: Execution, end: StepCompleted) -> None:
         observers = execution.tenant.observers
@@ -344,6 +381,7 @@ class Driver:
         record = replace(self.scheduler.take_record(execution.number), notes=notes)
         del self._executions[execution.number]
         execution.runs = []  # They refer to it.
+        execution.later = None
         _resolve(execution.done, (end, record))
         observers.show(record)
 

@@ -73,13 +73,16 @@ class Execution:
     tenant: Tenant
     executors: Sequence[Executor]
     """The executor of each of the graph's lanes."""
-    aborted: bool = field(default=False, init=False)
-    """Read by executor threads: tasks that have not begun are dropped."""
+    after: Execution | None = field(default=None, init=False)
+    """The step that this one follows, until it is handed over."""
+    later: Execution | None = field(default=None, init=False)
+    """The step behind this one, if both run by programs."""
     runs: list[ProgramRun] = field(default_factory=list, init=False)
     """Of each device, if the step runs by programs."""
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
+        self._aborted = False
         self.closed_gates = len(self.graph.gates)
         self.issued: asyncio.Future[StepFinished] = loop.create_future()
         self.done: asyncio.Future[tuple[StepCompleted, StepRecord]] = loop.create_future()
@@ -88,20 +91,39 @@ class Execution:
         """What a single task calls."""
         return partial(call_inside, self.around(task.lane.device), self.bind(task))
 
+    @property
+    def aborted(self) -> bool:
+        """Read by executor threads: tasks that have not begun are dropped."""
+        return self._aborted
+
+    @aborted.setter
+    def aborted(self, value: bool) -> None:
+        # On any thread. The step behind needs what this one does not compute any more, and no scheduler is asked before
+        # its devices go on.
+        self._aborted = value
+        if self.later is not None:
+            self.later.aborted = value
+
     # Programs
 
-    def start_programs(self, programs: Sequence[Program], in_flight: int) -> None:
-        """Hand each device its program. ``in_flight`` as in ``ProgramRun``."""
+    def start_programs(self, programs: Sequence[Program], in_flight: int, earlier: Execution | None) -> None:
+        """Hand each device its program, behind that of ``earlier``. ``in_flight`` as in ``ProgramRun``."""
         tasks, executors = self.graph.tasks, []
+        before = {} if earlier is None else {run.program.device: run for run in earlier.runs}
         for program in programs:
             executor = self.executors[self.graph.lane_of[program.tasks[0]]]
             assert isinstance(executor, TakesPrograms)
             executors.append(executor)
             functions = [self.bind(tasks[task]) for task in program.tasks]
             around = self.around(self.graph.devices[program.device])
-            self.runs.append(ProgramRun(self, program, functions, around, in_flight, executor.send))
+            run = ProgramRun(self, program, functions, around, in_flight, executor.send, before.get(program.device))
+            self.runs.append(run)
         for run in self.runs:
             run.join(self.runs)
+        if earlier is not None:
+            earlier.later = self
+            # Asked after that: a device that fails from now on sets both.
+            self._aborted = self._aborted or earlier.aborted
         for executor, run in zip(executors, self.runs, strict=True):
             executor.submit_program(run)
 
@@ -145,6 +167,7 @@ class Execution:
         """End the step with ``error``, because the scheduler cannot go on."""
         self.abort()
         self.runs = []
+        self.later = None
         for future in (self.issued, self.done):
             if not future.done():
                 future.set_exception(error)

@@ -11,7 +11,7 @@ the devices release each other's tasks without the loop::
 What happened reaches the scheduler in an order in which it can have happened: a task's event is in the inbox before
 any task is released that waits for it. A step that fails or is cancelled ends in two stages. First it is *aborted*:
 from then on no device begins a task. When the scheduler knows of that, the runs are *stopped*, and each device reports
-which tasks it has left.
+which tasks it has left. A step that follows another one (``StepSubmitted.after``) is aborted together with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class ProgramRun:
     """Used on the device's thread alone, but for ``send``."""
 
     __slots__ = (
-        "_awaits", "_others", "_slots", "functions", "is_stopped", "position", "program", "send", "step", "surroundings"
+        "_awaits", "_before", "_others", "_slots", "functions", "is_stopped", "position", "program", "send", "step",
+        "surroundings",
     )  # fmt: skip
 
     def __init__(
@@ -47,11 +48,12 @@ class ProgramRun:
         surroundings: AbstractContextManager[object],
         in_flight: int,
         send: Callable[[Message], None],
+        before: ProgramRun | None = None,
     ) -> None:
         """``functions`` by position; all are called inside ``surroundings``, which is entered again after a wait.
 
         At most ``in_flight`` tasks are issued and not completed. ``send`` puts a message for this run into the queue
-        of its device's thread.
+        of its device's thread. ``before`` is the run of the device in the step that this one follows.
         """
         self.step = step
         self.program = program
@@ -64,6 +66,7 @@ class ProgramRun:
         self._awaits = list(program.awaits)
         self._slots = in_flight
         self._others: Sequence[ProgramRun] = ()
+        self._before = before
 
     def join(self, runs: Sequence[ProgramRun]) -> None:
         """Let it release the tasks of the step's other ``runs``, itself included; before any of them begins."""
@@ -77,6 +80,8 @@ class ProgramRun:
             return True
         if self.step.aborted:
             return self.is_stopped
+        if self._before is not None and not self._before.is_at_end:
+            return False
         return not (self._awaits[self.position] or self._slots <= 0)
 
     @property
@@ -113,6 +118,7 @@ class ProgramRun:
         ended = ProgramEnded(self.step.number, self.program.tasks[self.position :])
         self.functions = ()
         self._others = ()
+        self._before = None
         del self.step
         return ended
 

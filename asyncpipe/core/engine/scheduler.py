@@ -313,9 +313,12 @@ class SchedulerState:
                 lane.policy.drop(step)
         step.journal.append((now, Abort(step.number)))
         commands: list[Command] = [Abort(step.number)]
-        if step.following is not None and not step.following.step.finished and step.following.step.running:
-            # It may have begun with weights that this one was to update.
-            commands += self._abort(step.following.step, Outcome.CANCELLED, now)
+        # Those behind it may have begun with weights that it was to update.
+        following = step.following
+        while following is not None and following.step.finished:
+            following = following.step.following
+        if following is not None and following.step.running:
+            commands += self._abort(following.step, Outcome.CANCELLED, now)
         return commands + self._decide(step, self._lanes.values(), now)
 
     # Tasks
