@@ -21,7 +21,7 @@ from asyncpipe.errors import HungTaskError, PipelineClosedError, TaskError
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Gates, Tenant
 from asyncpipe.runtime.executor import Assignment
-from asyncpipe.runtime.program_run import ProgramRun
+from asyncpipe.runtime.program_run import STOP, ProgramRun
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 from asyncpipe.runtime.watchdog import Watchdog
 
@@ -390,12 +390,13 @@ def test_another_device_fails_at_any_moment(executor, reads):
     step = Step()
     step.abort_after = reads
     run = program_run(executor, step, [lambda: None] * 2)
-    executor.submit_program(run)
+    executor.submit([Assignment(Step(), 8, lambda: executor.submit_program(run))])
+    assert executor.events.get(timeout=30).task == 8
     executor.submit([Assignment(Step(), 9, lambda: None)])
     seen = [executor.events.get(timeout=30)]
-    while seen[-1].task != 9 if isinstance(seen[-1], TaskCompleted) else False:
+    while not any(isinstance(event, TaskCompleted) and event.task == 9 for event in seen):
         seen.append(executor.events.get(timeout=30))
-    executor.send((run, -2))
+    executor.send((run, STOP))
     while not any(isinstance(event, ProgramEnded) for event in seen):
         seen.append(executor.events.get(timeout=30))
     assert not any(isinstance(event, TaskFailed) for event in seen)
