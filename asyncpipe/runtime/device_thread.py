@@ -129,7 +129,7 @@ class DeviceWork:
         if run.is_over:
             self._runs.remove(run)
             # Nothing here refers to the step when others hear of its end.
-            self._post(run.end())
+            self._post(run.end(), at=time.perf_counter())
             return True
         step, entered = run.step, False
         try:
@@ -170,7 +170,7 @@ class DeviceWork:
             run.step.aborted = True
             del run
             clear_frames(error)
-            self._post(TaskFailed(number, task, error))
+            self._post(TaskFailed(number, task, error), at=time.perf_counter())
             return False
         return True
 
@@ -188,7 +188,7 @@ class DeviceWork:
         except BaseException as error:  # noqa: BLE001 - reported: an exception that is lost would block the step
             if not take(token):
                 return False
-            number = step.number
+            number, at = step.number, None if run is None else time.perf_counter()
             if run is not None:
                 # Before the report: no device may begin a task that the scheduler does not count with any more.
                 step.aborted = True
@@ -196,7 +196,7 @@ class DeviceWork:
             del step, function, run
             clear_frames(error)
             self.current = None
-            self._post(TaskFailed(number, task, error))
+            self._post(TaskFailed(number, task, error), at=at)
             return True
         ended = time.perf_counter()
         if not take(token):
@@ -252,7 +252,8 @@ class CompletionWork:
                 run.send((run, FREE_SLOT))
             # The last event of a step must not wait for a task of the next one.
             last = run is None or step.aborted or task == run.program.tasks[-1]
-            self._post(event, wake=last or self.queue.empty())
+            at = None if run is None else time.perf_counter()
+            self._post(event, wake=last or self.queue.empty(), at=at)
             del item, step, completion, run, event
         return True
 

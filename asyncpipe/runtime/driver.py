@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -71,6 +72,8 @@ class Driver:
         """Whether the loop was asked to run ``_drain_inbox`` and has not begun to."""
         self._asked_at = 0.0
         """When the loop was last asked to."""
+        self._handled_at = -math.inf
+        """The time of the last event that was handled."""
         self._wakeups: list[tuple[float, float]] = []
         """For ``StepNotes.wakeups``."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -299,20 +302,26 @@ class Driver:
         commands: list[Command] = []
         now = self._clock()
         late = now - self._asked_at
+        handled_at = self._handled_at
         try:
             while self._inbox:
                 at, event = self._inbox.popleft()
                 if isinstance(event, StepCancelled) and event.step not in self._executions:
                     continue  # It ended while ``close`` was called.
-                commands += self.scheduler.handle(event, now if at is None else at)
+                # Two tasks may be reported in another order than they ended in. What waits for them begins later.
+                if at is None:
+                    at = now
+                handled_at = at if at > handled_at else handled_at
+                commands += self.scheduler.handle(event, handled_at)
         except BaseException as error:
             self._break(error)
             raise
+        self._handled_at = handled_at
         self._proceed(commands, now)
         self._wakeups.append((late, self._clock() - now))
 
     def _handle(self, event: Event) -> None:
-        now = self._clock()
+        now = self._handled_at = max(self._handled_at, self._clock())
         try:
             commands = self.scheduler.handle(event, now)
         except InvalidTransition:  # Nothing was changed.

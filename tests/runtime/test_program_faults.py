@@ -92,6 +92,31 @@ async def test_a_cancellation_after_the_last_task_and_before_the_end_of_its_prog
     await (await driver.run(GRAPH, bind_nothing)).completed()
 
 
+async def test_the_journal_is_in_the_order_of_time(driver, monkeypatch):
+    """A device's thread is held between the end of a task and its report, until the other device has reported."""
+    reported, first = threading.Event(), driver._executors["cpu:0"]
+    work = first._tasks.work
+    post = work._post
+
+    def held(event, **options):
+        if isinstance(event, TaskCompleted) and GRAPH.tasks[event.task].id == "F(1,0)":
+            assert reported.wait(30)
+        post(event, **options)
+
+    monkeypatch.setattr(work, "_post", held)
+    monkeypatch.setattr(driver._executors["cpu:1"], "after", lambda event: reported.set())
+    ran = threading.Event()
+
+    def bind(task):
+        if task.id == "F(1,0)":
+            return ran.set
+        return lambda: None if task.id != "F(0,1)" or ran.wait(30) else pytest.fail("waited in vain")
+
+    record = await (await driver.run(GRAPH, bind)).completed()
+    times = [at for at, _ in record.journal]
+    assert times == sorted(times)
+
+
 # At every task
 
 
