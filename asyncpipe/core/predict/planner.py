@@ -25,7 +25,7 @@ from asyncpipe.core.predict.costs import StageCosts
 from asyncpipe.core.predict.layer_profile import PARAMETER_SCALE, Profile
 from asyncpipe.core.predict.memory import peak_memory
 from asyncpipe.core.predict.report import reports, steady_state
-from asyncpipe.core.predict.simulate import simulate_steps
+from asyncpipe.core.predict.simulate import can_overlap, simulate_steps
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
 from asyncpipe.errors import PlanError, ScheduleError
@@ -208,7 +208,7 @@ class _Search:
         if key not in self._plans:
             schedule, _, m, mode = candidate
             graph = self._graph(candidate, balance)
-            overlap = self.ahead > 0 and graph.rule is None
+            overlap = self.ahead > 0 and can_overlap(graph)
             costs, steps = self.profile.costs(balance, m, mode), OVERLAPPING if overlap else 1
             records = simulate_steps(graph, costs, steps=steps, ahead=self.ahead)
             found = reports(records)

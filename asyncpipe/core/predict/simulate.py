@@ -24,7 +24,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.errors import OptionError
 
-__all__ = ["SimulatedJob", "SimulatedRun", "simulate", "simulate_jobs", "simulate_steps"]
+__all__ = ["SimulatedJob", "SimulatedRun", "can_overlap", "simulate", "simulate_jobs", "simulate_steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class SimulatedJob:
     """The time at which the first step is submitted."""
     ahead: int = 0
     """How many steps are submitted behind the one under way, as ``Pipeline.steps`` does: each device begins a step when
-    it has nothing left to begin of the one before. Steps of a schedule that decides by a rule do not overlap."""
+    it has nothing left to begin of the one before. Where steps cannot overlap, they run one after the other."""
 
     def __post_init__(self) -> None:
         if self.ahead < 0:
@@ -74,7 +74,7 @@ class _Simulation:
         """For each step, the time at which each dispatched task ends."""
         self._running: list[tuple[float, int, int, float]] = []
         """A heap of (end, step, task, start)."""
-        self._ahead = [0 if job.graph.rule is not None else job.ahead for job in jobs]
+        self._ahead = [job.ahead if can_overlap(job.graph) else 0 for job in jobs]
         self._begins = [
             (job.start, number)
             for number, (job, ahead) in enumerate(zip(jobs, self._ahead, strict=True))
@@ -167,6 +167,14 @@ class _Simulation:
         for end, step, task, start in self._running:
             job = self._jobs[self._owner[step]]
             self.runs[self._owner[step]].seconds[job.graph.tasks[task].lane] -= end - max(start, min(end, self.now))
+
+
+def can_overlap(graph: TaskGraph) -> bool:
+    """Whether steps of ``graph`` may overlap: not if a rule decides, nor if copies of tied parameters begin a step.
+
+    A rule does not say which task of a device is the last, and such a copy would come before the owner's update.
+    """
+    return graph.rule is None and not graph.wiring.ties
 
 
 def simulate(graph: TaskGraph, cost: Callable[[Task], float] | None = None, *, in_flight: int = 16) -> StepRecord:

@@ -15,7 +15,7 @@ from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.predict.costs import Costs, Jitter
 from asyncpipe.core.predict.report import report, reports, steady_state
-from asyncpipe.core.predict.simulate import SimulatedJob, simulate, simulate_jobs, simulate_steps
+from asyncpipe.core.predict.simulate import SimulatedJob, can_overlap, simulate, simulate_jobs, simulate_steps
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
@@ -54,10 +54,15 @@ def test_steps_one_by_one_wait_for_each_other() -> None:
     assert [step.began for step in steps] == [0, 27, 54]
 
 
-def test_steps_of_a_rule_do_not_overlap() -> None:
-    graph = graph_of("backward-first", 3, 4)
-    assert graph.rule is not None
-    assert steady_state(reports(simulate_steps(graph, steps=3))).seconds == report(simulate(graph)).seconds
+def test_steps_of_a_rule_and_steps_with_tied_parameters_do_not_overlap() -> None:
+    tied = lower(find_schedule("zb-h2"), Shape(3, 5, 3), wiring=Wiring(((0, 1), (1, 2)), ((0, 2),), (0, 1, 2)))
+    for graph in (graph_of("backward-first", 3, 4), tied):
+        assert not can_overlap(graph)
+        assert steady_state(reports(simulate_steps(graph, steps=3))).seconds == report(simulate(graph)).seconds
+    # The second step must not copy the tied parameters before their owner has updated them.
+    first, second = reports(simulate_steps(tied, steps=2))
+    copied = next(time.start for time in second.tasks if time.task.id == "C(0>2)")
+    assert copied >= next(time.end for time in first.tasks if time.task.id == "U(0)") > 0
 
 
 @settings(max_examples=60, deadline=None)
