@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from asyncpipe.pipeline.pipeline import Pipeline as Pipeline
     from asyncpipe.pipeline.pool import DevicePool as DevicePool
     from asyncpipe.pipeline.result import StepResult as StepResult
+    from asyncpipe.pipeline.steps import Batch as Batch
     from asyncpipe.pipeline.sync import SyncPipeline as SyncPipeline
     from asyncpipe.service.training_service import TrainingService as TrainingService
 
@@ -101,6 +102,7 @@ _HOMES = {
     "pipeline.pipeline": ("Pipeline",),
     "ops.device.caller_streams": ("CallerStreams",),
     "pipeline.pool": ("DevicePool",),
+    "pipeline.steps": ("Batch",),
     "pipeline.sync": ("SyncPipeline",),
     "pipeline.result": ("StepResult",),
     "service.training_service": ("TrainingService",),

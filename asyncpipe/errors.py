@@ -23,6 +23,7 @@ __all__ = [
     "MoveError",
     "NestedWaitError",
     "OptionError",
+    "OverlapError",
     "PaddedLabelsWarning",
     "PipelineClosedError",
     "PlanError",
@@ -137,6 +138,10 @@ class PipelineClosedError(AsyncpipeError, RuntimeError):
 
 class NestedWaitError(AsyncpipeError, RuntimeError):
     """A task, or an observer, asked for something that would wait for it. The message says what to do instead."""
+
+
+class OverlapError(AsyncpipeError, RuntimeError):
+    """A pipeline was used between two results of ``steps``, while a later step computes. The message says how to."""
 
 
 class JobFileError(AsyncpipeError, ValueError):

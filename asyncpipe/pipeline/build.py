@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task_graph import Phase, Wiring
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import BalanceError, OptionError
+from asyncpipe.errors import BalanceError, OptionError, OverlapError
 from asyncpipe.ops.device.copies import make_copiers
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.streams import make_streams
@@ -32,6 +32,13 @@ from asyncpipe.pipeline.options import PipelineOptions
 __all__ = ["PipelineParts", "build"]
 
 
+@dataclass(slots=True, eq=False)
+class BetweenSteps:
+    """Whose results are still to be taken, while later steps compute."""
+
+    owner: object = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineParts:
     """What all steps of a pipeline share."""
@@ -45,11 +52,20 @@ class PipelineParts:
     graphs: GraphCache
     deferred: Sequence[DeferredBatchNorm]
     padded_labels: PaddedLabels
+    between_steps: BetweenSteps = field(default_factory=BetweenSteps)
 
     @property
     def checkpoint(self) -> CheckpointMode:
         """Which micro-batches are recomputed."""
         return CheckpointMode(self.options.checkpoint)
+
+    def check_between_steps(self) -> None:
+        """Raise ``OverlapError`` while steps of ``steps`` overlap: the weights are those of no step."""
+        if self.between_steps.owner is not None:
+            raise OverlapError(
+                "a later step of steps() computes already, so the model is between two steps; take all results first, "
+                "or close the iterator, or use ahead=0"
+            )
 
     def commit_statistics(self) -> None:
         """Update the running statistics of deferred batch norms, after forwards that succeeded."""

@@ -49,6 +49,7 @@ def call(parts: PipelineParts, tenancy: Tenancy, arguments: Arguments) -> Any:
     tenancy.check_caller(blocking=True)
     with tenancy.blocking_turn:
         tenancy.check()
+        parts.check_between_steps()
         tenancy.portal()  # Raises if there is none.
         return PreparedCall(parts, tenancy, arguments).run_blocking()
 

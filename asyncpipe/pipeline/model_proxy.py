@@ -38,6 +38,7 @@ class ModelProxy:
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode, as ``nn.Module.train``."""
+        self._parts.check_between_steps()
         self.module.train(mode)
         return self
 
@@ -54,6 +55,7 @@ class ModelProxy:
             stays = False
         if not stays:
             raise MoveError("a pipeline's stages stay on their devices; to() takes a dtype alone")
+        self._parts.check_between_steps()
         self.module.to(dtype)
         return self
 
@@ -86,9 +88,14 @@ class ModelProxy:
         return self.module.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state under the unsplit model's keys; tensors are where their stages are."""
+        """The state under the unsplit model's keys; tensors are where their stages are.
+
+        Raises ``OverlapError`` between two results of ``steps``, while a later step computes.
+        """
+        self._parts.check_between_steps()
         return self.module.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
         """Load a state with the unsplit model's keys, from any device."""
+        self._parts.check_between_steps()
         self.module.load_state_dict(state, strict=strict)

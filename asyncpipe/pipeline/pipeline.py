@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +29,7 @@ from asyncpipe.pipeline.pool_options import takes
 from asyncpipe.pipeline.profiling import resolve_auto
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step import NO_TARGET, PreparedStep, StepOptions
+from asyncpipe.pipeline.steps import StepRun, check_batches, run_steps
 from asyncpipe.pipeline.sync import SyncPipeline
 from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.observers import Observers
@@ -91,8 +92,41 @@ class Pipeline(ModelProxy):
         self._tenancy.check_caller(blocking=False)
         async with self._tenancy.turn:
             self._tenancy.check()
+            self._parts.check_between_steps()
             step = StepOptions(return_outputs, update, scaler)
             return await PreparedStep(self._parts, self._tenancy, x, target, step).run()
+
+    def steps(
+        self,
+        batches: Iterable[Any] | AsyncIterable[Any],
+        *,
+        ahead: int = 1,
+        return_outputs: bool = True,
+        update: bool = True,
+        scaler: GradScaler | None = None,
+    ) -> AsyncGenerator[StepResult, None]:
+        """The results of many mini-batches, in order: ``async for result in pipe.steps(loader)``.
+
+        Each of ``batches``, an iterable or an asynchronous one, is x, a pair ``(x, target)`` or ``Batch(x, target)``;
+        the options are those of ``step``. ``ahead`` steps begin behind the one whose result is due, and each device
+        goes on to the next step when it is at the end of one. So the devices do not wait while results are read, and
+        the next mini-batch is fetched and cut.
+        Losses and weights are bit-equal to those of ``step`` one by one, if the mini-batches are made independently of
+        the results.
+
+        Steps overlap if the pipeline has the optimizers of all parameters that train (or only runs forwards), its
+        schedule has an order, and nothing is shared: no tied parameters, deferred batch norms, scaler or named job.
+        Others run one by one, as does everything with ``ahead=0``. While a later step computes, the model is between
+        two steps: ``state_dict()``, ``step`` and ``pipe(x)`` raise ``OverlapError``, and parameters, gradients and
+        optimizers must be left alone.
+
+        A failed step ends those behind it and raises ``TaskError``, after the results before it. What is wrong with a
+        mini-batch, or raised by ``batches``, is raised there as well. Leaving the loop completes the steps that have
+        begun, without their results. A cancellation ends them as it ends ``step``.
+        """
+        check_batches(batches, ahead, blocking=False)
+        step = StepOptions(return_outputs, update, scaler)
+        return run_steps(StepRun(self._parts, self._tenancy, step, ahead), batches)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as part of the caller's autograd graph: ``loss_fn(pipe(x)).backward()`` trains.

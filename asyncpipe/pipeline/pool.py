@@ -32,6 +32,7 @@ from asyncpipe.runtime.execution import Around, Bind, Execution, Gates, Tenant
 from asyncpipe.runtime.executor import Executor, TaskFunction
 from asyncpipe.runtime.portal import Portal
 from asyncpipe.runtime.process import Process
+from asyncpipe.runtime.started_step import Line, StartedHere, StartedInThread, StartedStep
 from asyncpipe.runtime.task_threads import call_as_task, inside_task
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 
@@ -94,6 +95,11 @@ class DevicePool:
                 self.process.check()
             state = "not open; use 'async with'" if self._finalizer is None else "closed"
             raise PipelineClosedError(f"the device pool is {state}")
+
+    @property
+    def has_built_in_policies(self) -> bool:
+        """Whether nobody else decides about its lanes."""
+        return self._options.policy is None
 
     def check_closing(self) -> None:
         """Raise ``NestedWaitError`` inside a task while a step is under way, for which closing would wait."""
@@ -190,6 +196,19 @@ def _leave(driver: Driver, tenant: Tenant) -> None:
     tenant.observers.close()
 
 
+def _begin_behind(
+    driver: Driver,
+    graph: TaskGraph,
+    bind: Bind,
+    notes: StepNotes,
+    after: Execution | None,
+    *,
+    around: Around,
+    tenant: Tenant,
+) -> Execution:
+    return driver.start(graph, bind, notes, around=around, tenant=tenant, after=after)
+
+
 class Tenancy:
     """A pipeline's use of a pool: opened once and closed once, together with the pool if the pipeline owns it."""
 
@@ -275,6 +294,20 @@ class Tenancy:
         """One step of the pipeline, as ``Driver.run``, for ``DevicePool.run`` or ``call``."""
         # Not a coroutine method: its frame would keep the pool alive in the traceback of a step that fails.
         return self.pool.driver.run(graph, self.pool.bind(bind), notes, around=around, gates=gates, tenant=self.tenant)
+
+    @property
+    def overlaps_steps(self) -> bool:
+        """Whether two steps may be under way at once: not where lanes are shared by jobs with names."""
+        share = self.tenant.share
+        return not (share.job or share.background) and self.pool.has_built_in_policies
+
+    def start(self, graph: TaskGraph, bind: Bind, around: Around, notes: StepNotes, line: Line) -> StartedStep:
+        """Begin one step of the pipeline, behind the last one of ``line``. Called on the caller's thread."""
+        driver = self.pool.driver
+        begin = partial(_begin_behind, driver, graph, self.pool.bind(bind), notes, around=around, tenant=self.tenant)
+        if self.pool.portal is None:
+            return StartedHere(driver, line, begin)
+        return StartedInThread(driver, self.pool.portal, line, begin)
 
     async def aclose(self) -> None:
         """Refuse new steps, wait for running ones, then end the threads that are its own. May be called again."""

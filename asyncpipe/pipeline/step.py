@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
 from asyncpipe.errors import LossError, OptionError
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.random_streams import draw_step_seed, turns_paused
@@ -30,6 +30,7 @@ from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.runtime.execution import Execution
+from asyncpipe.runtime.started_step import Line, StartedStep
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -145,6 +146,8 @@ class PreparedStep(StepProtocol[StepResult]):
         targets = () if target is NO_TARGET else cut_alike(target, pieces, dim=options.batch_dim)
         self._ready_made = pieces.ready_made
         self._has_set_gradients_aside = False
+        self._is_started = False
+        self._has_scaler = step.scaler is not None
         plan = self._make_plan(parts, pieces, self._training or target is not NO_TARGET, step)
         phase = Phase.STEP if self._training else Phase.FORWARD
         graph = parts.graphs(len(pieces.sizes), phase, plan.checkpoint, step.update)
@@ -170,11 +173,11 @@ class PreparedStep(StepProtocol[StepResult]):
 
     def _begin(self) -> None:
         resources = self.parts.resources
-        if self._training:
+        if self._training and not self._is_started:
             resources.guard.enter(self, self)
         resources.ties.refresh()
         self._tensors.caller_ready = self._fence.begin()
-        if self._training:
+        if self._training and not self._is_started:
             self._has_set_gradients_aside = True
             resources.guard.begin(self.parts.module.parameters())
 
@@ -191,7 +194,7 @@ class PreparedStep(StepProtocol[StepResult]):
             if outputs:
                 dim, weights = self.parts.options.batch_dim, self._plan.weights
                 gathered = outputs if self._ready_made else gather(outputs, dim, weights)
-            if self._training:
+            if self._training and not self._is_started:
                 self._commit_gradients()
         self.parts.commit_statistics()
         self._tensors.close()
@@ -203,6 +206,51 @@ class PreparedStep(StepProtocol[StepResult]):
             self.parts.resources.ties.drop_gradients()
         super()._abandon()
         self.parts.resources.guard.leave(self)
+
+    # Steps that overlap (``steps.py``), whose gradients are set aside, and restored, by their run
+
+    @property
+    def training(self) -> bool:
+        """Whether it has backwards."""
+        return self._training
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it may be under way together with others: all that a step leaves behind is made by its tasks."""
+        parts, graph = self.parts, self._graph
+        resources = parts.resources
+        if graph.rule is not None or resources.ties.links or parts.deferred or not self.tenancy.overlaps_steps:
+            return False
+        if not self._training:
+            return True
+        if self._has_scaler or not set(Wiring.chain(graph.shape.stages).links) <= set(graph.wiring.links):
+            return False
+        updated = {
+            id(parameter)
+            for stage in graph.wiring.updates
+            for group in resources.optimizers[stage].param_groups
+            for parameter in group["params"]
+        }
+        loss = parts.options.loss_fn
+        others = loss.parameters() if isinstance(loss, nn.Module) else ()
+        # Parameters of the loss have an optimizer of the caller's, which runs between two steps.
+        return not any(p.requires_grad for p in others) and all(
+            id(p) in updated for p in parts.module.parameters() if p.requires_grad
+        )
+
+    def start(self, line: Line) -> StartedStep:
+        """Begin it behind the last step of ``line``; then ``finish`` or ``drop`` it."""
+        self._is_started = True
+        with self._begun():
+            return self.tenancy.start(self._graph, self._binder.bind, self._binder.around, self._binder.notes, line)
+
+    def finish(self, execution: Execution) -> StepResult:
+        """Its result; its last task is issued. If this raises, it is still to be dropped."""
+        return self._finish(execution)
+
+    def drop(self) -> None:
+        """Drop its tensors; no thread uses it any more."""
+        self._abandon()
 
     def _commit_gradients(self) -> None:
         # Parameters that were updated inside the step have no gradient any more.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from asyncpipe.pipeline.model_proxy import ModelProxy
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step import NO_TARGET, PreparedStep, StepOptions
+from asyncpipe.pipeline.steps import StepRun, check_batches, run_steps_blocking
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -54,7 +56,22 @@ class SyncPipeline(ModelProxy):
         self._tenancy.check_caller(blocking=True)
         with self._tenancy.blocking_turn:
             self._tenancy.check()
+            self._parts.check_between_steps()
             return PreparedStep(self._parts, self._tenancy, x, target, step).run_blocking()
+
+    def steps(
+        self,
+        batches: Iterable[Any],
+        *,
+        ahead: int = 1,
+        return_outputs: bool = True,
+        update: bool = True,
+        scaler: GradScaler | None = None,
+    ) -> Generator[StepResult, None, None]:
+        """The results of many mini-batches, as ``Pipeline.steps``: ``for result in pipe.steps(loader)``."""
+        check_batches(batches, ahead, blocking=True)
+        step = StepOptions(return_outputs, update, scaler)
+        return run_steps_blocking(StepRun(self._parts, self._tenancy, step, ahead), batches)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as ``Pipeline.__call__``."""

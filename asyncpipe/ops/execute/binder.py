@@ -217,6 +217,7 @@ class Binder:
             self._resources.guard.commit_some(parameters)
         optimizer.step()
         optimizer.zero_grad()
+        self._resources.guard.updated(parameters)
 
     @contextmanager
     def _beside_counts(self, task: Task) -> Iterator[None]:

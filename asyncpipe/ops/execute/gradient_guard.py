@@ -30,6 +30,7 @@ class GradientGuard:
         self._before: dict[nn.Parameter, Tensor | None] = {}
         self._running = 0
         self._abandoned = 0
+        self._repeats = False
 
     def enter_at_once(self, owner: object, member: object, *, inside_task: bool = False) -> bool:
         """Take the turn, as ``GradientTurn.take_at_once``; false also while an abandoned step still runs."""
@@ -62,12 +63,18 @@ class GradientGuard:
         """End the turn's part of ``member``; may be called again, on any thread."""
         self._turn.leave(member)
 
-    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Set the gradients of ``parameters`` aside. ``roll_back`` also undoes a call that was interrupted."""
+    def begin(self, parameters: Iterable[nn.Parameter], *, repeats: bool = False) -> None:
+        """Set the gradients of ``parameters`` aside. ``roll_back`` also undoes a call that was interrupted.
+
+        ``repeats``: for several steps that overlap, each of which updates every parameter that has a gradient. Then
+        ``updated`` sets aside what an update has left, for the next step, and ``roll_back`` ends the last one, whether
+        it has succeeded or not.
+        """
         with self._lock:
             self._running += 1
             if self._running > 1:
                 return
+            self._repeats = repeats
             for parameter in parameters:
                 self._before[parameter] = parameter.grad
                 parameter.grad = None
@@ -90,6 +97,16 @@ class GradientGuard:
         # Not before all are added: if a device fails meanwhile, all are rolled back.
         for parameter in mine:
             del self._before[parameter]
+
+    def updated(self, parameters: Iterable[nn.Parameter]) -> None:
+        """An optimizer has used the gradients of ``parameters``, which the next of several steps may make anew.
+
+        Called on a stage's thread, after ``commit_some``.
+        """
+        if self._repeats:
+            for parameter in parameters:
+                self._before[parameter] = parameter.grad
+                parameter.grad = None
 
     def commit(self) -> None:
         """The step succeeded: add the new gradients to the earlier ones, in the earlier tensors, and call hooks.
@@ -117,6 +134,13 @@ class GradientGuard:
         with self._lock:
             if self._is_last():
                 self._restore()
+
+    def end_repeats(self, member: object) -> None:
+        """No step of a ``begin`` with ``repeats`` is left: restore, and end the turn. May be called again."""
+        if self._repeats:
+            self.roll_back()
+            self._repeats = False
+        self.leave(member)
 
     def abandon(self) -> None:
         """A step is abandoned while its tasks still run; ``end_abandoned`` must be called when they have ended."""

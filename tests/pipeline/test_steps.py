@@ -1,0 +1,291 @@
+"""``steps``: bit-equal to ``step`` one by one, and whole again after errors, cancellations and broken loops."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import threading
+from contextlib import aclosing, closing
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe import Arguments, Batch, Pipeline, TaskError
+from asyncpipe.errors import ArgumentTypeError, BatchError, OptionError, OverlapError
+from asyncpipe.ops.execute.binder import Binder
+
+STAGES = 3
+STEPS = int(os.environ.get("ASYNCPIPE_STEPS", "180"))
+"""For the campaign of overlapping steps."""
+SGD = ("sgd", lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9))
+ADAM = ("adam", lambda ps: torch.optim.Adam(ps, lr=0.01))
+
+
+class Noted(nn.Module):
+    """Notes what happens, and can be told to fail or to call something."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.at, self.call = 0, None, None
+
+    def forward(self, x):
+        self.calls += 1
+        if self.at is not None and self.calls == self.at:
+            self.call()
+        return x
+
+
+class Seen:
+    """An observer that keeps the records."""
+
+    def __init__(self, records):
+        self.records = records
+
+    def step_completed(self, record):
+        self.records.append(record)
+
+
+async def collect(results, taken):
+    async for result in results:
+        taken.append(result.loss)
+
+
+def model(dropout=0.1):
+    torch.manual_seed(3)
+    layers = []
+    for _ in range(STAGES):
+        layers += [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Dropout(dropout), Noted())]
+    return nn.Sequential(*layers).double()
+
+
+def batches(count, samples=12):
+    torch.manual_seed(5)
+    return [(torch.randn(samples, 6).double(), torch.randn(samples, 6).double()) for _ in range(count)]
+
+
+def make(optimizer=SGD[1], **options):
+    options = {"microbatches": 4, "schedule": "1f1b", "checkpoint": "never", **options}
+    return Pipeline(model(), ["cpu"] * STAGES, loss_fn=nn.functional.mse_loss, optimizer=optimizer, **options)
+
+
+def state(pipe):
+    values = [t.detach().clone() for t in [*pipe.module.parameters(), *pipe.module.buffers()]]
+    for _, optimizer in sorted(pipe.optimizers.items()):
+        for each in optimizer.state_dict()["state"].values():
+            values += [v.clone() for v in each.values() if isinstance(v, torch.Tensor)]
+    return values
+
+
+def same(one, other):
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+async def one_by_one(data, **options):
+    """The losses of ``step`` on its own, and the state after each."""
+    torch.manual_seed(1)
+    async with make(**options) as pipe:
+        losses, states = [], [state(pipe)]
+        for x, target in data:
+            losses.append((await pipe.step(x, target)).loss)
+            states.append(state(pipe))
+        return losses, states
+
+
+@pytest.mark.parametrize("loop", ["running", "own"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h2", "backward-first"])
+@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
+async def test_bit_equal_to_step_one_by_one(optimizer, schedule, checkpoint, loop, no_leaks):
+    data = batches(6)
+    options = {"optimizer": optimizer[1], "schedule": schedule, "checkpoint": checkpoint}
+    losses, states = await one_by_one(data, **options)
+    for ahead in (0, 1, 2):
+        torch.manual_seed(1)
+        records = []
+        async with make(loop=loop, **options) as pipe:
+            pipe.observers.append(Seen(records))
+            results = [result async for result in pipe.steps(data, ahead=ahead)]
+            assert same([r.loss for r in results], losses)
+            assert same(state(pipe), states[-1])
+            assert all(p.grad is None for p in pipe.module.parameters())
+            pipe.state_dict()
+            await results[-1].completed()
+        assert [r.step for r in records] == sorted(r.step for r in records)
+        assert len(records) == len(data)
+        assert all(r.outcome == "ok" for r in records)
+
+
+def test_the_synchronous_face(no_leaks):
+    data = batches(5)
+    losses, states = asyncio.run(one_by_one(data))
+    torch.manual_seed(1)
+    with make().sync() as pipe:
+        assert same([result.loss for result in pipe.steps(data)], losses)
+        assert same(state(pipe), states[-1])
+
+
+async def test_the_next_step_begins_before_the_result_is_taken(no_leaks):
+    """Its first stage runs while the result of the step before is in the caller's hands."""
+    data, began = batches(3), threading.Event()
+    async with make(loop="own") as pipe:
+        noted = pipe.module[0][-1]
+        noted.at, noted.call = 5, began.set  # The second step's first micro-batch of four.
+        results = pipe.steps(data)
+        async with aclosing(results):
+            await anext(results)
+            assert await asyncio.to_thread(began.wait, 20)
+            for refused in (pipe.state_dict, pipe.eval, lambda: pipe.load_state_dict({})):
+                with pytest.raises(OverlapError, match="later step"):
+                    refused()
+            with pytest.raises(OverlapError):
+                await pipe.step(*data[0])
+            with pytest.raises(OverlapError):
+                await anext(pipe.steps(data))
+        pipe.state_dict()
+        await pipe.step(*data[0])
+
+
+async def test_a_loop_that_is_left_completes_what_has_begun(no_leaks):
+    data = batches(5)
+    _, states = await one_by_one(data)
+    torch.manual_seed(1)
+    async with make() as pipe:
+        async with aclosing(pipe.steps(data)) as results:
+            async for _ in results:
+                break
+        assert same(state(pipe), states[2])
+    torch.manual_seed(1)
+    with make().sync() as pipe, closing(pipe.steps(data)) as results:
+        next(results)
+        results.close()
+        assert same(state(pipe), states[2])
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_a_failed_task(seed, monkeypatch, no_leaks):
+    """Updates of at most one step are there in part, results before it are handed out, and training goes on."""
+    draw, data = random.Random(seed), batches(5)
+    losses, states = await one_by_one(data, checkpoint="always")
+    torch.manual_seed(1)
+    async with make(checkpoint="always") as pipe:
+        count = len(pipe.graph.tasks)
+        step, task = draw.randrange(5), draw.randrange(count)
+        bind, seen = Binder.bind, []
+
+        def failing(self, bound):
+            function = bind(self, bound)
+            if self not in seen:
+                seen.append(self)
+            if seen.index(self) != step or bound.number != task:
+                return function
+
+            def fail():
+                raise ValueError("boom")
+
+            return fail
+
+        monkeypatch.setattr(Binder, "bind", failing)
+        for parameter in pipe.module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        before = {p: p.grad for p in pipe.module.parameters()}
+        taken = []
+        with pytest.raises(TaskError, match="boom"):
+            await collect(pipe.steps(data), taken)
+        assert same(taken, losses[:step])
+        now = list(pipe.module.parameters())
+        stages = [list(part.parameters()) for part in pipe.module]
+        values = iter(zip(states[step], states[step + 1], strict=False))
+        for parameters in stages:
+            each = [(p, *next(values)) for p in parameters]
+            whole = [all(torch.equal(p, pair[k]) for p, *pair in each) for k in (0, 1)]
+            assert any(whole)  # Each stage is as before the failed step, or as after it.
+            if step == 0 and whole[0]:
+                assert all(p.grad is before[p] for p in parameters)
+            else:
+                assert all(p.grad is None for p in parameters)
+        monkeypatch.setattr(Binder, "bind", bind)
+        assert len(now) == len(before)
+        assert torch.isfinite((await pipe.step(*data[0])).loss)
+        seen.clear()
+
+
+@pytest.mark.parametrize("loop", ["running", "own"])
+@pytest.mark.parametrize("seed", range(8))
+async def test_a_cancellation_at_any_point(seed, loop, no_leaks):
+    draw, data = random.Random(seed), batches(6)
+    here = asyncio.get_running_loop()
+    async with make(loop=loop) as pipe:
+
+        async def train():
+            async for _ in pipe.steps(data, ahead=draw.randint(1, 2)):
+                await asyncio.sleep(0)
+
+        training = asyncio.ensure_future(train())
+        noted = pipe.module[draw.randrange(STAGES)][-1]
+        noted.at = draw.randint(1, 4 * len(data))
+        noted.call = lambda: here.call_soon_threadsafe(training.cancel)
+        await asyncio.wait([training], timeout=30)
+        assert training.done()
+        assert all(p.grad is None for p in pipe.module.parameters())
+        pipe.state_dict()
+        assert torch.isfinite((await pipe.step(*data[0])).loss)
+
+
+async def test_errors_of_the_mini_batches_come_behind_the_results_before_them(no_leaks):
+    data = batches(2)
+    for bad, error in (([*data, (1, 2, 3)], BatchError), ([*data, (torch.ones(()), 1)], BatchError)):
+        async with make() as pipe:
+            taken = []
+            with pytest.raises(error):
+                await collect(pipe.steps(bad), taken)
+            assert len(taken) == 2
+            pipe.state_dict()
+
+
+async def test_what_a_mini_batch_is():
+    (x, target), *_ = batches(1)
+    async with make() as pipe:
+        for one in ((x, target), [x, target], Batch(x, target), Batch(Arguments.of(x), target)):
+            assert [r.loss.isfinite().item() async for r in pipe.steps([one])] == [True]
+        for bad in (x, {"x": x}, 7):
+            with pytest.raises(ArgumentTypeError, match="steps takes"):
+                pipe.steps(bad)
+        with pytest.raises(OptionError, match="ahead"):
+            pipe.steps([], ahead=-1)
+
+        async def source():
+            yield x, target
+
+        assert len([r async for r in pipe.steps(source())]) == 1
+        pipe.eval()
+        outputs = [r.outputs async for r in pipe.steps([x, x, Batch(x)], ahead=2)]
+        assert same(outputs, [outputs[0]] * 3)
+
+
+@pytest.mark.parametrize(
+    "options", [{"optimizer": None}, {"deferred_batch_norm": True}, {"schedule": "backward-first"}], ids=str
+)
+async def test_what_cannot_overlap_runs_one_by_one(options, no_leaks):
+    data = batches(3)
+    async with make(**options) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        async for _ in pipe.steps(data):
+            pipe.state_dict()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.timeout(60 + STEPS // 20)
+async def test_memory_and_threads_stay_the_same(no_leaks):
+    data = batches(1) * (STEPS // 3)
+    async with make() as pipe:
+        counts = []
+        for _ in range(3):
+            async for _ in pipe.steps(data):
+                pass
+            gc.collect()
+            counts.append((threading.active_count(), sum(isinstance(o, torch.Tensor) for o in gc.get_objects())))
+        assert counts[1] == counts[2]
