@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from asyncpipe.errors import PipelineClosedError
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Execution
 from asyncpipe.runtime.portal import Portal, PortalCall, wait_uncancelled
@@ -56,9 +57,16 @@ class StartedHere:
 
     def __init__(self, driver: Driver, line: Line, begin: StartHere) -> None:
         self._driver = driver
-        self._execution = line.start(begin)
+        self._execution: Execution | None = None
+        try:
+            self._execution = line.start(begin)
+        except PipelineClosedError as error:
+            # Perhaps the step before has just failed: its error is to be told first.
+            self._refused = error
 
     async def issued(self) -> Execution:
+        if self._execution is None:
+            raise self._refused
         self._execution.raise_for(await asyncio.shield(self._execution.issued))
         return self._execution
 
@@ -66,16 +74,21 @@ class StartedHere:
         raise AssertionError("a thread cannot block for its own loop")
 
     def cancel(self) -> None:
-        self._driver.cancel(self._execution)
+        if self._execution is not None:
+            self._driver.cancel(self._execution)
 
     async def ended(self) -> None:
-        await wait_uncancelled(self._execution.done)
+        if self._execution is not None:
+            await wait_uncancelled(self._execution.done)
 
     def wait_ended(self) -> None:
         raise AssertionError("a thread cannot block for its own loop")
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        self._execution.done.add_done_callback(lambda _: call())
+        if self._execution is None:
+            call()
+        else:
+            self._execution.done.add_done_callback(lambda _: call())
 
 
 class StartedInThread:

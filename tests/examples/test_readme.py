@@ -43,7 +43,7 @@ def test_python_blocks_run(page, number, tmp_path):
 
 def test_no_block_is_left_out():
     counts = {page: len(blocks(page, "python")) for page in PAGES}
-    assert counts["README.md"] == 4
+    assert counts["README.md"] == 5
     assert counts["recipes.md"] == 7
     assert counts["schedules.md"] == 3
     assert counts["watching.md"] == 4

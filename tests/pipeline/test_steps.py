@@ -220,8 +220,9 @@ async def test_a_cancellation_at_any_point(seed, loop, no_leaks):
     async with make(loop=loop) as pipe:
 
         async def train():
-            async for _ in pipe.steps(data, ahead=draw.randint(1, 2)):
-                await asyncio.sleep(0)
+            async with aclosing(pipe.steps(data, ahead=draw.randint(1, 2))) as results:
+                async for _ in results:
+                    await asyncio.sleep(0)
 
         training = asyncio.ensure_future(train())
         noted = pipe.module[draw.randrange(STAGES)][-1]
