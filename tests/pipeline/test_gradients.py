@@ -267,3 +267,33 @@ def test_a_layer_may_ask_for_the_graph_where_nothing_is_recomputed():
     x = torch.randn(2, 2)
     with Pipeline(model, ["cpu:0"], microbatches=1, checkpoint="never").sync() as pipe:
         torch.testing.assert_close(pipe(x), 2 * model[0](x))
+
+
+class DoublesItsGradient(nn.Module):
+    """Has a hook on the tensor that it returns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.tanh()
+        y.register_hook(lambda gradient: 2 * gradient)
+        return y
+
+
+class Force(nn.Module):
+    """The gradient of an energy, which it asks autograd for in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(3, 1, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (force,) = torch.autograd.grad(self.energy(x).square().sum(), x, create_graph=True)
+        return x + force
+
+
+@pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1]])
+def test_a_hook_of_what_a_stage_receives_is_not_called_for_a_gradient_in_its_forward(balance: list[int]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), DoublesItsGradient(), Force())
+    x = torch.randn(4, 3, dtype=torch.float64)
+    wanted = model(x)
+    with Pipeline(model, ["cpu"] * len(balance), microbatches=1, balance=balance, loop="own").sync() as pipe:
+        assert torch.equal(pipe(x), wanted) == (balance != [2, 1])
