@@ -251,7 +251,7 @@ class Driver:
         """
         self.is_closed = True
         for execution in tuple(self._executions.values()):
-            # As in ``_cancel``, but the loop may be another thread's, or at its end.
+            # As in ``cancel``, but the loop may be another thread's, or at its end.
             execution.aborted = execution.aborted or bool(execution.runs)
             self._post(StepCancelled(execution.number))
             execution.stop_programs()
