@@ -5,6 +5,7 @@ Start with ``pipeline.py``, then follow a step:
 ``options.py``, ``pool_options.py``   every option: declared, documented and checked
 ``build.py``                          from model and options to the parts that all steps share
 ``graph_cache.py``                    lowered task graphs by shape
+``step_inputs.py``                    a mini-batch, checked and cut
 ``step.py``                           ``StepProtocol``: begin, run, finish or abandon; one whole step
 ``call.py``, ``call_backward.py``     ``y = pipe(x)``, whose loss and backward are the caller's
 ``result.py``                         what a step returns

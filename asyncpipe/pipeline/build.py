@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,15 +44,23 @@ class PipelineParts:
     """What all steps of a pipeline share."""
 
     options: PipelineOptions
-    module: nn.Module
-    """The unsplit model."""
+    staged: StagedModel
+    """The model in stages."""
     resources: StageResources
-    takes: Callable[[Arguments], dict[int, Any]]
-    """Maps the arguments of a micro-batch to the values that each stage takes from the caller."""
     graphs: GraphCache
     deferred: Sequence[DeferredBatchNorm]
     padded_labels: PaddedLabels
     between_steps: BetweenSteps = field(default_factory=BetweenSteps)
+
+    @property
+    def module(self) -> nn.Module:
+        """The unsplit model."""
+        return self.staged.module
+
+    @property
+    def takes(self) -> Callable[[Arguments], dict[int, Any]]:
+        """Maps the arguments of a micro-batch to the values that each stage takes from the caller."""
+        return self.staged.takes
 
     @property
     def checkpoint(self) -> CheckpointMode:
@@ -89,14 +97,15 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
     checkpoint = CheckpointMode(options.checkpoint)
     graph = graphs(options.microbatches, Phase.STEP, checkpoint, True)
     stages, ties = place(staged, graph.placement, devices)
-    optimizers = {} if options.optimizer is None else _make_optimizers(stages, ties, options.optimizer)
-    graphs.rewire(Wiring(staged.links, ties.links, tuple(optimizers)))
-    streams = make_streams(devices, graphs(options.microbatches, Phase.STEP, checkpoint, True).lanes)
+    updated = {} if options.optimizer is None else _updated(stages, ties)
+    optimizers = _make_optimizers(stages, updated, options.optimizer)
+    graphs.rewire(Wiring(staged.links, ties.links, tuple(updated)))
+    here = [device for device in devices if not device.is_elsewhere]
+    streams = make_streams(here, graphs(options.microbatches, Phase.STEP, checkpoint, True).lanes)
     return PipelineParts(
         options,
-        staged.module,
+        staged,
         StageResources(stages, ties, streams, make_copiers(streams), GradientGuard(), optimizers, instruments),
-        staged.takes,
         graphs,
         deferred_layers(staged.module),
         PaddedLabels(),
@@ -136,21 +145,33 @@ def _check_leaves(module: nn.Module) -> None:
             )
 
 
-def _make_optimizers(
-    stages: Sequence[Stage], ties: Ties, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-) -> dict[int, torch.optim.Optimizer]:
-    """One for each stage with parameters to train; a shared parameter belongs to the first stage that has it."""
+def _updated(stages: Sequence[Stage], ties: Ties) -> dict[int, list[nn.Parameter]]:
+    """What each stage's optimizer updates, of those that train; a shared parameter belongs to its first stage."""
     taken = {id(replica.tensor) for replica in ties.all()}
-    optimizers: dict[int, torch.optim.Optimizer] = {}
+    updated: dict[int, list[nn.Parameter]] = {}
     for stage in stages:
         mine = [p for p in stage.module.parameters() if p.requires_grad and id(p) not in taken]
         taken.update(map(id, mine))
         if mine:
-            optimizer = make(mine)
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise OptionError(
-                    f"optimizer must be a function from a stage's parameters to a torch optimizer, and returned "
-                    f"{type(optimizer).__name__}; give, for instance, lambda parameters: torch.optim.AdamW(parameters)"
-                )
-            optimizers[stage.index] = optimizer
+            updated[stage.index] = mine
+    return updated
+
+
+def _make_optimizers(
+    stages: Sequence[Stage],
+    updated: Mapping[int, list[nn.Parameter]],
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
+) -> dict[int, torch.optim.Optimizer]:
+    """Those of the stages that are here."""
+    optimizers: dict[int, torch.optim.Optimizer] = {}
+    for stage, mine in updated.items():
+        if make is None or stages[stage].device.is_elsewhere:
+            continue
+        optimizer = make(mine)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise OptionError(
+                f"optimizer must be a function from a stage's parameters to a torch optimizer, and returned "
+                f"{type(optimizer).__name__}; give, for instance, lambda parameters: torch.optim.AdamW(parameters)"
+            )
+        optimizers[stage] = optimizer
     return optimizers

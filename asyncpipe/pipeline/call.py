@@ -34,7 +34,8 @@ from asyncpipe.ops.model.nested import tensors_of
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.call_backward import CallBackward, RecordedCall
 from asyncpipe.pipeline.pool import Tenancy
-from asyncpipe.pipeline.step import StepProtocol, loss_weights
+from asyncpipe.pipeline.step import StepProtocol
+from asyncpipe.pipeline.step_inputs import loss_weights
 from asyncpipe.runtime.execution import Execution
 from asyncpipe.runtime.inline import run_inline
 from asyncpipe.runtime.task_threads import inside_task

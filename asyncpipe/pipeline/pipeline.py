@@ -28,7 +28,8 @@ from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.pool_options import takes
 from asyncpipe.pipeline.profiling import resolve_auto
 from asyncpipe.pipeline.result import StepResult
-from asyncpipe.pipeline.step import NO_TARGET, PreparedStep, StepOptions
+from asyncpipe.pipeline.step import PreparedStep
+from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
 from asyncpipe.pipeline.steps import StepRun, check_batches, run_steps
 from asyncpipe.pipeline.sync import SyncPipeline
 from asyncpipe.runtime.execution import Tenant

@@ -41,7 +41,8 @@ from asyncpipe.pipeline.build import build
 from asyncpipe.pipeline.graph_cache import GraphCache
 from asyncpipe.pipeline.options import PipelineArguments, PipelineOptions
 from asyncpipe.pipeline.pool import DevicePool, Tenancy
-from asyncpipe.pipeline.step import NO_TARGET, PreparedStep, StepOptions
+from asyncpipe.pipeline.step import PreparedStep
+from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
 from asyncpipe.runtime.execution import Tenant
 
 __all__ = ["Measuring", "SampleBatch", "choose", "measure", "resolve_auto"]

@@ -6,50 +6,31 @@ Everything here runs on the caller's thread.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
-from asyncpipe.errors import LossError, OptionError
+from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.ops.autograd.caller_context import CallerContext
-from asyncpipe.ops.autograd.random_streams import draw_step_seed, turns_paused
-from asyncpipe.ops.device.copies import to_device
+from asyncpipe.ops.autograd.random_streams import turns_paused
 from asyncpipe.ops.device.device_errors import is_device_error
-from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.streams import Fence
 from asyncpipe.ops.execute.binder import Binder, normalize
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
-from asyncpipe.ops.model.microbatch import Arguments, CutBatch, cut, cut_alike, gather, keywords
 from asyncpipe.ops.model.nested import tensors_of
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.result import StepResult
+from asyncpipe.pipeline.step_inputs import StepInputs, StepOptions
 from asyncpipe.runtime.execution import Execution
 from asyncpipe.runtime.started_step import Line, StartedStep
 
-if TYPE_CHECKING:
-    from torch.amp import GradScaler
-
-__all__ = ["NO_TARGET", "PreparedStep", "StepOptions", "StepProtocol", "loss_weights"]
+__all__ = ["PreparedStep", "StepProtocol"]
 
 _Result = TypeVar("_Result")
-
-NO_TARGET: Any = object()
-"""Stands for a target that was not given (``None`` is a target)."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepOptions:
-    """How one step differs from the others."""
-
-    return_outputs: bool = True
-    update: bool = True
-    scaler: GradScaler | None = None
 
 
 class StepProtocol(ABC, Generic[_Result]):
@@ -138,63 +119,30 @@ class PreparedStep(StepProtocol[StepResult]):
     """
 
     def __init__(self, parts: PipelineParts, tenancy: Tenancy, x: Any, target: Any, step: StepOptions) -> None:
-        options = parts.options
-        context = CallerContext.capture()
-        self._training = parts.module.training and context.grad and not context.inference
-        _check_loss(options.loss_fn, target, self._training)
-        pieces = cut(keywords(x), options.microbatches, dim=options.batch_dim).with_samples()
-        targets = () if target is NO_TARGET else cut_alike(target, pieces, dim=options.batch_dim)
-        self._ready_made = pieces.ready_made
+        self._inputs = inputs = StepInputs.prepare(parts, x, target, step)
         self._has_set_gradients_aside = False
         self._is_started = False
-        self._has_scaler = step.scaler is not None
-        plan = self._make_plan(parts, pieces, self._training or target is not NO_TARGET, step)
-        phase = Phase.STEP if self._training else Phase.FORWARD
-        graph = parts.graphs(len(pieces.sizes), phase, plan.checkpoint, step.update)
-        tensors = StepTensors.of([parts.takes(Arguments.wrap(piece)) for piece in pieces.pieces], targets)
-        means = plan.loss is not None and options.loss_reduction == "mean"
-        self._is_padded_unevenly = means and any(
-            parts.padded_labels.are_uneven(each, pieces.sizes) for each in (pieces.pieces, targets)
-        )
-        super().__init__(parts, tenancy, graph, plan, tensors, context)
-
-    def _make_plan(self, parts: PipelineParts, pieces: CutBatch, has_loss: bool, step: StepOptions) -> StepPlan:
-        options = parts.options
-        return StepPlan(
-            loss=options.loss_fn if has_loss else None,
-            weights=loss_weights(pieces.sizes, options.loss_reduction == "mean"),
-            scale=_scale(step.scaler, parts.resources.stages[-1].device) if self._training else None,
-            seed=draw_step_seed(options.generator),
-            checkpoint=parts.checkpoint,
-            keep_outputs=step.return_outputs or not has_loss,
-            training=self._training,
-            whole_step=True,
-        )
+        tensors = StepTensors.of(inputs.takes, inputs.targets)
+        super().__init__(parts, tenancy, inputs.graph, inputs.plan, tensors, inputs.context)
 
     def _begin(self) -> None:
         resources = self.parts.resources
-        if self._training and not self._is_started:
+        if self.training and not self._is_started:
             resources.guard.enter(self, self)
         resources.ties.refresh()
         self._tensors.caller_ready = self._fence.begin()
-        if self._training and not self._is_started:
+        if self.training and not self._is_started:
             self._has_set_gradients_aside = True
             resources.guard.begin(self.parts.module.parameters())
 
     def _finish(self, execution: Execution) -> StepResult:
         losses = [loss for _, loss in sorted(self._tensors.losses.items())]
         outputs = [packet.rebuild(packet.tensors) for _, packet in sorted(self._tensors.outputs.items())]
-        counts = list(self._tensors.counts.values())
-        if self._is_padded_unevenly and not counts:
-            self.parts.padded_labels.warn()
-        self._fence.end(tensors_of([losses, counts, outputs]))
+        self._fence.end(tensors_of([losses, list(self._tensors.counts.values()), outputs]))
         with torch.no_grad():
-            loss = self._mean_loss(losses)
-            gathered: Any = None
-            if outputs:
-                dim, weights = self.parts.options.batch_dim, self._plan.weights
-                gathered = outputs if self._ready_made else gather(outputs, dim, weights)
-            if self._training and not self._is_started:
+            loss = self._inputs.mean_loss(losses, self._tensors)
+            gathered = self._inputs.gather(outputs)
+            if self.training and not self._is_started:
                 self._commit_gradients()
         self.parts.commit_statistics()
         self._tensors.close()
@@ -212,7 +160,7 @@ class PreparedStep(StepProtocol[StepResult]):
     @property
     def training(self) -> bool:
         """Whether it has backwards."""
-        return self._training
+        return self._inputs.training
 
     @property
     def overlaps(self) -> bool:
@@ -221,9 +169,11 @@ class PreparedStep(StepProtocol[StepResult]):
         resources = parts.resources
         if graph.rule is not None or resources.ties.links or parts.deferred or not self.tenancy.overlaps_steps:
             return False
-        if not self._training:
+        if not self.training:
             return True
-        if self._has_scaler or not set(Wiring.chain(graph.shape.stages).links) <= set(graph.wiring.links):
+        if self._inputs.options.scaler is not None or not set(Wiring.chain(graph.shape.stages).links) <= set(
+            graph.wiring.links
+        ):
             return False
         updated = {
             id(parameter)
@@ -258,39 +208,3 @@ class PreparedStep(StepProtocol[StepResult]):
         self.parts.resources.guard.commit()
         self._has_set_gradients_aside = False
         self.parts.resources.guard.leave(self)
-
-    def _mean_loss(self, losses: Sequence[Tensor]) -> Tensor | None:
-        if not losses:
-            return None
-        counts = self._tensors.counts
-        if counts and len(counts) < len(losses):
-            raise LossError("loss_fn returned a count for some micro-batches and none for others; always return one")
-        weights: Sequence[Tensor | float] = [counts[i] for i in range(len(losses))] if counts else self._plan.weights
-        total = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
-        factor = self._tensors.normalizer(total.device)
-        return total if factor is None else (total * factor).to(losses[0].dtype)
-
-
-def loss_weights(sizes: Sequence[int], mean: bool) -> list[float]:
-    """What the loss of each micro-batch counts, from their numbers of samples."""
-    # An empty batch has one loss, as it is.
-    total = sum(sizes)
-    return [size / total if mean and total else 1.0 for size in sizes]
-
-
-def _scale(scaler: GradScaler | None, device: Device) -> Tensor | None:
-    """The factor by which ``scaler`` multiplies a loss, on the device of the last stage."""
-    if scaler is None:
-        return None
-    scaled: Tensor = scaler.scale(torch.ones((), device=scaler._device))
-    # Its memory belongs to the caller's stream, which waits for the lanes before it can be used again.
-    return to_device(scaled, device.physical)
-
-
-def _check_loss(loss_fn: Callable[..., Any] | None, target: Any, training: bool) -> None:
-    if loss_fn is not None:
-        return
-    if training:
-        raise OptionError("training needs a loss; give the pipeline a loss_fn, or call eval() to run forwards only")
-    if target is not NO_TARGET:
-        raise OptionError("a target was given, but the pipeline has no loss_fn to compare it with")

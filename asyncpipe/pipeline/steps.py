@@ -28,7 +28,8 @@ from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.result import StepResult
-from asyncpipe.pipeline.step import NO_TARGET, PreparedStep, StepOptions
+from asyncpipe.pipeline.step import PreparedStep
+from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
 from asyncpipe.runtime.execution import Execution
 from asyncpipe.runtime.started_step import Line, StartedStep
 

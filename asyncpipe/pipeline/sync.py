@@ -12,7 +12,8 @@ from asyncpipe.pipeline.call import call
 from asyncpipe.pipeline.model_proxy import ModelProxy
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.result import StepResult
-from asyncpipe.pipeline.step import NO_TARGET, PreparedStep, StepOptions
+from asyncpipe.pipeline.step import PreparedStep
+from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
 from asyncpipe.pipeline.steps import StepRun, check_batches, run_steps_blocking
 
 if TYPE_CHECKING:

@@ -30,6 +30,15 @@ class Device:
         """Whether work on it is asynchronous."""
         return self.physical.type in ACCELERATORS
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another worker has it. What is on it is only known by its shape here (``ops/model/shipping.py``)."""
+        return self.physical.type == "meta"
+
+    def elsewhere(self) -> Device:
+        """This device, as a worker sees it that does not have it."""
+        return Device(self.name, torch.device("meta"))
+
 
 def resolve_devices(devices: Sequence[str | torch.device]) -> list[Device]:
     """Logical devices, one an entry: ``cpu``, ``cpu:N`` (any N) and ``cuda:N`` (those present; may repeat).

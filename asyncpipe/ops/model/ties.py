@@ -112,7 +112,8 @@ class Ties:
         for replica in replicas:
             if replica.owner is tensor:
                 return replica.tensor
-        copy = tensor.detach().to(device)
+        # An owner that lives in another worker sends its values in each step, before the first use.
+        copy = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
         if isinstance(tensor, nn.Parameter):
             copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
         replicas.append(Replica(slot, copy))
@@ -167,8 +168,9 @@ class _Shadow:
 def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device]) -> tuple[list[Stage], Ties]:
     """The stages of ``model`` on their devices, and the ties between them. Moves the modules in place.
 
-    Parameters stay the same objects. Raises ``SharedParameterError``, before anything moves, if stages on different
-    devices share a layer with running statistics, which both would update.
+    Parameters stay the same objects. Stages whose devices are elsewhere are left as they are. Raises
+    ``SharedParameterError``, before anything moves, if stages on different devices share a layer with running
+    statistics, which both would update.
     """
     users = _users(model.stages)
     tied = {key: stages for key, stages in users.items() if len({placement[stage] for stage, _ in stages}) > 1}
@@ -183,7 +185,9 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
     shared = shared_buffers(model.stages)
     # In reverse order, so that shared tensors end up on the device of their owner, the first stage that uses them.
     for index in reversed(range(len(model.stages))):
-        model.stages[index].to(devices[placement[index]].physical)
+        device = devices[placement[index]]
+        if not device.is_elsewhere:
+            _move(model.stages[index], device.physical)
     ties = Ties()
     replaced: list[dict[tuple[int, str], Tensor]] = [{} for _ in model.stages]
     for slots in tied.values():
@@ -208,6 +212,14 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
         )
         for index, (module, device) in enumerate(zip(modules, placement, strict=True))
     ], ties
+
+
+def _move(stage: StageModule, device: torch.device) -> None:
+    if any(tensor.is_meta for tensor in chain(stage.parameters(), stage.buffers())):
+        # Tied to what another worker has, so its replica will take its place.
+        stage._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+    else:
+        stage.to(device)
 
 
 def _refuse_torch_script(tied: Iterable[Sequence[tuple[int, _Slot]]], placement: Sequence[int]) -> None:

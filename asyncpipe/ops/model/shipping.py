@@ -1,0 +1,135 @@
+"""A model as bytes for a worker that owns some of its stages: their tensors are in it, of the others only the shapes.
+
+What arrives is the whole model again, with the names, ties and structure that it had. So a worker places it as a
+pipeline does that has all stages (``ties.py``); what other workers own is on torch's ``meta`` device there and takes
+no memory::
+
+    model             worker a: stage 0       worker b: stage 1
+    0.weight          0.weight                0.weight (meta)
+    1.weight          1.weight (meta)         1.weight
+
+A tensor that several stages use belongs to the first of them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from asyncpipe.errors import OptionError
+from asyncpipe.ops.device.wire import TensorPickler, from_wire, not_sendable, to_wire
+from asyncpipe.ops.model.stage import StagedModel
+
+__all__ = ["receive_model", "ship_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shipped:
+    """One parameter or buffer."""
+
+    values: Tensor | None
+    """``None`` if another worker has them."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    is_parameter: bool
+
+    def tensor(self) -> Tensor:
+        values = torch.empty(self.shape, dtype=self.dtype, device="meta") if self.values is None else self.values
+        return nn.Parameter(values, self.requires_grad) if self.is_parameter else values
+
+
+def ship_model(model: StagedModel, stages: Collection[int]) -> bytes:
+    """``model`` for the worker that owns ``stages``.
+
+    Raises ``OptionError`` for a model that cannot be pickled, or whose parameters have hooks, which pickling drops.
+    """
+    _refuse_hooks(model.module)
+    owners = dict(_owners(model))
+    file = io.BytesIO()
+    pickler = _Pickler(file, owners, frozenset(stages))
+    try:
+        pickler.dump(replace(model, takes=_takes_nothing, join=None))
+    except Exception as error:
+        raise not_sendable("the model", error) from error
+    return to_wire((file.getvalue(), pickler.shipped), "the model")
+
+
+def receive_model(data: bytes) -> StagedModel:
+    """The model that ``ship_model`` has made bytes of; on the CPU, or on ``meta`` where another worker has the tensor.
+
+    It takes nothing from a caller: inputs come from the controller. Unpickles, so ``data`` must come from there.
+    """
+    skeleton, shipped = from_wire(data)
+    unpickler = _Unpickler(io.BytesIO(skeleton), [each.tensor() for each in shipped])
+    model: StagedModel = unpickler.load()
+    return model
+
+
+def _takes_nothing(_: object) -> dict[int, Any]:
+    raise AssertionError("a worker gets what its stages take from the controller")
+
+
+def _owners(model: StagedModel) -> Iterator[tuple[int, int]]:
+    """For every tensor, its ``id`` and the first stage that uses it. What no stage uses belongs to stage 0."""
+    seen: set[int] = set()
+    for stage, module in [*enumerate(model.stages), (0, model.module)]:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) not in seen and not is_lazy(tensor):
+                seen.add(id(tensor))
+                yield id(tensor), stage
+
+
+class _Pickler(TensorPickler):
+    """Puts the model's tensors into a list of its own."""
+
+    def __init__(self, file: io.BytesIO, owners: dict[int, int], stages: frozenset[int]) -> None:
+        super().__init__(file)
+        self.shipped: list[_Shipped] = []
+        self._owners = owners
+        self._stages = stages
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        owner = self._owners.get(id(value))
+        if owner is None or not _is_plain(value):
+            return None
+        if id(value) not in self._places:
+            self._places[id(value)] = len(self.shipped)
+            self.shipped.append(_shipped(value, whole=owner in self._stages))
+        return self._places[id(value)]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, place: int) -> Tensor:
+        return self._tensors[place]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a tensor is nothing but its values. Any other one is pickled as it is, whoever owns it."""
+    return type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not vars(value)
+
+
+def _shipped(tensor: Tensor, *, whole: bool) -> _Shipped:
+    values = tensor.detach() if whole else None
+    return _Shipped(values, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, isinstance(tensor, nn.Parameter))
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise OptionError(
+                f"parameter {name!r} has a hook, which would stay behind when the model is sent to a worker; register "
+                "it in a factory that builds the stage there, or use workers='threads'"
+            )

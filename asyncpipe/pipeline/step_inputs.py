@@ -1,0 +1,156 @@
+"""A mini-batch that is checked and cut, and what a step computes from it, wherever its stages are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.errors import LossError, OptionError
+from asyncpipe.ops.autograd.caller_context import CallerContext
+from asyncpipe.ops.autograd.random_streams import draw_step_seed
+from asyncpipe.ops.device.copies import to_device
+from asyncpipe.ops.device.devices import Device
+from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
+from asyncpipe.ops.model.microbatch import Arguments, CutBatch, cut, cut_alike, gather, keywords
+from asyncpipe.pipeline.build import PipelineParts
+
+if TYPE_CHECKING:
+    from torch.amp import GradScaler
+
+__all__ = ["NO_TARGET", "StepInputs", "StepOptions", "loss_weights"]
+
+NO_TARGET: Any = object()
+"""Stands for a target that was not given (``None`` is a target)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """How one step differs from the others."""
+
+    return_outputs: bool = True
+    update: bool = True
+    scaler: GradScaler | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """What one step is given. Making it changes nothing but the caller's random state."""
+
+    parts: PipelineParts
+    options: StepOptions
+    training: bool
+    """Whether it has backwards."""
+    microbatches: int
+    plan: StepPlan
+    context: CallerContext
+    takes: Sequence[Mapping[int, Any]]
+    """By micro-batch: what each stage takes from the caller."""
+    targets: Sequence[Any]
+    ready_made: bool
+    """Whether the caller has cut the mini-batch (``Microbatches``)."""
+    is_padded_unevenly: bool
+    """Whether a mean over samples would count the labels of some micro-batches too much."""
+
+    @classmethod
+    def prepare(cls, parts: PipelineParts, x: Any, target: Any, step: StepOptions) -> StepInputs:
+        """Check and cut a mini-batch, on the caller's thread. Raises ``BatchError`` or ``OptionError``."""
+        options = parts.options
+        context = CallerContext.capture()
+        training = parts.module.training and context.grad and not context.inference
+        _check_loss(options.loss_fn, target, training)
+        pieces = cut(keywords(x), options.microbatches, dim=options.batch_dim).with_samples()
+        targets = () if target is NO_TARGET else cut_alike(target, pieces, dim=options.batch_dim)
+        has_loss = training or target is not NO_TARGET
+        plan = _make_plan(parts, pieces, step, training=training, has_loss=has_loss)
+        means = plan.loss is not None and options.loss_reduction == "mean"
+        return cls(
+            parts,
+            step,
+            training,
+            len(pieces.sizes),
+            plan,
+            context,
+            [parts.takes(Arguments.wrap(piece)) for piece in pieces.pieces],
+            targets,
+            pieces.ready_made,
+            means and any(parts.padded_labels.are_uneven(each, pieces.sizes) for each in (pieces.pieces, targets)),
+        )
+
+    @property
+    def phase(self) -> Phase:
+        """What part of a step it is."""
+        return Phase.STEP if self.training else Phase.FORWARD
+
+    @property
+    def graph(self) -> TaskGraph:
+        """What it runs, by the schedule of this moment."""
+        return self.parts.graphs(self.microbatches, self.phase, self.plan.checkpoint, self.options.update)
+
+    def gather(self, outputs: Sequence[Any]) -> Any:
+        """The step's outputs from those of its micro-batches; ``None`` if none were kept."""
+        if not outputs or self.ready_made:
+            return list(outputs) or None
+        return gather(outputs, self.parts.options.batch_dim, self.plan.weights)
+
+    def mean_loss(self, losses: Sequence[Tensor], tensors: StepTensors) -> Tensor | None:
+        """The mini-batch's loss from those of its micro-batches; ``None`` if there are none.
+
+        Warns where labels are padded unevenly. Raises ``LossError`` if only some of the losses came with a count.
+        """
+        counts = tensors.counts
+        if self.is_padded_unevenly and not counts:
+            self.parts.padded_labels.warn()
+        if not losses:
+            return None
+        if counts and len(counts) < len(losses):
+            raise LossError("loss_fn returned a count for some micro-batches and none for others; always return one")
+        weights: Sequence[Tensor | float] = [counts[i] for i in range(len(losses))] if counts else self.plan.weights
+        total = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
+        factor = tensors.normalizer(total.device)
+        return total if factor is None else (total * factor).to(losses[0].dtype)
+
+
+def _make_plan(
+    parts: PipelineParts, pieces: CutBatch, step: StepOptions, *, training: bool, has_loss: bool
+) -> StepPlan:
+    options = parts.options
+    return StepPlan(
+        loss=options.loss_fn if has_loss else None,
+        weights=loss_weights(pieces.sizes, options.loss_reduction == "mean"),
+        scale=_scale(step.scaler, parts.resources.stages[-1].device) if training else None,
+        seed=draw_step_seed(options.generator),
+        checkpoint=parts.checkpoint,
+        keep_outputs=step.return_outputs or not has_loss,
+        training=training,
+        whole_step=True,
+    )
+
+
+def loss_weights(sizes: Sequence[int], mean: bool) -> list[float]:
+    """What the loss of each micro-batch counts, from their numbers of samples."""
+    # An empty batch has one loss, as it is.
+    total = sum(sizes)
+    return [size / total if mean and total else 1.0 for size in sizes]
+
+
+def _scale(scaler: GradScaler | None, device: Device) -> Tensor | None:
+    """The factor by which ``scaler`` multiplies a loss, on the device of the last stage."""
+    if scaler is None:
+        return None
+    scaled: Tensor = scaler.scale(torch.ones((), device=scaler._device))
+    # Its memory belongs to the caller's stream, which waits for the lanes before it can be used again.
+    return to_device(scaled, device.physical)
+
+
+def _check_loss(loss_fn: Callable[..., Any] | None, target: Any, training: bool) -> None:
+    if loss_fn is not None:
+        return
+    if training:
+        raise OptionError("training needs a loss; give the pipeline a loss_fn, or call eval() to run forwards only")
+    if target is not NO_TARGET:
+        raise OptionError("a target was given, but the pipeline has no loss_fn to compare it with")
