@@ -328,10 +328,9 @@ class _BackwardPass:
         self._closed_gates.difference_update(microbatches)
         if isinstance(self._execution, _InlineBackward):
             return
-        try:
-            self._gates.open(microbatches, tenancy.portal().loop)
-        except RuntimeError as error:
-            raise PipelineClosedError(_CLOSED) from error
+        if tenancy.portal().loop.is_closed():
+            raise PipelineClosedError(_CLOSED)
+        self._gates.open(microbatches)
 
     def _end(self, execution: Execution | None) -> None:
         try:

@@ -1,7 +1,8 @@
 """The driver: passes events to the scheduler and the scheduler's commands to the executors, on one asyncio loop.
 
-Everything except ``_post`` runs on the loop's thread. Executor threads append events to an inbox, and wake the loop
-only if no wake-up is pending, so that one wake-up serves many events when tasks are short.
+Everything except ``_post`` and ``_open_gate`` runs on the loop's thread. Executor threads, and whoever opens gates,
+append events to an inbox, and wake the loop only if no wake-up is pending, so that one wake-up serves many events when
+tasks are short.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from asyncpipe.core.engine.events import (
 )
 from asyncpipe.core.engine.policies.policy import MakePolicy
 from asyncpipe.core.engine.scheduler import SchedulerState
-from asyncpipe.core.graph.programs import Program, programs
-from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.graph.programs import Programs, programs
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.errors import InvalidTransition, PipelineClosedError
 from asyncpipe.runtime.execution import Around, Bind, Execution, Gates, RunningTask, Tenant, nothing_around
 from asyncpipe.runtime.executor import Assignment, Executor, Replaceable
@@ -43,6 +44,9 @@ from asyncpipe.runtime.program_run import TakesPrograms
 __all__ = ["Driver"]
 
 _T = TypeVar("_T")
+
+_FROM_OUTSIDE = (GateOpened, StepCancelled)
+"""Events that may come after the end of their step."""
 
 FULL_INBOX = 64
 """So many events wake the loop, even if none of them has to be handled at once."""
@@ -65,7 +69,7 @@ class Driver:
         """Decides which task is next. Others may read it, on the loop's thread."""
         self._clock = clock
         self._in_flight = in_flight
-        self._programs: WeakKeyDictionary[TaskGraph, tuple[Program, ...]] = WeakKeyDictionary()
+        self._programs: WeakKeyDictionary[TaskGraph, Programs] = WeakKeyDictionary()
         self._inbox: deque[tuple[float | None, Event]] = deque()
         """What happened, and when, if that is known."""
         self._wakeup_pending = False
@@ -143,9 +147,9 @@ class Driver:
         """Begin one step of ``graph``, on the driver's loop.
 
         ``bind`` gives each task its function, which is called inside what ``around`` makes. Functions write what they
-        measure into ``notes``, which becomes part of the record that the observers of ``tenant`` get. ``gates`` lets
-        the caller open the graph's gates. A step ``after`` another one, which may be under way, follows it on every
-        device, and ends with it if that fails or is cancelled (``StepSubmitted.after``).
+        measure into ``notes``, which becomes part of the record that the observers of ``tenant`` get. ``gates`` opens
+        the graph's gates, from any thread and as early as it likes. A step ``after`` another one, which may be under
+        way, follows it on every device, and ends with it if that fails or is cancelled (``StepSubmitted.after``).
 
         Raises ``PipelineClosedError`` before anything runs, once ``drain`` has begun, and where the step before has
         failed or was cancelled already.
@@ -185,12 +189,14 @@ class Driver:
         execution.raise_for(end)
         return execution
 
-    def _open_gate(self, execution: Execution, microbatch: int) -> None:
-        """Let the backwards of ``microbatch`` begin: the caller's gradient exists. Ignored if the step has ended."""
-        if execution.number in self._executions:
-            execution.closed_gates -= 1
-            self._handle(GateOpened(execution.number, microbatch))
-            execution.open_gate(microbatch)
+    def _open_gate(self, execution: Execution, gate: int) -> None:
+        """What ``gate`` stands for is there. From any thread. Ignored if the step has ended.
+
+        As when devices release each other: the event is in the inbox before a task can begin that waits for it, and a
+        device with a program needs no scheduler to go on.
+        """
+        self._post(GateOpened(execution.number, gate), wake=not execution.runs, at=self._clock())
+        execution.open_gate(gate)
 
     async def drain(self, tenant: Tenant | None = None) -> None:
         """Refuse new steps, and wait until those under way have completed, failed or been cancelled.
@@ -203,8 +209,10 @@ class Driver:
             self._draining = True
         else:
             tenant.leaving = True
+        self._take_in()
         for execution in self._of(tenant):
-            if execution.closed_gates:
+            # In other phases a gate waits for another worker, which ends its part of the step as well.
+            if execution.graph.phase is Phase.BACKWARD and self.scheduler.waits_outside(execution.number):
                 self.cancel(execution)
         while executions := self._of(tenant):
             await asyncio.wait([execution.done for execution in executions])
@@ -237,9 +245,7 @@ class Driver:
 
     def fail(self, execution: Execution, task: int, error: BaseException) -> None:
         """Fail the step with ``error``, because the executor has given up ``task`` and will not report it."""
-        # The executor may have reported the task just before. This is no wake-up, so it must not count as a late one.
-        self._asked_at = self._clock()
-        self._drain_inbox()
+        self._take_in()  # The executor may have reported the task just before.
         if self.scheduler.holds(execution.number, task):
             self._stand_still(execution)
             self._handle(TaskFailed(execution.number, task, error))
@@ -279,12 +285,16 @@ class Driver:
         """Take in all that programs have begun, and let them begin nothing more: the scheduler would not know of it."""
         if execution.runs:
             execution.aborted = True
-            # This is no wake-up, so it must not count as a late one.
-            self._asked_at = self._clock()
-            self._drain_inbox()
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Handle what is in the inbox."""
+        # This is no wake-up, so it must not count as a late one.
+        self._asked_at = self._clock()
+        self._drain_inbox()
 
     def _post(self, event: Event, *, wake: bool = True, at: float | None = None) -> None:
-        """Take an event from an executor. Called on the executor's thread."""
+        """Take an event from an executor, or from outside. Called on any thread."""
         self._inbox.append((at, event))
         if (wake or len(self._inbox) >= FULL_INBOX) and not self._wakeup_pending:
             self._wakeup_pending = True
@@ -306,8 +316,8 @@ class Driver:
         try:
             while self._inbox:
                 at, event = self._inbox.popleft()
-                if isinstance(event, StepCancelled) and event.step not in self._executions:
-                    continue  # It ended while ``close`` was called.
+                if isinstance(event, _FROM_OUTSIDE) and event.step not in self._executions:
+                    continue  # It ended meanwhile.
                 # Two tasks may be reported in another order than they ended in. What waits for them begins later.
                 if at is None:
                     at = now

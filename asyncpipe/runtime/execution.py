@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from asyncpipe.core.engine.events import Outcome, StepCompleted, StepFinished, StepNotes, StepRecord
 from asyncpipe.core.engine.share import Share
-from asyncpipe.core.graph.programs import Program
+from asyncpipe.core.graph.programs import Place, Programs
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import PipelineClosedError, TaskError
@@ -79,11 +80,12 @@ class Execution:
     """The step behind this one, if both run by programs."""
     runs: list[ProgramRun] = field(default_factory=list, init=False)
     """Of each device, if the step runs by programs."""
+    gates: Sequence[Place] = field(default=(), init=False)
+    """By gate, the task that waits there, among ``runs``."""
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
         self._aborted = False
-        self.closed_gates = len(self.graph.gates)
         self.issued: asyncio.Future[StepFinished] = loop.create_future()
         self.done: asyncio.Future[tuple[StepCompleted, StepRecord]] = loop.create_future()
 
@@ -106,11 +108,12 @@ class Execution:
 
     # Programs
 
-    def start_programs(self, programs: Sequence[Program], in_flight: int, earlier: Execution | None) -> None:
+    def start_programs(self, programs: Programs, in_flight: int, earlier: Execution | None) -> None:
         """Hand each device its program, behind that of ``earlier``. ``in_flight`` as in ``ProgramRun``."""
         tasks, executors = self.graph.tasks, []
         before = {} if earlier is None else {run.program.device: run for run in earlier.runs}
-        for program in programs:
+        self.gates = programs.gates
+        for program in programs.programs:
             executor = self.executors[self.graph.lane_of[program.tasks[0]]]
             assert isinstance(executor, TakesPrograms)
             executors.append(executor)
@@ -127,12 +130,11 @@ class Execution:
         for executor, run in zip(executors, self.runs, strict=True):
             executor.submit_program(run)
 
-    def open_gate(self, microbatch: int) -> None:
-        """Tell the program at the gate of ``microbatch`` that it is open."""
-        gated = self.graph.gates[microbatch]
-        for run in self.runs:
-            if gated in run.program.tasks:
-                run.send((run, run.program.tasks.index(gated)))
+    def open_gate(self, gate: int) -> None:
+        """Tell the program at ``gate`` that it is open. From any thread, once the step was handed over."""
+        if runs := self.runs:  # Read once: they are dropped at the step's end.
+            program, position = self.gates[gate]
+            runs[program].send((runs[program], position))
 
     def abort(self) -> None:
         """Drop what has not begun, as the scheduler expects from now on."""
@@ -180,28 +182,34 @@ def task_error(task: Task, error: BaseException) -> TaskError:
 
 
 class Gates:
-    """Opens the gates of one step. May be used from any thread, even before the step is under way."""
+    """Opens the gates of one step (``TaskGraph.gates``). From any thread, even before the step is under way.
+
+    What is opened early waits here. Each gate may be opened once; after the step's end that does nothing.
+    """
 
     def __init__(self) -> None:
-        self._opened: list[int] = []
+        self._opened: deque[int] = deque()
         self._open_gate: Callable[[int], None] | None = None
 
-    def open(self, microbatches: Iterable[int], loop: asyncio.AbstractEventLoop) -> None:
-        """Open the gates of ``microbatches``, on the driver's ``loop``; ``RuntimeError`` if that is closed."""
-        loop.call_soon_threadsafe(self._open, list(microbatches))
+    def open(self, gates: Iterable[int]) -> None:
+        """Open these gates, in this order: where a device waits at one, it goes on without the driver's loop."""
+        self._opened.extend(gates)
+        self._pass_on()
 
     def attach(self, open_gate: Callable[[int], None]) -> None:
-        """Open the gates that are to be open, now that the step is under way. Called on the driver's loop."""
+        """Open the gates that are to be open, now that the step is under way. ``open_gate`` is for any thread."""
         self._open_gate = open_gate
-        opened, self._opened = self._opened, []
-        self._open(opened)
+        self._pass_on()
 
-    def _open(self, microbatches: list[int]) -> None:
-        if self._open_gate is None:
-            self._opened += microbatches
-            return
-        for microbatch in microbatches:
-            self._open_gate(microbatch)
+    def _pass_on(self) -> None:
+        # Whoever takes a gate out of the deque opens it. One that is put in while a thread attaches is either seen
+        # there, or the thread that puts it in finds what was attached.
+        while self._opened and self._open_gate is not None:
+            try:
+                gate = self._opened.popleft()
+            except IndexError:  # Another thread was faster.
+                return
+            self._open_gate(gate)
 
 
 class RunningTask(NamedTuple):

@@ -45,7 +45,7 @@ def graphs(draw: st.DrawFn) -> TaskGraph:
 
 @given(graphs(), st.randoms(use_true_random=False))
 def test_every_program_runs_to_its_end_after_what_it_needs(graph: TaskGraph, chance: random.Random) -> None:
-    made = programs(graph)
+    made = programs(graph).programs
     open_gates = set(graph.gates)
     awaits = [list(program.awaits) for program in made]
     places = {task: (p, k) for p, program in enumerate(made) for k, task in enumerate(program.tasks)}
@@ -69,7 +69,7 @@ def test_every_program_runs_to_its_end_after_what_it_needs(graph: TaskGraph, cha
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_compute_runs_in_the_order_of_the_schedule(name: str) -> None:
     graph, shape = _lowered(name)
-    for program in programs(graph):
+    for program in programs(graph).programs:
         order = [graph.tasks[task] for task in program.tasks if graph.tasks[task].source is None]
         wanted = checked_actions(find_schedule(name), shape, graph.placement, program.device)
         assert [(task.kind, task.microbatch, task.stage) for task in order] == wanted
@@ -85,7 +85,7 @@ def _lowered(name: str) -> tuple[TaskGraph, Shape]:
 
 def test_a_copy_comes_just_before_what_needs_it() -> None:
     graph = lower(find_schedule("1f1b"), Shape(2, 4, 2))
-    first = programs(graph)[0]
+    first = programs(graph).programs[0]
     ids = deque(graph.tasks[task].id for task in first.tasks)
     assert list(ids) == [
         "F(0,0)", "F(1,0)", "C(0,1>0)", "B(0,0)", "F(2,0)", "C(1,1>0)", "B(1,0)", "F(3,0)", "C(2,1>0)", "B(2,0)",
@@ -97,7 +97,7 @@ def test_a_copy_comes_just_before_what_needs_it() -> None:
 def test_a_copy_comes_just_before_the_task_that_needs_it_also_where_copies_have_an_order(name: str) -> None:
     wiring = Wiring(((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)))
     graph = lower(find_schedule(name), Shape(4, 8, 4), wiring=wiring)
-    for program in programs(graph):
+    for program in programs(graph).programs:
         needed = [number for number in program.tasks if graph.tasks[number].source is None]
         for number in program.tasks:
             if graph.tasks[number].source is None:

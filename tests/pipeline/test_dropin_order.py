@@ -108,7 +108,7 @@ def test_the_backward_is_that_of_figure_2(workload, released, executors):
     assert [graph.tasks[gated].id for gated in graph.gates] == ["B(0,2)", "B(1,2)", "B(2,2)", "B(3,2)"]
     events = [event for _, event in record.journal if isinstance(event, StepSubmitted | GateOpened)]
     assert isinstance(events[0], StepSubmitted)
-    assert [event.microbatch for event in events[1:]] == [3, 2, 1, 0]
+    assert [event.gate for event in events[1:]] == [3, 2, 1, 0]
     assert_in_time(record)
 
 
@@ -117,7 +117,7 @@ def assert_in_time(record):
     graph, times = record.graph, {time.task.number: time for time in report(record).tasks}
     assert len(times) == len(graph.tasks)
     assert all(times[edge.dependency].end <= times[edge.task].start for edge in graph.edges())
-    opened = {event.microbatch: at for at, event in record.journal if isinstance(event, GateOpened)}
+    opened = {event.gate: at for at, event in record.journal if isinstance(event, GateOpened)}
     origin = next(at for at, event in record.journal if isinstance(event, StepSubmitted))
     assert all(times[gated].start >= opened[i] - origin for i, gated in enumerate(graph.gates))
     for stage in range(graph.shape.stages):
@@ -229,7 +229,7 @@ def test_gates_open_in_order_where_only_some_outputs_have_gradients(workload, us
         outputs = pipe(parts(workload))
         sum(outputs[i].sum() for i in used).backward()
     record = records.of[Phase.BACKWARD]
-    assert [event.microbatch for _, event in record.journal if isinstance(event, GateOpened)] == [3, 2, 1, 0]
+    assert [event.gate for _, event in record.journal if isinstance(event, GateOpened)] == [3, 2, 1, 0]
     assert_in_time(record)
 
 

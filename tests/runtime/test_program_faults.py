@@ -206,7 +206,7 @@ async def test_a_step_ends_while_every_device_waits_at_a_gate(no_leaks, how, ope
         return work
 
     step = asyncio.ensure_future(made.run(BACKWARD, bind, gates=gates))
-    gates.open(opened, loop)
+    gates.open(opened)
     if able:
         await asyncio.wait_for(done.wait(), 30)
     else:
@@ -403,7 +403,7 @@ def executor(no_leaks):
 
 def program_run(executor, step, functions):
     one = lower(find_schedule("gpipe"), Shape(1, len(functions), 1), devices=["cpu:0"], phase=Phase.FORWARD)
-    (program,) = programs(one)
+    (program,) = programs(one).programs
     run = ProgramRun(step, program, functions, nullcontext(), 3, executor.send)
     run.join([run])
     return run

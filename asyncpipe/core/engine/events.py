@@ -113,10 +113,11 @@ class ProgramEnded:
 
 @dataclass(frozen=True, slots=True)
 class GateOpened:
-    """The caller's gradient for a micro-batch is there; the task at its gate need not wait for it any longer."""
+    """What a gate stands for is there; the task need not wait for it any longer. A step that ends early ignores it."""
 
     step: int
-    microbatch: int
+    gate: int
+    """Its index in the graph's ``gates``; in a backward, the micro-batch whose gradient the caller has given."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,11 @@ class SchedulerState:
         found = self._steps.get(step)
         return found is not None and found.states[task] in (_DISPATCHED, _ISSUED)
 
+    def waits_outside(self, step: int) -> bool:
+        """Whether a gate of the step is closed."""
+        found = self._steps.get(step)
+        return found is not None and bool(found.closed_gates)
+
     def expected(self, step: int, task: int) -> float | None:
         """The seconds that such a task took the last times in its job; ``None`` if that is not known.
 
@@ -282,11 +287,11 @@ class SchedulerState:
 
     def _gate_opened(self, event: GateOpened, now: float) -> list[Command]:
         step = self._steps.get(event.step)
-        if step is None or event.microbatch not in step.closed_gates:
+        if step is None or event.gate not in step.closed_gates:
             raise InvalidTransition(f"{event} came for a gate that is not there, or is open")
-        step.closed_gates.remove(event.microbatch)
+        step.closed_gates.remove(event.gate)
         step.journal.append((now, event))
-        gated = step.graph.gates[event.microbatch]
+        gated = step.graph.gates[event.gate]
         step.unmet[gated] -= 1
         if step.unmet[gated] or not step.running:
             return []

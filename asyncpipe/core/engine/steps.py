@@ -58,7 +58,7 @@ class StepState:
     states: list[TaskState]
     to_issue: int
     closed_gates: set[int]
-    """Micro-batches whose gradient the caller has not given yet."""
+    """The gates of the graph, by index, that are closed."""
     admission: StepAdmissions | None
     """Of a ruled schedule."""
     journal: list[tuple[float, Event | Command]] = field(default_factory=list)

@@ -13,11 +13,16 @@ What a task needs from its own device is ready when its turn comes; ``Program`` 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import Counter
+from typing import NamedTuple, TypeAlias
 
 from asyncpipe.core.graph.task_graph import TaskGraph
 
-__all__ = ["Program", "programs"]
+__all__ = ["Place", "Program", "Programs", "programs"]
+
+
+Place: TypeAlias = tuple[int, int]
+"""A task: (position of its program in ``Programs.programs``, position in that program)."""
 
 
 class Program(NamedTuple):
@@ -29,12 +34,21 @@ class Program(NamedTuple):
     """The numbers of the tasks, in the order in which they run."""
     awaits: tuple[int, ...]
     """For how many tasks of other devices, and gates, each one waits."""
-    releases: tuple[tuple[tuple[int, int], ...], ...]
-    """The tasks that wait for each one, as (position of their program in the tuple, position in that program)."""
+    releases: tuple[tuple[Place, ...], ...]
+    """The tasks of other devices that wait for each one."""
 
 
-def programs(graph: TaskGraph) -> tuple[Program, ...]:
-    """The program of each device that has a task. The graph must have an order, that is no rule."""
+class Programs(NamedTuple):
+    """What the devices run in one step."""
+
+    programs: tuple[Program, ...]
+    """Of each device that has a task."""
+    gates: tuple[Place, ...]
+    """By gate of the graph, the task that waits for it."""
+
+
+def programs(graph: TaskGraph) -> Programs:
+    """The programs of all devices. The graph must have an order, that is no rule."""
     assert graph.rule is None
     device_of = [graph.placement[task.stage] for task in graph.tasks]
     orders: dict[int, list[int]] = {}
@@ -45,19 +59,20 @@ def programs(graph: TaskGraph) -> tuple[Program, ...]:
         for program, order in enumerate(orders.values())
         for position, number in enumerate(order)
     }
-    gated = set(graph.gates)
-    return tuple(
+    closed = Counter(graph.gates)
+    made = tuple(
         Program(
             device=device,
             tasks=tuple(order),
             awaits=tuple(
-                sum(device_of[before] != device for before in graph.dependencies[number]) + (number in gated)
+                sum(device_of[before] != device for before in graph.dependencies[number]) + closed[number]
                 for number in order
             ),
             releases=tuple(tuple(places[after] for after in graph.remote_dependents[number]) for number in order),
         )
         for device, order in orders.items()
     )
+    return Programs(made, tuple(places[gated] for gated in graph.gates))
 
 
 def _place(graph: TaskGraph, number: int) -> tuple[int, int]:

@@ -103,7 +103,8 @@ class TaskGraph:
     lane_of: tuple[int, ...]
     """The position in ``lanes`` of each task's lane."""
     gates: tuple[int, ...] = ()
-    """For each micro-batch, the task that waits for a gradient from the caller; empty unless this is a backward."""
+    """By gate, the task that waits for something from outside the graph; several gates may hold the same task. In the
+    graph of a backward, gate i holds the task that waits for the caller's gradient of micro-batch i."""
     rule: Rule | None = None
     """For a ruled schedule; with an ordered one, the order edges decide."""
 

@@ -56,7 +56,7 @@ class Report:
     critical_path: float
     """The length of the longest chain of dependent tasks."""
     gates_opened: dict[int, float]
-    """For each task that waits for the caller's gradient, when the gradient arrived; empty in a whole step."""
+    """For each task at a gate, when the last gate that held it opened: in a backward, when its gradient came."""
     began: float = 0.0
     """When the step began, on the clock of its tasks."""
 
@@ -166,7 +166,7 @@ def _report(record: StepRecord, origin: float) -> Report:
         peak_in_flight=_peaks(times, range(graph.shape.stages), graph.releasing),
         critical_path=critical_path(graph, lambda task: seconds.get(task.number, 0.0)),
         gates_opened={
-            graph.gates[event.microbatch]: at - origin for at, event in record.journal if isinstance(event, GateOpened)
+            graph.gates[event.gate]: at - origin for at, event in record.journal if isinstance(event, GateOpened)
         },
         began=began,
     )

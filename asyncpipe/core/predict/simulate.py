@@ -130,8 +130,8 @@ class _Simulation:
         after = self._last.get(number) if self._ahead[number] else None
         self._last[number] = step
         commands = self.state.handle(StepSubmitted(step, job.graph, job.share, after=after), self.now)
-        for microbatch in range(len(job.graph.gates)):
-            commands += self.state.handle(GateOpened(step, microbatch), self.now)
+        for gate in range(len(job.graph.gates)):
+            commands += self.state.handle(GateOpened(step, gate), self.now)
         return commands
 
     def _execute(self, commands: Sequence[Command]) -> None:

@@ -55,8 +55,8 @@ class StepArrays:
         self.issued = _floats([issued.get(task, nan) for task in range(tasks)]) if issued else None
         """Seconds that the host took to issue each task, NaN where issuing was running it; ``None`` if that holds for
         all."""
-        self.opened = [(gates[event.microbatch], when) for when, event in others if isinstance(event, GateOpened)]
-        """(gated task, time at which the caller's gradient arrived)"""
+        self.opened = [(gates[event.gate], when) for when, event in others if isinstance(event, GateOpened)]
+        """(gated task, time at which what it waits for arrived from outside: a gradient of the caller's)"""
         self.lost = [
             (event.task, _LOST[type(event)]) for _, event in others if isinstance(event, TaskFailed | TaskDropped)
         ]

@@ -83,7 +83,7 @@ class Devices:
                 lane = graph.tasks[command.task].lane
                 self.queues.setdefault(lane.device, deque()).append((command.step, command.task))
             elif isinstance(command, RunPrograms):
-                for program in programs(graph):
+                for program in programs(graph).programs:
                     self.runs[command.step, graph.devices[program.device]] = deque(program.tasks)
             elif isinstance(command, StepFinished):
                 self.finished.append(command.step)

@@ -166,7 +166,7 @@ class World:
                 name = step.graph.tasks[command.task].lane.device
                 self.devices.setdefault(name, Device()).single.append((step, command.task))
             elif isinstance(command, RunPrograms):
-                step.runs = [Run(step, program, list(program.awaits)) for program in programs(step.graph)]
+                step.runs = [Run(step, program, list(program.awaits)) for program in programs(step.graph).programs]
                 for run in step.runs:
                     name = step.graph.devices[run.program.device]
                     self.devices.setdefault(name, Device()).runs.append(run)

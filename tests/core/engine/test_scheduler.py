@@ -180,7 +180,7 @@ class World:
                 model.outcome = Outcome.CANCELLED
             return
         if isinstance(event, GateOpened):
-            model.opened.add(event.microbatch)
+            model.opened.add(event.gate)
             return
         if isinstance(event, TaskIssued | TaskCompleted):
             model.issued.add(event.task)

@@ -165,7 +165,7 @@ class World:
             return
         model = self.models[event.step]
         if isinstance(event, GateOpened):
-            model.opened.add(event.microbatch)
+            model.opened.add(event.gate)
         elif isinstance(event, StepCancelled):
             finished = len(model.issued) == len(model.graph.tasks)
             model.outcome = model.outcome if finished or model.outcome is not Outcome.OK else Outcome.CANCELLED

@@ -26,6 +26,7 @@ holds nothing back: the first step of a job, a pipeline without a job's name, a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from math import inf
 from typing import Protocol
 
@@ -63,6 +64,8 @@ class BackfillLookahead:
         self._wanted = 0.0
         """The part of it that must fit."""
         self._visits_left = 0
+        self._held_outside: dict[StepView, AbstractSet[int]] = {}
+        """By step, what ``_gated`` has found."""
         self.wake_at: float | None = None
         """When an answer could be another one although nothing has happened: what was expected did not come."""
 
@@ -115,7 +118,7 @@ class BackfillLookahead:
             if self._visits_left < 0:
                 return False
             current = stack.pop()
-            if _waits_for_caller(step, current):
+            if current in self._gated(step):
                 return True
             for before in step.graph.dependencies[current]:
                 state = step.states[before]
@@ -149,9 +152,8 @@ class BackfillLookahead:
         seconds, first_ends = self._lanes[lane].busy(self._now, last)
         return inf if first_ends < inf and self._is_overdue(first_ends) else seconds
 
-
-def _waits_for_caller(step: StepView, task: int) -> bool:
-    if not step.closed_gates:
-        return False
-    microbatch = step.graph.tasks[task].microbatch
-    return microbatch in step.closed_gates and step.graph.gates[microbatch] == task
+    def _gated(self, step: StepView) -> AbstractSet[int]:
+        """The tasks that wait for something from outside: when that comes is not known."""
+        if (found := self._held_outside.get(step)) is None:
+            found = self._held_outside[step] = {step.graph.gates[gate] for gate in step.closed_gates}
+        return found

@@ -88,7 +88,7 @@ class StepView(Protocol):
 
     @property
     def closed_gates(self) -> AbstractSet[int]:
-        """Micro-batches whose gradient the caller has not given yet."""
+        """The gates of the graph, by index, that are closed: what they stand for has not come from outside yet."""
 
     @property
     def running(self) -> bool:

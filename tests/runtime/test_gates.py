@@ -1,0 +1,151 @@
+"""Gates: opened from any thread, before a step is under way, during it and after it; no device waits for the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+from thread_helpers import Threads
+
+from asyncpipe.core.engine.events import GateOpened, TaskCompleted
+from asyncpipe.core.engine.share import Share
+from asyncpipe.core.graph.lower import lower
+from asyncpipe.core.graph.task_graph import Phase
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import PipelineClosedError
+from asyncpipe.runtime.driver import Driver
+from asyncpipe.runtime.execution import Gates, Tenant
+from asyncpipe.runtime.thread_executor import ThreadExecutor
+
+DEVICES = ["cpu:0", "cpu:1"]
+BACKWARD = lower(find_schedule("gpipe"), Shape(2, 8, 2), devices=DEVICES, phase=Phase.BACKWARD)
+
+
+@pytest.fixture
+async def driver(no_leaks):
+    made = Driver({name: ThreadExecutor(name) for name in DEVICES})
+    made.open()
+    yield made
+    await made.drain()
+    made.close()
+    made.join()
+    made.scheduler.check()
+    assert made.scheduler.idle
+
+
+def bind_nothing(task):
+    return lambda: None
+
+
+def checked(record):
+    """The record of a step in which every task ran, each after what held it."""
+    opened, done = [], []
+    for _, event in record.journal:
+        if isinstance(event, GateOpened):
+            opened.append(event.gate)
+        elif isinstance(event, TaskCompleted):
+            gates = {gate for gate, task in enumerate(record.graph.gates) if task == event.task}
+            assert gates <= set(opened), "a gate's event comes before that of what it held"
+            done.append(event.task)
+    assert sorted(opened) == list(range(len(record.graph.gates)))
+    assert sorted(done) == list(range(len(record.graph.tasks)))
+    return record
+
+
+def tenant(by_program):
+    return None if by_program else Tenant(Share("job"))
+
+
+@pytest.mark.parametrize("by_program", [True, False])
+async def test_what_is_opened_early_waits_for_the_step(driver, by_program):
+    gates = Gates()
+    gates.open([7, 6, 5])
+    execution = driver.start(BACKWARD, bind_nothing, gates=gates, tenant=tenant(by_program))
+    gates.open([0, 1, 2, 3, 4])
+    checked(await execution.completed())
+
+
+@pytest.mark.parametrize("by_program", [True, False])
+@pytest.mark.parametrize("attempt", range(10))
+async def test_threads_open_gates_while_the_step_is_begun(driver, by_program, attempt):
+    gates, together = Gates(), threading.Barrier(3)
+
+    def opens(mine):
+        together.wait()
+        for gate in mine:
+            gates.open([gate])
+
+    opening = Threads(lambda: opens([7, 5, 3, 1]), lambda: opens([0, 2, 4, 6]))
+    together.wait()
+    execution = driver.start(BACKWARD, bind_nothing, gates=gates, tenant=tenant(by_program))
+    checked(await execution.completed())
+    assert opening.join() == [None, None]
+
+
+async def test_a_device_with_a_program_goes_on_while_the_loop_is_blocked(driver):
+    gates, ran = Gates(), threading.Event()
+
+    def bind(task):
+        return ran.set if task.id == "B(0,0)" else lambda: None
+
+    execution = driver.start(BACKWARD, bind, gates=gates)
+    opening = Threads(lambda: gates.open(range(8)))
+    assert ran.wait(30), "this thread is the loop's"
+    assert opening.join() == [None]
+    checked(await execution.completed())
+
+
+async def test_several_gates_may_hold_the_same_task(driver):
+    """In any order; a task that waits for nothing else may have one, too."""
+    last = len(BACKWARD.tasks) - 1
+    graph = replace(BACKWARD, gates=(*BACKWARD.gates, last, 0, last))
+    gates, ran = Gates(), []
+
+    def bind(task):
+        return lambda: ran.append(task.number)
+
+    execution = driver.start(graph, bind, gates=gates)
+    gates.open(range(8))
+    await asyncio.sleep(0)
+    gates.open([10, 9])
+    gates.open([8])
+    checked(await execution.completed())
+    assert last == ran[-1]
+
+
+@pytest.mark.parametrize("by_program", [True, False])
+async def test_what_is_opened_after_the_end_is_ignored(driver, by_program):
+    gates = Gates()
+    execution = driver.start(BACKWARD, bind_nothing, gates=gates, tenant=tenant(by_program))
+    gates.open([7])
+    driver.cancel(execution)
+    gates.open([6])
+    with pytest.raises(PipelineClosedError):
+        await execution.completed()
+    gates.open([5])
+    other = Gates()
+    again = driver.start(BACKWARD, bind_nothing, gates=other, tenant=tenant(by_program))
+    other.open(range(8))
+    checked(await again.completed())
+
+
+@pytest.mark.parametrize("phase", [Phase.BACKWARD, Phase.STEP])
+async def test_draining_cancels_what_waits_for_its_caller_and_nothing_else(driver, phase):
+    """A whole step with gates is one of several parts: what it waits for comes, or its step ends."""
+    graph = BACKWARD
+    if phase is Phase.STEP:
+        graph = replace(lower(find_schedule("1f1b"), Shape(2, 2, 2), devices=DEVICES), gates=(0,))
+    gates = Gates()
+    execution = driver.start(graph, bind_nothing, gates=gates)
+    draining = asyncio.ensure_future(driver.drain())
+    await asyncio.sleep(0)
+    gates.open([0])
+    if phase is Phase.BACKWARD:
+        with pytest.raises(PipelineClosedError):
+            await execution.completed()
+    else:
+        checked(await execution.completed())
+    await draining
