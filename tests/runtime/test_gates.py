@@ -60,11 +60,12 @@ def tenant(by_program):
 
 
 @pytest.mark.parametrize("by_program", [True, False])
-async def test_what_is_opened_early_waits_for_the_step(driver, by_program):
+@pytest.mark.parametrize("early", [[7, 6, 5], range(8)])
+async def test_what_is_opened_early_waits_for_the_step(driver, by_program, early):
     gates = Gates()
-    gates.open([7, 6, 5])
+    gates.open(early)
     execution = driver.start(BACKWARD, bind_nothing, gates=gates, tenant=tenant(by_program))
-    gates.open([0, 1, 2, 3, 4])
+    gates.open(gate for gate in range(8) if gate not in early)
     checked(await execution.completed())
 
 

@@ -125,10 +125,6 @@ class Dispatcher:
 
     # Choices
 
-    def note(self, lane: LaneState) -> None:
-        """Have the policy of ``lane`` asked, whatever is ready there."""
-        self._undecided[lane] = None
-
     def choose(self, commands: list[Command], now: float) -> bool:
         """Ask policies until none of them has another task to hand over; false if none was to be asked."""
         if not (self._undecided or self._held_back or self._alarms):
@@ -148,7 +144,7 @@ class Dispatcher:
         return max(now, min(self._alarms.values())) if self._alarms else None
 
     def take_broken(self) -> list[tuple[StepState, int, ScheduleError]]:
-        """The tasks at which a rule has raised since this was last asked, and what to tell about it."""
+        """The tasks at which a rule has raised, or refused an empty device a micro-batch, and what to tell about it."""
         broken, self._broken = self._broken, []
         return broken
 
@@ -195,6 +191,8 @@ class Dispatcher:
                 self._broken.append((step, task, step.refused(task, f"but raises {error!r}", error)))
                 return []
             if freed is None:
+                if step.admission.is_stuck(task):
+                    self._broken.append((step, task, step.refused(task, "although the device holds no micro-batch")))
                 return []
             for other in freed:
                 self.make_ready(step, other, now)

@@ -9,13 +9,12 @@ may run there; with its last task it leaves::
 
 This order makes rules free of deadlock. Take the unfinished micro-batch with the lowest index, and a device that it
 still has to enter. Every micro-batch with a lower index is done, and those with a higher one must wait until it has
-entered. So the device holds nothing, and an empty device admits a micro-batch (``lower`` checks that). On the devices
-that it has entered, its tasks may run. So it always gets on.
+entered. So the device holds nothing, and an empty device admits a micro-batch: ``lower`` checks that, and a rule that
+answers otherwise later fails its step. On the devices that it has entered, its tasks may run. So it always gets on.
 """
 
 from __future__ import annotations
 
-from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.schedules.protocol import Action
 
@@ -38,7 +37,7 @@ class StepAdmissions:
 
     def device(self, task: int) -> int:
         """The index of the device that ``task`` runs on."""
-        return self._graph.lane_of[task] // len(Queue)
+        return self._graph.placement[self._graph.tasks[task].stage]
 
     def enter(self, task: int) -> list[int] | None:
         """Let a compute task run; the tasks that waited for it and may try again, or ``None`` if it has to wait
@@ -65,6 +64,7 @@ class StepAdmissions:
         self.live[device] -= 1
         return self._waiting[device].pop(self._next[device], [])
 
-    def refused(self) -> list[int]:
-        """The tasks that wait to get in."""
-        return [task for waiting in self._waiting for tasks in waiting.values() for task in tasks]
+    def is_stuck(self, task: int) -> bool:
+        """Whether the rule refused ``task``, which has to wait, although the device holds nothing: it always will."""
+        device = self.device(task)
+        return not self.live[device] and self._graph.tasks[task].microbatch == self._next[device]

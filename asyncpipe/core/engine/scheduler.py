@@ -67,7 +67,7 @@ from asyncpipe.core.engine.policies.ruled import Ruled
 from asyncpipe.core.engine.steps import LaneState, StepState, check_invariants, follow
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.errors import InvalidTransition, OptionError, ScheduleError
+from asyncpipe.errors import InvalidTransition, OptionError
 
 __all__ = ["SchedulerState", "TaskState"]
 
@@ -139,22 +139,11 @@ class SchedulerState:
     def choose(self, now: float) -> list[Command]:
         """Let policies decide. Call it when all events that are known have been handled, and at ``wake_at``."""
         commands: list[Command] = []
-        while self._dispatcher.choose(commands, now) and (broken := self._broken()):
+        while self._dispatcher.choose(commands, now) and (broken := self._dispatcher.take_broken()):
             for step, task, error in broken:
                 if step.running:
                     commands += self._fail(step, task, error, now)
         return commands
-
-    def _broken(self) -> list[tuple[StepState, int, ScheduleError]]:
-        """The ruled steps that cannot go on, with the task at which they stand and why."""
-        broken = self._dispatcher.take_broken()
-        for step in self._steps.values():
-            # A task at which the rule has raised is neither ready nor refused: its step is in the list already.
-            if step.is_stuck and all(owner is not step for owner, *_ in broken):
-                assert step.admission is not None
-                task = min(step.admission.refused())
-                broken.append((step, task, step.refused(task, "although nothing else can run")))
-        return broken
 
     def wake_at(self, now: float) -> float | None:
         """When to call ``choose`` although nothing has happened; ``None`` if that is of no use. Ask after ``choose``.
@@ -372,9 +361,6 @@ class SchedulerState:
                 touched.append(self._make_ready(step, dependent, now))
         if step.is_admitted(task):
             touched += [self._make_ready(step, other, now) for other in admission.leave(task)]
-        if not touched and not step.held:
-            # The rule refused what is left while this task ran, so ``choose`` has to find out that the step stands.
-            self._dispatcher.note(step.lanes[task])
         return touched
 
     def _failed(self, event: TaskFailed, now: float) -> list[Command]:

@@ -100,13 +100,6 @@ class StepState:
         """What happened to a task, oldest first."""
         return [(at, event) for at, event in self.journal if getattr(event, "task", None) == task]
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether a rule refuses everything although nothing runs: it would wait for ever."""
-        if self.admission is None or self.held or not self.to_issue or not self.running:
-            return False
-        return self.states.count(TaskState.READY) == len(self.admission.refused())
-
     def is_admitted(self, task: int) -> bool:
         """Whether ``task`` counts for the micro-batches that its device holds: compute of a micro-batch."""
         return self.lanes[task].lane.queue is Queue.COMPUTE and self.graph.tasks[task].microbatch != WHOLE_STEP

@@ -221,7 +221,7 @@ def test_an_impure_rule_fails_its_step() -> None:
             return len(asked) <= 7
 
     graph = lower(Moody(), Shape(2, 3, 2))
-    with pytest.raises(ScheduleError, match=r"'Moody', device dev:0: admit does not let F\(1,0\) in, although nothing"):
+    with pytest.raises(ScheduleError, match=r"'Moody', device dev:1: admit does not let F\(0,1\) in, although the dev"):
         simulate(graph)
 
 
@@ -291,12 +291,12 @@ def test_a_rule_that_goes_bad_on_an_empty_device_fails_its_step_alone(microbatch
     last = raising.find(TaskKind.FORWARD, microbatches - 1, 0).number
     assert (ends[0].failed_task, ends[1].failed_task) == (last, last)
     assert "but raises OSError('gone')" in str(ends[0].error)
-    assert "although nothing else can run" in str(ends[1].error)
+    assert "although the device holds no micro-batch" in str(ends[1].error)
 
 
-def test_a_rule_that_refuses_while_another_device_works_fails_its_step_when_that_is_done() -> None:
-    """Device 0 is empty and refuses F(1,0); the last thing to end is W(0,1), which nothing waits for."""
+def test_a_rule_that_refuses_an_empty_device_fails_its_step_while_another_device_works() -> None:
+    """Device 0 is empty and refuses F(1,0), while W(0,1), which nothing waits for, still runs."""
     graph = GoesBad(refuses).lowered(Shape(2, 2, 2))
     late = (TaskKind.WEIGHT_GRADIENT, 1)
-    with pytest.raises(ScheduleError, match=r"admit does not let F\(1,0\) in, although nothing else can run"):
+    with pytest.raises(ScheduleError, match=r"admit does not let F\(1,0\) in, although the device holds no"):
         simulate(graph, lambda task: 9.0 if (task.kind, task.stage) == late else 1.0)
