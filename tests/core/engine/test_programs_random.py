@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_graphs import random_graph
 
 from asyncpipe.core.engine.events import (
     Abort,
@@ -37,35 +38,8 @@ from asyncpipe.core.engine.events import (
 )
 from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.engine.share import Share
-from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.programs import Program, programs
-from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
-from asyncpipe.core.schedules.protocol import HintedSchedule, OrderedSchedule, Shape
-from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import ScheduleError
-
-
-def random_graph(draw: random.Random) -> TaskGraph:
-    """Of an ordered schedule or a rule, with skips, ties and updates, on up to three devices."""
-    devices = draw.randint(1, 3)
-    stages = devices * draw.randint(1, 2)
-    skips = {(a, b) for a in range(stages) for b in range(a + 2, stages) if draw.random() < 0.2}
-    ties = {(0, devices - 1)} if devices > 1 and draw.random() < 0.3 else set()
-    links = sorted(skips | ties | {(j, j + 1) for j in range(stages - 1)})
-    updates = tuple(range(stages)) if draw.random() < 0.3 else ()
-    schedule = find_schedule(draw.choice(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "backward-first"]))
-    if isinstance(schedule, OrderedSchedule) and draw.random() < 0.1:
-        schedule = HintedSchedule(schedule)
-    try:
-        return lower(
-            schedule,
-            Shape(stages, draw.randint(1, 4), devices),
-            checkpoint=draw.choice(list(CheckpointMode)),
-            phase=draw.choice([Phase.STEP, *Phase]),
-            wiring=Wiring(tuple(links), tuple(sorted(ties)), updates),
-        )
-    except ScheduleError:
-        return lower(find_schedule("gpipe"), Shape(devices, draw.randint(1, 4), devices))
+from asyncpipe.core.graph.task_graph import TaskGraph
 
 
 @dataclass(eq=False)

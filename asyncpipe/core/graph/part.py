@@ -1,0 +1,154 @@
+"""Parts: what one of several workers runs of a step's graph, and what the parts tell each other.
+
+Each worker has some of the devices, and runs the tasks of these as a task graph of its own. Where a task waits for one
+of another part, it waits at a gate, and the other part has a *departure*: what is to be sent there. So one message is
+one dependency that crosses, named by its two tasks in numbers of the whole graph::
+
+    whole graph      F(0,0) ─▶ C(0,0>1) ─▶ F(0,1)        cpu:0 │ cpu:1
+
+    part of cpu:0    F(0,0) ─▶ departure  (C(0,0>1), F(0,0)), with tensors
+    part of cpu:1              arrival    (C(0,0>1), F(0,0)) opens a gate ─▶ C(0,0>1) ─▶ F(0,1)
+
+Tensors cross only to a copy: it runs where they go. Other dependencies that cross are mere order: under a rule R(i,j)
+waits for the task that makes its gradient. A copy of tied parameters waits for no task, since they are complete when
+the step begins; its message is named by ``BEGINNING``, and leaves when the step begins at the owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from asyncpipe.core.graph.task import Task
+from asyncpipe.core.graph.task_graph import Rule, TaskGraph
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.errors import DeviceError
+
+__all__ = ["BEGINNING", "Departure", "Part", "part"]
+
+BEGINNING = -1
+"""In place of a task that is waited for: the beginning of the step in the other part."""
+
+
+class Departure(NamedTuple):
+    """What a task of another part waits for. Tasks are numbers of the whole graph."""
+
+    device: str
+    """The device of the task that waits."""
+    task: int
+    """The task that waits."""
+    dependency: int
+    """The task of this part that it waits for, or ``BEGINNING``."""
+    tensors: bool
+    """Whether the message carries tensors: the task that waits is a copy, which reads what this one has made."""
+    among: int = 1
+    """For how many tasks of this part it waits. Of several, whose messages all name the same ``task``, the last one to
+    be sent carries the tensors: under a rule, the gradient of tied parameters is complete after any of some tasks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A part of a task graph, and how it is joined to the others."""
+
+    graph: TaskGraph
+    """The tasks of the part's devices, in their order. ``shape``, ``devices``, ``placement``, ``phase`` and ``wiring``
+    are those of the whole step, so that indices of devices and stages keep their meaning; ``lanes`` are the part's own.
+    Gates of the whole graph come first, in their order, then arrivals."""
+    whole: tuple[int, ...]
+    """The number of each task in the whole graph."""
+    arrivals: Mapping[tuple[int, int], int]
+    """The gate that each message opens, by (task that waits, dependency): numbers of the whole graph."""
+    departures: tuple[tuple[Departure, ...], ...]
+    """What to send once each task has released its dependents on other devices: when it is issued, or under a rule,
+    completed. A step that was aborted sends nothing."""
+    at_start: tuple[Departure, ...]
+    """What to send when the step begins."""
+
+
+def part(graph: TaskGraph, devices: Iterable[str]) -> Part:
+    """The part of ``graph`` that runs on ``devices`` (names); time and memory are linear in the number of tasks.
+
+    A scheduler runs it as it runs a whole graph. The parts of all workers run to their end together if the whole graph
+    does: they have its order, or its rule, and every message is sent as soon as its task is done. Raises
+    ``DeviceError`` for a device that is not the graph's.
+    """
+    own = set(devices)
+    if unknown := own.difference(graph.devices):
+        raise DeviceError(f"the step has no device {min(unknown)!r}; its devices are {', '.join(graph.devices)}")
+    is_own = [graph.devices[device] in own for device in graph.placement]
+    whole = tuple([task.number for task in graph.tasks if is_own[task.stage]])
+    number = {task: position for position, task in enumerate(whole)}
+    gates = [number[gated] for gated in graph.gates if gated in number]
+    arrivals: dict[tuple[int, int], int] = {}
+    at_start = []
+    for task in graph.tasks:
+        if task.number in number:
+            waits_for = [before for before in graph.dependencies[task.number] if before not in number]
+            if (owner := _owner(graph, task)) is not None and not is_own[owner]:
+                waits_for.append(BEGINNING)
+            for before in waits_for:
+                arrivals[task.number, before] = len(gates)
+                gates.append(number[task.number])
+        elif (owner := _owner(graph, task)) is not None and is_own[owner]:
+            at_start.append(Departure(task.lane.device, task.number, BEGINNING, tensors=True))
+    lanes = {lane: position for position, lane in enumerate(lane for lane in graph.lanes if lane.device in own)}
+    return Part(
+        graph=TaskGraph(
+            schedule=graph.schedule,
+            shape=graph.shape,
+            devices=graph.devices,
+            placement=graph.placement,
+            phase=graph.phase,
+            wiring=graph.wiring,
+            tasks=tuple([Task(position, *graph.tasks[task][1:]) for position, task in enumerate(whole)]),
+            dependencies=_renumbered(graph.dependencies, whole, number),
+            local_dependents=_renumbered(graph.local_dependents, whole, number),
+            remote_dependents=_renumbered(graph.remote_dependents, whole, number),
+            lanes=tuple(lanes),
+            lane_of=tuple([lanes[graph.tasks[task].lane] for task in whole]),
+            gates=tuple(gates),
+            rule=None if graph.rule is None else _restricted(graph.rule, number),
+        ),
+        whole=whole,
+        arrivals=arrivals,
+        departures=tuple(
+            [
+                tuple(
+                    [
+                        _departure(graph, after, task, number)
+                        for after in graph.remote_dependents[task]
+                        if after not in number
+                    ]
+                )
+                for task in whole
+            ]
+        ),
+        at_start=tuple(at_start),
+    )
+
+
+def _owner(graph: TaskGraph, task: Task) -> int | None:
+    """The stage whose parameters ``task`` copies as they are when the step begins; ``None`` of any other task."""
+    return None if task.source is None or graph.read_by(task.number) else task.source
+
+
+def _departure(graph: TaskGraph, task: int, dependency: int, own: Mapping[int, int]) -> Departure:
+    device, tensors = graph.tasks[task].lane.device, graph.tasks[task].kind is TaskKind.COPY
+    return Departure(device, task, dependency, tensors, sum(before in own for before in graph.dependencies[task]))
+
+
+def _renumbered(
+    lists: tuple[tuple[int, ...], ...], whole: tuple[int, ...], number: Mapping[int, int]
+) -> tuple[tuple[int, ...], ...]:
+    """Of each task of the part, those of its list that are in the part as well."""
+    return tuple([tuple([number[other] for other in lists[task] if other in number]) for task in whole])
+
+
+def _restricted(rule: Rule, number: Mapping[int, int]) -> Rule:
+    """The rule among the tasks of a part. Loads stay those of all devices; nobody asks about the others."""
+    by_rank = tuple([number[task] for task in rule.by_rank if task in number])
+    ranks = [0] * len(by_rank)
+    for rank, task in enumerate(by_rank):
+        ranks[task] = rank
+    return replace(rule, ranks=tuple(ranks), by_rank=by_rank)

@@ -1,0 +1,193 @@
+"""Parts of a graph: together they are the whole graph, and what one sends is what another waits for."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_graphs import random_graph, random_partition
+
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.part import BEGINNING, Departure, Part, part
+from asyncpipe.core.graph.programs import programs
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import DeviceError
+
+
+def cut(graph: TaskGraph, draw: random.Random) -> list[Part]:
+    return [part(graph, devices) for devices in random_partition(graph.devices, draw)]
+
+
+@settings(max_examples=150)
+@given(st.randoms(use_true_random=False))
+def test_parts_together_are_the_whole_graph(draw: random.Random) -> None:
+    graph = random_graph(draw, most_devices=5, ruled=0.4)
+    parts = cut(graph, draw)
+    assert sorted(number for each in parts for number in each.whole) == list(range(len(graph.tasks)))
+    for each in parts:
+        own, whole = each.graph, each.whole
+        assert list(whole) == sorted(whole), "the order is kept"
+        assert [task._replace(number=whole[task.number]) for task in own.tasks] == [graph.tasks[n] for n in whole]
+        assert [own.lanes[lane] for lane in own.lane_of] == [task.lane for task in own.tasks]
+        assert {lane.device for lane in own.lanes}.isdisjoint(
+            lane.device for other in parts if other is not each for lane in other.graph.lanes
+        )
+        crossing = {task: [before for waiting, before in each.arrivals if waiting == task] for task in whole}
+        for task, before in enumerate(own.dependencies):
+            real = [other for other in crossing[whole[task]] if other != BEGINNING]
+            assert sorted([whole[other] for other in before] + real) == sorted(graph.dependencies[whole[task]])
+        for task in range(len(own.tasks)):
+            after = [whole[other] for other in (*own.local_dependents[task], *own.remote_dependents[task])]
+            sent = [departure.task for departure in each.departures[task]]
+            expected = (*graph.local_dependents[whole[task]], *graph.remote_dependents[whole[task]])
+            assert sorted(after + sent) == sorted(expected)
+        if graph.rule is not None:
+            assert own.rule is not None
+            assert [own.rule.ranks[task] for task in own.rule.by_rank] == list(range(len(whole)))
+            by_rank = [number for number in graph.rule.by_rank if number in set(whole)]
+            assert [whole[task] for task in own.rule.by_rank] == by_rank
+
+
+@settings(max_examples=150)
+@given(st.randoms(use_true_random=False))
+def test_what_one_part_sends_another_waits_for(draw: random.Random) -> None:
+    graph = random_graph(draw, most_devices=5, ruled=0.4)
+    parts = cut(graph, draw)
+    home = {number: each for each in parts for number in each.whole}
+    callers = 0
+    for each in parts:
+        mine = [gated for gated in graph.gates if home[gated] is each]
+        assert [each.whole[gated] for gated in each.graph.gates[: len(mine)]] == mine, "the caller's gates come first"
+        callers += len(mine)
+        assert sorted(each.arrivals.values()) == list(range(len(mine), len(each.graph.gates)))
+        assert all(each.whole[each.graph.gates[gate]] == task for (task, _), gate in each.arrivals.items())
+    assert callers == len(graph.gates)
+    sent = [departure for each in parts for found in (each.at_start, *each.departures) for departure in found]
+    expected = [arrival for each in parts for arrival in each.arrivals]
+    assert sorted((departure.task, departure.dependency) for departure in sent) == sorted(expected)
+    for departure in sent:
+        task = graph.tasks[departure.task]
+        assert departure.device == task.lane.device
+        assert departure.tensors == (task.kind is TaskKind.COPY)
+        if departure.tensors:
+            same = sum(other.task == departure.task for other in sent)
+            assert departure.among == same, "all that a copy reads comes from one part"
+    assert graph.rule is not None or all(departure.tensors and departure.among == 1 for departure in sent)
+
+
+@settings(max_examples=100)
+@given(st.randoms(use_true_random=False))
+def test_devices_run_the_programs_of_the_whole_graph(draw: random.Random) -> None:
+    graph = random_graph(draw, most_devices=5, ruled=0.0)
+    whole = {program.device: program for program in programs(graph).programs}
+    for each in cut(graph, draw):
+        made = programs(each.graph)
+        assert [made.programs[p].tasks[k] for p, k in made.gates] == list(each.graph.gates)
+        beginnings = [task for task, before in each.arrivals if before == BEGINNING]
+        for program in made.programs:
+            expected = whole.pop(program.device)
+            assert [each.whole[task] for task in program.tasks] == list(expected.tasks)
+            extra = [beginnings.count(each.whole[task]) for task in program.tasks]
+            awaits = [count - more for count, more in zip(program.awaits, extra, strict=True)]
+            assert awaits == list(expected.awaits), "a message counts as a task of another device does"
+    assert not whole
+
+
+@settings(max_examples=100)
+@given(st.randoms(use_true_random=False))
+def test_one_part_is_the_whole_graph(draw: random.Random) -> None:
+    graph = random_graph(draw, most_devices=5, ruled=0.4)
+    each = part(graph, graph.devices)
+    for field in fields(TaskGraph):
+        if field.name != "rule":
+            assert getattr(each.graph, field.name) == getattr(graph, field.name), field.name
+    if graph.rule is not None:
+        assert each.graph.rule is not None
+        for name in ("ranks", "by_rank", "loads", "admit", "ahead"):
+            assert getattr(each.graph.rule, name) == getattr(graph.rule, name)
+    assert each.whole == tuple(range(len(graph.tasks)))
+    assert (each.arrivals, each.at_start, set(each.departures)) == ({}, (), {()})
+
+
+@settings(max_examples=50)
+@given(st.randoms(use_true_random=False))
+def test_a_part_can_be_simulated_and_reported(draw: random.Random) -> None:
+    """What comes from outside is there at the beginning."""
+    graph = random_graph(draw, ruled=0.4)
+    for each in cut(graph, draw):
+        found = report(simulate(each.graph))
+        assert sorted(time.task.number for time in found.tasks) == list(range(len(each.whole)))
+        assert set(found.gates_opened) == set(each.graph.gates)
+
+
+# Written out
+
+
+def two(**options: object) -> TaskGraph:
+    arguments = {"wiring": Wiring(((0, 1),)), "checkpoint": CheckpointMode.NEVER, "phase": Phase.STEP} | options
+    return lower(find_schedule("gpipe"), Shape(2, 1, 2), **arguments)  # type: ignore[arg-type]
+
+
+def test_a_chain_of_two() -> None:
+    graph = two()
+    number = {task.id: task.number for task in graph.tasks}
+    first, second = part(graph, ["dev:0"]), part(graph, ["dev:1"])
+    assert [task.id for task in first.graph.tasks] == ["F(0,0)", "C(0,1>0)", "B(0,0)"]
+    assert [task.id for task in second.graph.tasks] == ["C(0,0>1)", "F(0,1)", "B(0,1)"]
+    forth = (number["C(0,0>1)"], number["F(0,0)"])
+    back = (number["C(0,1>0)"], number["B(0,1)"])
+    assert (second.arrivals, second.graph.gates) == ({forth: 0}, (0,))
+    assert (first.arrivals, first.graph.gates) == ({back: 0}, (1,))
+    assert first.departures == ((Departure("dev:1", *forth, tensors=True),), (), ())
+    assert second.departures == ((), (), (Departure("dev:0", *back, tensors=True),))
+    assert first.at_start == second.at_start == ()
+    assert first.graph.read_by(1) == (), "what a copy reads is not in its part"
+    assert first.graph.find(TaskKind.BACKWARD, 0, 0).number == 2
+    assert [(edge.dependency, edge.task) for edge in first.graph.edges()] == [(0, 2), (1, 2)]
+
+
+def test_a_backward_has_its_callers_gates_where_its_last_stage_is() -> None:
+    graph = lower(find_schedule("gpipe"), Shape(3, 4, 3), phase=Phase.BACKWARD)
+    last = part(graph, ["dev:2"])
+    assert [last.graph.tasks[gated].id for gated in last.graph.gates] == [f"B({i},2)" for i in range(4)]
+    assert last.arrivals == {}
+    middle = part(graph, ["dev:1", "dev:0"])
+    assert len(middle.graph.gates) == len(middle.arrivals) == 4
+    both = part(graph, ["dev:2", "dev:0"])
+    assert [both.graph.tasks[gated].id for gated in both.graph.gates[:4]] == [f"B({i},2)" for i in range(4)]
+    assert sorted(both.arrivals.values()) == [4, 5, 6, 7]
+
+
+def test_tied_parameters_leave_when_the_step_begins() -> None:
+    graph = two(wiring=Wiring(((0, 1),), ((0, 1),), (0, 1)))
+    owner, user = part(graph, ["dev:0"]), part(graph, ["dev:1"])
+    (copy,) = (task.number for task in graph.tasks if task.id == "C(0>1)")
+    assert owner.at_start == (Departure("dev:1", copy, BEGINNING, tensors=True),)
+    assert (copy, BEGINNING) in user.arrivals
+    assert user.at_start == ()
+
+
+def test_under_a_rule_the_last_of_several_messages_brings_the_gradient_of_tied_parameters() -> None:
+    schedule = find_schedule("1f1b", order="hint")
+    wiring = Wiring(((0, 1),), ((0, 1),))
+    graph = lower(schedule, Shape(2, 3, 2), checkpoint=CheckpointMode.ALWAYS, wiring=wiring)
+    user = part(graph, ["dev:1"])
+    (copy,) = (task.number for task in graph.tasks if task.id == "C(1>0)")
+    last = [departure for sent in user.departures for departure in sent if departure.task == copy]
+    assert [graph.tasks[departure.dependency].id for departure in last] == ["B(0,1)", "B(1,1)", "B(2,1)"]
+    assert {(departure.tensors, departure.among) for departure in last} == {(True, 3)}
+    order = [departure for sent in user.departures for departure in sent if not departure.tensors]
+    assert {graph.tasks[departure.task].kind for departure in order} == {TaskKind.RECOMPUTE}
+
+
+def test_a_device_that_is_not_the_steps_is_refused() -> None:
+    with pytest.raises(DeviceError, match="the step has no device 'cpu:7'; its devices are dev:0, dev:1"):
+        part(two(), ["dev:0", "cpu:7"])
