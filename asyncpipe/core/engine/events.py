@@ -63,6 +63,9 @@ class StepSubmitted:
     after: int | None = None
     """The step that this one follows on every device (``steps.py``). One that is completed
     changes nothing."""
+    parts: int = 0
+    """How many workers run it, each a part, and decide for their own lanes: then nothing is decided here, whatever the
+    schedule and whose step it is. What happened is noted as for programs, and each part ends as a program does."""
 
 
 @dataclass(frozen=True, slots=True)

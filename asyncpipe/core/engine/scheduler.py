@@ -200,7 +200,7 @@ class SchedulerState:
         earlier = self._earlier(event)
         self._last_step = event.step
         job = self._jobs.begin(event.share)
-        lanes = [self._lane(lane, graph, job) for lane in graph.lanes]
+        lanes = [self._lane(lane, graph, job) if not event.parts else LaneState(lane) for lane in graph.lanes]
         step = StepState(
             number=event.step,
             graph=graph,
@@ -211,15 +211,16 @@ class SchedulerState:
             states=[_WAITING] * len(graph.tasks),
             to_issue=len(graph.tasks),
             closed_gates=set(range(len(graph.gates))),
-            admission=None if graph.rule is None else StepAdmissions(graph),
+            admission=None if graph.rule is None or event.parts else StepAdmissions(graph),
         )
         self._steps[event.step] = step
         step.journal.append((now, event))
         commands: list[Command] = []
         by_program = event.programs and (earlier is None or earlier.by_program)
-        if by_program and graph.rule is None and all(lane.in_order for lane in step.used):
+        by_program = by_program and graph.rule is None and all(lane.in_order for lane in step.used)
+        if by_program or event.parts:
             step.by_program = True
-            step.programs = len({lane.lane.device for lane in step.used})
+            step.programs = event.parts or len({lane.lane.device for lane in step.used})
             commands.append(RunPrograms(step.number))
             step.journal.append((now, commands[0]))
         for lane in step.used:

@@ -167,11 +167,9 @@ class Binder:
 
     def _tied(self, task: Task, source: int) -> tuple[Sequence[Tensor | None], Callable[[list[Tensor | None]], None]]:
         """The tied tensors that ``task`` copies, values or gradients, and a function that stores the copies."""
+        arrived = self._tensors.tied_arrived.pop((source, task.stage), None)
         if task.is_gradient_copy:
-            replicas = self._resources.ties.between(task.stage, source)
-            gradients = [replica.tensor.grad for replica in replicas]
-            for replica in replicas:
-                replica.tensor.grad = None
+            gradients = arrived or self._resources.ties.take_gradients(task.stage, source)
             return gradients, partial(self._tensors.tied_gradients.__setitem__, (source, task.stage))
         replicas = self._resources.ties.between(source, task.stage)
 
@@ -180,7 +178,7 @@ class Binder:
                 assert values is not None
                 replica.tensor.data = values
 
-        return [replica.owner.detach() for replica in replicas], put
+        return arrived or self._resources.ties.values(source, task.stage), put
 
     def _await_dependencies(self, task: Task, stream: LaneStream) -> None:
         """Make ``stream`` wait for the task's dependencies.

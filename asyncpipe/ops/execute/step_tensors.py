@@ -75,6 +75,8 @@ class StepTensors:
     """By micro-batch; empty where the loss needs none. F of the last stage moves them to its device."""
     tied_gradients: dict[tuple[int, int], list[Tensor | None]] = field(default_factory=dict)
     """By (user, owner): gradients of replicas, copied to the owner's device and not added to its gradients yet."""
+    tied_arrived: dict[tuple[int, int], list[Tensor | None]] = field(default_factory=dict)
+    """By (source, user): values or gradients of tied parameters that another worker sent and no copy has taken yet."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
     """The count that the loss returned for each micro-batch, if it returns counts; on the CPU if it was a number."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import UserDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -123,6 +124,35 @@ class Packet:
             return next(iter(tensors))
         remaining = iter(tensors)
         return rebuild(self._structure, [next(remaining) if rest is None else rest[0] for rest in self._rest])
+
+    def shell(self) -> bytes:
+        """All but the tensors, for another process. Raises ``StageError`` if a value cannot be sent."""
+        if self._structure is None and self.count:
+            return _ONE_TENSOR[self.wants_gradient[0]]
+        try:
+            return pickle.dumps((self._structure, self._rest, self.wants_gradient))
+        except Exception as error:
+            raise StageError(
+                f"a stage sends a value that cannot go to another process ({type(error).__name__}: {error}); send "
+                "tensors, numbers and strings, or put both stages on one worker"
+            ) from error
+
+    @classmethod
+    def from_shell(cls, shell: bytes, tensors: list[Tensor]) -> Packet:
+        """The packet whose ``shell`` this is, with these tensors. Unpickles, so it must come from a trusted process."""
+        packet = cls.__new__(cls)
+        packet.restore(shell, tensors)
+        return packet
+
+    def restore(self, shell: bytes, tensors: list[Tensor]) -> None:
+        """Become the packet whose ``shell`` this is, as ``from_shell``."""
+        self._structure, self._rest, self.wants_gradient = pickle.loads(shell)  # noqa: S301
+        self.tensors = tensors
+        self.count = len(tensors)
+
+
+_ONE_TENSOR = [pickle.dumps((None, [None], [wants])) for wants in (False, True)]
+"""The shells of a single tensor, without and with a gradient."""
 
 
 def cut(batch: Any, microbatches: int, *, dim: int = 0, name: str = "the input") -> CutBatch:

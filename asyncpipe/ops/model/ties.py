@@ -81,6 +81,18 @@ class Ties:
         """The replicas that ``user`` has of tensors of ``owner``."""
         return self._replicas[owner, user]
 
+    def values(self, owner: int, user: int) -> list[Tensor | None]:
+        """What ``user`` has replicas of, without a graph."""
+        return [replica.owner.detach() for replica in self.between(owner, user)]
+
+    def take_gradients(self, owner: int, user: int) -> list[Tensor | None]:
+        """The gradients of those replicas, which lose them."""
+        replicas = self.between(owner, user)
+        gradients = [replica.tensor.grad for replica in replicas]
+        for replica in replicas:
+            replica.tensor.grad = None
+        return gradients
+
     def refresh(self) -> None:
         """Copy to the shadows what was changed on their modules: training mode, hooks, other attributes."""
         for shadow in self._shadows:

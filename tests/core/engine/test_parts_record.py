@@ -1,0 +1,80 @@
+"""The record of a step that several workers ran: what each of them told, in one order in which it can have happened."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_graphs import random_graph, random_partition
+
+from asyncpipe.core.engine.events import Outcome, TaskCompleted, TaskDropped, TaskFailed
+from asyncpipe.core.engine.parts_record import TaskEvent, WorkerPart, parts_record
+from asyncpipe.core.engine.share import Share
+from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.predict.simulate import simulate
+
+Told = list[tuple[float, TaskEvent]]
+
+
+def told(draw: random.Random) -> tuple[TaskGraph, Told]:
+    """A graph, and what became of its tasks, by a simulation."""
+    graph = random_graph(draw, most_devices=5, ruled=0.4)
+    while graph.gates:
+        graph = random_graph(draw, most_devices=5, ruled=0.4)
+    record = simulate(graph, lambda task: draw.choice([0.0, 1.0, 2.5]))
+    return graph, [(at, event) for at, event in record.journal if isinstance(event, TaskCompleted)]
+
+
+def parts_of(graph: TaskGraph, events: Told, draw: random.Random) -> list[WorkerPart]:
+    """The events by worker. Those of one moment may be told in any order of the workers."""
+    parts = []
+    for devices in random_partition(graph.devices, draw):
+        own = frozenset(task.number for task in graph.tasks if task.lane.device in devices)
+        parts.append(WorkerPart(own, [(at, event) for at, event in events if event.task in own]))
+    draw.shuffle(parts)
+    return parts
+
+
+@settings(max_examples=100)
+@given(st.randoms(use_true_random=False))
+def test_the_record_has_all_that_happened(draw: random.Random) -> None:
+    graph, events = told(draw)
+    record = parts_record(0, graph, Share(), 0.0, parts_of(graph, events, draw), 1e6)
+    assert record.outcome is Outcome.OK
+    happened = [event for _, event in record.journal if isinstance(event, TaskCompleted)]
+    assert sorted(happened, key=lambda event: event.task) == sorted(
+        (event for _, event in events), key=lambda event: event.task
+    )
+    times = [at for at, _ in record.journal]
+    assert times == sorted(times)
+
+
+@settings(max_examples=100)
+@given(st.randoms(use_true_random=False))
+def test_a_failure_ends_the_record_after_what_others_have_done_meanwhile(draw: random.Random) -> None:
+    graph, events = told(draw)
+    at, failing = draw.choice(events)
+    after = {failing.task}
+    for task in graph.tasks:
+        if after.intersection(graph.dependencies[task.number]):
+            after.add(task.number)
+    kept = [(when, event) for when, event in events if event.task not in after]
+    kept.append((at, TaskFailed(0, failing.task, ValueError())))
+    record = parts_record(0, graph, Share(), 0.0, parts_of(graph, kept, draw), 1e6)
+    assert record.outcome is Outcome.FAILED
+    ends = (TaskCompleted, TaskFailed, TaskDropped)
+    assert {event.task for _, event in record.journal if isinstance(event, ends)} >= {event.task for _, event in kept}
+
+
+@settings(max_examples=100)
+@given(st.randoms(use_true_random=False))
+def test_what_a_lost_worker_did_not_tell_leaves_a_cancelled_step(draw: random.Random) -> None:
+    graph, events = told(draw)
+    lost = {event.task for _, event in draw.sample(events, draw.randint(1, len(events)))}
+    kept = [(when, event) for when, event in events if event.task not in lost]
+    record = parts_record(0, graph, Share(), 0.0, parts_of(graph, kept, draw), 1e6)
+    assert record.outcome is Outcome.CANCELLED
+    for _, event in record.journal:
+        if isinstance(event, TaskCompleted):
+            assert lost.isdisjoint(graph.dependencies[event.task])
