@@ -35,7 +35,11 @@ _PRIVATE = """
     _C._autograd._push_saved_tensors_default_hooks _C._autograd._top_saved_tensors_default_hooks
     _C._functorch.is_batchedtensor _C._functorch.is_legacy_batchedtensor _C._functorch.peek_interpreter_stack
     _C._nn._parse_to _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _ops._higher_order_ops
-    nn.modules.batchnorm._BatchNorm utils._python_dispatch._disable_current_modes utils._pytree.SUPPORTED_NODES
+    autograd.Variable._execution_engine.run_backward nn.Module._compiled_call_impl
+    nn.modules.batchnorm._BatchNorm nn.modules.module._global_backward_hooks
+    nn.modules.module._global_backward_pre_hooks nn.modules.module._global_forward_hooks
+    nn.modules.module._global_forward_pre_hooks
+    utils._python_dispatch._disable_current_modes utils._pytree.SUPPORTED_NODES
 """.split()
 """What the package uses of torch that torch does not promise to keep."""
 

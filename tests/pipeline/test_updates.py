@@ -160,3 +160,27 @@ def test_gradient_scaler(workload, inside):
     assert scaler.get_scale() == reference.get_scale()
     for a, b in zip(model.parameters(), bare.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+class _Noisy(torch.optim.SGD):
+    """Draws in each update, as stochastic-gradient Langevin dynamics does."""
+
+    def step(self, closure=None):
+        self.drawn = torch.rand(3)
+        return super().step(closure)
+
+
+async def test_an_optimizer_draws_from_the_default_generator(workload):
+    torch.manual_seed(0)
+    torch.randint(0, 2**62, ())  # the step's own number
+    wanted = torch.rand(3)
+    torch.manual_seed(0)
+    async with Pipeline(
+        workload.model(),
+        ["cpu:0"],
+        microbatches=2,
+        loss_fn=mse,
+        optimizer=lambda parameters: _Noisy(parameters, lr=0.1),
+    ) as pipe:
+        await pipe.step(workload.x, workload.target)
+    assert torch.equal(pipe.optimizers[0].drawn, wanted)

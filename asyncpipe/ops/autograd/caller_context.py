@@ -55,13 +55,18 @@ class CallerContext:
             autocast_cache=torch.is_autocast_cache_enabled(),
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing to enter."""
+        return not (self.autocasts or self.inference)
+
     def entered(self) -> AbstractContextManager[None]:
         """Enter the caller's autocast and inference mode. The task sets its grad mode itself.
 
         Every task enters a new autocast, which clears the cache of cast weights at its end. Otherwise a recomputation
         could use a cast that its first run made under ``no_grad``, and that has no graph.
         """
-        return self._entered() if self.autocasts or self.inference else _NOTHING
+        return _NOTHING if self.is_plain else self._entered()
 
     @contextmanager
     def _entered(self) -> Iterator[None]:

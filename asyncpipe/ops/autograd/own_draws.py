@@ -80,7 +80,7 @@ class OwnDraws:
         self._outer: list[OwnDraws | None] = []
 
     def generator(self, device: torch.device) -> torch.Generator | None:
-        """What draws on ``device``; ``None`` if its default generator is right there. Never ``None`` for the CPU."""
+        """What draws on ``device``; ``None`` if its default generator is right there."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -206,10 +206,10 @@ def _lending(operator: torch._ops.OpOverload) -> Callable[..., Any]:
     """The kernel for an operator without a generator that calls one with it, perhaps through Python code."""
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        draws = own_draws()
-        if draws is None or not keys.has(_PYTHON) or _is_tracing(keys):
+        own = _cpu_generator(own_draws())
+        if own is torch.default_generator or not keys.has(_PYTHON) or _is_tracing(keys):
             return operator.redispatch(keys & _BELOW, *args, **kwargs)
-        with _lent(_cpu_generator(draws)):
+        with _lent(own):
             return operator.redispatch(keys & _BELOW, *args, **kwargs)
 
     return kernel

@@ -5,7 +5,8 @@ that rewinds them would rewind them for every thread. So every micro-batch has i
 (step seed, micro-batch, stage), which its tasks enter while they run:
 
 - On a CPU, whatever draws on the task's thread draws from a generator of the stream (``own_draws``). Tasks do not wait
-  for each other, and one that draws nothing pays for entering the stream only.
+  for each other. Those of a device share what they enter (``DeviceDraws``), which goes from stream to stream, so a task
+  that draws nothing pays for a number.
 - On an accelerator, the task seeds the device's default generator, while no other task is issued to that device
   (``ops/device/generator_turns``).
 
@@ -34,7 +35,15 @@ from asyncpipe.ops.autograd.own_draws import OwnDraws, own_draws
 from asyncpipe.ops.device.devices import ACCELERATORS
 from asyncpipe.ops.device.generator_turns import GeneratorTurn, turn_of
 
-__all__ = ["RandomStream", "check_repeated", "draw_step_seed", "random_stream", "turns_paused"]
+__all__ = [
+    "DeviceDraws",
+    "RandomStream",
+    "check_repeated",
+    "device_draws",
+    "draw_step_seed",
+    "random_stream",
+    "turns_paused",
+]
 
 _CPU = torch.device("cpu")
 
@@ -126,6 +135,37 @@ class _StreamWithTurn(RandomStream):
         finally:
             self._turn.take(state)
             self._has_turn = True
+
+
+class DeviceDraws(RandomStream):
+    """The streams of the tasks of one CPU device in one step: entered around all of them, and told which one begins."""
+
+    __slots__ = ("_is_drawing", "_step_seed")
+
+    def __init__(self, step_seed: int) -> None:
+        super().__init__(step_seed, 0, 0)
+        self._step_seed = step_seed
+        self._is_drawing = False
+
+    def begin(self, microbatch: int, stage: int, branch: int = 0) -> None:
+        """From now on, draw from this stream, from its start."""
+        self._key = self._step_seed, microbatch, stage, branch
+        self._is_drawing = True
+        if self._generators:
+            self._generators = {}
+
+    def pause(self) -> None:
+        """From now on, draw from the default generators: the task that begins has no micro-batch."""
+        self._is_drawing = False
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """A generator of the stream of the task that has begun."""
+        return super().generator(device) if self._is_drawing else None
+
+
+def device_draws(step_seed: int, device: torch.device) -> DeviceDraws | None:
+    """The streams of the tasks of a logical device on ``device``; ``None`` where each task enters its own."""
+    return DeviceDraws(step_seed) if turn_of(device) is None else None
 
 
 def random_stream(step_seed: int, microbatch: int, stage: int, device: torch.device, branch: int = 0) -> RandomStream:

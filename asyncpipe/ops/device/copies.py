@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from asyncpipe.core.graph.task import Lane, Queue
-from asyncpipe.ops.device.streams import AcceleratorStream, LaneStream, record
+from asyncpipe.ops.device.streams import AcceleratorStream, CpuStream, LaneStream, record
 
 __all__ = ["Copier", "HostCopy", "make_copiers", "to_device"]
 
@@ -33,6 +33,7 @@ class Copier:
         self._lane = lane
         self._compute = compute
         self._sides: dict[torch.device, AcceleratorStream] = {}
+        self._is_on_host = isinstance(lane, CpuStream)
 
     def side(self, tensors: Sequence[Tensor | None]) -> AcceleratorStream | None:
         """The second stream that copying ``tensors`` needs, on the source device; ``None`` if it needs none.
@@ -70,6 +71,8 @@ class Copier:
         ``ready`` has, by device, the event behind what the caller had queued there when the step began. The lane's
         stream is current, and behind these events.
         """
+        if self._is_on_host and tensor.is_cpu:
+            return tensor
         side = self.side([tensor])
         if side is None:
             if tensor.device == self._lane.device:

@@ -4,7 +4,7 @@ Imports the other folders of ``asyncpipe.ops`` and ``asyncpipe.core``. Where to 
 
 - ``binder``: gives each task its computation, its stream, and the events that it waits for; one ``match`` over the
   kinds of tasks says what computes which;
-- ``compute``: F, R, B, I and W of a stage;
+- ``compute``: F, R, B, I and W of a stage; ``stage_run``: what a forward, and its recomputation, computes;
 - ``step_tensors``: the tables of tensors through which the tasks of one step pass values to each other;
 - ``shared_values``: refuses to overwrite what another stage reads too;
 - ``caller_gradients``: gradients of the caller's own input tensors, gathered from those of the micro-batches;

@@ -22,6 +22,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.fork_join import forget_failed_backward
+from asyncpipe.ops.autograd.random_streams import device_draws
 from asyncpipe.ops.device.copies import Copier
 from asyncpipe.ops.device.device_clock import Timing
 from asyncpipe.ops.device.streams import AcceleratorStream, CpuStream, LaneStream
@@ -69,76 +70,90 @@ class Binder:
         self._plan = plan
         self._tensors = tensors
         self._resources = resources
+        self._draws = {lane.device: device_draws(plan.seed, resources.streams[lane].device) for lane in graph.lanes}
+        """What the tasks of each device draw from, where they share that."""
         self._compute_of = StageCompute(
-            graph, plan, tensors, resources.stages, resources.streams, resources.copiers, context
+            graph, plan, tensors, resources.stages, resources.streams, resources.copiers, context, self._draws
         )
         self._events: dict[int, torch.Event] = {}
-        self._on_host = not any(isinstance(stream, AcceleratorStream) for stream in resources.streams.values())
+        self._streams = [resources.streams[lane] for lane in graph.lanes]
+        """Of the graph's lanes."""
+        self._on_host = all(isinstance(stream, CpuStream) for stream in resources.streams.values())
         """Whether there is no other device than the CPU."""
         self._gates = frozenset(graph.gates)
 
     def bind(self, task: Task) -> Callable[[], Timing | None]:
         """The computation of ``task``, to be called on its device's thread inside ``around``."""
+        if self._on_host:
+            return partial(self._run, task, self._pass_on if task.kind is TaskKind.COPY else self._action(task.kind))
         if task.kind is TaskKind.COPY:
-            stays = self._on_host and isinstance(self._resources.streams[task.lane], CpuStream)
-            return partial(self._run, task, self._pass_on if stays else self._copy)
-        return partial(self._run, task, self._compute)
+            return partial(self._run, task, self._copy)
+        return partial(self._run, task, partial(self._queue, self._action(task.kind)))
 
     def around(self, device: str) -> AbstractContextManager[None]:
         """What the tasks of ``device`` run inside, one or many."""
-        return Surroundings(self._resources.streams[Lane(device, Queue.COMPUTE)], self._plan.training)
+        stream = self._resources.streams[Lane(device, Queue.COMPUTE)]
+        return Surroundings(stream, self._plan.training, self._draws[device])
 
-    def _run(self, task: Task, run: Callable[[Task], Timing | None]) -> Timing | None:
-        instruments = self._resources.instruments
-        with instruments.named(self._names[task.number]):
-            timing = run(task)
-        if instruments.sample_memory:
-            instruments.sample(self._resources.streams[task.lane].device, self.notes)
-        return timing
-
-    def _compute(self, task: Task) -> Timing | None:
-        stream = self._resources.streams[task.lane]
-        self._await_dependencies(task, stream)
-        timing = stream.begin()
-        try:
-            self._act(task)
-        except BaseException:
-            forget_failed_backward()
-            raise
-        return self._finish(task, timing)
-
-    def _act(self, task: Task) -> None:
+    def _action(self, kind: TaskKind) -> Callable[[Task], None]:
         # Not a table of bound methods: its reference cycle would keep the binder and the stages alive until the garbage
         # collector runs.
-        kind = task.kind
         if kind is TaskKind.FORWARD:
-            self._compute_of.forward(task)
-        elif kind is TaskKind.BACKWARD:
-            self._compute_of.backward(task)
-        elif kind is TaskKind.RECOMPUTE:
-            self._compute_of.recompute(task)
-        elif kind is TaskKind.INPUT_GRADIENT:
-            self._compute_of.input_gradient(task)
-        elif kind is TaskKind.WEIGHT_GRADIENT:
-            self._compute_of.weight_gradient(task)
-        elif kind is TaskKind.SUM:
-            self._sum(task)
-        else:
-            assert kind is TaskKind.UPDATE, "a copy computes nothing"
-            self._update(task)
+            return self._compute_of.forward
+        if kind is TaskKind.BACKWARD:
+            return self._compute_of.backward
+        if kind is TaskKind.RECOMPUTE:
+            return self._compute_of.recompute
+        if kind is TaskKind.INPUT_GRADIENT:
+            return self._compute_of.input_gradient
+        if kind is TaskKind.WEIGHT_GRADIENT:
+            return self._compute_of.weight_gradient
+        if kind is TaskKind.SUM:
+            return self._sum
+        assert kind is TaskKind.UPDATE, "a copy computes nothing"
+        return self._update
+
+    def _run(self, task: Task, compute: Callable[[Task], Timing | None]) -> Timing | None:
+        instruments = self._resources.instruments
+        with instruments.named(self._names[task.number]):
+            try:
+                timing = compute(task)
+            except BaseException:
+                forget_failed_backward()
+                raise
+        if instruments.sample_memory:
+            instruments.sample(self._stream(task).device, self.notes)
+        return timing
+
+    def _queue(self, compute: Callable[[Task], None], task: Task) -> Timing | None:
+        """Queue a task's computation behind what it depends on, on the stream of its lane."""
+        stream = self._stream(task)
+        self._await_dependencies(task, stream)
+        timing = stream.begin()
+        compute(task)
+        return self._finish(task, timing)
+
+    def _stream(self, task: Task) -> LaneStream:
+        return self._streams[self._graph.lane_of[task.number]]
 
     def _pass_on(self, task: Task) -> None:
         """A copy between devices of one CPU: nothing moves, and nothing is to be waited for."""
-        assert task.source is not None
-        tensors, put = self._tied(task, task.source) if task.microbatch == WHOLE_STEP else self._sent(task, task.source)
-        self.notes.copied[task.number] = sum([tensor.nbytes for tensor in tensors if tensor is not None])
+        source = task.source
+        assert source is not None
+        tensors: Sequence[Tensor | None]
         if task.microbatch == WHOLE_STEP:
+            tensors, put = self._tied(task, source)
             put(list(tensors))
+        elif task.is_gradient_copy:
+            tensors = self._tensors.gradients[task.microbatch, source, task.stage]
+        else:
+            tensors = self._tensors.activations[task.microbatch, source, task.stage].tensors
+        self.notes.copied[task.number] = sum([tensor.nbytes for tensor in tensors if tensor is not None])
 
     def _copy(self, task: Task) -> Timing | None:
         """Copy between two stages: activations forward or gradients back, of a micro-batch or of tied parameters."""
         assert task.source is not None
-        lane = self._resources.streams[task.lane]
+        lane = self._stream(task)
         copier = self._resources.copiers[task.lane]
         tensors, put = self._tied(task, task.source) if task.microbatch == WHOLE_STEP else self._sent(task, task.source)
         self.notes.copied[task.number] = sum(tensor.nbytes for tensor in tensors if tensor is not None)
@@ -201,13 +216,20 @@ class Binder:
 
     # Tasks of the whole step
 
+    def _pause_draws(self, task: Task) -> None:
+        """An optimizer draws from the default generators."""
+        if (draws := self._draws[task.lane.device]) is not None:
+            draws.pause()
+
     def _sum(self, task: Task) -> None:
         """Add the gradients of replicas to those of this stage's parameters, in the order of the stages."""
+        self._pause_draws(task)
         with torch.no_grad():
             self._resources.ties.sum_gradients(task.stage, self._tensors.tied_gradients)
 
     def _update(self, task: Task) -> None:
         """Run the stage's optimizer on its complete gradients, and clear them."""
+        self._pause_draws(task)
         optimizer = self._resources.optimizers[task.stage]
         parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         with torch.no_grad(), self._beside_counts(task):
@@ -221,7 +243,7 @@ class Binder:
     def _beside_counts(self, task: Task) -> Iterator[None]:
         """Streams for ``task`` to read the losses' counts from, where these are on another accelerator."""
         counts = [count for count in self._tensors.counts.values() if not count.is_cpu]
-        lane = self._resources.streams[task.lane]
+        lane = self._stream(task)
         if not counts or counts[0].device == lane.device:
             yield
             return

@@ -128,6 +128,11 @@ class StageBuffers:
         self._uncounted: set[int] = set()
         """The modules that make changes which torch does not count."""
 
+    @property
+    def watches(self) -> bool:
+        """Whether there is anything to do around a forward: the stage has buffers."""
+        return bool(self._owners)
+
     def during(self, kept: BufferValues) -> AbstractContextManager[None]:
         """The context of a forward or of its recomputation. ``kept`` is what the one leaves for the other."""
         if not self._owners:

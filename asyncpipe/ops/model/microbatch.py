@@ -100,6 +100,10 @@ class CutBatch:
         return self
 
 
+_LONE: Sequence[tuple[Any] | None] = (None,)
+"""The rest of a packet that is a tensor."""
+
+
 class Packet:
     """A nested value whose tensors are in one list. This is what stages send to each other.
 
@@ -109,18 +113,25 @@ class Packet:
     __slots__ = ("_rest", "_structure", "count", "tensors", "wants_gradient")
 
     def __init__(self, value: Any) -> None:
-        self._structure: Structure | None
-        # Nearly always a tensor, and that costs nothing.
-        leaves, self._structure = ([value], None) if isinstance(value, Tensor) else flatten(value)
-        self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._structure: Structure | None = None
+        self._rest: Sequence[tuple[Any] | None] = _LONE
+        """For each leaf that is no tensor, the leaf."""
+        self.count = 1
+        if isinstance(value, Tensor):
+            # Nearly always, and that costs nothing.
+            self.tensors: list[Tensor] = [value]
+            self.wants_gradient = [value.requires_grad]
+            """For each tensor, whether its sender uses a gradient of it."""
+            return
+        leaves, self._structure = flatten(value)
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.count = len(self.tensors)
         self.wants_gradient = [tensor.requires_grad for tensor in self.tensors]
-        """For each tensor, whether its sender uses a gradient of it."""
         self._rest = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
 
     def rebuild(self, tensors: Iterable[Tensor]) -> Any:
         """The nested value, with ``tensors`` in place of its own. Takes ``count`` of an iterator."""
-        if self._structure is None and self.count:
+        if self._rest is _LONE:
             return next(iter(tensors))
         remaining = iter(tensors)
         return rebuild(self._structure, [next(remaining) if rest is None else rest[0] for rest in self._rest])

@@ -10,7 +10,8 @@ stage to the other::
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from asyncpipe.errors import BalanceError, BatchError, OptionError
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.skip_layout import skip_layout
 from asyncpipe.ops.model.skips import SkipKey, Skippable, SkipStore, use_skips
-from asyncpipe.ops.model.stage import CALLER, StagedModel, StageModule
+from asyncpipe.ops.model.stage import CALLER, StagedModel, StageModule, has_hooks
 
 __all__ = [
     "PipeSequential",
@@ -98,6 +99,15 @@ class SequentialStage(StageModule):
             sent[user].skips.extend(store.outgoing[key] for key in keys)
         return sent
 
+    def function(self) -> Callable[[Mapping[int, Any]], Mapping[int, Any]]:
+        """As ``StageModule.function``: where each layer gets what the one before returns, these calls alone."""
+        layers = self.layers
+        if self._has_skips or self._stashed or self._unpacks or not (self._index and self._comes_alone):
+            return super().function()
+        if has_hooks(self) or has_hooks(layers) or type(layers).forward is not nn.Sequential.forward:
+            return super().function()
+        return partial(_chain, self._index - 1, self._next, tuple(layers))
+
     def _call(self, received: Mapping[int, Any]) -> Any:
         layers, unpacks = self.layers, self._unpacks
         if self._index:
@@ -113,6 +123,13 @@ class SequentialStage(StageModule):
         for layer in others:
             value = layer(value)
         return value
+
+
+def _chain(source: int, user: int, layers: Sequence[nn.Module], received: Mapping[int, Any]) -> dict[int, Any]:
+    value = received[source]
+    for layer in layers:
+        value = layer(value)
+    return {user: value}
 
 
 def stage_parts(module: nn.Module, parts: Sequence[nn.Sequential]) -> StagedModel:

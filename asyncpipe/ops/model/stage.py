@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from asyncpipe.core.predict.balance import check_balance
@@ -26,7 +27,7 @@ from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.output_watch import OutputWatch
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
 
-__all__ = ["CALLER", "Stage", "StageModule", "StagedModel"]
+__all__ = ["CALLER", "Stage", "StageModule", "StagedModel", "has_hooks"]
 
 CALLER = -1
 """The index that stands for the caller, as the source or the user of a link."""
@@ -45,6 +46,21 @@ class StageModule(nn.Module):
         called again with the same input by a recomputation.
         """
         raise NotImplementedError
+
+    def function(self) -> Callable[[Mapping[int, Any]], Mapping[int, Any]]:
+        """What computes as a call of the module does, as it is now: the shortest way, to be used for one step."""
+        return self if has_hooks(self) else self.forward
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling ``module`` does more than its ``forward``."""
+    of_all = torch.nn.modules.module
+    return module._compiled_call_impl is not None or any(
+        getattr(module, hooks) or getattr(of_all, f"_global{hooks}") for hooks in _HOOKS
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -301,3 +301,30 @@ def test_running_statistics_shared_over_devices_are_refused_before_anything_move
         "a layer of its own, or split where one stage has both"
     )
     assert layer.weight.device == CPU
+
+
+# Calls of a step
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_function_of_a_stage_calls_its_layers_and_all_hooks(index: int) -> None:
+    whole = model()
+    stage = in_stages(whole, [2, 2]).stages[index]
+    received = {CALLER: Arguments.of(torch.ones(1, 2))} if index == 0 else {0: torch.ones(1, 2)}
+    (wanted,) = stage(received).values()
+    (found,) = stage.function()(received).values()
+    assert torch.equal(found, wanted)
+    seen: list[nn.Module] = []
+    register_everywhere = torch.nn.modules.module.register_module_forward_hook
+    for module in (stage, stage.layers, stage.layers[0]):
+        for register, called in (
+            (module.register_forward_hook, {module}),
+            (register_everywhere, {stage, stage.layers}),
+        ):
+            handle = register(lambda module, *_: seen.append(module))
+            try:
+                stage.function()(received)
+            finally:
+                handle.remove()
+            assert called <= set(seen)
+            seen.clear()

@@ -1,0 +1,191 @@
+"""One stage in one forward, as a function of tensors that computes the same at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.errors import LossError, StageError
+from asyncpipe.ops.autograd.caller_context import CallerContext
+from asyncpipe.ops.autograd.checkpoint import is_checkpointing, is_recomputing
+from asyncpipe.ops.autograd.random_streams import DeviceDraws, RandomStream, check_repeated, random_stream
+from asyncpipe.ops.execute.shared_values import Readers, as_they_are, refuse_overwriting, shared_readers
+from asyncpipe.ops.execute.step_tensors import StepPlan
+from asyncpipe.ops.model.buffers import BufferValues
+from asyncpipe.ops.model.microbatch import Arguments, Packet
+from asyncpipe.ops.model.stage import CALLER, Stage
+
+__all__ = ["LossResult", "StageRun", "StageSetup"]
+
+
+class LossResult(NamedTuple):
+    """What the last stage returns to the caller in a step with a loss, if it is more than the loss."""
+
+    loss: Tensor
+    counted: Tensor | None
+    output: Any
+
+
+class StageSetup:
+    """What all forwards of one stage in one step share; known before the first."""
+
+    __slots__ = ("call", "context", "draws", "is_plain", "is_repeated", "plan", "stage")
+
+    def __init__(self, stage: Stage, plan: StepPlan, context: CallerContext, draws: DeviceDraws | None) -> None:
+        """``draws`` is what the stage's device draws from, if its tasks share that."""
+        self.stage = stage
+        self.plan = plan
+        self.context = context
+        self.draws = draws
+        self.is_repeated = plan.training and plan.checkpoint is not CheckpointMode.NEVER
+        """Whether forwards are recomputed."""
+        self.is_plain = not self.is_repeated and draws is not None and context.is_plain and not stage.buffers.watches
+        """Whether a forward is a mere call of the stage: nothing is to be entered around it, kept or compared."""
+        self.call = stage.module.function()
+        """What calls the stage's module."""
+
+
+class StageRun:
+    """The forward of one micro-batch, with the loss if the stage is the last.
+
+    An autograd graph refers to this, which the garbage collector cannot see through. To avoid a cycle, this refers
+    neither to the step's tables nor to the tensors that the caller gets.
+    """
+
+    __slots__ = (
+        "_buffers", "_computed", "_drawn", "_microbatch", "_received", "_setup", "_target", "next_readers", "packets",
+        "readers",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        setup: StageSetup,
+        microbatch: int,
+        received: Mapping[int, Packet],
+        target: Arguments,
+        readers: Readers,
+    ) -> None:
+        """``readers``: who else reads what the stage receives; empty if nobody does."""
+        self.readers = readers
+        self.packets: dict[int, Packet]
+        """What the stage sends, without the tensors: autograd functions return only these, so they are returned."""
+        self.next_readers: Mapping[int, Readers] | None = None
+        """Who else reads what it sends, by user, if it is known that somebody does."""
+        self._setup = setup
+        self._microbatch = microbatch
+        self._received = received
+        self._target = target
+        if not setup.is_plain:
+            self._buffers: BufferValues = {}
+            """What a recomputation needs to know of the stage's buffers."""
+            self._drawn: Sequence[Tensor] = ()
+            """What a first run drew, which a recomputation must draw again."""
+            self._computed: Sequence[Tensor | None] = ()
+            """A sample of what it sent, which must come out again."""
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that the stage sends.
+
+        Runs on the device's thread; or, for a recomputation that no R task did, on a thread of the autograd engine.
+        """
+        setup = self._setup
+        stage = setup.stage
+        given = stage.inputs.given(tensors, setup.is_repeated)
+        if setup.is_plain:
+            assert setup.draws is not None
+            setup.draws.begin(self._microbatch, stage.index)
+            flat = self._compute(tensors, given)
+        else:
+            random = random_stream(setup.plan.seed, self._microbatch, stage.index, stage.device.physical)
+            with setup.context.entered(), random, stage.buffers.during(self._buffers):
+                flat = self._compute(tensors, given)
+                if setup.is_repeated:
+                    self._draw_again(random)
+            if setup.is_repeated:
+                self._compute_again(flat)
+        may_share = (len(flat) > 1 or self.readers) and CALLER not in self.packets
+        if may_share and not (setup.is_repeated and is_recomputing()):
+            sent = {user: packet.tensors for user, packet in self.packets.items()}
+            self.next_readers = shared_readers(sent, given, self.readers)
+        for packet in self.packets.values():
+            packet.tensors = []
+        return flat
+
+    def _compute(self, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+        """What ``packets`` hold from now on. ``given`` are ``tensors`` or copies of them."""
+        setup, stage = self._setup, self._setup.stage
+        before = as_they_are(given) if self.readers else ()
+        rest = iter(given)
+        sent = setup.call({source: packet.rebuild(rest) for source, packet in self._received.items()})
+        stage.inputs.saw(tensors, given)
+        if self.readers:
+            refuse_overwriting(stage.index, self.readers, given, before)
+        self.packets = packets = {user: Packet(value) for user, value in sent.items()}
+        flat = _tensors(packets)
+        if not flat:
+            raise _without_tensors(stage.index, sent)
+        if setup.plan.loss is not None and CALLER in packets:
+            packets[CALLER] = Packet(self._loss(setup.plan, sent[CALLER]))
+            flat = _tensors(packets)
+        return flat
+
+    def _loss(self, plan: StepPlan, output: Any) -> Any:
+        """The loss of what the stage returns, or a ``LossResult``."""
+        assert plan.loss is not None
+        loss, count = _loss_and_count(plan.loss(output, *self._target.args, **self._target.kwargs))
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise LossError("the loss does not depend on any parameter; does a stage or loss_fn detach its output?")
+        if count is None and not plan.keep_outputs:
+            return loss
+        return LossResult(loss, count, output if plan.keep_outputs else None)
+
+    def _draw_again(self, random: RandomStream) -> None:
+        """In a first run, note what was drawn; in a second one, check that it was the same."""
+        if is_checkpointing():
+            self._drawn = random.drawn()
+        elif is_recomputing():
+            check_repeated(self._setup.stage.index, self._drawn, random.drawn())
+
+    def _compute_again(self, flat: Sequence[Tensor]) -> None:
+        """The same of what was computed."""
+        if is_checkpointing():
+            self._computed = self._setup.stage.outputs.sample(self._microbatch, flat)
+        elif is_recomputing():
+            self._setup.stage.outputs.compare(self._computed, flat)
+
+
+def _tensors(packets: Mapping[int, Packet]) -> list[Tensor]:
+    if len(packets) == 1:
+        (packet,) = packets.values()
+        return packet.tensors
+    return [tensor for packet in packets.values() for tensor in packet.tensors]
+
+
+def _without_tensors(index: int, sent: Mapping[int, Any]) -> StageError:
+    value = next(iter(sent.values()), None)
+    # A link with skips wraps the output; name the type that the module itself returned.
+    kind = type(getattr(value, "output", value)).__name__
+    return StageError(
+        f"stage {index} returned {kind} without any tensor; a stage must return a tensor, or a nested tuple, list or "
+        "dict that holds one"
+    )
+
+
+def _loss_and_count(returned: Any) -> tuple[Tensor, Tensor | None]:
+    """The loss and its count, from what a loss function returned: a loss, or (mean loss, number of samples)."""
+    loss, count = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    if not isinstance(loss, Tensor) or loss.dim():
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise LossError(f"loss_fn must return a tensor without dimensions, got {got}; reduce it to a scalar")
+    if count is None:
+        return loss, None
+    # A number stays on the CPU: bringing it to the loss's device would make the host wait for the device.
+    on_device = isinstance(count, Tensor) and not count.is_cpu
+    count = torch.as_tensor(count, device=loss.device if on_device else "cpu").detach()
+    if count.dim():
+        raise LossError(f"loss_fn returned a count of shape {tuple(count.shape)}; it must be one number")
+    return loss, count
