@@ -30,6 +30,8 @@ Simulate schedules, balances, numbers of micro-batches and recomputation modes w
 layers. Prints the ten fastest that fit, each with its best balance, and the [pipeline] table of the job file that
 chooses the first. A traced model's layers are the stages that it was cut into, which plans join.
 
+If the job overlaps its steps, what counts is how soon one follows the other.
+
 Without --profile the model is measured first, in real training steps on the job's devices. Memory counts weights,
 gradients, AdamW's averages and what micro-batches keep for their backwards.
 """
@@ -105,6 +107,7 @@ def _plan(args: argparse.Namespace) -> int:
             checkpoints=args.checkpoint,
             memory_limit=args.memory_limit,
             parameter_scale=ADAMW_SCALE,
+            ahead=int(job.training.overlap),
             progress=show,
         )
     best = best_of_each(plans)[:SHOWN]

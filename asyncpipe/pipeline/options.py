@@ -45,7 +45,7 @@ class PipelineOptions(PoolOptions):
     """How many stages; by default the length of ``balance``, or what the schedule puts on the devices."""
     schedule: str | Schedule = "1f1b"
     """A name (see ``known_schedules``), ``module:Class``, ``csv:FILE``, a ``Schedule``, or ``"auto"``: the fastest by
-    prediction, which needs a ``sample``."""
+    prediction, which needs a ``sample``. With an ``optimizer`` steps are taken to overlap, as in ``steps``."""
     order: Literal["strict", "hint"] = "strict"
     """With ``"hint"`` the schedule's order only ranks the tasks that are ready."""
     checkpoint: str = "except_last"

@@ -28,7 +28,7 @@ from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.pool_options import takes
 from asyncpipe.pipeline.profiling import resolve_auto
 from asyncpipe.pipeline.result import StepResult
-from asyncpipe.pipeline.step import PreparedStep
+from asyncpipe.pipeline.step import PreparedStep, why_alone
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
 from asyncpipe.pipeline.steps import StepRun, check_batches, run_steps
 from asyncpipe.pipeline.sync import SyncPipeline
@@ -117,9 +117,9 @@ class Pipeline(ModelProxy):
 
         Steps overlap if the pipeline has the optimizers of all parameters that train (or only runs forwards), its
         schedule has an order, and nothing is shared: no tied parameters, deferred batch norms, scaler or named job.
-        Others run one by one, as does everything with ``ahead=0``. While a later step computes, the model is between
-        two steps: ``state_dict()``, ``step`` and ``pipe(x)`` raise ``OverlapError``, and parameters, gradients and
-        optimizers must be left alone.
+        Others run one by one (``why_steps_wait`` says why), as does everything with ``ahead=0``. While a later step
+        computes, the model is between two steps: ``state_dict()``, ``step`` and ``pipe(x)`` raise ``OverlapError``, and
+        parameters, gradients and optimizers must be left alone.
 
         A failed step ends those behind it and raises ``TaskError``, after the results before it. What is wrong with a
         mini-batch, or raised by ``batches``, is raised there as well. Leaving the loop completes the steps that have
@@ -128,6 +128,11 @@ class Pipeline(ModelProxy):
         check_batches(batches, ahead, blocking=False)
         step = StepOptions(return_outputs, update, scaler)
         return run_steps(StepRun(self._parts, self._tenancy, step, ahead), batches)
+
+    @property
+    def why_steps_wait(self) -> str | None:
+        """Why training steps of ``steps`` would run one by one; ``None`` if they would overlap."""
+        return why_alone(self._parts, self._tenancy, self.graph, training=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as part of the caller's autograd graph: ``loss_fn(pipe(x)).backward()`` trains.

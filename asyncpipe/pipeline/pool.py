@@ -298,8 +298,7 @@ class Tenancy:
     @property
     def overlaps_steps(self) -> bool:
         """Whether two steps may be under way at once: not where lanes are shared by jobs with names."""
-        share = self.tenant.share
-        return not (share.job or share.background) and self.pool.has_built_in_policies
+        return self.tenant.share.is_whole and self.pool.has_built_in_policies
 
     def start(self, graph: TaskGraph, bind: Bind, around: Around, notes: StepNotes, line: Line) -> StartedStep:
         """Begin one step of the pipeline, behind the last one of ``line``. Called on the caller's thread."""

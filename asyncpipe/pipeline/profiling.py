@@ -103,6 +103,7 @@ def choose(
     parameter_scale: float = PARAMETER_SCALE,
     steps: int = STEPS,
     intra_op_threads: int = 1,
+    ahead: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Measure, and return the plan with the shortest predicted step; ``Pipeline(…, **plan.options())`` runs it.
@@ -121,6 +122,7 @@ def choose(
         balances=None if fixed is None else lambda *_: [fixed],
         checkpoints=checkpoints,
         parameter_scale=parameter_scale,
+        ahead=ahead,
         progress=progress,
     )[0]
 
@@ -133,6 +135,9 @@ def resolve_auto(arguments: PipelineArguments) -> PipelineArguments:
     assert isinstance(arguments.schedule, str)
     x, target = (*arguments.sample, NO_TARGET)[:2]
     sample = SampleBatch(x, target, arguments.loss_fn, arguments.loss_reduction, arguments.batch_dim)
+    # As in ``why_alone``; the planner knows of ties and rules.
+    whole = arguments.share is None or arguments.share.is_whole
+    overlap = arguments.optimizer is not None and not arguments.deferred_batch_norm and whole
     plan = choose(
         arguments.model,
         arguments.devices,
@@ -142,6 +147,7 @@ def resolve_auto(arguments: PipelineArguments) -> PipelineArguments:
         balance=arguments.balance,
         checkpoints=[arguments.checkpoint],
         intra_op_threads=arguments.intra_op_threads,
+        ahead=int(overlap),
     )
     return replace(arguments, schedule=plan.schedule, balance=list(plan.balance), sample=None)
 

@@ -28,7 +28,7 @@ from asyncpipe.pipeline.step_inputs import StepInputs, StepOptions
 from asyncpipe.runtime.execution import Execution
 from asyncpipe.runtime.started_step import Line, StartedStep
 
-__all__ = ["PreparedStep", "StepProtocol"]
+__all__ = ["PreparedStep", "StepProtocol", "why_alone"]
 
 _Result = TypeVar("_Result")
 
@@ -165,28 +165,8 @@ class PreparedStep(StepProtocol[StepResult]):
     @property
     def overlaps(self) -> bool:
         """Whether it may be under way together with others: all that a step leaves behind is made by its tasks."""
-        parts, graph = self.parts, self._graph
-        resources = parts.resources
-        if graph.rule is not None or resources.ties.links or parts.deferred or not self.tenancy.overlaps_steps:
-            return False
-        if not self.training:
-            return True
-        if self._inputs.options.scaler is not None or not set(Wiring.chain(graph.shape.stages).links) <= set(
-            graph.wiring.links
-        ):
-            return False
-        updated = {
-            id(parameter)
-            for stage in graph.wiring.updates
-            for group in resources.optimizers[stage].param_groups
-            for parameter in group["params"]
-        }
-        loss = parts.options.loss_fn
-        others = loss.parameters() if isinstance(loss, nn.Module) else ()
-        # Parameters of the loss have an optimizer of the caller's, which runs between two steps.
-        return not any(p.requires_grad for p in others) and all(
-            id(p) in updated for p in parts.module.parameters() if p.requires_grad
-        )
+        alone = why_alone(self.parts, self.tenancy, self._graph, training=self.training)
+        return alone is None and not (self.training and self._inputs.options.scaler is not None)
 
     def start(self, line: Line) -> StartedStep:
         """Begin it behind the last step of ``line``; then ``finish`` or ``drop`` it."""
@@ -208,3 +188,34 @@ class PreparedStep(StepProtocol[StepResult]):
         self.parts.resources.guard.commit()
         self._has_set_gradients_aside = False
         self.parts.resources.guard.leave(self)
+
+
+def why_alone(parts: PipelineParts, tenancy: Tenancy, graph: TaskGraph, *, training: bool) -> str | None:
+    """Why steps of ``graph`` cannot be under way together; ``None`` if they can."""
+    resources = parts.resources
+    if graph.rule is not None:
+        return "the schedule decides as it goes what comes next"
+    if resources.ties.links:
+        return "stages on several devices share parameters or buffers"
+    if parts.deferred:
+        return "deferred batch norms count whole mini-batches"
+    if not tenancy.overlaps_steps:
+        return "the devices are shared with other jobs, or have a policy of their own"
+    if not training:
+        return None
+    if not set(Wiring.chain(graph.shape.stages).links) <= set(graph.wiring.links):
+        return "not every stage gets values from the one before it"
+    updated = {
+        id(parameter)
+        for stage in graph.wiring.updates
+        for group in resources.optimizers[stage].param_groups
+        for parameter in group["params"]
+    }
+    loss = parts.options.loss_fn
+    others = loss.parameters() if isinstance(loss, nn.Module) else ()
+    # Parameters of the loss have an optimizer of the caller's, which runs between two steps.
+    if any(p.requires_grad for p in others) or any(
+        id(p) not in updated for p in parts.module.parameters() if p.requires_grad
+    ):
+        return "the pipeline does not have the optimizers of all parameters that train"
+    return None

@@ -1,7 +1,7 @@
 """One run of one job, from the job file to the summary; ``asyncpipe train`` and the service use it.
 
 Start reading with ``job_file`` (the typed job), ``workload`` (what a job's entry returns), ``training_run`` (the run as
-a component) and ``training_loop`` (its steps). Then:
+a component), ``training_loop`` (its steps, one by one) and ``overlapping_loop`` (steps that overlap). Then:
 
     entry, import_path                   find the entry's function and call it
     planning                             measures the model and chooses a pipeline

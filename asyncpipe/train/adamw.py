@@ -1,9 +1,18 @@
-"""The weight update: clipping, then AdamW with the learning rate of the step."""
+"""The weight update: AdamW with the learning rate of the step, of the whole model or of each stage by itself.
+
+::
+
+    ClippedAdamW   step ─▶ norm of all gradients ─▶ clip ─▶ update     one after the other; an update can be skipped
+    StagedAdamW    step: … U(0) … U(1) …                               updates are tasks of the step, without clipping
+
+Both have the same state and give the same weights where nothing is clipped, so a run can go on with the other one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from math import cos, inf, isfinite, pi
+from collections import deque
+from collections.abc import Iterable, Sequence
+from math import cos, hypot, inf, isfinite, pi
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +21,7 @@ from torch import Tensor, nn
 from asyncpipe.ops.device.copies import HostCopy
 from asyncpipe.train.job_file import TrainingTable
 
-__all__ = ["BETAS", "ClippedAdamW", "Update", "UpdateResult", "learning_rate"]
+__all__ = ["BETAS", "ClippedAdamW", "StagedAdamW", "Update", "UpdateResult", "learning_rate"]
 
 BETAS = (0.9, 0.95)
 """Usual for transformers: the second moment is an average over about 20 steps."""
@@ -34,18 +43,19 @@ class UpdateResult(NamedTuple):
     gradient_norm: float
     """Of all gradients together, before clipping."""
     finite: bool
-    """Whether loss and gradient norm are finite; with ``only_finite``, the weights are not updated otherwise."""
+    """Whether loss and gradient norm are finite; a ``ClippedAdamW`` with ``only_finite`` does not update otherwise."""
 
 
 class Update:
     """An update that is queued; its figures may still be on their way from a device."""
 
-    def __init__(self, loss: Tensor, norm: Tensor) -> None:
-        self._loss, self._norm = HostCopy(loss.detach()), HostCopy(norm)
+    def __init__(self, loss: Tensor, norms: Sequence[HostCopy]) -> None:
+        """``norms`` of the gradients of disjoint parts of the model."""
+        self._loss, self._norms = HostCopy(loss.detach()), norms
 
     def wait(self) -> UpdateResult:
         """The figures; blocks until the device has made them, and not for what was queued later."""
-        loss, norm = self._loss.wait().item(), self._norm.wait().item()
+        loss, norm = self._loss.wait().item(), hypot(*(norm.wait().item() for norm in self._norms))
         return UpdateResult(loss, norm, isfinite(loss) and isfinite(norm))
 
 
@@ -71,14 +81,7 @@ class ClippedAdamW:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._clip = training.clip if training.clip is not None else inf
         self._only_finite = only_finite
-        # As usual, norms and biases have no weight decay: decay is there to keep matrix products small.
-        matrices = [parameter for parameter in self._parameters if parameter.dim() > 1]
-        others = [parameter for parameter in self._parameters if parameter.dim() <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": training.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, fused=True)
+        self.optimizer = _adamw(self._parameters, training)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state."""
@@ -86,11 +89,7 @@ class ClippedAdamW:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the moments from ``state``, but keep the job's own settings, which may have changed since."""
-        groups = self.optimizer.param_groups
-        own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        self.optimizer.load_state_dict(state)
-        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
-            group.update(settings)
+        _load(self.optimizer, state)
 
     def update(self, rate: float, loss: Tensor | None) -> Update:
         """Update the weights with the learning rate ``rate``, and clear the gradients.
@@ -101,7 +100,7 @@ class ClippedAdamW:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         norm = nn.utils.clip_grad_norm_(self._parameters, self._clip)
-        made = Update(loss, norm)
+        made = Update(loss, [HostCopy(norm)])
         if self._only_finite and self._checks_on_device:
             self._skip_on_device(loss, norm)
         # Only read before the update if the update depends on it: on a GPU, reading waits for all kernels of the step.
@@ -116,3 +115,91 @@ class ClippedAdamW:
         self._skips = bad if self._skips is None else torch.maximum(self._skips, bad)
         # As a GradScaler tells a fused optimizer not to update.
         self.optimizer.found_inf = self._skips  # type: ignore[attr-defined]
+
+
+class StagedAdamW:
+    """One AdamW for each stage, whose updates are tasks of the steps; its state is that of a ``ClippedAdamW``.
+
+    Give ``make`` to a pipeline as its ``optimizer``, then call ``attach``. The state is read and set between two steps.
+    """
+
+    def __init__(self, training: TrainingTable) -> None:
+        self._training = training
+        self._parameters: list[nn.Parameter] = []
+        self._stages: list[_StageAdamW] = []
+
+    def make(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of one more stage."""
+        stage = _StageAdamW(parameters, self._training)
+        self._stages.append(stage)
+        return stage.optimizer
+
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Number ``parameters``, those of all stages, in their order, as the optimizer of the whole model would."""
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def begin(self, done: int) -> None:
+        """The next update is that of the step after ``done`` steps."""
+        for stage in self._stages:
+            stage.done = done
+
+    def take(self, loss: Tensor | None) -> Update:
+        """The update of the oldest step that is issued and whose update is not taken yet; ``loss`` is the step's."""
+        assert loss is not None
+        return Update(loss, [stage.norms.popleft() for stage in self._stages])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that one AdamW over all parameters would have."""
+        whole = _adamw(self._parameters, self._training)
+        for stage in self._stages:
+            whole.state.update(stage.optimizer.state)
+            for group in whole.param_groups:
+                group["lr"] = stage.optimizer.param_groups[0]["lr"]
+        return whole.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As ``ClippedAdamW.load_state_dict``."""
+        whole = _adamw(self._parameters, self._training)
+        _load(whole, state)
+        for stage in self._stages:
+            mine = [each for group in stage.optimizer.param_groups for each in group["params"]]
+            stage.optimizer.state.update((each, whole.state[each]) for each in mine if each in whole.state)
+
+
+class _StageAdamW:
+    """The AdamW of one stage, which sets its learning rate for each step and notes the norm of the gradients."""
+
+    def __init__(self, parameters: list[nn.Parameter], training: TrainingTable) -> None:
+        self.optimizer = _adamw(parameters, training)
+        self.optimizer.register_step_pre_hook(self._before)
+        self.norms: deque[HostCopy] = deque()
+        """Of the gradients of each step, until they are taken."""
+        self.done = 0
+        self._training = training
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Called in the update's task, on the stage's thread and streams."""
+        rate, self.done = learning_rate(self.done, self._training), self.done + 1
+        gradients = []
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+            gradients += [each.grad for each in group["params"] if each.grad is not None]
+        self.norms.append(HostCopy(nn.utils.get_total_norm(gradients)))
+
+
+def _adamw(parameters: Iterable[nn.Parameter], training: TrainingTable) -> torch.optim.AdamW:
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    # As usual, norms and biases have no weight decay: decay is there to keep matrix products small.
+    groups = [
+        {"params": [each for each in trained if each.dim() > 1], "weight_decay": training.weight_decay},
+        {"params": [each for each in trained if each.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, fused=True)
+
+
+def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Take the moments from ``state``, but keep the job's own settings, which may have changed since."""
+    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)

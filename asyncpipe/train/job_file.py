@@ -17,6 +17,7 @@ A whole file::
     steps = 500
     batch_size = 64
     learning_rate = 3e-3
+    overlap = false                     # true: a step begins before the one before has ended; see TrainingTable
 
     [observe]
     metrics_port = 9400
@@ -44,7 +45,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -55,6 +56,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from asyncpipe.core.graph.lower import CheckpointMode
@@ -73,6 +75,7 @@ __all__ = [
     "SnapshotTable",
     "TrainingTable",
     "blaming_key",
+    "check_overlap",
     "job_file_error",
     "load_job",
 ]
@@ -176,6 +179,18 @@ class TrainingTable(StrictModel):
     clip: PositiveFloat | None = None
     """The largest norm of all gradients together; absent: they are not clipped."""
     seed: Seed = 0
+    overlap: Flag = False
+    """Whether each stage is updated as soon as its last backward is done and begins the next step, while other devices
+    still end this one (``Pipeline.steps``). Losses and weights are the same to the last bit.
+
+    Nothing can be decided between two steps then, and a job must say so: there is no ``clip``, a failed step is not
+    retried (``step_retries = 0``), and no update is skipped (``non_finite`` is not ``"skip"``). With ``"fail"`` a loss
+    or gradient norm that is not finite still ends the run at its step, but the weights are updated already: the run
+    goes on from its last snapshot, which is never behind such a step. Losses are read while the next step computes, and
+    the run stops, takes snapshots and changes its schedule when the steps that have begun are done.
+
+    Steps run one by one, and the run says why, where the pipeline cannot overlap them: a schedule that decides as it
+    goes, parameters that stages share, a job among others on shared devices."""
 
 
 class ObserveTable(StrictModel):
@@ -216,17 +231,33 @@ class FaultTable(StrictModel):
     """``[faults]``: which failures do not end the job, and how many of them."""
 
     step_retries: NonNegativeInt = 1
-    """How often a failed step is retried, with the same batch and the same random numbers."""
+    """How often a failed step is retried, with the same batch and the same random numbers; 0 if steps overlap."""
     snapshot_retries: NonNegativeInt = 2
     """How often in a row, without a new snapshot between, a service restarts a failed run from its last snapshot.
     ``asyncpipe train`` does not restart runs."""
     non_finite: Literal["fail", "skip", "ignore"] = Field(
         default="fail", description='must be "fail", "skip" or "ignore"'
     )
-    """If the loss or the gradient norm is NaN or infinite: end the run before the weights are updated, skip this
-    update, or do nothing."""
+    """If the loss or the gradient norm is NaN or infinite: end the run before the weights are updated (or, if steps
+    overlap, behind it), skip this update, or do nothing."""
     most_skipped: PositiveInt = 10
     """How many updates in a row may be skipped; one more ends the run."""
+
+
+def check_overlap(training: TrainingTable, faults: FaultTable) -> None:
+    """Raise ``ValueError`` if steps are to overlap and something is to be decided between two of them."""
+    if not training.overlap:
+        return
+    problems = []
+    if training.clip is not None:
+        problems.append("no stage may wait for the norm of all gradients: leave training.clip out")
+    if faults.step_retries:
+        problems.append("a failed step leaves some stages updated and is not retried: set faults.step_retries = 0")
+    if faults.non_finite == "skip":
+        rule = 'the loss is read when the weights are updated: set faults.non_finite = "fail" or "ignore"'
+        problems.append(rule)
+    if problems:
+        raise ValueError(f"training.overlap: {'; '.join(problems)}; or overlap = false")
 
 
 class Job(StrictModel):
@@ -242,6 +273,11 @@ class Job(StrictModel):
     faults: FaultTable = FaultTable()
 
     _path: Path = PrivateAttr(default=Path("job.toml"))
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> Self:
+        check_overlap(self.training, self.faults)
+        return self
 
     def model_post_init(self, context: dict[str, Path] | None) -> None:
         """Take the path from the validation context: it is not a key of the file."""

@@ -34,9 +34,10 @@ def measure_job(
         )
 
 
-def choose_for(job: Job, workload: Workload, *, progress: Callable[[str], None] | None = None) -> Plan:
+def choose_for(job: Job, workload: Workload, *, ahead: int = 0, progress: Callable[[str], None] | None = None) -> Plan:
     """The fastest plan by prediction, with the job's micro-batches and recomputation, and its balance if it has one.
 
+    ``ahead`` is that of the planner: how many steps are submitted behind the one under way.
     Blocks and raises as ``measure_job`` does.
     """
     table = job.pipeline
@@ -49,6 +50,7 @@ def choose_for(job: Job, workload: Workload, *, progress: Callable[[str], None] 
             balance=table.balance,
             checkpoints=[table.checkpoint],
             parameter_scale=ADAMW_SCALE,
+            ahead=ahead,
             progress=progress,
         )
 

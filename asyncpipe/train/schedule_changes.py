@@ -24,6 +24,11 @@ class ScheduleChanges:
         self._requests: deque[tuple[str, asyncio.Future[None]]] = deque()
         self._over = False
 
+    @property
+    def wanted(self) -> bool:
+        """Whether a change is requested and not made yet."""
+        return bool(self._requests)
+
     async def ask(self, schedule: str) -> None:
         """Request a change; returns when it is made. Raises ``ScheduleError`` if it cannot be made.
 

@@ -3,10 +3,11 @@
 ::
 
     a task fails ─▶ buffers and random numbers are reset ─▶ the step runs again, same batch ──┬─▶ the run continues
-         │             (gradients and weights have not changed)                               │
+         │             (gradients and weights have not changed; not if steps overlap)         │
          └── hung task, out of memory twice, or no retries left: the error ends the run ◀─────┘
 
-    loss or gradient norm is not finite ─▶ fail: an error ends the run, before the weights are updated
+    loss or gradient norm is not finite ─▶ fail: an error ends the run, before the weights are updated (behind it, if
+                                           steps overlap)
                                         ─▶ skip: this update is skipped
                                         ─▶ ignore
 
@@ -20,7 +21,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from math import nan
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -32,7 +33,7 @@ from asyncpipe.train.adamw import UpdateResult
 from asyncpipe.train.batches import BatchPrefetcher
 from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.buffer_rollback import BufferRollback
-from asyncpipe.train.job_file import FaultTable
+from asyncpipe.train.job_file import FaultTable, Job
 from asyncpipe.train.out_of_memory import explain_out_of_memory
 from asyncpipe.train.progress import Meter
 from asyncpipe.train.randomness import RunRandom
@@ -47,7 +48,10 @@ OUT_OF_MEMORY_RETRIES = 1
 
 
 class NonFiniteLossError(AsyncpipeError, ArithmeticError):
-    """A step's loss or gradient norm is NaN or infinite; the weights are as they were before the step."""
+    """A step's loss or gradient norm is NaN or infinite; the weights are as they were before the step.
+
+    If steps overlap, the weights are updated with it: only those of the last snapshot are right.
+    """
 
     def __init__(self, message: str, *, step: int = 0, loss: float = nan, gradient_norm: float = nan) -> None:
         super().__init__(message)
@@ -64,13 +68,12 @@ class OutOfMemoryError(AsyncpipeError, MemoryError):
     """
 
 
-def handle_non_finite(
-    faults: FaultTable, meter: Meter, update: UpdateResult, learning_rate: float, note: NoteCallback
-) -> bool:
+def handle_non_finite(job: Job, meter: Meter, update: UpdateResult, learning_rate: float, note: NoteCallback) -> bool:
     """Whether the update of the step after those that ``meter`` has counted was skipped; reports it if so.
 
     Raises ``NonFiniteLossError`` if the run must end.
     """
+    faults = job.faults
     if update.finite or faults.non_finite == "ignore":
         return False
     step = meter.step + 1
@@ -80,12 +83,16 @@ def handle_non_finite(
         note(logging.WARNING, f"{problem}; the weights are not updated ({in_a_row})")
         return True
     after = f", after {meter.skipped_in_a_row} skipped updates in a row" if faults.non_finite == "skip" else ""
+    weights, skipping = "are as they were before it", 'non_finite = "skip" skips single updates'
+    if job.training.overlap:
+        weights = "are updated with it, since steps overlap: go on from the last snapshot"
+        skipping = "overlap = false leaves the weights as they were, clips, and skips single updates"
     advice = (
         f"a learning rate below {learning_rate:g}, a longer warm-up or a smaller clip often help; so does a check of "
-        'the data for values that are NaN or infinite. non_finite = "skip" skips single updates'
+        f"the data for values that are NaN or infinite. {skipping}"
     )
     raise NonFiniteLossError(
-        f"{problem}{after}; the weights are as they were before it; {advice}",
+        f"{problem}{after}; the weights {weights}; {advice}",
         step=step,
         loss=update.loss,
         gradient_norm=update.gradient_norm,
@@ -139,12 +146,14 @@ class StepRetries:
             with suppress(RuntimeError):  # A device that has failed; the next attempt says so.
                 await in_thread(torch.cuda.empty_cache)
 
+    async def give_up(self, error: TaskError, number: int) -> NoReturn:
+        """Raise ``error`` of the step of this ``number``, which cannot be retried, or ``OutOfMemoryError``."""
+        self._end(error, await self._explain(error), number)
+
     async def _check(self, error: TaskError, number: int, failures: int) -> None:
         """Raise the error that ends the run, unless the step may be retried."""
-        explained = await in_thread(lambda: explain_out_of_memory(error, self._pipe))
+        explained = await self._explain(error)
         retries = self._retries if explained is None else min(self._retries, OUT_OF_MEMORY_RETRIES)
-        if explained is not None:
-            self._note(logging.ERROR, explained)
         cause = error.__cause__
         # A device that has failed fails again, until the process ends.
         final = isinstance(cause, HungTaskError) or not isinstance(cause, Exception) or is_device_error(cause)
@@ -152,6 +161,15 @@ class StepRetries:
             again = f"it is tried again with the same batch ({failures} of {retries})"
             self._note(logging.WARNING, f"step {number} failed and {again}: {error}")
             return
+        self._end(error, explained, number)
+
+    async def _explain(self, error: TaskError) -> str | None:
+        explained = await in_thread(lambda: explain_out_of_memory(error, self._pipe))
+        if explained is not None:
+            self._note(logging.ERROR, explained)
+        return explained
+
+    def _end(self, error: TaskError, explained: str | None, number: int) -> NoReturn:
         if explained is not None:
             raise OutOfMemoryError(f"step {number}: {explained}") from error
         raise error

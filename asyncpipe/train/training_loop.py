@@ -1,4 +1,4 @@
-"""The loop over the training steps of one run.
+"""The loop over the training steps of one run: one by one here, overlapping in ``overlapping_loop.py``.
 
 One step: the batch, which the run's thread has made → ``pipe.step`` (forward and backward as tasks; the next batch is
 made meanwhile) → clipping and AdamW, in a thread → listeners and progress sink → a copy of the state, if a snapshot is
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,11 +29,12 @@ from asyncpipe.train.batches import BatchPrefetcher
 from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import Meter, ProgressSink, StepListener, StepProgress
+from asyncpipe.train.schedule_changes import ScheduleChanges
 from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.step_failures import NoteCallback, StepRetries, handle_non_finite
 from asyncpipe.train.workload import Batch, Resumable
 
-__all__ = ["AHEAD", "TrainingLoop"]
+__all__ = ["AHEAD", "Interludes", "StepByStep", "StepUnderWay", "TrainingLoop"]
 
 AHEAD = 2
 """How many steps are under way on accelerators when the next one is begun."""
@@ -41,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _StepUnderWay:
+class StepUnderWay:
     """A step that is queued, with its update, and whose figures are not read yet."""
 
     result: StepResult
@@ -51,15 +53,28 @@ class _StepUnderWay:
     samples: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Interludes:
+    """What may be wanted of a run between two steps."""
+
+    snapshots: SnapshotWriter
+    states: Mapping[str, Resumable]
+    """What a snapshot has."""
+    stopping: Callable[[], bool]
+    """Whether no step is to begin any more."""
+    changes: ScheduleChanges
+    change: Callable[[str], Awaitable[None]]
+    """Follows another schedule."""
+
+
 @dataclass(kw_only=True, eq=False)
-class TrainingLoop:
+class TrainingLoop(ABC):
     """Does the steps that are left; ``run`` may be called once."""
 
     job: Job
     pipe: Pipeline
     batches: BatchPrefetcher
     retries: StepRetries
-    optimizer: ClippedAdamW
     meter: Meter
     tokens_per_sample: int
     listeners: list[StepListener]
@@ -69,82 +84,52 @@ class TrainingLoop:
     progress: ProgressSink
     note: NoteCallback
     ahead: int = 0
-    """How many steps may be under way when the next one is begun. More than 0 needs updates that the device checks."""
-    _under_way: deque[_StepUnderWay] = field(default_factory=deque, init=False)
+    """How many steps may be under way when the next one is begun."""
+    under_way: deque[StepUnderWay] = field(default_factory=deque, init=False)
     _settled_at: float = field(default=0.0, init=False)
 
-    async def run(
-        self,
-        snapshots: SnapshotWriter,
-        states: Mapping[str, Resumable],
-        *,
-        stopping: Callable[[], bool],
-        before_step: Callable[[], Awaitable[None]],
-    ) -> None:
-        """Train until all steps are done, the batches end, or ``stopping`` returns true.
+    async def run(self, between: Interludes) -> None:
+        """Train until all steps are done, the batches end, or the run is to stop.
 
-        Takes the snapshots of ``states`` that are due, and one after the last step.
+        Takes the snapshots that are due, and one after the last step.
         """
         await in_thread(self.retries.save_buffers)
         try:
-            while self._begun < self.job.training.steps and not stopping():
-                start = perf_counter()
-                batch = await self.batches.next()
-                if batch is None or stopping():
+            while self.begun < self.job.training.steps and not between.stopping():
+                if not await self._go_on(between):
                     break
-                await before_step()
-                await self._step(batch, start)
-                await self.settle(self.ahead)
-                if await snapshots.is_due(self._begun):
+                if await between.snapshots.is_due(self.begun):
                     await self.settle()
-                    await snapshots.after_step(self.meter.step, states)
+                    await between.snapshots.after_step(self.meter.step, between.states)
         except Exception:
             await self.settle()  # An error of a step before this one comes first.
             raise
         await self.settle()
-        await snapshots.after_last_step(self.meter.step, states)
+        await between.snapshots.after_last_step(self.meter.step, between.states)
+
+    @abstractmethod
+    async def _go_on(self, between: Interludes) -> bool:
+        """Make the changes of the schedule that are wanted, and do a step or more; false without another batch."""
 
     async def settle(self, most: int = 0) -> None:
         """Read the figures of the oldest steps, until at most so many are under way. Raises their errors."""
-        while len(self._under_way) > most:
+        while len(self.under_way) > most:
             try:
-                await self._settle(self._under_way.popleft())
+                await self._settle(self.under_way.popleft())
             except BaseException:
-                self._under_way.clear()
+                self.under_way.clear()
                 raise
 
     @property
-    def _begun(self) -> int:
-        return self.meter.step + len(self._under_way)
+    def begun(self) -> int:
+        """The number of steps that have begun."""
+        return self.meter.step + len(self.under_way)
 
-    async def _step(self, batch: Batch, start: float) -> None:
-        x, target = batch
-        training, done = self.job.training, self._begun
-        # The next batch is begun in the loop's next turn, when the step has drawn its number and nothing else has run.
-        advance = asyncio.get_running_loop().call_soon(lambda: self.batches.advance(more=done + 1 < training.steps))
-        try:
-            result = await self.retries.step(done + 1, x, target)
-        except BaseException:
-            advance.cancel()
-            raise
-        rate = learning_rate(done, training)
-
-        def update_weights() -> Update:
-            update = self.optimizer.update(rate, result.loss)
-            if self.job.faults.non_finite == "skip" and not update.wait().finite:
-                self.retries.restore_buffers()
-            self.retries.save_buffers()
-            return update
-
-        # In a thread: on a CPU the update takes a while, and on a GPU it may wait for the device.
-        update = await in_thread(update_weights)
-        self._under_way.append(_StepUnderWay(result=result, update=update, rate=rate, began=start, samples=len(x)))
-
-    async def _settle(self, step: _StepUnderWay) -> None:
+    async def _settle(self, step: StepUnderWay) -> None:
         await step.result.completed()
         # The copies to the host may still be behind other work of the caller's stream.
         update = await in_thread(step.update.wait) if self.ahead else step.update.wait()
-        skipped = handle_non_finite(self.job.faults, self.meter, update, step.rate, self.note)
+        skipped = handle_non_finite(self.job, self.meter, update, step.rate, self.note)
         now = perf_counter()
         progress = self.meter.add(
             loss=update.loss,
@@ -169,3 +154,46 @@ class TrainingLoop:
                 _logger.exception("listener %r failed and is removed", listener)
                 self.listeners = [other for other in self.listeners if other is not listener]
                 self.listener_failed("raised")
+
+
+@dataclass(kw_only=True, eq=False)
+class StepByStep(TrainingLoop):
+    """Each step begins when the one before is done, on accelerators when it is issued.
+
+    ``ahead`` more than 0 needs updates that the device checks.
+    """
+
+    optimizer: ClippedAdamW
+
+    async def _go_on(self, between: Interludes) -> bool:
+        start = perf_counter()
+        batch = await self.batches.next()
+        if batch is None or between.stopping():
+            return False
+        await between.changes.make(between.change)
+        await self._step(batch, start)
+        await self.settle(self.ahead)
+        return True
+
+    async def _step(self, batch: Batch, start: float) -> None:
+        x, target = batch
+        training, done = self.job.training, self.begun
+        # The next batch is begun in the loop's next turn, when the step has drawn its number and nothing else has run.
+        advance = asyncio.get_running_loop().call_soon(lambda: self.batches.advance(more=done + 1 < training.steps))
+        try:
+            result = await self.retries.step(done + 1, x, target)
+        except BaseException:
+            advance.cancel()
+            raise
+        rate = learning_rate(done, training)
+
+        def update_weights() -> Update:
+            update = self.optimizer.update(rate, result.loss)
+            if self.job.faults.non_finite == "skip" and not update.wait().finite:
+                self.retries.restore_buffers()
+            self.retries.save_buffers()
+            return update
+
+        # In a thread: on a CPU the update takes a while, and on a GPU it may wait for the device.
+        update = await in_thread(update_weights)
+        self.under_way.append(StepUnderWay(result=result, update=update, rate=rate, began=start, samples=len(x)))

@@ -27,12 +27,13 @@ from asyncpipe.ops.device.caller_streams import CallerStreams
 from asyncpipe.ops.device.devices import ACCELERATORS
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.train.adamw import ClippedAdamW
+from asyncpipe.train.adamw import ClippedAdamW, StagedAdamW
 from asyncpipe.train.batches import BatchPrefetcher, BatchSource
 from asyncpipe.train.blocking_calls import DedicatedThread, in_thread
 from asyncpipe.train.evaluation import evaluate, sample_text
 from asyncpipe.train.import_path import import_path
 from asyncpipe.train.job_file import AUTO, Job, blaming_key
+from asyncpipe.train.overlapping_loop import OverlappingSteps
 from asyncpipe.train.planning import choose_for, with_plan
 from asyncpipe.train.progress import Meter, ProgressSink, RunStarted, StepListener, TrainingSummary
 from asyncpipe.train.randomness import RunRandom
@@ -42,7 +43,7 @@ from asyncpipe.train.snapshots.run_state import RunState, schedule_sha256
 from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.step_failures import StepRetries
 from asyncpipe.train.trace_files import TraceRecorder, WrittenFiles, make_folders
-from asyncpipe.train.training_loop import AHEAD, TrainingLoop
+from asyncpipe.train.training_loop import AHEAD, Interludes, StepByStep, TrainingLoop
 from asyncpipe.train.workload import Resumable, Workload
 
 __all__ = ["TrainingRun"]
@@ -193,8 +194,11 @@ class TrainingRun:
                 raise _MeasurementStopped
 
         self._progress.entered("measuring, to choose a schedule")
+        overlap = self._job.training.overlap and (self._share is None or self._share.is_whole)
         try:
-            plan = await self._thread.run(lambda: choose_for(self._job, workload, progress=check_stop))
+            plan = await self._thread.run(
+                lambda: choose_for(self._job, workload, ahead=int(overlap), progress=check_stop)
+            )
         except _MeasurementStopped:
             return False
         self._job = with_plan(self._job, plan)
@@ -204,7 +208,8 @@ class TrainingRun:
     async def _run_pipeline(self, workload: Workload, snapshots: SnapshotWriter) -> tuple[float | None, str | None]:
         """Train; returns the held-out loss and the sample, ``None`` without one or if the run was stopped."""
         # In a thread: lowering a large graph and moving a model to its devices take a while.
-        async with await self._thread.run(lambda: self._pipeline(workload)) as pipe:
+        staged = StagedAdamW(self._job.training) if self._job.training.overlap else None
+        async with await self._thread.run(lambda: self._pipeline(workload, staged)) as pipe:
             self._progress.started(
                 RunStarted(
                     name=self._job.name,
@@ -213,7 +218,7 @@ class TrainingRun:
                     devices=self._job.pipeline.devices,
                 )
             )
-            await self._train(pipe, workload, snapshots)
+            await self._train(pipe, workload, staged, snapshots)
             # Steps of the evaluation would distort the metrics of bubbles and durations.
             pipe.observers.clear()
             pipe.eval()
@@ -227,7 +232,7 @@ class TrainingRun:
                 sample = await self._random.drawn_by(sample_text(pipe, workload.sample, self._is_stopping))
             return evaluation, sample
 
-    def _pipeline(self, workload: Workload) -> Pipeline:
+    def _pipeline(self, workload: Workload, staged: StagedAdamW | None) -> Pipeline:
         table, observe = self._job.pipeline, self._job.observe
         recorders = [self._recorder] if observe.trace or observe.timeline else []
         with blaming_key(self._job, "pipeline"):
@@ -240,6 +245,7 @@ class TrainingRun:
                 schedule=self._find_schedule(table.schedule),
                 checkpoint=table.checkpoint,
                 loss_fn=workload.loss_fn,
+                optimizer=None if staged is None else staged.make,
                 observers=[*recorders, *self._observers],
                 nvtx=observe.nvtx,
                 sample_memory=observe.trace is not None,
@@ -254,23 +260,28 @@ class TrainingRun:
 
     # Training
 
-    async def _train(self, pipe: Pipeline, workload: Workload, snapshots: SnapshotWriter) -> None:
+    async def _train(
+        self, pipe: Pipeline, workload: Workload, staged: StagedAdamW | None, snapshots: SnapshotWriter
+    ) -> None:
         job = self._job
         pipe.train()
-        only_finite = job.faults.non_finite != "ignore"
         # Skipping an update restores buffers, so the host must know of it before the next step.
         on_accelerators = all(parameter.device.type in ACCELERATORS for parameter in pipe.parameters())
         ahead = AHEAD if on_accelerators and job.faults.non_finite != "skip" else 0
-        # In a thread: the first optimizer of a process imports torch's compiler, which takes seconds.
-        optimizer = await self._thread.run(
-            lambda: ClippedAdamW(pipe.parameters(), job.training, only_finite=only_finite, checks_on_device=ahead > 0)
-        )
+        optimizer: ClippedAdamW | StagedAdamW
+        if staged is None:
+            # In a thread: the first optimizer of a process imports torch's compiler, which takes seconds.
+            optimizer = await self._thread.run(lambda: self._optimizer(pipe, checks_on_device=ahead > 0))
+        else:
+            staged.attach(pipe.parameters())
+            optimizer = staged
         source = await self._thread.run(lambda: self._source(workload))
         batches = BatchPrefetcher(self._thread, source, self._random)
         own: dict[str, Resumable] = {"model": pipe, "optimizer": optimizer}
         states = named_states(own, workload.states, RunState(self._meter, batches), job)
         await self._restore(pipe, states, snapshots)
-        loop = TrainingLoop(
+        make: Callable[..., TrainingLoop] = OverlappingSteps if staged is not None else StepByStep
+        loop = make(
             job=job,
             pipe=pipe,
             batches=batches,
@@ -288,14 +299,29 @@ class TrainingRun:
         async def change_schedule(name: str) -> None:
             await loop.settle()
             await self._change_schedule(name, pipe, snapshots)
+            self._note_overlap(pipe)
 
+        self._note_overlap(pipe)
         await loop.run(
-            snapshots,
-            states,
-            stopping=self._is_stopping,
-            before_step=lambda: self._changes.make(change_schedule),
+            Interludes(
+                snapshots=snapshots,
+                states=states,
+                stopping=self._is_stopping,
+                changes=self._changes,
+                change=change_schedule,
+            )
         )
         self._changes.close()
+
+    def _optimizer(self, pipe: Pipeline, *, checks_on_device: bool) -> ClippedAdamW:
+        only_finite = self._job.faults.non_finite != "ignore"
+        return ClippedAdamW(
+            pipe.parameters(), self._job.training, only_finite=only_finite, checks_on_device=checks_on_device
+        )
+
+    def _note_overlap(self, pipe: Pipeline) -> None:
+        if self._job.training.overlap and (reason := pipe.why_steps_wait) is not None:
+            self._note(logging.INFO, f"training.overlap: steps run one by one: {reason}")
 
     def _source(self, workload: Workload) -> BatchSource:
         with self._random.drawing():

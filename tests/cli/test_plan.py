@@ -15,7 +15,7 @@ import torch
 from resume_helpers import make_job as make_run
 from torch import Tensor, nn
 
-from asyncpipe import Arguments, Pipeline
+from asyncpipe import Arguments, DevicePool, Pipeline, Share
 from asyncpipe.bench import plan as bench
 from asyncpipe.cli import main
 from asyncpipe.core.predict.layer_profile import Profile
@@ -45,6 +45,8 @@ steps = 2
 batch_size = 8
 learning_rate = 1e-2
 """
+
+OVERLAP = "overlap = true\n\n[faults]\nstep_retries = 0\n"
 
 PIPELINE = re.compile(r"\[pipeline\]\n(.+\n)+\n")
 
@@ -162,6 +164,28 @@ def test_json_has_the_same_plans(job, profile, capsys):
     assert all(len(each["memory"]) == 2 and 0 <= each["bubble"] < 1 for each in found["plans"])
 
 
+def test_where_a_job_overlaps_its_steps_what_counts_is_how_soon_one_follows_the_other(job, profile, capsys):
+    options = [
+        "--profile",
+        str(profile),
+        "--schedules",
+        "1f1b",
+        "--microbatches",
+        "4",
+        "--checkpoint",
+        "never",
+        "--json",
+    ]
+    found = []
+    for text in (JOB, JOB + OVERLAP):
+        job.write_text(text, encoding="utf-8")
+        assert main(["plan", str(job), *options]) == 0
+        found.append(json.loads(capsys.readouterr().out)["plans"][0])
+    alone, overlapping = found
+    assert overlapping["bubble"] < alone["bubble"]
+    assert overlapping["seconds"] < alone["seconds"]
+
+
 def test_a_memory_limit_leaves_out_what_does_not_fit(job, profile, capsys):
     base = ["plan", str(job), "--profile", str(profile), "--json"]
     assert main(base) == 0
@@ -238,6 +262,18 @@ def test_a_job_without_a_schedule_gets_the_best_one(job, capsys):
     assert "measuring, to choose a schedule" in shown
     assert "4 micro-batches, checkpoint except_last; predicted " in shown
     assert "tiny: 2 steps in " in shown
+
+
+@pytest.mark.parametrize("share", [None, Share("mine")], ids=str)
+async def test_a_run_that_overlaps_its_steps_chooses_for_that(monkeypatch, share):
+    asked = []
+    plan = profiling.plan
+    monkeypatch.setattr(profiling, "plan", lambda *a, **k: asked.append(k["ahead"]) or plan(*a, **k))
+    training = {"steps": 3, "clip": None, "overlap": True}
+    job = make_run(pipeline={"schedule": "auto"}, training=training, faults={"step_retries": 0})
+    async with DevicePool() as pool:
+        assert (await TrainingRun(job, make_workload, pool=pool, share=share).run()).steps == 3
+    assert asked == [int(share is None)]
 
 
 def make_job(**pipeline: Any) -> Job:

@@ -194,6 +194,19 @@ async def test_running_ahead_changes_no_number(monkeypatch, tmp_path, ahead):
     assert summary.snapshot.name == "step-7"
 
 
+@pytest.mark.parametrize("every", [99, 3])
+@pytest.mark.parametrize("device", ["emu:0", "cpu:1"])
+async def test_steps_that_overlap_compute_the_same(tmp_path, device, every):
+    """Norms and losses are copied to the host on the streams that made them, and read while later steps compute."""
+    tables = {"training": {"steps": 7, "overlap": True, "clip": None}, "faults": {"step_retries": 0}}
+    snapshots = {"snapshots": {"folder": str(tmp_path), "every": every}}
+    summary, losses = await finished(on(["emu:0", device], **tables, **snapshots))
+    _, wanted = await finished(on(["cpu:0", "cpu:1"], training={"steps": 7, "clip": None}))
+    assert losses == pytest.approx(wanted, abs=1e-10)
+    assert summary.snapshot is not None
+    assert summary.snapshot.name == "step-7"
+
+
 async def test_a_loss_that_is_not_finite_ends_the_run_at_its_step_with_the_weights_before_it():
     """The host learns of it two steps later. Until then the device makes no update."""
     made = []

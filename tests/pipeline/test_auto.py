@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import asyncpipe
-from asyncpipe import Pipeline, known_schedules
+from asyncpipe import Pipeline, Share, known_schedules
 from asyncpipe.core.schedules.one_f_one_b import OneFOneB
 from asyncpipe.errors import BalanceError, MicrobatchError, OptionError, PlanError
+from asyncpipe.pipeline import profiling
 
 pytestmark = pytest.mark.one_loop
 
@@ -37,6 +38,25 @@ async def test_a_schedule_is_chosen_and_trains(workload, no_leaks, checkpoint):
     assert workload.worst(model) < 1e-10
     # A copy does not measure again.
     assert copy.deepcopy(pipe).schedule.name == pipe.schedule.name
+
+
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [
+        ({}, 0),
+        ({"optimizer": torch.optim.SGD}, 1),
+        ({"optimizer": torch.optim.SGD, "share": Share("mine")}, 0),
+        ({"optimizer": torch.optim.SGD, "deferred_batch_norm": True}, 0),
+    ],
+    ids=str,
+)
+def test_where_steps_overlap_what_counts_is_how_soon_one_follows_the_other(workload, monkeypatch, options, ahead):
+    asked = []
+    plan = profiling.plan
+    monkeypatch.setattr(profiling, "plan", lambda *a, **k: asked.append(k["ahead"]) or plan(*a, **k))
+    monkeypatch.setattr(profiling, "STEPS", 1)
+    pipeline(workload, workload.model(), schedule="1f1b", **options)
+    assert asked == [ahead]
 
 
 async def test_a_balance_is_chosen_for_a_schedule(workload):

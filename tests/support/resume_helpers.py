@@ -45,6 +45,7 @@ def make_job(folder: Path | None = None, **tables: dict[str, Any]) -> Job:
             "training": {**training, **tables.get("training", {})},
             "observe": tables.get("observe", {}),
             "snapshots": snapshots or None,
+            "faults": tables.get("faults", {}),
         }
     )
 

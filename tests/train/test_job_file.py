@@ -169,6 +169,13 @@ WRONG = [
     ("= 1\n", "= 1\nclip = 0\n", "training.clip", ["finite number greater than 0", "got 0"]),
     ("= 1\n", "= 1\nwarmup_steps = -1\n", "training.warmup_steps", ["integer of at least 0", "got -1"]),
     ("= 1\n", "= 1\nseed = -1\n", "training.seed", ["integer from 0 to 2**63 - 1", "got -1"]),
+    ("= 1\n", "= 1\noverlap = 1\n", "training.overlap", ["must be true or false", "got 1"]),
+    (
+        "= 1\n",
+        "= 1\nclip = 1.0\noverlap = true\n",
+        "training.overlap",
+        ["leave training.clip out; a failed"],
+    ),
     ("= 1\n", "= 1\nlr = 1\n", "training.lr", ["known keys of training", "learning_rate"]),
     ("metrics_port = 0", "metrics_port = 70000", "observe.metrics_port", ["0 (any free one) to 65535", "got 70000"]),
     ('trace = "runs/linear.json"', "trace = 3", "observe.trace", ["path of a file", "got 3"]),

@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError, model_validator
 
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
@@ -29,7 +29,7 @@ from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.job_states import MAX_NAME, MAX_WEIGHT, JobRecord, JobSpec, JobSpecError, PriorityClass
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.submission.entries import Entries
-from asyncpipe.train.job_file import AUTO, FaultTable, Job, PipelineTable, TrainingTable
+from asyncpipe.train.job_file import AUTO, FaultTable, Job, PipelineTable, TrainingTable, check_overlap
 from asyncpipe.train.validation import StrictModel, WrongKey, shown, wrong_keys
 
 __all__ = [
@@ -136,6 +136,11 @@ class Submission(StrictModel):
     )
     weight: float = Field(default=1.0, gt=0, le=MAX_WEIGHT, allow_inf_nan=False, description=_WEIGHT)
     """Its share of the devices' time, relative to other foreground jobs."""
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> Self:
+        check_overlap(self.training, self.faults)
+        return self
 
 
 # Checks

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of snapshots."""
+"""Fixtures of the tests of runs."""
 
 from __future__ import annotations
 
