@@ -19,6 +19,7 @@ __all__ = [
     "InvalidTransition",
     "JobFileError",
     "LossError",
+    "MessageError",
     "MicrobatchError",
     "MoveError",
     "NestedWaitError",
@@ -30,6 +31,7 @@ __all__ = [
     "PolicyError",
     "ProfileError",
     "RecomputeError",
+    "RemoteError",
     "ScheduleError",
     "SharedParameterError",
     "SkipError",
@@ -40,6 +42,8 @@ __all__ = [
     "TooFewDevicesError",
     "TraceError",
     "UnknownScheduleError",
+    "WorkerLostError",
+    "WorkerStartError",
     "missing_package",
 ]
 
@@ -203,6 +207,64 @@ class HungTaskError(AsyncpipeError, RuntimeError):
         return type(self), (self.task_id, self.device, self.seconds, self.expected)
 
 
+class MessageError(AsyncpipeError, TypeError):
+    """An object cannot travel to or from a worker, because it cannot be pickled here or unpickled there."""
+
+
+class RemoteError(AsyncpipeError, RuntimeError):
+    """What an exception of a worker was, as text: the cause of that exception where it is raised again.
+
+    It is raised itself where the exception cannot be pickled. ``text`` is the traceback in the worker.
+    """
+
+    def __init__(self, worker: str, text: str) -> None:
+        super().__init__(f"in worker {worker!r}:\n{text}")
+        self.worker = worker
+        self.text = text
+
+    def __reduce__(self) -> tuple[type[RemoteError], tuple[str, str]]:
+        return type(self), (self.worker, self.text)
+
+
+class WorkerStartError(AsyncpipeError, RuntimeError):
+    """A worker did not come up. ``how`` says what became of it, ``stderr`` is the end of what it wrote there."""
+
+    def __init__(self, worker: str, how: str, stderr: str = "") -> None:
+        super().__init__(f"worker {worker!r} did not start: it {how}{_last_words(stderr)}")
+        self.worker = worker
+        self.how = how
+        self.stderr = stderr
+
+    def __reduce__(self) -> tuple[type[WorkerStartError], tuple[str, str, str]]:
+        return type(self), (self.worker, self.how, self.stderr)
+
+
+class WorkerLostError(AsyncpipeError, RuntimeError):
+    """A worker has ended, or does not answer any more, while it was needed. Its stages are gone with it.
+
+    ``how`` says what became of it. ``exit_status`` is its status, or the negative number of the signal that ended it;
+    ``None`` if that is not known. ``running`` is what ran there, and ``stderr`` the end of what it wrote there.
+    """
+
+    def __init__(
+        self, worker: str, how: str, exit_status: int | None = None, running: Sequence[str] = (), stderr: str = ""
+    ) -> None:
+        while_running = f", while it ran {', '.join(running)}" if running else ""
+        super().__init__(f"worker {worker!r} {how}{while_running}{_last_words(stderr)}")
+        self.worker = worker
+        self.how = how
+        self.exit_status = exit_status
+        self.running = tuple(running)
+        self.stderr = stderr
+
+    def while_running(self, running: Sequence[str]) -> WorkerLostError:
+        """The same loss, with what ran in the worker."""
+        return type(self)(self.worker, self.how, self.exit_status, running, self.stderr)
+
+    def __reduce__(self) -> tuple[type[WorkerLostError], tuple[str, str, int | None, tuple[str, ...], str]]:
+        return type(self), (self.worker, self.how, self.exit_status, self.running, self.stderr)
+
+
 class InvalidTransition(AsyncpipeError, RuntimeError):
     """The scheduler got an event that is not valid in its state, and changed nothing.
 
@@ -213,6 +275,10 @@ class InvalidTransition(AsyncpipeError, RuntimeError):
         lines = "".join(f"\n  {at:.6f} {event}" for at, event in story)
         super().__init__(f"{message}; its journal:{lines or ' empty'}")
         self.story = tuple(story)
+
+
+def _last_words(stderr: str) -> str:
+    return f"; its stderr ends with:\n{stderr}" if stderr else ""
 
 
 def missing_package(needs: str, extra: str) -> OptionError:

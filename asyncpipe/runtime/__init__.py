@@ -1,4 +1,4 @@
-"""asyncio and threads: runs task graphs on executors. Imports ``core`` and ``errors`` only, and no torch.
+"""asyncio, threads and processes: runs task graphs on executors. Imports ``core`` and ``errors`` only, and no torch.
 
 In the order of a step:
 
@@ -15,4 +15,5 @@ In the order of a step:
 ``task_threads.py``  which code runs inside a task
 ``thread_calls.py``  calls in threads for coroutines that wait for them: errors, cancellation
 ``watchdog.py``    fails a step whose task hangs
+``workers/``       worker processes, and the connection to each
 """

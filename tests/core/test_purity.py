@@ -62,6 +62,7 @@ def test_the_check_sees_torch() -> None:
 
 def test_the_runtime_needs_no_torch() -> None:
     assert "torch" not in loaded_by("import asyncpipe.runtime.driver, asyncpipe.runtime.portal")
+    assert "torch" not in loaded_by("import asyncpipe.runtime.workers.group, asyncpipe.runtime.workers.worker_main")
 
 
 def test_every_public_name_is_there() -> None:

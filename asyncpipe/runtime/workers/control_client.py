@@ -1,0 +1,196 @@
+"""The controller, as a worker sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from inspect import isawaitable
+from typing import Any
+
+from asyncpipe.runtime.portal import Portal
+from asyncpipe.runtime.process import Process
+from asyncpipe.runtime.workers.channel import Channel, Role
+from asyncpipe.runtime.workers.handshake import introduce
+from asyncpipe.runtime.workers.launcher import Address, Invitation
+from asyncpipe.runtime.workers.lifeline import CONTROLLER_GONE
+from asyncpipe.runtime.workers.main_module import MainModule
+from asyncpipe.runtime.workers.packed import Packed, pack, unpack
+from asyncpipe.runtime.workers.remote_errors import pack_error
+
+__all__ = ["ControlClient"]
+
+CONNECT_SECONDS = 20.0
+"""For the controller to answer. It waits for nothing that a worker does."""
+
+
+class ControlClient:
+    """The worker's side of its control connection. A thread of its own reads it and answers pings.
+
+    So the controller gets its answers while the main thread computes or imports; it gets none when a thread holds the
+    GIL for very long. Where the controller is gone, the process ends at once.
+    """
+
+    def __init__(self, connected: socket.socket, name: str, entry: str, main: MainModule) -> None:
+        """Owns the socket, whose other end is authenticated."""
+        self.name = name
+        self.entry = entry
+        self._main = main
+        self._process = Process()
+        self._inbox: deque[tuple[Role, int, Packed]] = deque()
+        self._arrived: Callable[[], object] = lambda: None
+        """Wakes who serves; does nothing before that."""
+        self._portal = Portal()
+        self._channel = self._portal.call(self._open(connected))
+
+    @classmethod
+    def connect(cls, invitation: Invitation, main: MainModule) -> ControlClient:
+        """Connect to the controller that sent ``invitation``. Raises ``OSError``, ``RefusedError`` among them."""
+        connected = _connected(invitation.address)
+        introduce(connected, invitation.secret, invitation.token)
+        return cls(connected, invitation.name, invitation.entry, main)
+
+    async def _open(self, connected: socket.socket) -> Channel:
+        return Channel(connected, asyncio.get_running_loop(), self)
+
+    def send(self, message: object, *, urgent: bool = False) -> None:
+        """Send ``message``, or what ``pack`` made of it, to the controller. From any thread; never blocks.
+
+        Messages arrive in the order in which they are sent, but urgent ones overtake the others. Raises
+        ``MessageError`` if it cannot be pickled.
+        """
+        self._process.check()
+        self._channel.send(Role.MESSAGE, packed=pack(message), urgent=urgent)
+
+    def send_log(self, record: logging.LogRecord) -> None:
+        """Have the controller handle a log record. From any thread."""
+        if self._process.is_this:
+            self._channel.send(Role.LOG, packed=pack(record))
+        elif logging.lastResort is not None:  # A forked child of the worker, whose connection this is not.
+            logging.lastResort.handle(record)
+
+    async def serve(self, handle: Callable[[Any], Any]) -> None:
+        """Call ``handle`` on this loop with each message from the controller, in order, until it says to stop.
+
+        The first call tells the controller that the worker is up. What ``handle`` returns is the answer, if the
+        controller waits for one; it may return an awaitable, and then the next message does not wait for it. What it
+        raises is raised in the controller. If the controller waits for no answer, it is raised here.
+        """
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
+        self._arrived = lambda: loop.call_soon_threadsafe(arrived.set)
+        answers = _Answers(arrived)
+        self._channel.send(Role.READY, packed=pack((os.getpid(), socket.gethostname())))
+        try:
+            while True:
+                arrived.clear()
+                while self._inbox:
+                    role, number, packed = self._inbox.popleft()
+                    if role is Role.STOP:
+                        return
+                    self._handle(handle, role, number, packed, answers)
+                    del packed
+                answers.check()
+                await arrived.wait()
+        finally:
+            self._arrived = lambda: None
+            await answers.cancel()
+
+    def flush(self, seconds: float) -> None:
+        """Wait until what was sent is on its way, at most so many seconds."""
+        self._channel.flush(seconds)
+
+    def _handle(self, handle: Callable[[Any], Any], role: Role, number: int, packed: Packed, answers: _Answers) -> None:
+        try:
+            answer = handle(unpack(packed, self._main.get))
+            if isawaitable(answer):
+                answers.begin(self._answer_later(answer, role, number, answers))
+            else:
+                self._answer(answer, role, number)
+        except Exception as error:  # noqa: BLE001 - raised in the controller, or here
+            self._fail(error, role, number)
+
+    async def _answer_later(self, answer: Awaitable[object], role: Role, number: int, answers: _Answers) -> None:
+        try:
+            self._answer(await answer, role, number)
+        except asyncio.CancelledError:
+            if role is Role.ASK and not answers.is_over:  # Who asks must not wait for ever.
+                self._fail(RuntimeError("the answer was cancelled in the worker"), role, number)
+            raise
+        except Exception as error:  # noqa: BLE001 - raised in the controller, or here
+            self._fail(error, role, number)
+
+    def _answer(self, answer: Any, role: Role, number: int) -> None:
+        if role is Role.ASK:
+            self._channel.send(Role.ANSWER, number, pack(answer))
+
+    def _fail(self, error: Exception, role: Role, number: int) -> None:
+        if role is not Role.ASK:
+            raise error
+        self._channel.send(Role.FAILURE, number, pack_error(self.name, error))
+
+    # The channel calls these on its own thread.
+
+    def received(self, role: Role, number: int, packed: Packed) -> None:
+        """Answer a ping; leave the rest to who serves."""
+        if role is Role.PING:
+            now = struct.pack("!d", time.perf_counter())
+            self._channel.send(Role.PONG, number, Packed((memoryview(now),)), urgent=True)
+        else:
+            self._inbox.append((role, number, packed))
+            self._arrived()
+
+    def closed(self) -> None:
+        """The controller is gone: nothing that this process does is of use any more."""
+        os._exit(CONTROLLER_GONE)
+
+
+class _Answers:
+    """The coroutines of messages that are being handled. One that fails wakes who serves, by ``arrived``."""
+
+    def __init__(self, arrived: asyncio.Event) -> None:
+        self._arrived = arrived
+        self.is_over = False
+        """Whether the worker ends. This is what the controller is told of then, and not that answers are cancelled."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failures: list[BaseException] = []
+
+    def begin(self, answer: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(answer)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+
+    def check(self) -> None:
+        """Raise what a coroutine has raised."""
+        if self._failures:
+            raise self._failures[0]
+
+    async def cancel(self) -> None:
+        """Cancel those that run, and wait for them."""
+        self.is_over = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failures.append(error)
+            self._arrived.set()
+
+
+def _connected(address: Address) -> socket.socket:
+    if isinstance(address, tuple):
+        connected = socket.create_connection(address, CONNECT_SECONDS)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connected
+    connected = socket.socket(socket.AF_UNIX)
+    connected.settimeout(CONNECT_SECONDS)
+    connected.connect(address)
+    return connected

@@ -1,0 +1,132 @@
+"""Where workers connect to their controller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from asyncpipe.runtime.process import Process
+from asyncpipe.runtime.workers.handshake import TOKEN_BYTES, let_in
+from asyncpipe.runtime.workers.launcher import Address
+
+__all__ = ["ControlListener"]
+
+_logger = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS = 10.0
+"""For one that connects to show that it knows the secret."""
+MOST_HANDSHAKES = 64
+"""How many may be doing so at a time. What connects beyond that is closed."""
+LONGEST_PATH = 100
+"""Bytes. Linux takes 107 for a Unix socket, other systems fewer."""
+LOOPBACK = ("127.0.0.1", 0)
+
+
+class ControlListener:
+    """Listens while a worker is expected, on a loop that has ``add_reader``; used on its thread.
+
+    The socket is in a folder that only this user can enter. The folder is gone when all have connected, so that a
+    controller that is killed leaves none behind.
+    """
+
+    def __init__(self, secret: bytes, address: Address | None) -> None:
+        """``address`` is where to listen, a Unix socket in a new folder if it is not given."""
+        self._secret = secret
+        self._address = address
+        self._expected: dict[bytes, Callable[[socket.socket], None]] = {}
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._process = Process()
+        self._socket: socket.socket | None = None
+        self._folder: str | None = None
+
+    @contextmanager
+    def expecting(self, connected: Callable[[socket.socket], None]) -> Iterator[tuple[Address, bytes]]:
+        """Within the block, a worker with the token may connect at the address; ``connected`` gets its socket."""
+        if self._socket is None:
+            self._socket = self._open()
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._expected[token] = connected
+        try:
+            address = self._socket.getsockname()
+            yield (address if isinstance(address, str) else address[:2]), token
+        finally:
+            self._expected.pop(token, None)
+            if not self._expected:
+                self._close()
+
+    def _open(self) -> socket.socket:
+        address = self._address
+        if address is None:
+            self._folder = tempfile.mkdtemp(prefix="asyncpipe-")
+            address = os.path.join(self._folder, "control")
+            if len(os.fsencode(address)) > LONGEST_PATH:
+                self._remove_folder()
+                address = LOOPBACK
+        if isinstance(address, str):
+            listening = socket.socket(socket.AF_UNIX)
+            try:
+                listening.bind(address)
+                listening.listen()
+            except OSError:
+                listening.close()
+                self._remove_folder()
+                raise
+        else:
+            listening = socket.create_server(address)
+        listening.setblocking(False)
+        asyncio.get_running_loop().add_reader(listening, self._accept)
+        return listening
+
+    def _close(self) -> None:
+        for handshake in self._handshakes:
+            handshake.cancel()
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            if self._folder is None and isinstance(path := self._socket.getsockname(), str):
+                os.unlink(path)
+            self._socket.close()
+            self._socket = None
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None and self._process.is_this:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = None
+
+    def _accept(self) -> None:
+        assert self._socket is not None
+        try:
+            connected, _ = self._socket.accept()
+        except OSError:  # It has gone again, or there are too many open files: others may come.
+            return
+        if len(self._handshakes) >= MOST_HANDSHAKES:
+            connected.close()
+            return
+        connected.setblocking(False)
+        task = asyncio.get_running_loop().create_task(self._let_in(connected), name="asyncpipe handshake")
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+    async def _let_in(self, connected: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                token = await let_in(connected, self._secret)
+        except OSError as error:
+            _logger.warning("a connection to the workers' controller is refused: %s", error or "it said nothing")
+            connected.close()
+        except asyncio.CancelledError:
+            connected.close()
+        else:
+            if connected.family != socket.AF_UNIX:
+                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if (expects := self._expected.pop(token, None)) is None:
+                connected.close()  # It comes too late.
+            else:
+                expects(connected)

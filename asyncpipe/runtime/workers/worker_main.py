@@ -1,0 +1,63 @@
+"""What a worker does from its beginning until its entry runs, and behind that."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from importlib import import_module
+from typing import Any
+
+from asyncpipe.errors import OptionError
+from asyncpipe.runtime.portal import new_event_loop
+from asyncpipe.runtime.workers.control_client import ControlClient
+from asyncpipe.runtime.workers.launcher import Invitation
+from asyncpipe.runtime.workers.lifeline import hold_on_to
+from asyncpipe.runtime.workers.main_module import MainModule
+from asyncpipe.runtime.workers.remote_logs import RemoteLogHandler
+
+__all__ = ["become_worker"]
+
+FLUSH_SECONDS = 5.0
+"""For what the entry has sent last."""
+
+
+def become_worker(values: dict[str, Any], lifeline: int) -> None:
+    """Connect to the controller, and run the entry on this thread. Returns when that has returned.
+
+    ``values`` are what ``ProcessLauncher`` writes. What the entry raises is raised here, and ends the process.
+    """
+    hold_on_to(lifeline)
+    # On a crash in C, the stack of the thread that crashed goes to standard error, whose end the controller has.
+    faulthandler.enable(all_threads=False)
+    if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)  # A worker that is killed has nothing in its buffer.
+    control = ControlClient.connect(Invitation.from_json(values["invitation"]), MainModule(**values["main"]))
+    try:
+        _send_logs(control, values["log_levels"])
+        entry = _find(control.entry)
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(_run(entry, control))
+    finally:
+        control.flush(FLUSH_SECONDS)
+
+
+async def _run(entry: Callable[[ControlClient], Awaitable[None]], control: ControlClient) -> None:
+    await entry(control)
+
+
+def _send_logs(control: ControlClient, levels: dict[str, int]) -> None:
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+    logging.getLogger().addHandler(RemoteLogHandler(control.name, control.send_log))
+
+
+def _find(entry: str) -> Callable[[ControlClient], Awaitable[None]]:
+    module, _, function = entry.partition(":")
+    found = getattr(import_module(module), function, None)
+    if not callable(found):
+        raise OptionError(f"the entry of a worker is module:function, and {entry!r} names no function")
+    result: Callable[[ControlClient], Awaitable[None]] = found
+    return result

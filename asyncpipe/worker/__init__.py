@@ -1,0 +1,4 @@
+"""The program of a worker process: ``python -m asyncpipe.worker``, started by a launcher, with an invitation on stdin.
+
+It may import what is below it, but needs to import only the runtime: what a worker does is named by its invitation.
+"""

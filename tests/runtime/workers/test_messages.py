@@ -1,0 +1,365 @@
+"""What travels between a controller and its workers: messages, answers, errors, log records, large buffers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from worker_helpers import SECONDS, Recorded, until
+
+from asyncpipe.errors import MessageError, RemoteError, TaskError
+from asyncpipe.runtime.portal import Portal
+from asyncpipe.runtime.workers.channel import FRAME_BYTES, SMALLEST_MAPPED, Channel, Role
+from asyncpipe.runtime.workers.clock import ClockOffset
+from asyncpipe.runtime.workers.main_module import own_main_class
+from asyncpipe.runtime.workers.packed import SMALLEST_OUT_OF_BAND, Packed, pack, unpack
+
+ROOT = Path(__file__).parents[3]
+LARGE = 64 << 20
+
+
+class TwoArgumentsError(Exception):
+    """Can be pickled, and not be unpickled."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+# Answers and errors
+
+
+async def test_what_a_worker_raises_is_raised_with_its_traceback():
+    async with Recorded().group as group:
+        (worker,) = await group.start("worker")
+        with pytest.raises(KeyError, match="missing") as raised:
+            await worker.ask(("fail", KeyError("missing")))
+        cause = raised.value.__cause__
+        assert isinstance(cause, RemoteError)
+        assert "in worker 'worker'" in str(cause)
+        assert "worker_entries.py" in cause.text
+        error = TaskError("F(0,1)", "F", 0, 1, "cpu:1", ValueError("in the stage"))
+        with pytest.raises(TaskError, match=r"F\(0,1\) failed") as raised:
+            await worker.ask(("fail", error))
+        assert isinstance(raised.value.__cause__, ValueError)
+        assert isinstance(raised.value.__cause__.__cause__, RemoteError)
+        assert "in the stage" in "".join(traceback.format_exception(raised.value))
+        assert await worker.ask(("echo", "it goes on")) == "it goes on"
+
+
+@pytest.mark.parametrize(
+    ("question", "raised", "text"),
+    [
+        (("fail_locally",), RemoteError, "LocalError: of a class that nobody can import"),
+        (("fail", StopIteration()), RemoteError, "StopIteration"),
+        (("unpicklable",), MessageError, "a function cannot be sent to another process"),
+        (("cancelled",), RuntimeError, "cancelled in the worker"),
+        (("no_such_deed",), AttributeError, "no_such_deed"),
+    ],
+)
+@pytest.mark.one_loop
+async def test_whatever_goes_wrong_with_an_answer_ends_the_question(question, raised, text):
+    async with Recorded().group as group:
+        (worker,) = await group.start("worker")
+        with pytest.raises(raised, match=text):
+            await worker.ask(question)
+        assert await worker.ask(("echo", "it goes on")) == "it goes on"
+
+
+@pytest.mark.one_loop
+async def test_what_cannot_be_pickled_or_unpickled_is_said_by_a_sentence():
+    recorded = Recorded()
+    async with recorded.group as group:
+        (worker,) = await group.start("worker")
+        with pytest.raises(MessageError, match=r"a tuple cannot be sent .* must be importable from a module"):
+            worker.send(("echo", lambda: None))
+        with pytest.raises(MessageError, match="must be importable"):
+            await worker.ask(("echo", lambda: None))
+        with pytest.raises(MessageError, match="a message from another process cannot be unpickled"):
+            await worker.ask(("echo", TwoArgumentsError(1, 2)))
+        assert await worker.ask(("echo", "it goes on")) == "it goes on"
+    assert recorded.heard == []
+
+
+@pytest.mark.one_loop
+async def test_a_question_that_is_cancelled_takes_no_other_ones_answer():
+    async with Recorded().group as group:
+        (worker,) = await group.start("worker")
+        for number in range(20):
+            question = asyncio.create_task(worker.ask(("later", "old")))
+            await asyncio.sleep(0)
+            question.cancel()
+            assert await worker.ask(("later", number)) == number
+            assert question.cancelled()
+
+
+@pytest.mark.one_loop
+async def test_log_records_of_a_worker_are_handled_by_the_controllers_loggers(caplog):
+    caplog.set_level(logging.ERROR, "asyncpipe.quiet")
+    caplog.set_level(logging.INFO, "asyncpipe")  # The level of the handler, too.
+    async with Recorded().group as group:
+        (worker,) = await group.start("worker 7")
+        await worker.ask(("log", "asyncpipe.some", logging.INFO, "told"))
+        await worker.ask(("log", "asyncpipe.some", logging.DEBUG, "not told"))
+        await worker.ask(("log", "asyncpipe.quiet", logging.INFO, "not told"))
+        await worker.ask(("log", "of a user", logging.WARNING, "told, too"))
+    assert caplog.record_tuples == [
+        ("asyncpipe.some", logging.INFO, "worker 7: told"),
+        ("of a user", logging.WARNING, "worker 7: told, too"),
+    ]
+
+
+@pytest.mark.one_loop
+async def test_the_clocks_of_one_host_have_no_offset():
+    async with Recorded().group as group:
+        (worker,) = await group.start("worker")
+        await until("there was a round trip", lambda: worker.supervisor.clock.round_trips)
+        assert worker.clock_offset == 0.0
+        assert worker.supervisor.clock.half_trip < SECONDS
+
+
+def test_the_shortest_round_trip_tells_the_offset():
+    clock = ClockOffset()
+    assert (clock.offset, clock.half_trip) == (0.0, float("inf"))
+    clock.add(10.0, 110.5, 11.0)
+    clock.add(20.0, 121.5, 24.0)
+    assert (clock.offset, clock.half_trip) == (100.0, 0.5)
+    clock.add(30.0, 130.125, 30.25)
+    assert (clock.offset, clock.half_trip) == (100.0, 0.125)
+    for turn in range(120):
+        clock.add(100.0 + turn, 100.25 + turn, 100.5 + turn)
+    assert clock.offset == 0.0, "old round trips do not count, and 0 is within half a trip"
+
+
+# Large messages
+
+
+@pytest.mark.one_loop
+async def test_a_large_message_passes_whole_and_its_buffers_are_not_copied_into_the_pickle():
+    content = bytearray(range(256)) * (LARGE // 256)
+    packed = pack(("length", pickle.PickleBuffer(content)))
+    assert [part.nbytes for part in packed.parts][1:] == [LARGE]
+    async with Recorded(address=("127.0.0.1", 0)).group as group:
+        first, second = await group.start("first", "second")
+        assert await asyncio.gather(first.ask(packed), second.ask(packed)) == [LARGE, LARGE]
+        assert await first.ask(("bytes", LARGE)) == content
+
+
+def piped() -> tuple[Portal, list[Channel], list[list[tuple[Role, int, Packed]]], threading.Event]:
+    """Two channels that are connected, what each has received, and whether one was closed."""
+    received: list[list[tuple[Role, int, Packed]]] = [[], []]
+    closed = threading.Event()
+
+    class Box:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def received(self, role: Role, number: int, packed: Packed) -> None:
+            received[self.index].append((role, number, packed))
+
+        def closed(self) -> None:
+            closed.set()
+
+    async def make() -> list[Channel]:
+        loop = asyncio.get_running_loop()
+        return [Channel(end, loop, Box(index)) for index, end in enumerate(socket.socketpair())]
+
+    portal = Portal()
+    return portal, portal.call(make()), received, closed
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Portal, list[Channel], list[list[tuple[Role, int, Packed]]], threading.Event]]:
+    made = portal, channels, _, _ = piped()
+    yield made
+    close(portal, channels)
+
+
+def close(portal: Portal, channels: list[Channel]) -> None:
+    async def end() -> None:
+        for channel in channels:
+            channel.close()
+
+    portal.call(end())
+    portal.close()
+    portal.join()
+
+
+def wait_for(count: int, box: list[object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while len(box) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_an_urgent_message_overtakes_a_large_one(pair):
+    _, (sender, _), (_, box), _ = pair
+    large = Packed((memoryview(bytes(LARGE)),))
+    sender.send(Role.MESSAGE, 1, large)
+    sender.send(Role.MESSAGE, 2)
+    sender.send(Role.PING, 3, urgent=True)
+    wait_for(3, box)
+    assert [number for _, number, _ in box] == [3, 1, 2]
+    assert box[1][2].parts[0].nbytes == LARGE
+    assert sender.flush(SECONDS)
+
+
+def test_a_closed_channel_takes_messages_and_loses_them(pair):
+    portal, (first, second), _, closed = pair
+
+    async def end() -> None:
+        second.close()
+
+    portal.call(end())
+    assert closed.wait(SECONDS)
+    for channel in (first, second):
+        for _ in range(100):
+            channel.send(Role.MESSAGE, 1, Packed((memoryview(bytes(FRAME_BYTES)),)))
+        assert channel.flush(SECONDS)
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\xff" * 6, b"\x01\x00\x00\x00\x00\x01", b"\x00\x01\x00\x00\x00\x00", b"\x00" * 6]
+)
+def test_what_is_no_frame_closes_the_channel(garbage):
+    closed = threading.Event()
+
+    class Ends:
+        def received(self, role: Role, number: int, packed: Packed) -> None:
+            raise AssertionError
+
+        def closed(self) -> None:
+            closed.set()
+
+    portal, (ours, theirs) = Portal(), socket.socketpair()
+
+    async def make() -> Channel:
+        return Channel(ours, asyncio.get_running_loop(), Ends())
+
+    channel = portal.call(make())
+    theirs.sendall(garbage)
+    assert closed.wait(SECONDS)
+    assert theirs.recv(1) == b""
+    theirs.close()
+    close(portal, [channel])
+
+
+SIZES = st.sampled_from([0, 1, 5, 1000, FRAME_BYTES - 1, FRAME_BYTES, FRAME_BYTES + 1, SMALLEST_MAPPED, 1_500_000])
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.lists(SIZES, max_size=4)), max_size=12))
+def test_messages_arrive_whole_and_those_of_a_stream_in_order(messages):
+    portal, channels, boxes, _ = piped()
+    try:
+        sent: dict[tuple[int, bool], list[int]] = {}
+        for number, (end, urgent, sizes) in enumerate(messages):
+            parts = [memoryview(bytes([number % 251, index]) * size)[:size] for index, size in enumerate(sizes)]
+            channels[end].send(Role.MESSAGE, number, Packed(parts), urgent=urgent)
+            sent.setdefault((1 - end, urgent), []).append(number)
+        for box in (0, 1):
+            wait_for(sum(len(numbers) for (end, _), numbers in sent.items() if end == box), boxes[box])
+            for _, number, packed in boxes[box]:
+                sizes = messages[number][2]
+                assert [bytes(part) for part in packed.parts] == [
+                    (bytes([number % 251, index]) * size)[:size] for index, size in enumerate(sizes)
+                ]
+            for urgent in (True, False):
+                numbers = [number for _, number, _ in boxes[box] if messages[number][1] == urgent]
+                assert numbers == sent.get((box, urgent), [])
+    finally:
+        close(portal, channels)
+
+
+def test_small_buffers_stay_in_the_pickle():
+    small, large = bytearray(SMALLEST_OUT_OF_BAND - 1), bytearray(SMALLEST_OUT_OF_BAND)
+    packed = pack([pickle.PickleBuffer(small), pickle.PickleBuffer(large)])
+    assert [part.nbytes for part in packed.parts][1:] == [len(large)]
+    assert unpack(packed, own_main_class) == [small, large]
+    assert pack(packed) is packed
+
+
+# Classes of the controller's script
+
+SCRIPT = """
+import asyncio, sys
+from dataclasses import dataclass
+sys.path[:0] = {path!r}
+from worker_helpers import Recorded
+from asyncpipe.errors import MessageError
+
+print("the script runs as", __name__, flush=True)
+
+@dataclass
+class Net:
+    width: int
+    class Inner:
+        pass
+
+async def main():
+    async with Recorded().group as group:
+        worker, = await group.start("worker")
+        await worker.ask(("echo", 1))
+        try:
+            print(await worker.ask(("echo", [Net(3), Net.Inner])))
+            print(await worker.ask(("length", [Net(3)])))
+        except MessageError as error:
+            print(error)
+
+{guard}asyncio.run(main())
+"""
+
+
+def ran(tmp_path: Path, guard: str, *command: str, main: str = "script.py") -> list[str]:
+    """The lines that a script prints whose main code stands behind ``guard``."""
+    script = SCRIPT.format(path=[str(ROOT), str(ROOT / "tests/support")], guard=guard)
+    (tmp_path / main).parent.mkdir(exist_ok=True)
+    (tmp_path / main).write_text(script, encoding="utf-8")
+    arguments = [sys.executable, *(command or [str(tmp_path / main)])]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+GUARD = 'if __name__ == "__main__": '
+ECHOED = [
+    "the script runs as __main__",
+    "the script runs as __mp_main__",
+    "[Net(width=3), <class '__main__.Net.Inner'>]",
+    "1",
+]
+
+
+def test_a_script_with_a_guard_is_imported_where_its_classes_are_needed(tmp_path):
+    assert ran(tmp_path, GUARD) == ECHOED
+
+
+def test_a_module_that_is_run_by_its_name_is_imported(tmp_path):
+    assert ran(tmp_path, GUARD, "-m", "package.module", main="package/module.py") == ECHOED
+
+
+def test_a_folder_that_is_run_is_imported(tmp_path):
+    assert ran(tmp_path, GUARD, "package", main="package/__main__.py") == ECHOED
+
+
+def test_a_script_without_a_guard_does_not_run_twice(tmp_path):
+    first, refused = ran(tmp_path, "")
+    assert first == "the script runs as __main__"
+    assert "Net is defined in the script" in refused
+    assert "put Net in a module" in refused
+
+
+def test_what_is_defined_interactively_is_refused(tmp_path):
+    script = SCRIPT.format(path=[str(ROOT), str(ROOT / "tests/support")], guard="")
+    _, refused = ran(tmp_path, "", "-c", script)
+    assert "Net is defined interactively" in refused
