@@ -9,10 +9,21 @@ import pytest
 from shapes import DEVICES, MICROBATCHES
 from sharing_helpers import ByHand
 
-from asyncpipe.core.engine.events import Command, Dispatch, Outcome, StepCompleted, StepSubmitted, TaskCompleted
+from asyncpipe.core.engine.events import (
+    Abort,
+    Command,
+    Dispatch,
+    GateOpened,
+    Outcome,
+    StepCompleted,
+    StepFinished,
+    StepSubmitted,
+    TaskCompleted,
+)
 from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.part import part
 from asyncpipe.core.graph.task import WHOLE_STEP, Task
 from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
@@ -300,3 +311,22 @@ def test_a_rule_that_refuses_an_empty_device_fails_its_step_while_another_device
     late = (TaskKind.WEIGHT_GRADIENT, 1)
     with pytest.raises(ScheduleError, match=r"admit does not let F\(1,0\) in, although the device holds no"):
         simulate(graph, lambda task: 9.0 if (task.kind, task.stage) == late else 1.0)
+
+
+def test_a_part_that_waits_for_others_is_not_stuck_and_one_whose_empty_device_is_refused_is() -> None:
+    """The rule of device 0 refuses F(1,0); device 1, of another worker, has yet to send the gradient of F(1,0)."""
+    mine = part(GoesBad(refuses).lowered(Shape(2, 2, 2)), ["dev:0"]).graph
+    scheduler = ByHand()
+    first = mine.find(TaskKind.FORWARD, 0, 0).number
+    assert scheduler.send(StepSubmitted(0, mine), 0.0) == [Dispatch(0, first)]
+    assert scheduler.send(TaskCompleted(0, first, 0.0, 1.0), 1.0) == [], "it waits for the other part"
+    gate = mine.gates.index(mine.find(TaskKind.COPY, 0, 0, 1).number)
+    commands = scheduler.send(GateOpened(0, gate), 2.0)
+    while any(isinstance(command, Dispatch) for command in commands):
+        command = next(command for command in commands if isinstance(command, Dispatch))
+        commands = scheduler.send(TaskCompleted(0, command.task, 2.0, 3.0), 3.0)
+    assert [type(command) for command in commands] == [Abort, StepFinished, StepCompleted]
+    assert isinstance(commands[-1], StepCompleted)
+    assert commands[-1].failed_task is not None
+    assert mine.tasks[commands[-1].failed_task].id == "F(1,0)"
+    assert "although the device holds no micro-batch" in str(commands[-1].error)
