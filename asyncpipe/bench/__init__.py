@@ -6,6 +6,7 @@ them build on ``harness.py`` (start reading there); the other helpers are
 
     byte_counters.py     bytes of tensor storages, counted without an allocator
     examples.py          models and job files of the repository's examples
+    many_steps.py        steps in a row, one by one and overlapping, for ``pipeline``
     real_tasks.py        steps of real tasks against the plain loop, stage by stage
     scraper.py           turns with and without metrics, which are fetched over HTTP as Prometheus does
     web_app.py           a web application for ``embedded``, and its requests
@@ -43,6 +44,7 @@ BENCHMARKS = {
 }
 OPTIONS = {
     "paper": ("device", "out"),
+    "pipeline": ("steps", "repeats", "cases"),
     "peers": ("cases", "contestants", "repeats"),
     "sharing": ("beside",),
     "unet": ("device", "size"),

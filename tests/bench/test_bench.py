@@ -25,10 +25,12 @@ from asyncpipe.bench import (
     memory,
     metrics,
     overhead,
+    pipeline,
     sharing,
     slack,
     unet,
 )
+from asyncpipe.bench import many_steps as many
 from asyncpipe.bench.byte_counters import ByteMeter, SavedBytes
 from asyncpipe.bench.harness import busy_processes
 from asyncpipe.bench.real_tasks import RealTasksSize, stage_seconds
@@ -40,7 +42,7 @@ from asyncpipe.cli import main
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.predict.costs import Costs
-from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.predict.simulate import simulate, simulate_steps
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
@@ -131,6 +133,46 @@ def test_all_busy_counts_the_seconds_in_which_every_device_computes():
     assert dropin.all_busy(simulate(graph, Costs(forward=1.0))) == 3.0
     alone = lower(find_schedule("gpipe"), Shape(2, 1, 2), devices=["cpu:0", "cpu:1"], phase=Phase.FORWARD)
     assert dropin.all_busy(simulate(alone, Costs(forward=1.0))) == 0.0
+
+
+# pipeline
+
+
+def test_idle_shares_and_borders_of_steps_in_a_row():
+    def found(schedule: str, ahead: int):
+        graph = lower(find_schedule(schedule), Shape(2, 4, 2), devices=["cpu:0", "cpu:1"])
+        costs = Costs(forward=1.0, backward=2.0, input_gradient=1.0, weight_gradient=1.0)
+        return many.devices_idle(simulate_steps(graph, costs, steps=3, ahead=ahead))
+
+    # The last device waits for the first one's last backward and its next forward, however early steps begin.
+    for ahead in (0, 1):
+        idle, borders = found("1f1b", ahead)
+        assert idle == pytest.approx({"cpu:0": 0.2, "cpu:1": 0.2})
+        assert borders == pytest.approx({"cpu:0": 0.0, "cpu:1": 3.0})
+    # Here it has work to put off until then.
+    assert found("zb-h2", 0)[1] == pytest.approx({"cpu:0": 1.0, "cpu:1": 1.0})
+    assert found("zb-h2", 1)[1] == pytest.approx({"cpu:0": 0.0, "cpu:1": 0.0})
+
+
+def test_steps_in_a_row_train_in_both_ways(monkeypatch):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = [parameter.clone() for parameter in model.parameters()]
+    batch = torch.ones(4, 4), torch.zeros(4, 4)
+    options = {"microbatches": 2, "loss_fn": nn.functional.mse_loss, "optimizer": torch.optim.SGD}
+    case = many.ManySteps("two layers", 2, lambda: model, lambda count: [batch] * count, lambda: options)
+    monkeypatch.setattr(many, "MANY_STEPS", {"small": lambda: case})
+    for name, value in {"WIDTH": 8, "SAMPLES": 32, "ROUNDS": 1, "WARM_UP": 0}.items():
+        monkeypatch.setattr(pipeline, name, value)
+    figures = json.loads(json.dumps(pipeline.run(quiet, steps=4, repeats=2)))
+    row = figures["many"]["cases"]["small"]
+    for way in ("step", "steps"):
+        assert row[way]["seconds"] > 0
+        assert 0 <= row[way]["first_idle"] < 1
+        assert row[way]["last_border_seconds"] >= 0
+    assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert "4 steps in a row, medians of 2 turns" in pipeline.show(figures)
+    with pytest.raises(OptionError, match="case must be one of 'small', got 'tiny'"):
+        pipeline.run(quiet, steps=4, cases="small,tiny")
 
 
 # overhead

@@ -1,0 +1,168 @@
+"""Many steps one after the other: by ``step``, and by ``steps``, where the next one begins before the last has ended.
+
+Both update each stage in the step. They take turns on one pipeline, each with all steps of a case at a time. From the
+records of a turn come the step's time, each device's idle share from the first task of the turn to its last, and the
+*border*: how long a device is idle between its last task of a step and its first of the next. In 1F1B the last device
+has to wait there in any case, for the first one to end its step, update its stage and begin the next step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Generator, nn
+
+from asyncpipe.bench import Figures, Progress
+from asyncpipe.bench.examples import example_job, load_example
+from asyncpipe.bench.harness import alternating, medians, rounds, table
+from asyncpipe.bench.peers.cases import CASES, loss_fn
+from asyncpipe.core.checks import check_choice
+from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.graph.task import Queue
+from asyncpipe.core.predict.report import reports
+from asyncpipe.pipeline.pipeline import Pipeline
+
+__all__ = ["MANY_STEPS", "ManySteps", "chosen_cases", "devices_idle", "many_steps", "show_many_steps"]
+
+WAYS = ("step", "steps")
+
+
+@dataclass(frozen=True, slots=True)
+class ManySteps:
+    """A pipeline on CPU devices with its optimizers, and its mini-batches."""
+
+    about: str
+    devices: int
+    make: Callable[[], nn.Sequential]
+    batches: Callable[[int], list[tuple[Any, Any]]]
+    """So many mini-batches."""
+    options: Callable[[], dict[str, Any]]
+    """Of ``Pipeline``."""
+
+
+def _fine() -> ManySteps:
+    case = CASES["fine"]
+    return ManySteps(
+        f"{case.about}, SGD",
+        case.stages,
+        case.model,
+        lambda count: [case.batch()] * count,
+        lambda: {
+            "microbatches": case.microbatches,
+            "balance": [1] * case.stages,
+            "checkpoint": "never",
+            "loss_fn": loss_fn,
+            "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        },
+    )
+
+
+def _charlm() -> ManySteps:
+    job = example_job("charlm")
+    example, table, training = load_example("charlm"), job["pipeline"], job["training"]
+    torch.manual_seed(training["seed"])
+    workload = example.build(**job["job"]["parameters"])
+
+    def batches(count: int) -> list[tuple[Any, Any]]:
+        source = iter(workload.batches(training["batch_size"], Generator().manual_seed(training["seed"])))
+        return [next(source) for _ in range(count)]
+
+    return ManySteps(
+        "the job of examples/charlm, AdamW without clipping",
+        len(table["devices"]),
+        lambda: workload.model,
+        batches,
+        lambda: {
+            **{name: table[name] for name in ("microbatches", "schedule", "checkpoint")},
+            "loss_fn": workload.loss_fn,
+            "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
+        },
+    )
+
+
+MANY_STEPS: dict[str, Callable[[], ManySteps]] = {"fine": _fine, "charlm": _charlm}
+
+
+async def many_steps(progress: Progress, steps: int, repeats: int, cases: Sequence[ManySteps]) -> list[Figures]:
+    """For each case, the medians over ``repeats`` turns of ``steps`` steps; a shorter turn of each way warms up."""
+    found = []
+    for case in cases:
+        names = [f"cpu:{index}" for index in range(case.devices)]
+        async with Pipeline(case.make(), names, **case.options()) as pipe:
+            batches = case.batches(steps)
+            for way in WAYS:
+                await _turn(pipe, way, batches[:3])
+            rows: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+            for number in rounds(repeats, progress, f"{steps} steps of {case.about}, turn"):
+                for way in alternating(WAYS, number):
+                    rows[way].append(await _turn(pipe, way, batches))
+        found.append({"about": case.about, **{way: medians(rows[way]) for way in WAYS}})
+    return found
+
+
+async def _turn(pipe: Pipeline, way: str, batches: list[tuple[Any, Any]]) -> dict[str, float]:
+    start = time.perf_counter()
+    if way == "step":
+        results = [await pipe.step(x, target, return_outputs=False) for x, target in batches]
+    else:
+        results = [result async for result in pipe.steps(batches, return_outputs=False)]
+    seconds = time.perf_counter() - start
+    idle, borders = devices_idle([result.record for result in results])
+    first, last = pipe.devices[0].name, pipe.devices[-1].name
+    return {
+        "seconds": seconds / len(batches),
+        "first_idle": idle[first],
+        "last_idle": idle[last],
+        "first_border_seconds": borders[first],
+        "last_border_seconds": borders[last],
+    }
+
+
+def devices_idle(records: Sequence[StepRecord]) -> tuple[dict[str, float], dict[str, float]]:
+    """Of each device: the idle share over all steps, and the mean seconds without a task between one and the next."""
+    found = reports(records)
+    busy = dict.fromkeys(found[0].device_busy, 0.0)
+    spans: dict[str, list[tuple[float, float]]] = {device: [] for device in busy}
+    for each in found:
+        for device, seconds in each.device_busy.items():
+            busy[device] += seconds
+            times = [at for at in each.tasks if at.task.lane.device == device and at.task.lane.queue is Queue.COMPUTE]
+            spans[device].append((min(at.start for at in times), max(at.end for at in times)))
+    begun = min(span[0][0] for span in spans.values())
+    whole = max(span[-1][1] for span in spans.values()) - begun
+    borders = {
+        device: fmean([after[0] - before[1] for before, after in pairwise(span)] or [0.0])
+        for device, span in spans.items()
+    }
+    return {device: 1 - seconds / whole for device, seconds in busy.items()}, borders
+
+
+def show_many_steps(figures: Figures) -> list[str]:
+    """A row for each case and way."""
+    head = ["", "a step", "idle: first", "last device", "border: first", "last device"]
+    rows = [
+        [
+            f"{name}, {way}",
+            f"{row[way]['seconds'] * 1e3:.1f} ms",
+            *(f"{row[way][f'{place}_idle']:.1%}" for place in ("first", "last")),
+            *(f"{row[way][f'{place}_border_seconds'] * 1e3:.1f} ms" for place in ("first", "last")),
+        ]
+        for name, row in figures["cases"].items()
+        for way in WAYS
+    ]
+    about = [f"{name}: {row['about']}" for name, row in figures["cases"].items()]
+    return [f"{figures['steps']} steps in a row, medians of {figures['repeats']} turns", *table([head, *rows]), *about]
+
+
+def chosen_cases(names: str | None) -> dict[str, ManySteps]:
+    """The cases with these ``names``, separated by commas; by default all."""
+    wanted = list(MANY_STEPS) if names is None else [name.strip() for name in names.split(",")]
+    for name in wanted:
+        check_choice("case", name, tuple(MANY_STEPS))
+    return {name: MANY_STEPS[name]() for name in wanted}
