@@ -6,16 +6,20 @@ import asyncio
 import gc
 import os
 import random
+import signal
+import sys
 import threading
 from contextlib import aclosing, closing
+from itertools import islice, pairwise
 
 import pytest
 import torch
 from torch import nn
 
 from asyncpipe import Arguments, Batch, Pipeline, TaskError
-from asyncpipe.errors import ArgumentTypeError, BatchError, OptionError, OverlapError
+from asyncpipe.errors import ArgumentTypeError, BatchError, NestedWaitError, OptionError, OverlapError
 from asyncpipe.ops.execute.binder import Binder
+from asyncpipe.pipeline.steps import StepRun
 
 STAGES = 3
 STEPS = int(os.environ.get("ASYNCPIPE_STEPS", "180"))
@@ -233,6 +237,70 @@ async def test_a_cancellation_at_any_point(seed, loop, no_leaks):
         assert all(p.grad is None for p in pipe.module.parameters())
         pipe.state_dict()
         assert torch.isfinite((await pipe.step(*data[0])).loss)
+
+
+def assert_between(pipe, states):
+    """Every stage is as one of two neighbouring ``states``, and nothing of a step is left."""
+    stages = [list(part.parameters()) for part in pipe.module]
+    found = []
+    for each in states:
+        values = iter(each)
+        found.append([same(mine, list(islice(values, len(mine)))) for mine in stages])
+    assert any(all(map(any, zip(*two, strict=True))) for two in pairwise(found))
+    assert all(p.grad is None for p in pipe.module.parameters())
+    pipe.state_dict()
+
+
+@pytest.mark.parametrize("at", [1, 4, 6, 9, 16])
+def test_ctrl_c_in_the_synchronous_face(at, no_leaks):
+    data = batches(4)
+    _, states = asyncio.run(one_by_one(data))
+    torch.manual_seed(1)
+    with make().sync() as pipe:
+        noted = pipe.module[1][-1]
+        noted.at = at
+        noted.call = lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), closing(pipe.steps(data)) as results:
+            for _ in results:
+                pass
+        assert_between(pipe, states)
+        assert torch.isfinite(pipe.step(*data[0]).loss)
+
+
+@pytest.mark.parametrize("where", ["here", "another thread", "a task"])
+def test_a_synchronous_iterator_that_is_garbage(where, monkeypatch, no_leaks):
+    """Its steps are completed, but on the thread of a task, which cannot wait for them: there they are cancelled."""
+    data, ignored = batches(5), []
+    _, states = asyncio.run(one_by_one(data))
+    dropped, ended = threading.Event(), threading.Event()
+    end = StepRun._close
+    monkeypatch.setattr(StepRun, "_close", lambda self: (end(self), ended.set()))
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: ignored.append(type(raised.exc_value)))
+    torch.manual_seed(1)
+    with make().sync() as pipe:
+        noted = pipe.module[1][-1]
+        noted.at = 5  # In the second step, which is under way when the first result is there.
+        noted.call = lambda: (dropped.wait(20), where == "a task" and gc.collect())
+        results = pipe.steps(data)
+        ring = [results]
+        ring.append(ring)
+        next(results)
+        del results, ring
+        dropped.set()
+        if where == "another thread":
+            collecting = threading.Thread(target=gc.collect)
+            collecting.start()
+            collecting.join()
+        elif where == "here":
+            gc.collect()
+        assert ended.wait(20)
+        if where == "a task":
+            assert ignored == [NestedWaitError]
+            assert_between(pipe, states[1:3])
+        else:
+            assert ignored == []
+            assert same(state(pipe), states[2])
+        assert torch.isfinite(pipe.step(*data[0]).loss)
 
 
 async def test_errors_of_the_mini_batches_come_behind_the_results_before_them(no_leaks):
