@@ -29,6 +29,7 @@ _PRIVATE = """
     _C._TorchDispatchModeKey.PROXY _C._current_graph_task_id
     _C._dispatch_get_all_op_names _C._dispatch_has_kernel_for_dispatch_key _C._dispatch_key_parse
     _C._dispatch_keyset_full_after _C._dispatch_tls_set_dispatch_key_included _C._get_dispatch_mode _C._get_obj_in_tls
+    _C._is_key_in_tls
     _C._jit_get_all_schemas _C._len_torch_dispatch_stack _C._len_torch_function_stack _C._pop_torch_function_stack
     _C._push_on_torch_function_stack _C._stash_obj_in_tls
     _C._autograd._get_current_graph_task_keep_graph _C._autograd._pop_saved_tensors_default_hooks

@@ -68,7 +68,18 @@ def _balanced(put: Callable[[str, object], None]) -> Callable[[str, object], Non
 
 # Looked up once: entering and leaving is on the path of every task.
 _get, _put = torch._C._get_obj_in_tls, _balanced(torch._C._stash_obj_in_tls)
+_has = torch._C._is_key_in_tls
+_remove: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
 _switch = torch._C._dispatch_tls_set_dispatch_key_included
+
+
+def _empty_slot() -> None:
+    # Not ``None`` in it, where torch can help it: a thread that ends drops what is there, for which it needs the
+    # interpreter. That may be at its end, and the process would abort.
+    if _remove is not None:
+        _remove(_SLOT)
+    else:
+        _put(_SLOT, None)
 
 
 class OwnDraws:
@@ -95,15 +106,14 @@ class OwnDraws:
         outer = self._outer.pop()
         if outer is None:
             _switch(_KEY, False)
-        _put(_SLOT, outer)
+            _empty_slot()
+        else:
+            _put(_SLOT, outer)
 
 
 def own_draws() -> OwnDraws | None:
     """What this thread draws from, if not from the default generators."""
-    try:
-        found: OwnDraws | None = _get(_SLOT)
-    except RuntimeError:
-        return None  # Nothing was ever put there.
+    found: OwnDraws | None = _get(_SLOT) if _has(_SLOT) else None
     return found
 
 

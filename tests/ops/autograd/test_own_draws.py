@@ -287,3 +287,19 @@ def test_torchs_checkpoint_replays_from_the_threads_own_generator() -> None:
         assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(3)))
     assert torch.equal(x.grad, y)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_remove_obj_from_tls"), reason="this torch cannot empty a slot")
+def test_a_thread_that_drew_leaves_nothing_to_drop_at_its_end() -> None:
+    """Python might be at its end by then, too, and the process would abort."""
+    left = []
+
+    def draw() -> None:
+        with Generator(), Generator():
+            torch.rand(1)
+        left.append(torch._C._is_key_in_tls(own_draws_module._SLOT))
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    thread.join()
+    assert left == [False]
