@@ -184,7 +184,7 @@ class PreparedStep(StepProtocol[StepResult]):
 
     def _commit_gradients(self) -> None:
         # Parameters that were updated inside the step have no gradient any more.
-        normalize(list(self.parts.module.parameters()), self._tensors)
+        normalize(self.parts.module.parameters(), self._tensors)
         self.parts.resources.guard.commit()
         self._has_set_gradients_aside = False
         self.parts.resources.guard.leave(self)

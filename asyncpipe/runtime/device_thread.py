@@ -139,7 +139,7 @@ class DeviceWork:
                     continue
                 position = run.position
                 run.position += 1
-                if not self._run(step, run.program.tasks[position], run.functions[position], run):
+                if not self._run(step, run.program.tasks[position], None, run):
                     entered = False  # This thread ends with the task.
                     return False
                 if not step.aborted:
@@ -177,14 +177,24 @@ class DeviceWork:
     # Every task
 
     def _run(
-        self, step: StepHandle, task: int, function: TaskFunction, run: ProgramRun | None = None, *, wake: bool = False
+        self,
+        step: StepHandle,
+        task: int,
+        function: TaskFunction | None,
+        run: ProgramRun | None = None,
+        *,
+        wake: bool = False,
     ) -> bool:
-        """Run a task, of the program ``run`` or a single one, and report it; false if it was given up meanwhile."""
+        """Run a task of the program ``run``, or ``function``, and report it; false if it was given up meanwhile."""
         token: CompletionToken = [None]
         started = time.perf_counter()
         self.current = (step, task, started, token)
         try:
-            completion = function()
+            if run is not None:
+                completion = run.call(task)
+            else:
+                assert function is not None
+                completion = function()
         except BaseException as error:  # noqa: BLE001 - reported: an exception that is lost would block the step
             if not take(token):
                 return False

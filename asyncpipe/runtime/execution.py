@@ -33,7 +33,8 @@ __all__ = [
 ]
 
 Bind = Callable[[Task], TaskFunction]
-"""Gives a task its function. Called on the loop's thread when the task is dispatched."""
+"""Gives a task its function. Called when it is dispatched, on the loop's thread; in a program when it begins, on its
+device's."""
 
 Around = Callable[[str], AbstractContextManager[Any]]
 """Makes the context in which functions of this device's tasks are called. For one thread at a time."""
@@ -110,16 +111,19 @@ class Execution:
 
     def start_programs(self, programs: Programs, in_flight: int, earlier: Execution | None) -> None:
         """Hand each device its program, behind that of ``earlier``. ``in_flight`` as in ``ProgramRun``."""
-        tasks, executors = self.graph.tasks, []
+        tasks, bind, executors = self.graph.tasks, self.bind, []
+
+        def call(task: int) -> Completion | None:
+            return bind(tasks[task])()
+
         before = {} if earlier is None else {run.program.device: run for run in earlier.runs}
         self.gates = programs.gates
         for program in programs.programs:
             executor = self.executors[self.graph.lane_of[program.tasks[0]]]
             assert isinstance(executor, TakesPrograms)
             executors.append(executor)
-            functions = [self.bind(tasks[task]) for task in program.tasks]
             around = self.around(self.graph.devices[program.device])
-            run = ProgramRun(self, program, functions, around, in_flight, executor.send, before.get(program.device))
+            run = ProgramRun(self, program, call, around, in_flight, executor.send, before.get(program.device))
             self.runs.append(run)
         for run in self.runs:
             run.join(self.runs)

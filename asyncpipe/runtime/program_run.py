@@ -22,7 +22,7 @@ from typing import Final, Protocol, runtime_checkable
 
 from asyncpipe.core.engine.events import ProgramEnded
 from asyncpipe.core.graph.programs import Program
-from asyncpipe.runtime.executor import StepHandle, TaskFunction
+from asyncpipe.runtime.executor import Completion, StepHandle
 
 __all__ = ["FREE_SLOT", "STOP", "Message", "ProgramRun", "TakesPrograms"]
 
@@ -36,7 +36,7 @@ class ProgramRun:
     """Used on the device's thread alone, but for ``send``."""
 
     __slots__ = (
-        "_awaits", "_before", "_others", "_slots", "functions", "is_stopped", "position", "program", "send", "step",
+        "_awaits", "_before", "_end", "_others", "_slots", "call", "is_stopped", "position", "program", "send", "step",
         "surroundings",
     )  # fmt: skip
 
@@ -44,26 +44,27 @@ class ProgramRun:
         self,
         step: StepHandle,
         program: Program,
-        functions: Sequence[TaskFunction],
+        call: Callable[[int], Completion | None],
         surroundings: AbstractContextManager[object],
         in_flight: int,
         send: Callable[[Message], None],
         before: ProgramRun | None = None,
     ) -> None:
-        """``functions`` by position; all are called inside ``surroundings``, which is entered again after a wait.
+        """``call`` runs a task, by its number, inside ``surroundings``, which are entered again after a wait.
 
         At most ``in_flight`` tasks are issued and not completed. ``send`` puts a message for this run into the queue
         of its device's thread. ``before`` is the run of the device in the step that this one follows.
         """
         self.step = step
         self.program = program
-        self.functions = functions
+        self.call = call
         self.surroundings = surroundings
         self.position = 0
         """The next task's."""
         self.is_stopped = False
         self.send = send
         self._awaits = list(program.awaits)
+        self._end = len(program.awaits)
         self._slots = in_flight
         self._others: Sequence[ProgramRun] = ()
         self._before = before
@@ -75,24 +76,24 @@ class ProgramRun:
     @property
     def can_go_on(self) -> bool:
         """Whether there is a task to run, or nothing is left to do but to end."""
-        if self.is_at_end:
+        if self.position == self._end:
             # Even of an aborted step: if all its tasks have run, the scheduler aborts nothing, and nobody stops this.
             return True
         if self.step.aborted:
             return self.is_stopped
-        if self._before is not None and not self._before.is_at_end:
+        if self._awaits[self.position] or self._slots <= 0:
             return False
-        return not (self._awaits[self.position] or self._slots <= 0)
+        return self._before is None or self._before.is_at_end
 
     @property
     def is_at_end(self) -> bool:
         """Whether every task has begun."""
-        return self.position == len(self._awaits)
+        return self.position == self._end
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is left to do but to end."""
-        return self.is_at_end or self.is_stopped
+        return self.position == self._end or self.is_stopped
 
     def release(self, position: int) -> None:
         """The task at ``position`` is done, or issued: tell the devices where a task waits for it."""
@@ -116,7 +117,7 @@ class ProgramRun:
     def end(self) -> ProgramEnded:
         """Say what is left, and drop all that refers to the step: messages that come late refer to this."""
         ended = ProgramEnded(self.step.number, self.program.tasks[self.position :])
-        self.functions = ()
+        del self.call
         self._others = ()
         self._before = None
         del self.step

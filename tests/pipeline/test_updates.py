@@ -171,12 +171,13 @@ class _Noisy(torch.optim.SGD):
 
 
 async def test_an_optimizer_draws_from_the_default_generator(workload):
+    model = workload.model()
     torch.manual_seed(0)
     torch.randint(0, 2**62, ())  # the step's own number
     wanted = torch.rand(3)
     torch.manual_seed(0)
     async with Pipeline(
-        workload.model(),
+        model,
         ["cpu:0"],
         microbatches=2,
         loss_fn=mse,

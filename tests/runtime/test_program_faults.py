@@ -404,7 +404,7 @@ def executor(no_leaks):
 def program_run(executor, step, functions):
     one = lower(find_schedule("gpipe"), Shape(1, len(functions), 1), devices=["cpu:0"], phase=Phase.FORWARD)
     (program,) = programs(one).programs
-    run = ProgramRun(step, program, functions, nullcontext(), 3, executor.send)
+    run = ProgramRun(step, program, lambda task: functions[task](), nullcontext(), 3, executor.send)
     run.join([run])
     return run
 

@@ -7,7 +7,7 @@ tasks of a stage compute is in ``ops/execute/compute.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -261,8 +261,10 @@ class Binder:
             yield
 
 
-def normalize(parameters: Sequence[nn.Parameter], tensors: StepTensors) -> None:
+def normalize(parameters: Iterable[nn.Parameter], tensors: StepTensors) -> None:
     """Divide new gradients by the sum of the losses' counts, if the losses return counts."""
+    if not tensors.counts:
+        return
     factors: dict[torch.device, Tensor | None] = {}
     for parameter in parameters:
         if parameter.grad is not None:

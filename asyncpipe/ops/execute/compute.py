@@ -56,9 +56,11 @@ class StageCompute:
         self._graph = graph
         self._plan = plan
         self._tensors = tensors
-        self._lanes = [Lane(stage.device.name, Queue.COMPUTE) for stage in stages]
-        self._streams = streams
-        self._copiers = copiers
+        lanes = [Lane(stage.device.name, Queue.COMPUTE) for stage in stages]
+        self._streams = [streams[lane] for lane in lanes]
+        """Of the stages' devices."""
+        self._copiers = [copiers[lane] for lane in lanes]
+        """To the stages' devices."""
         self._setups = [StageSetup(stage, plan, context, draws[stage.device.name]) for stage in stages]
         self._sources: list[list[int]] = [[] for _ in stages]
         """By stage: the earlier stages that it receives something from."""
@@ -148,13 +150,16 @@ class StageCompute:
         """The arguments of the loss besides the output, on the last stage's device."""
         if j < len(self.stages) - 1 or i not in self._tensors.targets:
             return _NO_ARGUMENTS
-        target = Packet(self._tensors.targets.pop(i))
+        given = self._tensors.targets.pop(i)
+        if isinstance(given, Tensor):
+            return Arguments(tuple(self._from_caller((given,), j)), {})
+        target = Packet(given)
         return Arguments.wrap(target.rebuild(self._from_caller(target.tensors, j)))
 
     def _from_caller(self, tensors: Sequence[Tensor], j: int) -> list[Tensor]:
         """The caller's tensors on the stage's device, safe to read on its compute stream."""
-        copier = self._copiers[self._lanes[j]]
-        return [copier.fetch(tensor, self._tensors.caller_ready) for tensor in tensors]
+        fetch, ready = self._copiers[j].fetch, self._tensors.caller_ready
+        return [fetch(tensor, ready) for tensor in tensors]
 
     def _send(self, i: int, j: int, user: int, packet: Packet, outputs: Sequence[Tensor]) -> None:
         packet.wants_gradient = [tensor.requires_grad for tensor in outputs]
@@ -259,7 +264,7 @@ class StageCompute:
         if user == CALLER:
             # Hazard: this compute stream reads memory allocated on a stream of the caller or of the autograd engine.
             # Its memory must not be reused before that read is done.
-            self._streams[self._lanes[j]].keep(gradient for gradient in taken if gradient is not None)
+            self._streams[j].keep(gradient for gradient in taken if gradient is not None)
         return taken
 
     def _hand_back(self, i: int, j: int, source: int, leaves: Sequence[Tensor], gradients: list[Tensor | None]) -> None:

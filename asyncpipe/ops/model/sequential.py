@@ -10,7 +10,7 @@ stage to the other::
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -102,10 +102,12 @@ class SequentialStage(StageModule):
     def function(self) -> Callable[[Mapping[int, Any]], Mapping[int, Any]]:
         """As ``StageModule.function``: where each layer gets what the one before returns, these calls alone."""
         layers = self.layers
-        if self._has_skips or self._stashed or self._unpacks or not (self._index and self._comes_alone):
+        if self._has_skips or self._stashed or self._unpacks or (self._index and not self._comes_alone):
             return super().function()
-        if has_hooks(self) or has_hooks(layers) or type(layers).forward is not nn.Sequential.forward:
+        if has_hooks(self) or has_hooks(layers) or type(layers).forward is not nn.Sequential.forward or not layers:
             return super().function()
+        if not self._index:
+            return partial(_first_chain, self._next, tuple(layers))
         return partial(_chain, self._index - 1, self._next, tuple(layers))
 
     def _call(self, received: Mapping[int, Any]) -> Any:
@@ -114,15 +116,10 @@ class SequentialStage(StageModule):
             output = received[self._index - 1]
             output = output if self._comes_alone else output.output
             return layers(*output) if unpacks and isinstance(output, tuple) else layers(output)
-        args, kwargs = received[CALLER]
+        args, kwargs = Arguments.wrap(received[CALLER])
         if (len(args) == 1 or unpacks) and not kwargs:
             return layers(*args)
-        # nn.Sequential takes one argument, but its first layer may take several.
-        first, *others = layers
-        value = first(*args, **kwargs)
-        for layer in others:
-            value = layer(value)
-        return value
+        return _call_layers(layers, *args, **kwargs)
 
 
 def _chain(source: int, user: int, layers: Sequence[nn.Module], received: Mapping[int, Any]) -> dict[int, Any]:
@@ -130,6 +127,20 @@ def _chain(source: int, user: int, layers: Sequence[nn.Module], received: Mappin
     for layer in layers:
         value = layer(value)
     return {user: value}
+
+
+def _first_chain(user: int, layers: Sequence[nn.Module], received: Mapping[int, Any]) -> dict[int, Any]:
+    args, kwargs = Arguments.wrap(received[CALLER])
+    return {user: _call_layers(layers, *args, **kwargs)}
+
+
+def _call_layers(layers: Iterable[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    # nn.Sequential takes one argument, but its first layer may take several.
+    first, *others = layers
+    value = first(*args, **kwargs)
+    for layer in others:
+        value = layer(value)
+    return value
 
 
 def stage_parts(module: nn.Module, parts: Sequence[nn.Sequential]) -> StagedModel:
@@ -148,10 +159,11 @@ def stage_parts(module: nn.Module, parts: Sequence[nn.Sequential]) -> StagedMode
 
 
 def _take_all(arguments: Arguments) -> dict[int, Any]:
-    """What each stage takes of the caller's arguments: stage 0 takes all of them."""
-    if not arguments.args and not arguments.kwargs:
+    """What each stage takes of the caller's arguments: stage 0 takes all of them; a lone tensor by itself."""
+    args, kwargs = arguments
+    if not args and not kwargs:
         raise BatchError("the model was called without arguments; give its first layer at least one")
-    return {0: arguments}
+    return {0: args[0] if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) else arguments}
 
 
 def as_sequential(model: nn.Module | Sequence[nn.Module]) -> nn.Sequential:

@@ -245,7 +245,7 @@ def with_gaps(steps: list[MeasuredStep], gap: float) -> list[MeasuredStep]:
 
     def shorter(step: MeasuredStep) -> MeasuredStep:
         journal = [
-            (at, replace(event, ended=event.ended - gap))
+            (at, event._replace(ended=event.ended - gap))
             if isinstance(event, TaskCompleted) and step.record.graph.tasks[event.task].kind is not TaskKind.COPY
             else (at, event)
             for at, event in step.record.journal

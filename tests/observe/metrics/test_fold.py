@@ -233,7 +233,7 @@ def record_of(graph: TaskGraph, draw: st.DataObject, step: int) -> StepRecord:
     for at, event in simulate(graph, lambda task: float(costs[task.number])).journal:
         if isinstance(event, TaskCompleted):
             late = off * random.random()
-            moved = replace(event, started=event.started + origin + late, ended=event.ended + origin + late)
+            moved = event._replace(started=event.started + origin + late, ended=event.ended + origin + late)
             if asynchronous and random.random() < 0.8:
                 journal.append((at + origin, TaskIssued(0, event.task, float(random.random()))))
             journal.append((at + origin, moved))
