@@ -11,6 +11,9 @@ import signal
 import sys
 from typing import Any
 
+_CONTROLLERS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+"""Signals that a terminal or a service manager sends to all processes."""
+
 
 def main() -> None:
     """Become the worker of the invitation that comes on standard input."""
@@ -24,19 +27,33 @@ def main() -> None:
 
 
 def _leave_signals_to_the_controller() -> None:
-    """Ignore what a terminal or a service manager sends to all processes: the controller stops its workers.
+    """Ignore those signals: the controller stops its workers.
 
     Not by ``SIG_IGN``, which the worker's own children would inherit.
     """
-    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    for each in signals:
+    for each in _CONTROLLERS:
         signal.signal(each, _do_nothing)
-    os.register_at_fork(after_in_child=lambda: [signal.signal(each, signal.SIG_DFL) for each in signals])
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    # Forked children are ended as all others. What is sent before they say so waits until then.
+    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_be_usual)
+    _unblock()  # As the launcher has blocked them.
 
 
 def _do_nothing(*_: object) -> None:
     pass
+
+
+def _block() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _CONTROLLERS)
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _CONTROLLERS)
+
+
+def _be_usual() -> None:
+    for each in _CONTROLLERS:
+        signal.signal(each, signal.SIG_DFL)
+    _unblock()
 
 
 def _read_invitation() -> dict[str, Any]:

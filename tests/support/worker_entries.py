@@ -18,6 +18,13 @@ from typing import Any
 from asyncpipe.runtime.workers.control_client import ControlClient
 
 
+class TwoArgumentsError(Exception):
+    """Can be pickled, and not be unpickled."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
 class Deeds:
     """What a worker does when a message ``(name, *arguments)`` tells it to."""
 
@@ -60,12 +67,24 @@ class Deeds:
 
         raise LocalError("of a class that nobody can import")
 
+    def fail_unpicklably(self) -> None:
+        raise TwoArgumentsError(1, 2)
+
+    def say_and_exit(self, count: int) -> None:
+        for number in range(count):
+            self.control.send(number)
+        self.control.flush(60)
+        os._exit(0)
+
     def unpicklable(self) -> Any:
         return lambda: None
 
     def exit(self, status: int, text: str = "") -> None:
         os.write(2, text.encode())
         os._exit(status)
+
+    def write(self, text: str) -> None:
+        os.write(2, text.encode())
 
     def signal(self, number: int) -> None:
         os.kill(os.getpid(), number)
@@ -126,13 +145,14 @@ async def hangs(control: ControlClient) -> None:
 
 
 async def says_bye(control: ControlClient) -> None:
-    """Ends by itself when it has been told anything."""
+    """Ends by itself when it has been told how many messages to send before."""
 
     class EnoughError(Exception):
         pass
 
-    def end(message: Any) -> None:
-        control.send("bye")
+    def end(count: int) -> None:
+        for number in range(count):
+            control.send(number)
         raise EnoughError
 
     with suppress(EnoughError):
@@ -145,9 +165,10 @@ async def hangs_up(control: ControlClient) -> None:
     def hang_up(message: str) -> None:
         sys.setswitchinterval(1000)  # With the GIL, until it is given up.
         c = ctypes.PyDLL(None)
-        for number in range(3, 100):
-            if _is_open(number) and os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                c.shutdown(number, socket.SHUT_WR)
+        numbers = [number for number in range(3, 100) if _is_open(number)]
+        sockets = [number for number in numbers if os.readlink(f"/proc/self/fd/{number}").startswith("socket:")]
+        for number in sockets:
+            c.shutdown(number, socket.SHUT_WR)
         (c if message == "hold the GIL" else time).sleep(1000)
 
     await control.serve(hang_up)

@@ -32,8 +32,8 @@ __all__ = ["Channel", "Receiver", "Role"]
 
 FRAME_BYTES = 1 << 18
 """At a gigabyte a second, the time of one frame is a quarter of a millisecond."""
-READS_PER_TURN = 32
-"""How often a channel reads before other work of its loop has its turn."""
+READS_PER_TURN = FRAMES_PER_TURN = 32
+"""How often a channel reads, or sends, before other work of its loop has its turn."""
 SMALLEST_MAPPED = 1 << 20
 """Bytes. Larger parts are received in mapped memory, which nobody must fill with zeros first."""
 
@@ -98,14 +98,14 @@ class Channel:
         loop.add_reader(connected, self._read)
 
     def send(self, role: Role, number: int = 0, packed: Packed = EMPTY, *, urgent: bool = False) -> None:
-        """Send a message; from any thread, never blocks. What is sent when the other side is gone is lost."""
+        """Send a message; from any thread, never blocks. It is lost if the other side is gone, or the loop closed."""
         stream = 0 if urgent else 1
         with self._lock:
-            if not self._is_open:
+            if not self._is_open or self._loop.is_closed():
                 return
             self._frames[stream].append(_frames(stream, role, number, packed.parts))
             # Nobody waits before it: one frame is sent here at once, which saves a change of threads.
-            if not self._waits and not self._write(1):
+            if not self._waits and not self._write():
                 self._waits = True
                 self._all_sent.clear()
                 self._loop.call_soon_threadsafe(self._await_writable)
@@ -139,28 +139,31 @@ class Channel:
                 self._loop.add_writer(self._socket, self._go_on)
 
     def _go_on(self) -> None:
-        with self._lock:
-            if self._is_open and self._write(READS_PER_TURN):
-                self._waits = False
-                self._all_sent.set()
-                self._loop.remove_writer(self._socket)
+        for _ in range(FRAMES_PER_TURN):
+            with self._lock:  # Not for all of them: somebody may wait to send.
+                if not self._is_open:
+                    return
+                if self._write():
+                    self._waits = False
+                    self._all_sent.set()
+                    self._loop.remove_writer(self._socket)
+                    return
 
-    def _write(self, most: int) -> bool:
-        """Send at most so many frames; whether all is sent. With the lock."""
-        for _ in range(most):
-            if not self._under_way and not self._next_frame():
-                return True
-            try:
-                sent = self._socket.sendmsg(self._under_way)
-            except (BlockingIOError, InterruptedError):
-                return False
-            except OSError:
-                # The other side is gone, which is noticed where it is read.
-                for frames in self._frames:
-                    frames.clear()
-                self._under_way = []
-                return True
-            self._under_way = list(_without(self._under_way, sent))
+    def _write(self) -> bool:
+        """Send a frame, or as much as there is room for; whether all is sent. With the lock."""
+        if not self._under_way and not self._next_frame():
+            return True
+        try:
+            sent = self._socket.sendmsg(self._under_way)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            # The other side is gone, which is noticed where it is read.
+            for frames in self._frames:
+                frames.clear()
+            self._under_way = []
+            return True
+        self._under_way = list(_without(self._under_way, sent))
         return not self._under_way and not self._next_frame()
 
     def _next_frame(self) -> bool:

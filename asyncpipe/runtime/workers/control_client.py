@@ -105,6 +105,14 @@ class ControlClient:
         """Wait until what was sent is on its way, at most so many seconds."""
         self._channel.flush(seconds)
 
+    def end(self) -> None:
+        """End the thread, before the interpreter ends: it must not run in one that is taken apart.
+
+        The connection stays open until the process is gone, whose end shall be what the controller sees.
+        """
+        self._portal.close()
+        self._portal.join()
+
     def _handle(self, handle: Callable[[Any], Any], role: Role, number: int, packed: Packed, answers: _Answers) -> None:
         try:
             answer = handle(unpack(packed, self._main.get))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import secrets
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from asyncpipe.errors import OptionError, WorkerLostError
@@ -31,8 +34,9 @@ class WorkerGroup:
             first.send(message)
             answer = await second.ask(question)
 
-    Behind the block nothing of them is left. Without it (the group is dropped, the process is killed) no worker lives
-    on for long, either: see ``lifeline.py``.
+    Behind the block nothing of them is left. A group that is dropped, or not closed when the interpreter ends, kills
+    its workers; but ``received`` and ``lost`` are held by a thread, so they must not hold the group. If this process is
+    killed, so are they: see ``lifeline.py``.
     """
 
     def __init__(
@@ -62,6 +66,8 @@ class WorkerGroup:
         self._portal: Portal | None = None
         self._workers: dict[str, WorkerConnection] = {}
         self._starts: set[asyncio.Task[None]] = set()
+        self._starting: set[str] = set()
+        self._at_exit: Callable[[], None] = lambda: None
 
     @property
     def workers(self) -> dict[str, WorkerConnection]:
@@ -69,7 +75,10 @@ class WorkerGroup:
         return {name: worker for name, worker in self._workers.items() if not worker.ended.is_set()}
 
     async def __aenter__(self) -> WorkerGroup:
-        self._portal = Portal()
+        self._portal = portal = Portal()
+        # Not by the finalizer: a thread may not be waited for wherever the garbage collector happens to run.
+        self._at_exit = atexit.register(partial(_end_at_exit, self._process, portal))
+        weakref.finalize(self, _kill, self._process, portal).atexit = False
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -83,11 +92,13 @@ class WorkerGroup:
         self._process.check()
         if self._portal is None:
             raise OptionError("a group of workers starts them inside `async with`")
-        if taken := sorted({name for name in names if names.count(name) > 1} | self.workers.keys() & set(names)):
+        twice = {name for name in names if names.count(name) > 1}
+        if taken := sorted(twice | (self.workers.keys() | self._starting) & set(names)):
             raise OptionError(f"workers need names of their own, and these are taken: {', '.join(taken)}")
         connections = tuple(WorkerConnection(name, self._received, self._lost) for name in names)
         starts = [asyncio.create_task(self._start(self._portal, connection)) for connection in connections]
         self._starts.update(starts)
+        self._starting.update(names)
         try:
             await asyncio.gather(*starts)
         except BaseException:
@@ -102,6 +113,7 @@ class WorkerGroup:
             raise
         finally:
             self._starts.difference_update(starts)
+            self._starting.difference_update(names)
         self._workers.update(zip(names, connections, strict=True))
         return connections
 
@@ -134,8 +146,21 @@ class WorkerGroup:
         if portal is not None:
             portal.close()
             portal.join()
+        atexit.unregister(self._at_exit)
 
     def kill(self) -> None:
-        """Kill all workers, without waiting. From any thread; for who drops a group that is not closed."""
-        if self._portal is not None and self._process.is_this:
-            self._portal.close()
+        """Kill all workers, without waiting. From any thread; for who cannot wait until it is closed."""
+        if self._portal is not None:
+            _kill(self._process, self._portal)
+
+
+def _kill(process: Process, portal: Portal) -> None:
+    if process.is_this:
+        portal.close()
+
+
+def _end_at_exit(process: Process, portal: Portal) -> None:
+    """Before the interpreter ends: the thread must not run in one that is taken apart."""
+    if process.is_this:
+        portal.close()
+        portal.join()

@@ -25,7 +25,7 @@ from asyncpipe.runtime.workers.main_module import MainModule
 __all__ = ["LocalProcess", "ProcessLauncher"]
 
 PROGRAM = Path(__file__).parents[2] / "worker" / "__main__.py"
-"""Run by its path: whatever the working directory is, no file in it is taken for a module of Python's or ours."""
+"""Run by its path, and not by ``-m``, with which Python's own modules could come from the working directory."""
 STDERR_BYTES = 4096
 """How much of the end of a worker's standard error is kept."""
 STDERR_READ = 1 << 16
@@ -50,7 +50,6 @@ class ProcessLauncher:
         command = [
             os.fsdecode(get_executable()),
             *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-            "-P",
             str(PROGRAM),
             invitation.name,  # Not read: it tells who looks at the list of processes.
         ]

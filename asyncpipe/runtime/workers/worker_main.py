@@ -20,8 +20,8 @@ from asyncpipe.runtime.workers.remote_logs import RemoteLogHandler
 
 __all__ = ["become_worker"]
 
-FLUSH_SECONDS = 5.0
-"""For what the entry has sent last."""
+FLUSH_SECONDS = 60.0
+"""For what the entry has sent last. A controller that has told the worker to end waits less, and kills it."""
 
 
 def become_worker(values: dict[str, Any], lifeline: int) -> None:
@@ -42,6 +42,7 @@ def become_worker(values: dict[str, Any], lifeline: int) -> None:
             runner.run(_run(entry, control))
     finally:
         control.flush(FLUSH_SECONDS)
+        control.end()
 
 
 async def _run(entry: Callable[[ControlClient], Awaitable[None]], control: ControlClient) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 
@@ -13,7 +15,8 @@ from forking import in_child, raised_by
 from worker_helpers import SECONDS, Recorded, folders, is_alive, is_there, open_files, until
 
 from asyncpipe.errors import OptionError, WorkerLostError, WorkerStartError
-from asyncpipe.runtime.workers.launcher import Invitation
+from asyncpipe.runtime.workers.group import WorkerGroup
+from asyncpipe.runtime.workers.launcher import Invitation, WorkerExit
 from asyncpipe.runtime.workers.process_launcher import LocalProcess, ProcessLauncher
 from asyncpipe.runtime.workers.supervisor import WorkerLimits
 
@@ -88,8 +91,13 @@ async def test_a_worker_that_is_killed_is_lost_and_another_one_takes_its_place()
         (successor,) = await group.start("worker")
         assert await successor.ask(("echo", "again")) == "again"
         assert await other.ask(("echo", "still")) == "still"
-        with pytest.raises(OptionError, match="taken: other"):
-            await group.start("other", "third")
+        with pytest.raises(OptionError, match="taken: other, twice"):
+            await group.start("other", "twice", "third", "twice")
+        start = asyncio.create_task(group.start("third"))
+        await asyncio.sleep(0)
+        with pytest.raises(OptionError, match="taken: third"):
+            await group.start("third")
+        assert [worker.name for worker in await start] == ["third"]
     with pytest.raises(OptionError, match="async with"):
         await group.start("late")
 
@@ -152,12 +160,11 @@ class Fails(ProcessLauncher):
         ("worker_entries:fails", "exited with status 1.*this entry fails before it serves"),
         ("worker_entries:nothing", "exited with status 1.*'worker_entries:nothing' names no function"),
         ("no_such_module:f", "exited with status 1.*No module named 'no_such_module'"),
-        ("worker_entries:hangs", "was not up within 1.5 s"),
     ],
 )
 @pytest.mark.one_loop
 async def test_if_one_does_not_start_none_is_left(entry, message):
-    recorded = Recorded(launcher=(launcher := Fails(entry)), limits=WorkerLimits(start=1.5))
+    recorded = Recorded(launcher=(launcher := Fails(entry)))
     async with recorded.group as group:
         with pytest.raises(WorkerStartError, match=f"(?s)worker 'bad' did not start: it {message}"):
             await group.start("good", "bad")
@@ -167,6 +174,16 @@ async def test_if_one_does_not_start_none_is_left(entry, message):
         (good,) = await group.start("good")
         assert await good.ask(("echo", 1)) == 1
     assert recorded.heard == []
+    assert not folders()
+
+
+@pytest.mark.one_loop
+async def test_one_that_does_not_come_up_is_killed():
+    recorded = Recorded(launcher=(launcher := Fails("worker_entries:hangs")), limits=WorkerLimits(start=0.3))
+    async with recorded.group as group:
+        with pytest.raises(WorkerStartError, match=r"worker 'bad' did not start: it was not up within 0.3 s"):
+            await group.start("bad")
+        assert not any(map(is_there, launcher.pids))
     assert not folders()
 
 
@@ -212,6 +229,82 @@ async def test_a_group_that_is_dropped_kills_its_workers(new_threads):
     assert not any(is_there(worker.pid) for worker in workers)
     await until("its thread has ended", lambda: not new_threads())
     await group.close()
+
+
+@pytest.mark.one_loop
+async def test_a_group_that_nobody_holds_kills_its_workers(new_threads):
+    group = WorkerGroup(ProcessLauncher(), "worker_entries:deeds")
+    await group.__aenter__()
+    (worker,) = await group.start("worker")
+    del group
+    gc.collect()
+    async with asyncio.timeout(SECONDS):
+        await worker.ended.wait()
+    assert not is_there(worker.pid)
+    await until("its thread has ended", lambda: not new_threads())
+
+
+NOT_CLOSED = """
+import asyncio, sys
+sys.path[:0] = {path!r}
+from worker_helpers import Recorded
+
+async def main():
+    workers = await (await Recorded().group.__aenter__()).start("one", "two")
+    print(*(worker.pid for worker in workers), flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_a_group_that_is_not_closed_when_the_interpreter_ends_kills_its_workers():
+    command = [sys.executable, "-c", NOT_CLOSED.format(path=sys.path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=2 * SECONDS)
+    assert (done.returncode, done.stderr) == (0, "")
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    assert not any(map(is_there, pids))
+
+
+class SlowToEnd:
+    """A process that has ended for who asks a third time: the group is dropped while the second one waits."""
+
+    def __init__(self, process: LocalProcess) -> None:
+        self.process = process
+        self.asked = 0
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def stderr(self) -> str:
+        return self.process.stderr()
+
+    async def ended(self) -> WorkerExit:
+        self.asked += 1
+        return await self.process.ended() if self.asked > 2 else await asyncio.get_running_loop().create_future()
+
+
+class StartsSlowToEnd(ProcessLauncher):
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[SlowToEnd] = []
+
+    async def start(self, invitation: Invitation) -> SlowToEnd:  # type: ignore[override]
+        self.started.append(SlowToEnd(await super().start(invitation)))
+        return self.started[-1]
+
+
+@pytest.mark.one_loop
+async def test_a_group_that_is_dropped_while_a_worker_ends_still_reaps_it(new_threads):
+    recorded = Recorded(launcher=(launcher := StartsSlowToEnd()))
+    group = await recorded.group.__aenter__()
+    (worker,) = await group.start("worker")
+    worker.kill("this is a test")
+    await until("it is asked for its end", lambda: launcher.started[0].asked == 2)
+    group.kill()
+    assert (await recorded.loss()).exit_status == -signal.SIGKILL
+    assert not is_there(worker.pid)
+    await until("its thread has ended", lambda: not new_threads())
 
 
 @pytest.mark.one_loop
@@ -268,6 +361,31 @@ async def test_a_forked_child_can_neither_send_nor_end_the_workers():
         told = in_child(lambda: (raised_by(lambda: worker.send(1)), raised_by(lambda: worker.kill("no")), group.kill()))
         assert all("forked child" in text for text in told[:2])
         assert await worker.ask(("echo", 1)) == 1
+
+
+@pytest.mark.one_loop
+async def test_silence_counts_only_while_this_process_listens(monkeypatch):
+    """The group's thread waits for a terminal that takes nothing, for longer than a worker may be silent."""
+    limits = WorkerLimits(ping=0.02, silent=0.2)
+    waited = []
+
+    class Terminal:
+        def write(self, text: str) -> None:
+            waited.append(threading.Event().wait(3 * limits.silent))
+
+        def flush(self) -> None:
+            pass
+
+    recorded = Recorded(limits=limits)
+    async with recorded.group as group:
+        (worker,) = await group.start("worker")
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        worker.send(("write", "to the terminal"))
+        await until("it is written", lambda: waited)
+        monkeypatch.undo()
+        trips = worker.supervisor.clock.round_trips
+        await until("pings are answered", lambda: worker.supervisor.clock.round_trips > trips + 5)
+    assert recorded.heard == []
 
 
 @pytest.mark.one_loop

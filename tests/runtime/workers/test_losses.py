@@ -18,6 +18,8 @@ from asyncpipe.runtime.workers.launcher import WorkerExit
 from asyncpipe.runtime.workers.supervisor import WorkerLimits
 
 ROOT = Path(__file__).parents[3]
+MANY = 20_000
+"""Messages that no socket holds all of."""
 OUTLIVES = 5.0
 """Seconds that a worker may live on without its controller."""
 
@@ -130,10 +132,19 @@ async def test_an_entry_that_returns_ends_the_worker_with_all_that_it_sent():
     recorded = Recorded(entry="says_bye")
     async with recorded.group as group:
         (worker,) = await group.start("worker")
-        worker.send("end")
+        worker.send(MANY)
         loss = await recorded.loss()
         assert loss.how == "exited with status 0"
-        assert recorded.heard == [("worker", "bye"), ("worker", loss)]
+        assert [message for _, message in recorded.heard] == [*range(MANY), loss]
+
+
+async def test_what_a_worker_has_sent_arrives_though_it_has_ended_since():
+    recorded = Recorded()
+    async with recorded.group as group:
+        (worker,) = await group.start("worker")
+        worker.send(("say_and_exit", MANY))
+        loss = await recorded.loss()
+        assert [message for _, message in recorded.heard] == [*range(MANY), loss]
 
 
 @pytest.mark.one_loop

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worker_entries import TwoArgumentsError
 from worker_helpers import SECONDS, Recorded, until
 
 from asyncpipe.errors import MessageError, RemoteError, TaskError
@@ -28,13 +29,6 @@ from asyncpipe.runtime.workers.packed import SMALLEST_OUT_OF_BAND, Packed, pack,
 
 ROOT = Path(__file__).parents[3]
 LARGE = 64 << 20
-
-
-class TwoArgumentsError(Exception):
-    """Can be pickled, and not be unpickled."""
-
-    def __init__(self, one: int, other: int) -> None:
-        super().__init__(f"{one} and {other}")
 
 
 # Answers and errors
@@ -62,6 +56,7 @@ async def test_what_a_worker_raises_is_raised_with_its_traceback():
     ("question", "raised", "text"),
     [
         (("fail_locally",), RemoteError, "LocalError: of a class that nobody can import"),
+        (("fail_unpicklably",), RemoteError, "TwoArgumentsError: 1 and 2"),
         (("fail", StopIteration()), RemoteError, "StopIteration"),
         (("unpicklable",), MessageError, "a function cannot be sent to another process"),
         (("cancelled",), RuntimeError, "cancelled in the worker"),
