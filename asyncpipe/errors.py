@@ -15,6 +15,7 @@ __all__ = [
     "BalanceError",
     "BatchError",
     "DeviceError",
+    "EdgeError",
     "HungTaskError",
     "InvalidTransition",
     "JobFileError",
@@ -177,6 +178,17 @@ class TaskError(AsyncpipeError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[TaskError], tuple[str, str, int, int, str, BaseException | None]]:
         return type(self), (self.task_id, self.kind, self.microbatch, self.stage, self.device, self.__cause__)
+
+
+class EdgeError(AsyncpipeError, RuntimeError):
+    """An edge between two workers could not be made, or broke. ``peers`` are the numbers of the workers at fault."""
+
+    def __init__(self, message: str, peers: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.peers = tuple(peers)
+
+    def __reduce__(self) -> tuple[type[EdgeError], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.peers)
 
 
 class PaddedLabelsWarning(UserWarning):

@@ -8,9 +8,10 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from asyncpipe.errors import MoveError
+from asyncpipe.errors import MoveError, OptionError
 from asyncpipe.ops.model.stage import Stage
 from asyncpipe.pipeline.build import PipelineParts
+from asyncpipe.pipeline.remote_model import RemoteModel
 
 __all__ = ["ModelProxy"]
 
@@ -18,8 +19,10 @@ __all__ = ["ModelProxy"]
 class ModelProxy:
     """Stands for the model of a pipeline, as far as no step is run."""
 
-    def __init__(self, parts: PipelineParts) -> None:
+    def __init__(self, parts: PipelineParts, remote: RemoteModel | None = None) -> None:
+        """``remote``: the stages live in workers."""
         self._parts = parts
+        self._remote = remote
 
     @property
     def module(self) -> nn.Module:
@@ -56,8 +59,17 @@ class ModelProxy:
         if not stays:
             raise MoveError("a pipeline's stages stay on their devices; to() takes a dtype alone")
         self._parts.check_between_steps()
+        self._refuse_in_workers("to()")
         self.module.to(dtype)
         return self
+
+    def _refuse_in_workers(self, what: str) -> None:
+        """Raise ``OptionError`` if the stages live in workers; ``what`` needs them in this process."""
+        if self._remote is not None:
+            raise OptionError(
+                f"{what} needs the stages in this process, and they live in workers; give the pipeline an optimizer= "
+                "and use step(), or use workers='threads'"
+            )
 
     def cuda(self, *_: Any) -> NoReturn:
         """Raises ``MoveError``."""
@@ -80,22 +92,28 @@ class ModelProxy:
         return list(self.module) if isinstance(self.module, nn.Sequential) else [stage.module for stage in self.stages]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The model's parameters, for an optimizer."""
+        """The model's parameters, for an optimizer; ``OptionError`` if they are in workers."""
+        self._refuse_in_workers("parameters()")
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters under the unsplit model's names."""
+        """The model's parameters under the unsplit model's names; as ``parameters``."""
+        self._refuse_in_workers("named_parameters()")
         return self.module.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state under the unsplit model's keys; tensors are where their stages are.
+        """The state under the unsplit model's keys; tensors are where their stages are, or copies
+        on the CPU if these are in workers.
 
         Raises ``OverlapError`` between two results of ``steps``, while a later step computes.
         """
         self._parts.check_between_steps()
-        return self.module.state_dict()
+        return self.module.state_dict() if self._remote is None else self._remote.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
         """Load a state with the unsplit model's keys, from any device."""
         self._parts.check_between_steps()
-        self.module.load_state_dict(state, strict=strict)
+        if self._remote is None:
+            self.module.load_state_dict(state, strict=strict)
+        else:
+            self._remote.load_state_dict(state, strict=strict)

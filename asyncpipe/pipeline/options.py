@@ -122,6 +122,18 @@ class PipelineOptions(PoolOptions):
         left_out: dict[str, Any] = {f.name: f.default for f in fields(self) if not f.metadata.get("copied", True)}
         return replace(self, **left_out)
 
+    def for_worker(self, schedule: Schedule) -> PipelineOptions:
+        """The options in a worker, which has the stages as they were cut; the caller's own objects stay here."""
+        values = {each.name: getattr(self, each.name) for each in fields(PipelineOptions)}
+        values.update((each.name, each.default) for each in fields(PoolOptions))
+        values.update(
+            (each.name, each.default) for each in fields(PipelineOptions) if not each.metadata.get("copied", True)
+        )
+        return PipelineOptions(
+            **{**values, "stages": None, "balance": "auto", "deferred_batch_norm": False, "order": "strict"}
+            | {"schedule": schedule}
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PipelineArguments(PipelineOptions):

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from asyncpipe.core.engine.events import Observer, StepNotes
+from asyncpipe.core.engine.events import Observer
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.schedules.protocol import Schedule
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.ops.device.devices import resolve_devices
-from asyncpipe.ops.device.lent_streams import lent_streams
-from asyncpipe.ops.device.memory import device_memory
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.pipeline.build import build
 from asyncpipe.pipeline.call import call
+from asyncpipe.pipeline.device_notes import note_devices
 from asyncpipe.pipeline.model_proxy import ModelProxy
 from asyncpipe.pipeline.options import PipelineArguments
+from asyncpipe.pipeline.overlap import why_alone
 from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.pool_options import takes
+from asyncpipe.pipeline.prepare import prepare_step
 from asyncpipe.pipeline.profiling import resolve_auto
+from asyncpipe.pipeline.remote_model import RemoteModel
+from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.result import StepResult
-from asyncpipe.pipeline.step import PreparedStep, why_alone
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
 from asyncpipe.pipeline.steps import StepRun, check_batches, run_steps
 from asyncpipe.pipeline.sync import SyncPipeline
@@ -60,10 +62,13 @@ class Pipeline(ModelProxy):
             # Copies of the pipeline copy the stages that it has; the trace of a copy cannot be cut in another way.
             arguments = replace(arguments, model=arguments.model.joined(arguments.balance), balance="auto")
         self._arguments = arguments
-        super().__init__(build(arguments.model, self.devices, arguments))
+        here = self.devices if pool.workers is None else [device.elsewhere() for device in self.devices]
+        parts = build(arguments.model, here, arguments)
         physical = {device.physical for device in self.devices}
-        tenant = Tenant(arguments.share or Share(), Observers(arguments.observers, partial(_note_devices, physical)))
-        self._tenancy = Tenancy(pool, self.devices, tenant, own=arguments.pool is None)
+        tenant = Tenant(arguments.share or Share(), Observers(arguments.observers, partial(note_devices, physical)))
+        stages = None if pool.workers is None else RemoteStages(parts, self.devices, tenant, pool.workers)
+        self._tenancy = Tenancy(pool, self.devices, tenant, own=arguments.pool is None, stages=stages)
+        super().__init__(parts, RemoteModel(pool, stages) if stages is not None else None)
 
     # Steps
 
@@ -95,7 +100,7 @@ class Pipeline(ModelProxy):
             self._tenancy.check()
             self._parts.check_between_steps()
             step = StepOptions(return_outputs, update, scaler)
-            return await PreparedStep(self._parts, self._tenancy, x, target, step).run()
+            return await prepare_step(self._parts, self._tenancy, x, target, step).run()
 
     def steps(
         self,
@@ -148,6 +153,7 @@ class Pipeline(ModelProxy):
         the gradients are what they were before. ``BackwardError`` says what autograd cannot do here: a second
         backward without ``retain_graph``, double backward.
         """
+        self._refuse_in_workers("pipe(x), whose loss and backward are the caller's,")
         return call(self._parts, self._tenancy, Arguments(args, kwargs))
 
     # Schedule
@@ -180,6 +186,8 @@ class Pipeline(ModelProxy):
         """
         self._parts.graphs.change(find_schedule(schedule, order=order), self.microbatches, self.checkpoint)
         self._arguments = replace(self._arguments, schedule=schedule, order=order)
+        if self._remote is not None:
+            self._remote.change_schedule()
 
     # Opening and closing
 
@@ -199,12 +207,16 @@ class Pipeline(ModelProxy):
 
     def sync(self) -> SyncPipeline:
         """The same pipeline for callers without ``await``; it also works where a loop already runs."""
-        return SyncPipeline(self, self._parts, self._tenancy)
+        return SyncPipeline(self, self._parts, self._tenancy, self._remote)
 
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: the model as it is now, the options without observers, the optimizers' states."""
+        """For pickle and deepcopy: the model as it is now, the options without observers, the optimizers' states.
+
+        Raises ``OptionError`` if the stages live in workers.
+        """
+        self._refuse_in_workers("a copy of the pipeline")
         optimizers = {stage: optimizer.state_dict() for stage, optimizer in self.optimizers.items()}
         return {"arguments": self._arguments.for_copy(), "optimizers": optimizers}
 
@@ -216,16 +228,11 @@ class Pipeline(ModelProxy):
 
     @property
     def optimizers(self) -> Mapping[int, torch.optim.Optimizer]:
-        """The optimizers of the stages, if the pipeline updates them."""
+        """The optimizers of the stages, if the pipeline updates them. ``OptionError`` if these live in workers."""
+        self._refuse_in_workers("optimizers")
         return self._parts.resources.optimizers
 
     @property
     def observers(self) -> list[Observer]:
         """The observers. The list may be changed at any time."""
         return self._tenancy.tenant.observers.shown
-
-
-def _note_devices(devices: Collection[torch.device], notes: StepNotes) -> None:
-    """Add to the ``notes`` of a step what this process has of the physical ``devices`` at its end."""
-    notes.memory = {str(device): device_memory(device) for device in devices}
-    notes.streams = {str(device): lent_streams(device) for device in devices}

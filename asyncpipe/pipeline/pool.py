@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -27,16 +27,18 @@ from asyncpipe.ops.autograd.own_draws import replace_torch_random, restore_torch
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
 from asyncpipe.pipeline.pool_options import PoolOptions, takes
+from asyncpipe.pipeline.workers import Workers
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Around, Bind, Execution, Gates, Tenant
 from asyncpipe.runtime.executor import Executor, TaskFunction
+from asyncpipe.runtime.parts_driver import PartsDriver
 from asyncpipe.runtime.portal import Portal
 from asyncpipe.runtime.process import Process
 from asyncpipe.runtime.started_step import Line, StartedHere, StartedInThread, StartedStep
 from asyncpipe.runtime.task_threads import call_as_task, inside_task
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 
-__all__ = ["DevicePool", "Tenancy"]
+__all__ = ["DevicePool", "StagesElsewhere", "Tenancy"]
 
 _T = TypeVar("_T")
 
@@ -55,7 +57,13 @@ class DevicePool:
 
     @takes(PoolOptions)
     def __init__(self, options: PoolOptions) -> None:
-        self.driver = Driver({}, in_flight=options.in_flight, policy=options.policy)
+        self.workers = Workers(options) if options.has_workers else None
+        """The processes that the devices are in, if they are not in this one."""
+        self.driver: Driver | PartsDriver = (
+            Driver({}, in_flight=options.in_flight, policy=options.policy)
+            if self.workers is None
+            else self.workers.driver
+        )
         self.portal: Portal | None = None
         """The thread of the driver's loop, if the pool has a loop of its own."""
         self._options = options
@@ -75,8 +83,14 @@ class DevicePool:
         """Refuse new steps, wait for running ones, then end every thread. May be called again."""
         if self.is_open:
             self.check_closing()
-            await self.run(self.driver.drain())
+            await self.run(self.drain())
             self.end_threads()
+
+    async def drain(self) -> None:
+        """Refuse new steps, wait for running ones, and stop the workers; on the driver's loop."""
+        await self.driver.drain()
+        if self.workers is not None:
+            await self.workers.aclose()
 
     @property
     def is_open(self) -> bool:
@@ -119,7 +133,7 @@ class DevicePool:
         if self._finalizer is not None:
             raise PipelineClosedError("a device pool opens once; make a new one")
         self.process = Process()
-        if self._options.loop == "own" or in_thread:
+        if self._options.loop == "own" or in_thread or self.workers is not None:
             self.portal = Portal()
             try:
                 self.portal.call(self._start())
@@ -138,11 +152,20 @@ class DevicePool:
         assert self.portal is not None
         return self.portal.call(coroutine)
 
-    def admit(self, devices: Sequence[Device]) -> None:
-        """Make executors for those of ``devices`` that have none; on the driver's loop."""
+    @property
+    def threads(self) -> Driver:
+        """The driver of a pool whose devices are in this process."""
+        assert isinstance(self.driver, Driver)
+        return self.driver
+
+    async def admit(self, devices: Sequence[Device]) -> None:
+        """Make executors for those of ``devices`` that have none, or start their workers; on the driver's loop."""
+        if self.workers is not None:
+            await self.workers.admit(devices)
+            return
         missing = [device for device in devices if device.name not in self.driver]
         for device in missing:
-            self.driver.add(device.name, self._make_executor(device))
+            self.threads.add(device.name, self._make_executor(device))
         if missing:
             self._intra_op.wait()
 
@@ -150,7 +173,8 @@ class DevicePool:
         """End the threads, when no step is under way. Blocks for a moment. May be called again."""
         if self._finalizer is not None and self._finalizer.alive:
             self._finalizer()
-            self.driver.join()
+            if self.workers is None:
+                self.threads.join()
             if self.portal is not None:
                 self.portal.join()
 
@@ -158,10 +182,11 @@ class DevicePool:
         self._open_driver()
 
     def _open_driver(self) -> None:
-        self.driver.open()
+        if self.workers is None:
+            self.threads.open()
         replace_torch_random()
         # Runs when the pool is closed, or garbage collected without being closed, or when the interpreter exits.
-        self._finalizer = weakref.finalize(self, _end_threads, self.process, self.driver, self.portal)
+        self._finalizer = weakref.finalize(self, _end_threads, self.process, self.driver, self.workers, self.portal)
 
     def _make_executor(self, device: Device) -> Executor:
         if self._options.executors is not None:
@@ -183,16 +208,21 @@ def _bind_marked(bind: Bind, task: Task) -> TaskFunction:
     return partial(call_as_task, bind(task))
 
 
-def _end_threads(process: Process, driver: Driver, portal: Portal | None) -> None:
+def _end_threads(
+    process: Process, driver: Driver | PartsDriver, workers: Workers | None, portal: Portal | None
+) -> None:
     if process.is_this:
         restore_torch_random()
         driver.close()
+        if workers is not None:
+            workers.kill()  # Those that are still there: nobody has closed the pool.
         if portal is not None:
             portal.close()
 
 
-def _leave(driver: Driver, tenant: Tenant) -> None:
-    driver.leave(tenant)
+def _leave(driver: Driver | PartsDriver, tenant: Tenant) -> None:
+    if isinstance(driver, Driver):
+        driver.leave(tenant)
     tenant.observers.close()
 
 
@@ -209,11 +239,29 @@ def _begin_behind(
     return driver.start(graph, bind, notes, around=around, tenant=tenant, after=after)
 
 
+class StagesElsewhere(Protocol):
+    """The stages of a pipeline that live in workers. Used on the driver's loop."""
+
+    async def load(self) -> None:
+        """Send them there, once the workers are up."""
+
+    async def unload(self) -> None:
+        """Have the workers forget them. Raises nothing if workers are gone."""
+
+
 class Tenancy:
     """A pipeline's use of a pool: opened once and closed once, together with the pool if the pipeline owns it."""
 
-    def __init__(self, pool: DevicePool, devices: Sequence[Device], tenant: Tenant, *, own: bool) -> None:
-        """``own``: whether the pool serves this pipeline alone."""
+    def __init__(
+        self,
+        pool: DevicePool,
+        devices: Sequence[Device],
+        tenant: Tenant,
+        *,
+        own: bool,
+        stages: StagesElsewhere | None = None,
+    ) -> None:
+        """``own``: whether the pool serves this pipeline alone. ``stages`` are those that live in workers."""
         self.pool = pool
         """What runs the steps."""
         self.tenant = tenant
@@ -221,6 +269,7 @@ class Tenancy:
         """Held during a step that a coroutine awaits: steps of one pipeline run one after the other."""
         self.blocking_turn = threading.RLock()
         """The same for steps for which a thread blocks. Hooks at the end of one may call the pipeline there."""
+        self.stages = stages
         self._devices = devices
         self._own = own
         self._opened = False
@@ -279,30 +328,43 @@ class Tenancy:
     async def open(self) -> None:
         """Start the threads that are missing, and drive steps on the running loop or on the pool's own."""
         self._open_pool(in_thread=False)
-        await self.pool.run(self._admit())
+        try:
+            await self.pool.run(self._admit())
+        except BaseException:
+            if self._own:
+                await self.pool.aclose()
+            raise
 
     def open_in_thread(self) -> None:
         """As ``open``, with the loop in a thread; blocks."""
         self._open_pool(in_thread=True)
         if self.pool.portal is None:
             raise PipelineClosedError("sync() blocks its thread, which drives this pool's loop; give it loop='own'")
-        self.pool.call(self._admit())
+        try:
+            self.pool.call(self._admit())
+        except BaseException:
+            if self._own:
+                self.pool.call(self.pool.drain())
+                self.pool.end_threads()
+            raise
 
     def step(
         self, graph: TaskGraph, bind: Bind, around: Around, notes: StepNotes, gates: Gates | None = None
     ) -> Coroutine[Any, Any, Execution]:
         """One step of the pipeline, as ``Driver.run``, for ``DevicePool.run`` or ``call``."""
         # Not a coroutine method: its frame would keep the pool alive in the traceback of a step that fails.
-        return self.pool.driver.run(graph, self.pool.bind(bind), notes, around=around, gates=gates, tenant=self.tenant)
+        return self.pool.threads.run(graph, self.pool.bind(bind), notes, around=around, gates=gates, tenant=self.tenant)
 
     @property
     def overlaps_steps(self) -> bool:
         """Whether two steps may be under way at once: not where lanes are shared by jobs with names."""
         return self.tenant.share.is_whole and self.pool.has_built_in_policies
 
-    def start(self, graph: TaskGraph, bind: Bind, around: Around, notes: StepNotes, line: Line) -> StartedStep:
+    def start(
+        self, graph: TaskGraph, bind: Bind, around: Around, notes: StepNotes, line: Line[Execution]
+    ) -> StartedStep[Execution]:
         """Begin one step of the pipeline, behind the last one of ``line``. Called on the caller's thread."""
-        driver = self.pool.driver
+        driver = self.pool.threads
         begin = partial(_begin_behind, driver, graph, self.pool.bind(bind), notes, around=around, tenant=self.tenant)
         if self.pool.portal is None:
             return StartedHere(driver, line, begin)
@@ -312,15 +374,22 @@ class Tenancy:
         """Refuse new steps, wait for running ones, then end the threads that are its own. May be called again."""
         if self.is_up:
             self.pool.check_closing()
-            await self.pool.run(self.pool.driver.drain(self.tenant))
+            await self.pool.run(self._drain())
             self._shut()
 
     def close(self) -> None:
         """As ``aclose``, for one that was opened in a thread; blocks."""
         if self.is_up:
             self.pool.check_closing()
-            self.pool.call(self.pool.driver.drain(self.tenant))
+            self.pool.call(self._drain())
             self._shut()
+
+    async def _drain(self) -> None:
+        await self.pool.driver.drain(self.tenant)
+        if self.stages is not None:
+            await self.stages.unload()
+        if self._own:
+            await self.pool.drain()
 
     def _open_pool(self, *, in_thread: bool) -> None:
         if self._opened:
@@ -332,12 +401,9 @@ class Tenancy:
             self.pool.check()
 
     async def _admit(self) -> None:
-        try:
-            self.pool.admit(self._devices)
-        except BaseException:
-            if self._own:
-                await self.pool.aclose()
-            raise
+        await self.pool.admit(self._devices)
+        if self.stages is not None:
+            await self.stages.load()
         # Runs when the pipeline is closed, or garbage collected without being closed, or when the interpreter exits.
         self._finalizer = weakref.finalize(self, _leave, self.pool.driver, self.tenant)
 

@@ -6,11 +6,12 @@ Each option is declared, documented and checked here and nowhere else. Importing
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
 
 from asyncpipe.core.checks import check_choice, check_positive
+from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
     from asyncpipe.core.engine.policies.policy import MakePolicy
@@ -38,12 +39,25 @@ class PoolOptions:
     policy: MakePolicy | None = None
     """Makes the policy of a lane, which decides the ready task that runs there next; see ``asyncpipe.Policy``. By
     default one pipeline runs its schedule's order or rule, and several get fair shares."""
+    workers: str | Mapping[str, str] = "threads"
+    """Where the devices' threads are: ``"threads"`` of this process, or worker ``"processes"`` of this machine, one for
+    each accelerator and each logical CPU device. A mapping from device to the name of its worker makes other groups.
+    With workers the loop is always the pool's own."""
     executors: Callable[[str], Executor] | None = None
     """Makes the executor of a device from the device's name; by default a thread (see also ``asyncpipe.testing``)."""
 
     def __post_init__(self) -> None:
         check_choice("loop", self.loop, ("running", "own"))
         check_positive("intra_op_threads", self.intra_op_threads)
+        if not isinstance(self.workers, Mapping):
+            check_choice("workers", self.workers, ("threads", "processes"))
+        if self.has_workers and self.executors is not None:
+            raise OptionError("executors run tasks in this process; leave them out, or use workers='threads'")
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether the devices are in worker processes."""
+        return self.workers != "threads"
 
 
 def takes(

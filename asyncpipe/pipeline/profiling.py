@@ -42,7 +42,7 @@ from asyncpipe.pipeline.graph_cache import GraphCache
 from asyncpipe.pipeline.options import PipelineArguments, PipelineOptions
 from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.step import PreparedStep
-from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
+from asyncpipe.pipeline.step_inputs import NO_TARGET, StepInputs, StepOptions
 from asyncpipe.runtime.execution import Tenant
 
 __all__ = ["Measuring", "SampleBatch", "choose", "measure", "resolve_auto"]
@@ -325,7 +325,8 @@ class _MeasuredPipeline:
         parts = replace(self._parts, options=options, graphs=self._graphs[variant is StepVariant.SPLIT])
         step = StepOptions(return_outputs=False)
         begun = perf_counter()
-        result = PreparedStep(parts, self._tenancy, self._sample.x, self._sample.target, step).run_blocking().wait()
+        inputs = StepInputs.prepare(parts, self._sample.x, self._sample.target, step)
+        result = PreparedStep(inputs, self._tenancy).run_blocking().wait()
         seconds = perf_counter() - begun
         for parameter in parts.module.parameters():
             parameter.grad = None

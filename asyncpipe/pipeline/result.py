@@ -10,8 +10,8 @@ from torch import Tensor
 from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.predict.report import Report, report
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.runtime.execution import Execution
 from asyncpipe.runtime.portal import Portal
+from asyncpipe.runtime.under_way import UnderWay
 
 __all__ = ["StepResult"]
 
@@ -25,7 +25,7 @@ class StepResult:
     """
 
     def __init__(
-        self, loss: Tensor | None, losses: tuple[Tensor, ...], outputs: Any, execution: Execution, portal: Portal | None
+        self, loss: Tensor | None, losses: tuple[Tensor, ...], outputs: Any, execution: UnderWay, portal: Portal | None
     ) -> None:
         self.loss = loss
         """The mini-batch's loss, without dimensions, detached; ``None`` where no loss was computed."""

@@ -11,24 +11,25 @@ from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
 
-from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
+from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.random_streams import turns_paused
 from asyncpipe.ops.device.device_errors import is_device_error
 from asyncpipe.ops.device.streams import Fence
 from asyncpipe.ops.execute.binder import Binder, normalize
+from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.model.nested import tensors_of
 from asyncpipe.pipeline.build import PipelineParts
+from asyncpipe.pipeline.overlap import why_alone
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.result import StepResult
-from asyncpipe.pipeline.step_inputs import StepInputs, StepOptions
+from asyncpipe.pipeline.step_inputs import StepInputs
 from asyncpipe.runtime.execution import Execution
 from asyncpipe.runtime.started_step import Line, StartedStep
 
-__all__ = ["PreparedStep", "StepProtocol", "why_alone"]
+__all__ = ["PreparedStep", "StepProtocol"]
 
 _Result = TypeVar("_Result")
 
@@ -48,7 +49,9 @@ class StepProtocol(ABC, Generic[_Result]):
         plan: StepPlan,
         tensors: StepTensors,
         context: CallerContext,
+        crossings: Crossings | None = None,
     ) -> None:
+        """``crossings``: what the step's part in this worker exchanges with those in others."""
         self.parts = parts
         self.tenancy = tenancy
         self._graph = graph
@@ -56,7 +59,7 @@ class StepProtocol(ABC, Generic[_Result]):
         self._tensors = tensors
         self._context = context
         self._fence = Fence(parts.resources.streams.values(), tensors.given())
-        self._binder = Binder(graph, plan, tensors, parts.resources, context)
+        self._binder = Binder(graph, plan, tensors, parts.resources, context, crossings)
 
     async def run(self) -> _Result:
         """Run the step on the pipeline's loop, from a coroutine of any loop."""
@@ -113,17 +116,23 @@ class StepProtocol(ABC, Generic[_Result]):
 
 
 class PreparedStep(StepProtocol[StepResult]):
-    """A mini-batch that is checked and cut, for one step with a loss, or for forwards only in evaluation mode.
+    """A mini-batch that is checked and cut, for one step with a loss, or for forwards only in evaluation mode."""
 
-    Making one changes nothing but the caller's random state. Raises ``BatchError`` or ``OptionError``.
-    """
-
-    def __init__(self, parts: PipelineParts, tenancy: Tenancy, x: Any, target: Any, step: StepOptions) -> None:
-        self._inputs = inputs = StepInputs.prepare(parts, x, target, step)
+    def __init__(
+        self,
+        inputs: StepInputs,
+        tenancy: Tenancy,
+        graph: TaskGraph | None = None,
+        tensors: StepTensors | None = None,
+        crossings: Crossings | None = None,
+    ) -> None:
+        """Changes nothing. In a worker ``graph`` is its part of the step, with the tables that ``crossings`` fills."""
+        # Without the mini-batch: each micro-batch is dropped when its last reader has taken it.
+        self._inputs = inputs.emptied()
         self._has_set_gradients_aside = False
         self._is_started = False
-        tensors = StepTensors.of(inputs.takes, inputs.targets)
-        super().__init__(parts, tenancy, inputs.graph, inputs.plan, tensors, inputs.context)
+        tensors = tensors or StepTensors.of(inputs.takes, inputs.targets)
+        super().__init__(inputs.parts, tenancy, graph or inputs.graph, inputs.plan, tensors, inputs.context, crossings)
 
     def _begin(self) -> None:
         resources = self.parts.resources
@@ -168,7 +177,7 @@ class PreparedStep(StepProtocol[StepResult]):
         alone = why_alone(self.parts, self.tenancy, self._graph, training=self.training)
         return alone is None and not (self.training and self._inputs.options.scaler is not None)
 
-    def start(self, line: Line) -> StartedStep:
+    def start(self, line: Line[Execution]) -> StartedStep[Execution]:
         """Begin it behind the last step of ``line``; then ``finish`` or ``drop`` it."""
         self._is_started = True
         with self._begun():
@@ -188,34 +197,3 @@ class PreparedStep(StepProtocol[StepResult]):
         self.parts.resources.guard.commit()
         self._has_set_gradients_aside = False
         self.parts.resources.guard.leave(self)
-
-
-def why_alone(parts: PipelineParts, tenancy: Tenancy, graph: TaskGraph, *, training: bool) -> str | None:
-    """Why steps of ``graph`` cannot be under way together; ``None`` if they can."""
-    resources = parts.resources
-    if graph.rule is not None:
-        return "the schedule decides as it goes what comes next"
-    if resources.ties.links:
-        return "stages on several devices share parameters or buffers"
-    if parts.deferred:
-        return "deferred batch norms count whole mini-batches"
-    if not tenancy.overlaps_steps:
-        return "the devices are shared with other jobs, or have a policy of their own"
-    if not training:
-        return None
-    if not set(Wiring.chain(graph.shape.stages).links) <= set(graph.wiring.links):
-        return "not every stage gets values from the one before it"
-    updated = {
-        id(parameter)
-        for stage in graph.wiring.updates
-        for group in resources.optimizers[stage].param_groups
-        for parameter in group["params"]
-    }
-    loss = parts.options.loss_fn
-    others = loss.parameters() if isinstance(loss, nn.Module) else ()
-    # Parameters of the loss have an optimizer of the caller's, which runs between two steps.
-    if any(p.requires_grad for p in others) or any(
-        id(p) not in updated for p in parts.module.parameters() if p.requires_grad
-    ):
-        return "the pipeline does not have the optimizers of all parameters that train"
-    return None

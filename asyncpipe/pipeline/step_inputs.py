@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +80,10 @@ class StepInputs:
             pieces.ready_made,
             means and any(parts.padded_labels.are_uneven(each, pieces.sizes) for each in (pieces.pieces, targets)),
         )
+
+    def emptied(self) -> StepInputs:
+        """The same without the mini-batch."""
+        return replace(self, takes=(), targets=())
 
     @property
     def phase(self) -> Phase:

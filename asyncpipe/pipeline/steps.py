@@ -27,10 +27,11 @@ from asyncpipe.ops.device.device_errors import is_device_error
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.pool import Tenancy
+from asyncpipe.pipeline.prepare import prepare_step
+from asyncpipe.pipeline.remote_step import RemoteStep
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step import PreparedStep
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
-from asyncpipe.runtime.execution import Execution
 from asyncpipe.runtime.started_step import Line, StartedStep
 
 __all__ = ["Batch", "StepRun", "check_batches", "run_steps", "run_steps_blocking"]
@@ -69,6 +70,9 @@ def _as_batch(value: Any) -> Batch:
     )
 
 
+_Step = PreparedStep | RemoteStep
+
+
 class StepRun:
     """The steps of one ``steps`` call that are under way."""
 
@@ -77,29 +81,29 @@ class StepRun:
         self._parts = parts
         self.tenancy = tenancy
         self._options = options
-        self._line = Line()
-        self.under_way: deque[tuple[PreparedStep, StartedStep]] = deque()
+        self._line: Line[Any] = Line()
+        self.under_way: deque[tuple[_Step, StartedStep[Any]]] = deque()
 
-    def prepare(self, value: Any) -> PreparedStep:
+    def prepare(self, value: Any) -> _Step:
         """Check and cut a mini-batch."""
         x, target = _as_batch(value)
-        return PreparedStep(self._parts, self.tenancy, x, target, self._options)
+        return prepare_step(self._parts, self.tenancy, x, target, self._options)
 
     def check(self) -> None:
         """Raise ``OverlapError`` while other steps overlap; not to be called while one of this run is under way."""
         self._parts.check_between_steps()
 
-    def overlaps(self, step: PreparedStep) -> bool:
+    def overlaps(self, step: _Step) -> bool:
         """Whether ``step`` may be under way together with others."""
         return self.ahead > 0 and step.overlaps
 
-    def joins(self, step: PreparedStep) -> bool:
+    def joins(self, step: _Step) -> bool:
         """Whether ``step`` may begin now, behind those that are under way."""
         if not self.under_way:
             return True
         return self.overlaps(step) and self.under_way[0][0].training == step.training
 
-    def start(self, step: PreparedStep) -> None:
+    def start(self, step: _Step) -> None:
         """Begin ``step``, behind those that are under way."""
         if not self.under_way:
             self.check()
@@ -146,7 +150,7 @@ class StepRun:
                 self.tenancy.pool.call(execution.completed())
             raise
 
-    def _finish(self, step: PreparedStep, execution: Execution) -> StepResult:
+    def _finish(self, step: _Step, execution: Any) -> StepResult:
         result = step.finish(execution)
         self.under_way.popleft()
         if not self.under_way:
@@ -175,7 +179,7 @@ class StepRun:
         """As ``abort``, on a thread that must not wait; what is left is dropped when the last step has ended."""
         left = [started for _, started in self.under_way]
 
-        def ended(started: StartedStep) -> None:
+        def ended(started: StartedStep[Any]) -> None:
             left.remove(started)
             if not left:
                 self._drop()

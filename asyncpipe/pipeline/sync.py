@@ -11,8 +11,9 @@ from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.call import call
 from asyncpipe.pipeline.model_proxy import ModelProxy
 from asyncpipe.pipeline.pool import Tenancy
+from asyncpipe.pipeline.prepare import prepare_step
+from asyncpipe.pipeline.remote_model import RemoteModel
 from asyncpipe.pipeline.result import StepResult
-from asyncpipe.pipeline.step import PreparedStep
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
 from asyncpipe.pipeline.steps import StepRun, check_batches, run_steps_blocking
 
@@ -30,9 +31,11 @@ class SyncPipeline(ModelProxy):
     else, such as ``change_schedule()``, is the pipeline's.
     """
 
-    def __init__(self, pipeline: ModelProxy, parts: PipelineParts, tenancy: Tenancy) -> None:
+    def __init__(
+        self, pipeline: ModelProxy, parts: PipelineParts, tenancy: Tenancy, remote: RemoteModel | None = None
+    ) -> None:
         """Made by ``Pipeline.sync``."""
-        super().__init__(parts)
+        super().__init__(parts, remote)
         self._pipeline = pipeline
         self._tenancy = tenancy
 
@@ -58,7 +61,7 @@ class SyncPipeline(ModelProxy):
         with self._tenancy.blocking_turn:
             self._tenancy.check()
             self._parts.check_between_steps()
-            return PreparedStep(self._parts, self._tenancy, x, target, step).run_blocking()
+            return prepare_step(self._parts, self._tenancy, x, target, step).run_blocking()
 
     def steps(
         self,
@@ -76,6 +79,7 @@ class SyncPipeline(ModelProxy):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as ``Pipeline.__call__``."""
+        self._refuse_in_workers("pipe(x), whose loss and backward are the caller's,")
         return call(self._parts, self._tenancy, Arguments(args, kwargs))
 
     def close(self) -> None:

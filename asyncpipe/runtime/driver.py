@@ -209,7 +209,8 @@ class Driver:
             self._draining = True
         else:
             tenant.leaving = True
-        self._take_in()
+        if not self.is_closed:
+            self._take_in()  # A gate may have been opened.
         for execution in self._of(tenant):
             # In other phases a gate waits for another worker, which ends its part of the step as well.
             if execution.graph.phase is Phase.BACKWARD and self.scheduler.waits_outside(execution.number):

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from asyncpipe.core.engine.events import Outcome, StepCompleted, StepFinished, StepNotes, StepRecord
+from asyncpipe.core.engine.events import StepCompleted, StepFinished, StepNotes, StepRecord
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.programs import Place, Programs
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.runtime.executor import Completion, CurrentTask, Executor, Replaceable, TaskFunction
 from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.program_run import STOP, ProgramRun, TakesPrograms
+from asyncpipe.runtime.under_way import raise_for
 
 __all__ = [
     "Around",
@@ -29,7 +29,6 @@ __all__ = [
     "Tenant",
     "call_inside",
     "nothing_around",
-    "task_error",
 ]
 
 Bind = Callable[[Task], TaskFunction]
@@ -161,13 +160,7 @@ class Execution:
 
     def raise_for(self, end: StepFinished | StepCompleted) -> None:
         """Raise ``TaskError`` if a task failed, ``PipelineClosedError`` if the step was cancelled."""
-        if end.outcome is Outcome.CANCELLED:
-            raise PipelineClosedError("the pipeline was closed during this step")
-        if end.outcome is not Outcome.FAILED:
-            return
-        assert end.failed_task is not None
-        assert end.error is not None
-        raise task_error(self.graph.tasks[end.failed_task], end.error)
+        raise_for(self.graph, end)
 
     def abandon(self, error: BaseException) -> None:
         """End the step with ``error``, because the scheduler cannot go on."""
@@ -178,11 +171,6 @@ class Execution:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # marks it as retrieved, since perhaps no caller waits for this future
-
-
-def task_error(task: Task, error: BaseException) -> TaskError:
-    """The error of a step whose ``task`` raised ``error``."""
-    return TaskError(task.id, task.kind.value, task.microbatch, task.stage, task.lane.device, error)
 
 
 class Gates:

@@ -14,7 +14,8 @@ and no metrics: their time is that of the task that called.
 from __future__ import annotations
 
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.runtime.execution import Around, Bind, call_inside, task_error
+from asyncpipe.runtime.execution import Around, Bind, call_inside
+from asyncpipe.runtime.under_way import task_error
 
 __all__ = ["run_inline"]
 

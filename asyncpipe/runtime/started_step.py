@@ -4,39 +4,40 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from asyncpipe.errors import PipelineClosedError
-from asyncpipe.runtime.driver import Driver
-from asyncpipe.runtime.execution import Execution
 from asyncpipe.runtime.portal import Portal, PortalCall, wait_uncancelled
+from asyncpipe.runtime.under_way import Drives, UnderWay
 
-__all__ = ["Line", "StartHere", "StartedHere", "StartedInThread", "StartedStep"]
+__all__ = ["Line", "StartedHere", "StartedInThread", "StartedStep"]
 
 
-class Line:
+_Step = TypeVar("_Step", bound=UnderWay)
+
+
+class Line(Generic[_Step]):
     """Steps that follow each other: the last one that has begun. Used on the driver's loop."""
 
     def __init__(self) -> None:
-        self.last: Execution | None = None
+        self.last: _Step | None = None
 
-    def start(self, begin: StartHere) -> Execution:
+    def start(self, begin: Callable[[_Step | None], _Step]) -> _Step:
         """Begin one more behind the last one."""
         self.last = begin(self.last)
         return self.last
 
 
-StartHere = Callable[[Execution | None], Execution]
-"""Begins a step behind another one, on the driver's loop."""
+_Told = TypeVar("_Told", bound=UnderWay, covariant=True)
 
 
-class StartedStep(Protocol):
+class StartedStep(Protocol[_Told]):
     """One step. Steps of a line are cancelled from the last to the first: none may begin behind one that has not."""
 
-    async def issued(self) -> Execution:
+    async def issued(self) -> _Told:
         """Wait as ``Driver.issued``, without cancelling the step if the caller is cancelled."""
 
-    def wait(self) -> Execution:
+    def wait(self) -> _Told:
         """As ``issued``, blocking; a signal handler (Ctrl-C) may raise here."""
 
     def cancel(self) -> None:
@@ -52,25 +53,26 @@ class StartedStep(Protocol):
         """Call ``call`` when it has ended, on any thread."""
 
 
-class StartedHere:
+class StartedHere(Generic[_Step]):
     """A step on the caller's own loop."""
 
-    def __init__(self, driver: Driver, line: Line, begin: StartHere) -> None:
+    def __init__(self, driver: Drives[_Step], line: Line[_Step], begin: Callable[[_Step | None], _Step]) -> None:
+        """``begin`` begins a step behind another one, on the driver's loop."""
         self._driver = driver
-        self._execution: Execution | None = None
+        self._execution: _Step | None = None
         try:
             self._execution = line.start(begin)
         except PipelineClosedError as error:
             # Perhaps the step before has just failed: its error is to be told first.
             self._refused = error
 
-    async def issued(self) -> Execution:
+    async def issued(self) -> _Step:
         if self._execution is None:
             raise self._refused
         self._execution.raise_for(await asyncio.shield(self._execution.issued))
         return self._execution
 
-    def wait(self) -> Execution:
+    def wait(self) -> _Step:
         raise AssertionError("a thread cannot block for its own loop")
 
     def cancel(self) -> None:
@@ -91,16 +93,19 @@ class StartedHere:
             self._execution.done.add_done_callback(lambda _: call())
 
 
-class StartedInThread:
+class StartedInThread(Generic[_Step]):
     """A step on the portal's loop."""
 
-    def __init__(self, driver: Driver, portal: Portal, line: Line, begin: StartHere) -> None:
-        self._call: PortalCall[Execution] = portal.submit(_start(driver, line, begin))
+    def __init__(
+        self, driver: Drives[_Step], portal: Portal, line: Line[_Step], begin: Callable[[_Step | None], _Step]
+    ) -> None:
+        """``begin`` begins a step behind another one, on the driver's loop."""
+        self._call: PortalCall[_Step] = portal.submit(_start(driver, line, begin))
 
-    async def issued(self) -> Execution:
+    async def issued(self) -> _Step:
         return await asyncio.shield(asyncio.wrap_future(self._call.future))
 
-    def wait(self) -> Execution:
+    def wait(self) -> _Step:
         return self._call.wait()
 
     def cancel(self) -> None:
@@ -120,5 +125,5 @@ class StartedInThread:
         self._call.future.add_done_callback(lambda _: call())
 
 
-async def _start(driver: Driver, line: Line, begin: StartHere) -> Execution:
+async def _start(driver: Drives[_Step], line: Line[_Step], begin: Callable[[_Step | None], _Step]) -> _Step:
     return await driver.issued(line.start(begin))

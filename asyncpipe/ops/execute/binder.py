@@ -27,6 +27,7 @@ from asyncpipe.ops.device.copies import Copier
 from asyncpipe.ops.device.device_clock import Timing
 from asyncpipe.ops.device.streams import AcceleratorStream, CpuStream, LaneStream
 from asyncpipe.ops.execute.compute import StageCompute
+from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.instruments import Instruments
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
@@ -59,8 +60,15 @@ class Binder:
     """Binds the tasks of ``graph`` (a whole step, or its forward or backward alone) to what they compute with."""
 
     def __init__(
-        self, graph: TaskGraph, plan: StepPlan, tensors: StepTensors, resources: StageResources, context: CallerContext
+        self,
+        graph: TaskGraph,
+        plan: StepPlan,
+        tensors: StepTensors,
+        resources: StageResources,
+        context: CallerContext,
+        crossings: Crossings | None = None,
     ) -> None:
+        """``crossings``: what passes to and from other workers, if ``graph`` is a part of a step."""
         self.notes = StepNotes()
         """What the tasks measure besides their times."""
         self._graph = graph
@@ -81,9 +89,14 @@ class Binder:
         self._on_host = all(isinstance(stream, CpuStream) for stream in resources.streams.values())
         """Whether there is no other device than the CPU."""
         self._gates = frozenset(graph.gates)
+        self._crossings = crossings
 
     def bind(self, task: Task) -> Callable[[], Timing | None]:
         """The computation of ``task``, to be called on its device's thread inside ``around``."""
+        function = self._bound(task)
+        return function if self._crossings is None else partial(self._run_and_send, task, function, self._crossings)
+
+    def _bound(self, task: Task) -> Callable[[], Timing | None]:
         if self._on_host:
             return partial(self._run, task, self._pass_on if task.kind is TaskKind.COPY else self._action(task.kind))
         if task.kind is TaskKind.COPY:
@@ -123,6 +136,11 @@ class Binder:
                 raise
         if instruments.sample_memory:
             instruments.sample(self._stream(task).device, self.notes)
+        return timing
+
+    def _run_and_send(self, task: Task, function: Callable[[], Timing | None], crossings: Crossings) -> Timing | None:
+        timing = function()
+        crossings.left(task.number, self._events.get(task.number))
         return timing
 
     def _queue(self, compute: Callable[[Task], None], task: Task) -> Timing | None:

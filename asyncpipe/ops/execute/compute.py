@@ -56,12 +56,14 @@ class StageCompute:
         self._graph = graph
         self._plan = plan
         self._tensors = tensors
-        lanes = [Lane(stage.device.name, Queue.COMPUTE) for stage in stages]
-        self._streams = [streams[lane] for lane in lanes]
+        # Of a stage that another worker has, no task runs here.
+        here = [stage for stage in stages if not stage.device.is_elsewhere]
+        lanes = {stage.index: Lane(stage.device.name, Queue.COMPUTE) for stage in here}
+        self._streams = {stage: streams[lane] for stage, lane in lanes.items()}
         """Of the stages' devices."""
-        self._copiers = [copiers[lane] for lane in lanes]
+        self._copiers = {stage: copiers[lane] for stage, lane in lanes.items()}
         """To the stages' devices."""
-        self._setups = [StageSetup(stage, plan, context, draws[stage.device.name]) for stage in stages]
+        self._setups = {stage.index: StageSetup(stage, plan, context, draws[stage.device.name]) for stage in here}
         self._sources: list[list[int]] = [[] for _ in stages]
         """By stage: the earlier stages that it receives something from."""
         for source, user in sorted(graph.wiring.links):

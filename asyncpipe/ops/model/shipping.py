@@ -27,7 +27,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.wire import TensorPickler, from_wire, not_sendable, to_wire
 from asyncpipe.ops.model.stage import StagedModel
 
-__all__ = ["receive_model", "ship_model"]
+__all__ = ["forget_values", "receive_model", "ship_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,22 @@ def receive_model(data: bytes) -> StagedModel:
     unpickler = _Unpickler(io.BytesIO(skeleton), [each.tensor() for each in shipped])
     model: StagedModel = unpickler.load()
     return model
+
+
+def forget_values(module: nn.Module) -> None:
+    """Leave nothing of ``module``'s parameters and buffers but their shapes: their values are elsewhere now.
+
+    What was one tensor under several names still is. (``module.to("meta")`` would make several of it.)
+    """
+    forgotten: dict[int, Tensor] = {}
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and not is_lazy(tensor):
+                    table[name] = forgotten.setdefault(id(tensor), _shipped(tensor, whole=False).tensor())  # type: ignore[assignment]
+        if isinstance(part, nn.RNNBase):
+            # It has a second reference to its parameters, in a list.
+            part._flat_weights = [getattr(part, name) for name in part._flat_weights_names]
 
 
 def _takes_nothing(_: object) -> dict[int, Any]:

@@ -1,0 +1,232 @@
+"""A socket that never blocks its users, and a doorbell for the one thread that waits for it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from asyncpipe.errors import EdgeError
+
+__all__ = ["HUNG_UP", "EdgeChannel", "ClosedByPeerError", "StoppedError", "broken", "memory_at"]
+
+HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+_BUFFER_SIZE = 1 << 17
+_DESCRIPTORS = socket.CMSG_SPACE(16 * 4)
+_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class StoppedError(Exception):
+    """The thread that waited is to end."""
+
+
+class ClosedByPeerError(Exception):
+    """The peer has closed the edge in order."""
+
+
+def broken(name: str, peer: int, error: Exception) -> EdgeError:
+    """The error of an edge that broke by ``error``."""
+    found = EdgeError(f"the edge {name} to worker {peer} broke: {type(error).__name__}: {error}", [peer])
+    found.__cause__ = error
+    return found
+
+
+class EdgeChannel:
+    """Bytes and file descriptors to and from one peer.
+
+    ``write`` takes all it is given and sends what the system takes; the rest follows while a thread is in ``wait``. It
+    is safe from any thread, and so are ``ring`` and ``stop``. Everything else is for one thread at a time. Errors are
+    ``OSError``; the end of what the peer has sent is an ``EOFError``.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+        self._buffer = bytearray(_BUFFER_SIZE)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+        self._descriptors: deque[int] = deque()
+        self._writing = threading.Lock()
+        self._rest = b""
+        self._rest_descriptors: list[int] = []
+        self._bell, self._button = os.pipe()
+        os.set_blocking(self._bell, False)
+        os.set_blocking(self._button, False)
+        self._ringing = threading.Lock()
+        self._open = True
+        self._stopped = False
+        self._poll = select.poll()
+        self._poll.register(self._bell, select.POLLIN)
+        self._poll.register(connected, 0)
+
+    # Writing
+
+    def write(self, buffers: Sequence[Any], descriptors: Sequence[int] = ()) -> bool:
+        """Send ``buffers``; whether nothing waits to be sent. The ``descriptors`` are the channel's from now on."""
+        with self._writing:
+            if not self._open:
+                _close_all(descriptors)
+                raise BrokenPipeError("the edge is closed")
+            if self._rest:
+                self._rest = b"".join((self._rest, *buffers))
+                self._rest_descriptors += descriptors
+                return False
+            return self._send(buffers, list(descriptors))
+
+    def flush(self) -> bool:
+        """Send what ``write`` has left; whether nothing is left."""
+        with self._writing:
+            if not self._rest:
+                return True
+            rest, self._rest = self._rest, b""
+            descriptors, self._rest_descriptors = self._rest_descriptors, []
+            return self._send([rest], descriptors)
+
+    def _send(self, buffers: Sequence[Any], descriptors: list[int]) -> bool:
+        try:
+            sent = socket.send_fds(self._socket, buffers, descriptors) if descriptors else self._socket.sendmsg(buffers)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            _close_all(descriptors)
+            raise
+        if sent:
+            # The system has copies of them, which come with the first byte.
+            _close_all(descriptors)
+            descriptors = []
+        if sent == sum(map(len, buffers)):
+            return True
+        # A copy: the tensors that it is part of may go before it is sent.
+        self._rest = b"".join(buffers)[sent:]
+        self._rest_descriptors = descriptors
+        self.ring()
+        return False
+
+    # Reading
+
+    @property
+    def buffered(self) -> int:
+        """Bytes that have been received and not taken."""
+        return self._end - self._start
+
+    def fill(self) -> bool:
+        """Receive what is there; ``False`` if there is nothing."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._end == _BUFFER_SIZE:
+            kept = self.buffered
+            self._view[:kept] = bytes(self._view[self._start : self._end])
+            self._start, self._end = 0, kept
+        try:
+            count, ancillary, _, _ = self._socket.recvmsg_into([self._view[self._end :]], _DESCRIPTORS, _FLAGS)
+        except BlockingIOError:
+            return False
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._descriptors.extend(memoryview(data).cast("i"))
+        if not count:
+            raise EOFError("the other end has closed the connection")
+        self._end += count
+        return True
+
+    def take(self, count: int) -> memoryview:
+        """The next ``count`` bytes of what is buffered, valid until ``fill`` is called."""
+        start = self._start
+        self._start += count
+        return self._view[start : self._start]
+
+    def peek(self, count: int) -> memoryview:
+        """As ``take``, and they stay."""
+        return self._view[self._start : self._start + count]
+
+    def read(self, count: int) -> memoryview | bytes:
+        """The next ``count`` bytes, which are waited for."""
+        if count > _BUFFER_SIZE:
+            large = bytearray(count)
+            self.read_into(memoryview(large))
+            return bytes(large)
+        while self.buffered < count:
+            if not self.fill():
+                self.wait(select.POLLIN)
+        return self.take(count)
+
+    def read_into(self, target: memoryview) -> None:
+        """Fill ``target``, without a copy of what is not here yet."""
+        done = min(self.buffered, len(target))
+        target[:done] = self.take(done)
+        while done < len(target):
+            try:
+                count = self._socket.recv_into(target[done:])
+            except BlockingIOError:
+                self.wait(select.POLLIN)
+                continue
+            if not count:
+                raise EOFError("the other end has closed the connection")
+            done += count
+
+    def descriptor(self) -> int:
+        """The next file descriptor that the peer has sent; the caller's to close."""
+        return self._descriptors.popleft()
+
+    # Waiting
+
+    def wait(self, events: int, seconds: float | None = None) -> int:
+        """Wait for ``events`` of the socket or its end, and meanwhile send what is left. Returns what happened.
+
+        That is 0 if somebody rang, or after ``seconds``. Raises ``StoppedError`` after ``stop``.
+        """
+        while True:
+            self._poll.modify(self._socket, events | HUNG_UP | (select.POLLOUT if self._rest else 0))
+            happened = dict(self._poll.poll(None if seconds is None else max(0, seconds * 1000)))
+            if happened.pop(self._bell, 0):
+                os.read(self._bell, 4096)
+                if self._stopped:
+                    raise StoppedError
+                return 0
+            if not happened:
+                return 0
+            (seen,) = happened.values()
+            if seen & select.POLLOUT:
+                self.flush()
+            if seen & (events | HUNG_UP):
+                return seen
+
+    def stop(self) -> None:
+        """Let the thread that is in ``wait``, or will be, end."""
+        self._stopped = True
+        self.ring()
+
+    def ring(self) -> None:
+        """Let the thread that is in ``wait``, or will be, look around."""
+        with self._ringing:
+            if self._open:
+                with suppress(BlockingIOError):  # It has not heard the bell for a long time, and will.
+                    os.write(self._button, b"!")
+
+    def close(self) -> None:
+        """Close the socket and everything else; twice is once."""
+        with self._writing, self._ringing:
+            if not self._open:
+                return
+            self._open = False
+            self._poll.unregister(self._socket)
+            self._socket.close()
+            _close_all((self._bell, self._button, *self._descriptors, *self._rest_descriptors))
+            self._descriptors.clear()
+            self._rest, self._rest_descriptors = b"", []
+
+
+def _close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def memory_at(address: int, count: int) -> memoryview:
+    """The ``count`` bytes of memory at ``address``, which the caller keeps alive."""
+    return memoryview((ctypes.c_char * count).from_address(address)).cast("B")

@@ -1,0 +1,208 @@
+"""The receiver's end of an edge."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+from asyncpipe.core.checks import check_positive
+from asyncpipe.errors import EdgeError
+from asyncpipe.ops.edges.channel import ClosedByPeerError, EdgeChannel, StoppedError, broken
+from asyncpipe.ops.edges.message import EdgeHeader, MessageLayout, ReceivedMessage
+from asyncpipe.ops.edges.payload import PayloadIn, SlotNews, read_inline
+from asyncpipe.ops.edges.window import Window
+from asyncpipe.ops.edges.wire import HEADER_SIZE, INLINE, EdgeFrameKind, Frame, encode_credit
+
+__all__ = ["EdgeIn", "EdgeInCounters"]
+
+FREED_TOGETHER = 8
+"""So many free slots are told of without a credit to tell."""
+FREED_AT_MOST = 1024
+JOIN_SECONDS = 0.5
+
+
+class EdgeInCounters(NamedTuple):
+    """What an edge has done, from its receiver's view."""
+
+    messages: int
+    bytes: int
+    dropped: int
+    """Messages of old epochs, which were read and not delivered."""
+    held: int
+    """Messages that have arrived and were not released."""
+
+
+class EdgeIn:
+    """Receives the messages of one worker, in its order, on a thread of its own.
+
+    ``on_message`` is called there with each, and must not wait for anything: it takes a note of it. Messages of a newer
+    epoch than this side has are kept until ``advance``; those of an older one are dropped. At most ``window`` messages
+    that were not released are here. ``on_broken`` is called once, on the edge's thread, if the peer is gone without
+    having closed the edge, or if ``on_message`` raises.
+    """
+
+    def __init__(
+        self,
+        me: int,
+        peer: int,
+        channel: EdgeChannel,
+        payload: PayloadIn,
+        window: int,
+        on_message: Callable[[ReceivedMessage], None],
+        on_broken: Callable[[EdgeError], None],
+    ) -> None:
+        self.me = me
+        self.peer = peer
+        self._channel = channel
+        self._payload = payload
+        self._on_message = on_message
+        self._on_broken = on_broken
+        self._layouts: dict[int, MessageLayout] = {}
+        self._delivering = threading.Lock()
+        """Held while a message is delivered, and while the epoch changes. Never taken by ``release``."""
+        self._epoch = 0
+        self._early: list[ReceivedMessage] = []
+        self._lock = threading.Lock()
+        """Of what follows."""
+        self._window = Window(check_positive("window", window))
+        self._held: dict[int, int] = {}
+        """The epochs of messages that were not released, by their number on this edge."""
+        self._freed: list[int] = []
+        self._messages = self._bytes = self._dropped = 0
+        self._closing = False
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name=f"asyncpipe edge {peer}>{me}", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, which lets the sender begin."""
+        self._thread.start()
+
+    def advance(self, epoch: int) -> None:
+        """Begin ``epoch``. When this returns, no message of an older one will be delivered, and their credits are back.
+
+        Delivers what has arrived of the new one. Not to be called from ``on_message``, nor with a lock that it takes.
+        """
+        with self._delivering:
+            self._epoch = max(self._epoch, epoch)
+            with self._lock:
+                old = [number for number, of in self._held.items() if of < self._epoch]
+                for number in old:
+                    del self._held[number]
+                self._window.release(len(old))
+                self._tell()
+            early, self._early = self._early, []
+            for message in early:
+                self._deliver(message)
+
+    def set_window(self, window: int) -> None:
+        """Let the sender have ``window`` messages here from now on. A smaller one holds once so many were released."""
+        with self._lock:
+            self._window.size = check_positive("window", window)
+            self._tell()
+
+    def counters(self) -> EdgeInCounters:
+        return EdgeInCounters(self._messages, self._bytes, self._dropped, self._window.held)
+
+    def close(self) -> None:
+        """Close the edge: the thread ends, nothing is left. Tensors that have arrived stay as they are."""
+        self._closing = True
+        self._channel.stop()
+        if self._thread.ident is None:
+            self._end()
+        elif self._thread is not threading.current_thread():
+            self._thread.join(JOIN_SECONDS)
+            if self._thread.is_alive():
+                # Only a transport blocks for so long.
+                self._payload.abort()
+                self._thread.join(JOIN_SECONDS)
+
+    # The edge's thread
+
+    def _run(self) -> None:
+        error: Exception | None = None
+        try:
+            with self._lock:
+                self._tell()
+            while not self._closing:
+                self._receive(Frame.decode(self._channel.read(HEADER_SIZE)))
+        except (StoppedError, ClosedByPeerError):
+            pass
+        except Exception as caught:  # noqa: BLE001 - it is told
+            error = caught
+        self._end()
+        if error is not None and not self._closing:
+            self._on_broken(broken(f"{self.peer} > {self.me}", self.peer, error))
+
+    def _receive(self, frame: Frame) -> None:
+        if frame.kind == EdgeFrameKind.MESSAGE:
+            self._arrive(frame)
+        elif frame.kind == EdgeFrameKind.LAYOUT:
+            self._layouts[frame.layout] = MessageLayout.decode(bytes(self._channel.read(frame.size)))
+        elif frame.kind == EdgeFrameKind.SLOT:
+            descriptor = self._channel.descriptor() if frame.size else None
+            self._payload.hear(SlotNews(frame.slot, frame.size, descriptor))
+        elif frame.kind == EdgeFrameKind.BYE:
+            raise ClosedByPeerError
+        else:
+            raise ValueError(f"a frame of unknown kind {frame.kind} came")
+
+    def _arrive(self, frame: Frame) -> None:
+        layout = self._layouts[frame.layout]
+        if layout.size != frame.size:
+            raise ValueError(f"a message of {frame.size} bytes came, and its layout has {layout.size}")
+        if frame.slot == INLINE:
+            tensors, ready = read_inline(layout, self._channel), None
+        else:
+            tensors, ready = self._payload.take(layout, frame.slot)
+        header = EdgeHeader(frame.epoch, frame.step, frame.task, frame.source)
+        with self._lock:
+            if not self._window.arrive():
+                raise ValueError(f"a message came that is beyond the window of {self._window.size}")
+            self._messages += 1
+            self._bytes += layout.size
+            self._held[self._messages] = header.epoch
+            self._tell()
+            release = partial(self._release, self._messages)
+        with self._delivering:
+            self._deliver(ReceivedMessage(header, tensors, layout.meta, ready, self.peer, release))
+
+    def _deliver(self, message: ReceivedMessage) -> None:
+        """With ``_delivering``."""
+        if message.header.epoch < self._epoch:
+            self._dropped += 1
+            message.release()
+        elif message.header.epoch > self._epoch:
+            self._early.append(message)
+        else:
+            self._on_message(message)
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+            with suppress(OSError):
+                self._channel.write([encode_credit(0, (), EdgeFrameKind.BYE)])
+            self._channel.close()
+            self._payload.close()
+        self._early.clear()
+
+    # Any thread
+
+    def _release(self, number: int) -> None:
+        with self._lock:
+            if self._held.pop(number, None) is not None:
+                self._window.release()
+                self._tell()
+
+    def _tell(self) -> None:
+        """Tell the sender what is free again, if it is time to. With ``_lock``."""
+        self._freed += self._payload.freed()
+        if self._over or not (self._window.due() or len(self._freed) >= FREED_TOGETHER):
+            return
+        freed, self._freed = self._freed[:FREED_AT_MOST], self._freed[FREED_AT_MOST:]
+        with suppress(OSError):  # The edge's thread sees the same.
+            self._channel.write([encode_credit(self._window.tell(), freed)])

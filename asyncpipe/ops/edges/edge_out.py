@@ -1,0 +1,269 @@
+"""The sender's end of an edge."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from asyncpipe.errors import EdgeError, OptionError
+from asyncpipe.ops.edges.channel import HUNG_UP, ClosedByPeerError, EdgeChannel, StoppedError, broken
+from asyncpipe.ops.edges.message import EdgeMessage, MessageLayout, TensorLayout, layout_of
+from asyncpipe.ops.edges.payload import PayloadOut, inline
+from asyncpipe.ops.edges.wire import CREDIT_SIZE, INLINE, STREAMED, Credit, EdgeFrameKind, Frame
+
+__all__ = ["EdgeOut", "EdgeOutCounters"]
+
+KEPT_LAYOUTS = 1024
+KEPT_META_BYTES = 1 << 16
+"""Larger metas are sent each time, so that what the receiver keeps is bounded."""
+JOIN_SECONDS = 0.5
+
+
+class EdgeOutCounters(NamedTuple):
+    """What an edge has done, from its sender's view."""
+
+    messages: int
+    bytes: int
+    dropped: int
+    """Messages of old epochs, or for a peer that is gone, which were not sent."""
+    waited_seconds: float
+    """How long there was a message to send and no credit."""
+
+
+class QueuedMessage(NamedTuple):
+    message: EdgeMessage
+    key: tuple[bytes, tuple[TensorLayout | None, ...]]
+    layout: MessageLayout
+    direct: bool
+
+
+class EdgeOut:
+    """Sends messages to one worker, in the order in which ``send`` is called.
+
+    ``send`` is safe from any thread and never waits for the peer. Where nothing is in the way it sends at once;
+    otherwise the edge's thread does: large tensors, tensors on accelerators, and what waits for credit. ``on_broken``
+    is called once, on the edge's thread, if the peer is gone without having closed the edge; messages are dropped then.
+    """
+
+    def __init__(
+        self, me: int, peer: int, channel: EdgeChannel, payload: PayloadOut, on_broken: Callable[[EdgeError], None]
+    ) -> None:
+        self.me = me
+        self.peer = peer
+        self._channel = channel
+        self._payload = payload
+        self._on_broken = on_broken
+        self._queue: deque[QueuedMessage] = deque()
+        self._epoch = 0
+        self._closing = False
+        self._turn = threading.Lock()
+        """Held by the thread that sends; what follows is that thread's own."""
+        self._layouts: dict[Any, tuple[int, MessageLayout]] = {}
+        """By meta and layouts of tensors; the oldest goes first."""
+        self._limit = 0
+        self._messages = self._bytes = self._dropped = 0
+        self._starved_at: float | None = None
+        self._waited = 0.0
+        self._failure: Exception | None = None
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name=f"asyncpipe edge {me}>{peer}", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. What was sent before is sent now."""
+        self._thread.start()
+
+    def send(self, message: EdgeMessage) -> None:
+        """Send ``message``, soon. Never waits for the peer.
+
+        Raises ``ArgumentTypeError`` for tensors that edges do not carry, ``OptionError`` for tensors of accelerators
+        without ``ready``, and ``EdgeError`` if the edge was closed. A message of an old epoch is dropped, and so is one
+        for a peer that is gone.
+        """
+        key = (message.meta, tuple(None if each is None else layout_of(each) for each in message.tensors))
+        on_host = all(tensor is None or tensor.is_cpu for tensor in message.tensors)
+        if not on_host and message.ready is None:
+            raise OptionError("a message with tensors of an accelerator needs ready, the event behind what makes them")
+        if self._closing:
+            raise EdgeError(f"the edge {self.me} > {self.peer} is closed", [self.peer])
+        _, layout = self._layouts.get(key) or (0, MessageLayout(*key))
+        direct = on_host and message.ready is None and layout.size <= self._payload.direct_bytes
+        self._queue.append(QueuedMessage(message, key, layout, direct))
+        if not self._turn.acquire(blocking=False):
+            # The thread that sends may have looked for the last time.
+            self._channel.ring()
+            return
+        try:
+            if self._over:
+                self._drop_all()
+            waits = self._pump(direct=True)
+        except Exception as error:  # noqa: BLE001 - the edge's thread tells it; a task's has nothing to do with it
+            self._failure, waits = error, True
+        finally:
+            self._turn.release()
+        if waits:
+            self._channel.ring()
+
+    def advance(self, epoch: int) -> None:
+        """Begin ``epoch``: messages of older ones that were not sent are dropped."""
+        self._epoch = max(self._epoch, epoch)
+        self._channel.ring()
+
+    def close(self) -> None:
+        """Close the edge: the thread ends, nothing is left, the peer is told.
+
+        What can be sent at once is sent; what would have to wait for the peer is dropped.
+
+        A thread that waits for a device that hangs is left behind, to end with it.
+        """
+        self._closing = True
+        self._channel.stop()
+        if self._thread.ident is None:
+            self._end()
+        elif self._thread is not threading.current_thread():
+            self._thread.join(JOIN_SECONDS)
+            if self._thread.is_alive():
+                # Only a transport blocks for so long.
+                self._payload.abort()
+                self._thread.join(JOIN_SECONDS)
+
+    def counters(self) -> EdgeOutCounters:
+        starved_at = self._starved_at
+        waiting = 0.0 if starved_at is None else time.perf_counter() - starved_at
+        return EdgeOutCounters(self._messages, self._bytes, self._dropped, self._waited + waiting)
+
+    # For the thread that has the turn
+
+    def _pump(self, *, direct: bool) -> int:
+        """Send what can be sent. Returns the events that the edge's thread must wait for, or 0: nothing is to be sent.
+
+        ``direct``: on the thread of a caller, which is not for large tensors.
+        """
+        while self._queue:
+            if not self._channel.flush():
+                return select.POLLOUT
+            queued = self._queue[0]
+            if queued.message.header.epoch < self._epoch:
+                self._queue.popleft()
+                self._dropped += 1
+                continue
+            if self._messages >= self._limit:
+                self._hear()
+                if self._messages >= self._limit:
+                    self._starved_at = self._starved_at or time.perf_counter()
+                    return select.POLLIN
+            if self._starved_at is not None:
+                self._waited += time.perf_counter() - self._starved_at
+                self._starved_at = None
+            if direct and not queued.direct:
+                return select.POLLOUT
+            self._queue.popleft()
+            self._transmit(queued)
+        return 0
+
+    def _transmit(self, queued: QueuedMessage) -> None:
+        message, layout = queued.message, queued.layout
+        if message.ready is not None:
+            # Hazard: the device still writes the tensors. The host waits, and not a stream: no header is sent before
+            # its tensors are there, so no receiver waits inside a device for one that is still to be computed.
+            message.ready.synchronize()
+        number, buffers = self._number(queued.key, layout)
+        descriptors: list[int] = []
+        owners: list[Tensor] = []
+        slot = INLINE
+        memory: list[memoryview] = []
+        if layout.size <= self._payload.inline_bytes:
+            memory, owners = inline(layout, message.tensors)
+        else:
+            self._hear()  # Memory that is free again comes first.
+            slot = self._payload.place(layout, message.tensors)
+            for news in self._payload.news():
+                buffers.append(Frame(EdgeFrameKind.SLOT, slot=news.slot, size=news.size).encode())
+                if news.descriptor is not None:
+                    descriptors.append(news.descriptor)
+        buffers.append(Frame(EdgeFrameKind.MESSAGE, number, slot, *message.header, layout.size).encode())
+        self._messages += 1
+        self._bytes += layout.size
+        self._channel.write([*buffers, *memory], descriptors)
+        del owners  # The channel has copied what it could not send.
+        if slot == STREAMED:
+            self._payload.follow(layout, message.tensors)
+
+    def _number(self, key: Any, layout: MessageLayout) -> tuple[int, list[bytes]]:
+        """The number of a layout, and the frame that says so, if the receiver does not know it."""
+        known = self._layouts.get(key)
+        if known is not None:
+            return known[0], []
+        if len(layout.meta) > KEPT_META_BYTES:
+            number = KEPT_LAYOUTS
+        else:
+            number = len(self._layouts)
+            if number == KEPT_LAYOUTS:
+                number, _ = self._layouts.pop(next(iter(self._layouts)))
+            self._layouts[key] = number, layout
+        data = layout.encode()
+        return number, [Frame(EdgeFrameKind.LAYOUT, number, size=len(data)).encode(), data]
+
+    def _hear(self) -> None:
+        """Take what the receiver has said."""
+        channel = self._channel
+        while True:
+            while channel.buffered >= CREDIT_SIZE:
+                credit = Credit.decode(channel.peek(CREDIT_SIZE))
+                if credit.kind == EdgeFrameKind.BYE:
+                    raise ClosedByPeerError
+                if channel.buffered < CREDIT_SIZE + credit.slots_size:
+                    break
+                channel.take(CREDIT_SIZE)
+                self._payload.returned(credit.decode_slots(channel.take(credit.slots_size)))
+                self._limit = max(self._limit, credit.limit)
+            if not channel.fill():
+                return
+
+    def _drop_all(self) -> None:
+        self._dropped += len(self._queue)
+        self._queue.clear()
+
+    # The edge's thread
+
+    def _run(self) -> None:
+        error: Exception | None = None
+        try:
+            while True:
+                with self._turn:
+                    if self._failure is not None:
+                        raise self._failure
+                    events = self._pump(direct=False)
+                try:
+                    happened = self._channel.wait(events)
+                except StoppedError:
+                    with self._turn:
+                        self._pump(direct=False)
+                    break
+                if happened & HUNG_UP:
+                    with self._turn:
+                        self._hear()
+        except ClosedByPeerError:
+            pass
+        except Exception as caught:  # noqa: BLE001 - it is told
+            error = caught
+        self._end()
+        if error is not None and not self._closing:
+            self._on_broken(broken(f"{self.me} > {self.peer}", self.peer, error))
+
+    def _end(self) -> None:
+        with self._turn:
+            if self._over:
+                return
+            self._over = True
+            self._drop_all()
+            with suppress(OSError):
+                self._channel.write([Frame(EdgeFrameKind.BYE).encode()])
+            self._channel.close()
+            self._payload.close()

@@ -1,0 +1,143 @@
+"""What travels on an edge: messages, and the layouts of their tensors."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from asyncpipe.errors import ArgumentTypeError
+
+__all__ = ["EdgeHeader", "EdgeMessage", "MessageLayout", "ReceivedMessage", "TensorLayout", "layout_of"]
+
+ALIGNMENT = 64
+"""Bytes. Tensors in one piece of memory begin at multiples of it, as those of torch's allocator do."""
+_JSON_BYTES = struct.Struct("<I")
+
+
+class EdgeHeader(NamedTuple):
+    """What a message is for. Tasks have their numbers in the whole graph of the step."""
+
+    epoch: int
+    step: int
+    task: int
+    """The task that waits for the message."""
+    source: int
+    """The task that it comes from."""
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeMessage:
+    """One message to another worker.
+
+    ``meta`` is the caller's own; each different one is sent once and kept by the receiver, so the same bytes cost
+    nothing when they are sent again. Tensors are read until they are sent: nothing may write to them before what the
+    message leads to has happened. ``ready`` is the event behind what makes the tensors, needed if one is on an
+    accelerator.
+    """
+
+    header: EdgeHeader
+    tensors: Sequence[Tensor | None] = ()
+    meta: bytes = b""
+    ready: torch.Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedMessage(EdgeMessage):
+    """A message that has arrived.
+
+    Its tensors are the receiver's own, to keep and to write to. ``ready`` is set if a stream must wait for the event
+    before it reads them. ``release`` gives the message's credit back, at the first call; any thread may call it.
+    """
+
+    sender: int = -1
+    release: Callable[[], None] = lambda: None
+
+
+class TensorLayout(NamedTuple):
+    """A tensor without its values. ``stride`` is ``None`` where memory is in the order of the dimensions."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class MessageLayout:
+    """The tensors of a message without their values, and its meta: what a header's number stands for."""
+
+    def __init__(self, meta: bytes, tensors: tuple[TensorLayout | None, ...]) -> None:
+        self.meta = meta
+        self.tensors = tensors
+        self.sizes = [0 if tensor is None else tensor.size for tensor in tensors]
+        self.size = sum(self.sizes)
+        """Bytes of all tensors."""
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where each tensor begins in one piece of memory, and at last how large that is."""
+        offsets = [0]
+        for size in self.sizes:
+            offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+        return offsets
+
+    def encode(self) -> bytes:
+        tensors = [
+            tensor and (str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.stride)
+            for tensor in self.tensors
+        ]
+        text = json.dumps(tensors).encode()
+        return b"".join((_JSON_BYTES.pack(len(text)), text, self.meta))
+
+    @classmethod
+    def decode(cls, data: bytes) -> MessageLayout:
+        """The layout that ``encode`` wrote. Raises ``ValueError`` if that is none, or has a type that torch lacks."""
+        (count,) = _JSON_BYTES.unpack_from(data)
+        start = _JSON_BYTES.size
+        tensors = json.loads(data[start : start + count])
+        return cls(data[start + count :], tuple(tensor and _decoded(*tensor) for tensor in tensors))
+
+
+def layout_of(tensor: Tensor) -> TensorLayout:
+    """How ``tensor`` travels: with its strides if it fills its memory, in the order of its dimensions if not.
+
+    Raises ``ArgumentTypeError`` for what is not plain memory: sparse, nested, quantized and meta tensors.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        raise ArgumentTypeError(
+            "edges carry tensors that are plain memory, no sparse, nested, quantized or meta ones; got one of "
+            f"{tensor.dtype}, {tensor.layout} on {tensor.device}"
+        )
+    if tensor.is_contiguous() or not _fills_its_memory(tensor):
+        return TensorLayout(tensor.dtype, tensor.shape, None)
+    return TensorLayout(tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side, in whatever order of the dimensions."""
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _decoded(name: str, shape: list[int], stride: list[int] | None) -> TensorLayout:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"the torch {torch.__version__} of this worker has no type {name!r}")
+    return TensorLayout(dtype, tuple(shape), None if stride is None else tuple(stride))

@@ -1,0 +1,156 @@
+"""What a transport is, and how the memory of tensors is copied.
+
+Small tensors follow their header on the socket, whatever the transport (``inline``). Others go the transport's way: it
+puts them somewhere and names the place, its *slot*, in the header, or sends them behind the header.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from asyncpipe.ops.edges.channel import EdgeChannel, memory_at
+from asyncpipe.ops.edges.message import MessageLayout, TensorLayout
+from asyncpipe.ops.edges.wire import STREAMED
+
+__all__ = ["PayloadIn", "PayloadOut", "SlotNews", "empty", "host_tensor", "inline", "read_inline", "write_to"]
+
+
+class SlotNews(NamedTuple):
+    """A slot that the receiver must know of: ``size`` bytes of memory behind ``descriptor``, or 0: it is gone."""
+
+    slot: int
+    size: int
+    descriptor: int | None
+
+
+class PayloadOut(Protocol):
+    """The sending side of a transport, for one edge. All but ``abort`` is called by one thread at a time."""
+
+    inline_bytes: int
+    """Messages of at most so many bytes go on the socket."""
+    direct_bytes: int
+    """Messages of at most so many bytes may be sent by a thread that must not wait."""
+
+    def place(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> int:
+        """Put the tensors into a slot, before the header is sent; ``STREAMED`` where they follow it."""
+        ...
+
+    def news(self) -> list[SlotNews]:
+        """What the receiver must know before it sees the slot; once."""
+        ...
+
+    def follow(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> None:
+        """Send the tensors behind the header. May block until the receiver takes them."""
+        ...
+
+    def returned(self, slots: Iterable[int]) -> None:
+        """The receiver no longer uses these slots."""
+        ...
+
+    def abort(self) -> None:
+        """End a blocked ``follow`` with an error; from any thread."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PayloadIn(Protocol):
+    """The receiving side of a transport, for one edge, for its thread; ``freed`` and ``abort`` for any."""
+
+    def hear(self, news: SlotNews) -> None:
+        """Take over a slot, with its descriptor."""
+        ...
+
+    def take(self, layout: MessageLayout, slot: int) -> tuple[list[Tensor | None], torch.Event | None]:
+        """The tensors of the message announced last, and the event behind which they can be read, if there is one.
+
+        May block while the sender is sending, and for nothing else.
+        """
+        ...
+
+    def freed(self) -> list[int]:
+        """Slots that are free again; each once."""
+        ...
+
+    def abort(self) -> None:
+        """End a blocked ``take`` with an error; from any thread."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class StreamedPayload:
+    """What transports have in common that use no slots."""
+
+    def place(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> int:
+        return STREAMED
+
+    def news(self) -> list[SlotNews]:
+        return []
+
+    def returned(self, slots: Iterable[int]) -> None:
+        pass
+
+    def hear(self, news: SlotNews) -> None:
+        raise ValueError(f"this transport has no slots, and was told of slot {news.slot}")
+
+    def freed(self) -> list[int]:
+        return []
+
+
+def empty(layout: TensorLayout, device: torch.device | None = None) -> Tensor:
+    """New memory for a tensor."""
+    if layout.stride is None:
+        return torch.empty(layout.shape, dtype=layout.dtype, device=device)
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
+
+
+def host_tensor(layout: TensorLayout, tensor: Tensor) -> Tensor:
+    """``tensor`` as memory of the host that looks like ``layout``: itself, or a copy."""
+    if tensor.is_cpu and _is_plain(tensor) and (layout.stride is not None or tensor.is_contiguous()):
+        return tensor
+    with torch.no_grad():
+        return empty(layout).copy_(tensor)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether memory has the values themselves: no conjugation or negation is still to be done."""
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
+def inline(layout: MessageLayout, tensors: Iterable[Tensor | None]) -> tuple[list[memoryview], list[Tensor]]:
+    """The memory of ``tensors``, and the tensors that have it and must live as long."""
+    owners = [
+        host_tensor(each, tensor)
+        for each, tensor in zip(layout.tensors, tensors, strict=True)
+        if each is not None and tensor is not None and each.size
+    ]
+    return [memory_at(owner.data_ptr(), owner.nbytes) for owner in owners], owners
+
+
+def read_inline(layout: MessageLayout, channel: EdgeChannel) -> list[Tensor | None]:
+    """The tensors whose memory is next on the socket."""
+    tensors: list[Tensor | None] = []
+    for each, size in zip(layout.tensors, layout.sizes, strict=True):
+        tensor = None if each is None else empty(each)
+        if tensor is not None and size:
+            channel.read_into(memory_at(tensor.data_ptr(), size))
+        tensors.append(tensor)
+    return tensors
+
+
+def write_to(address: int, layout: TensorLayout, tensor: Tensor) -> None:
+    """Copy ``tensor`` to the memory of the host at ``address``."""
+    size = layout.size
+    if tensor.is_cpu and _is_plain(tensor) and (layout.stride is not None or tensor.is_contiguous()):
+        ctypes.memmove(address, tensor.data_ptr(), size)  # Without the interpreter's lock, and on this thread alone.
+    elif size:
+        with torch.no_grad():
+            flat = torch.frombuffer(memory_at(address, size), dtype=layout.dtype)
+            shaped = flat.view(layout.shape) if layout.stride is None else flat.as_strided(layout.shape, layout.stride)
+            shaped.copy_(tensor)

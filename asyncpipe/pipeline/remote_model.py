@@ -1,0 +1,44 @@
+"""The model of a pipeline whose stages live in workers: its state is fetched, and its parameters are not here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncpipe.pipeline.pool import DevicePool
+from asyncpipe.pipeline.remote_stages import RemoteStages
+
+__all__ = ["RemoteModel"]
+
+
+class RemoteModel:
+    """Blocks the calling thread until the workers have answered; the pool's loop is in a thread of its own."""
+
+    def __init__(self, pool: DevicePool, stages: RemoteStages) -> None:
+        self._pool = pool
+        self._stages = stages
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the unsplit model, on the CPU."""
+        self._pool.check()
+        return self._pool.call(self._stages.state())
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Load a state of the unsplit model."""
+        self._pool.check()
+        self._pool.call(self._stages.load_state(state, strict=strict))
+
+    def optimizer_states(self) -> dict[int, dict[str, Any]]:
+        """The states of the optimizers, by stage."""
+        self._pool.check()
+        return self._pool.call(self._stages.optimizer_states())
+
+    def load_optimizer_states(self, states: Mapping[int, dict[str, Any]]) -> None:
+        """Load the states of the optimizers, by stage."""
+        self._pool.check()
+        self._pool.call(self._stages.load_optimizer_states(states))
+
+    def change_schedule(self) -> None:
+        """Have the workers follow the schedule that the controller follows now."""
+        if self._pool.is_open:
+            self._pool.call(self._stages.change_schedule())

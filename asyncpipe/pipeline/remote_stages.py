@@ -1,0 +1,209 @@
+"""One pipeline's stages in workers, as the controller sees them: sent there once, then told what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.errors import StateDictError
+from asyncpipe.ops.device.devices import Device
+from asyncpipe.ops.device.wire import from_wire, to_wire
+from asyncpipe.ops.model.shipping import forget_values, ship_model
+from asyncpipe.pipeline.build import PipelineParts
+from asyncpipe.pipeline.step_inputs import StepInputs
+from asyncpipe.pipeline.wire_messages import (
+    ChangeSchedule,
+    Flags,
+    GetState,
+    LoadPipeline,
+    PartResult,
+    PutState,
+    StepWork,
+    Unload,
+)
+from asyncpipe.pipeline.workers import Workers
+from asyncpipe.runtime.execution import Tenant
+from asyncpipe.runtime.parts_driver import PartsDriver, PartsExecution
+from asyncpipe.runtime.workers.packed import pack
+
+__all__ = ["RemoteStages"]
+
+
+class RemoteStages:
+    """Used on the pool's loop, but for ``work``, which the caller's thread calls."""
+
+    def __init__(self, parts: PipelineParts, devices: Sequence[Device], tenant: Tenant, workers: Workers) -> None:
+        """``devices`` are those of the workers; in ``parts`` all of them are elsewhere."""
+        self._parts = parts
+        self._devices = devices
+        self._tenant = tenant
+        self._workers = workers
+        self._number = workers.new_pipeline()
+        self._worker_of = workers.worker_of(devices)
+        self._owned: dict[str, list[int]] = {name: [] for name in dict.fromkeys(self._worker_of.values())}
+        """By worker: its stages."""
+        for stage in parts.resources.stages:
+            self._owned[self._worker_of[stage.device.name]].append(stage.index)
+        self._is_loaded = False
+        self._epoch = 0
+        self._flags: Flags | None = None
+
+    @property
+    def driver(self) -> PartsDriver:
+        """What runs the steps."""
+        return self._workers.driver
+
+    # Opening and closing
+
+    async def load(self) -> None:
+        """Send every worker its stages. From then on the model here has shapes, and no values."""
+        names = list(self._owned)
+        options = to_wire(
+            self._parts.options.for_worker(self._parts.graphs.schedule), "an option (loss_fn or optimizer)"
+        )
+        with ThreadPoolExecutor(1) as thread:
+            models = await asyncio.get_running_loop().run_in_executor(thread, self._ship, names)
+        with tempfile.TemporaryDirectory(prefix="asyncpipe-edges-") as folder:
+            await asyncio.gather(
+                *(
+                    self._workers.connection(name).ask(pack(self._load_message(name, model, options, folder)))
+                    for name, model in zip(names, models, strict=True)
+                )
+            )
+        forget_values(self._parts.module)
+        self._is_loaded = True
+
+    def _ship(self, names: Sequence[str]) -> list[bytes]:
+        return [ship_model(self._parts.staged, self._owned[name]) for name in names]
+
+    def _load_message(self, name: str, model: bytes, options: bytes, folder: str) -> LoadPipeline:
+        numbers = self._workers.numbers
+        return LoadPipeline(
+            pipeline=self._number,
+            model=model,
+            options=options,
+            devices=[(device.name, str(device.physical)) for device in self._devices],
+            workers=[numbers[self._worker_of[device.name]] for device in self._devices],
+            me=numbers[name],
+            pairs=self._pairs(),
+            folder=folder,
+            share=self._tenant.share,
+            pool=self._workers.pool_options,
+        )
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        """The edges that steps need: both ways between the workers of stages that exchange something."""
+        numbers = [self._workers.numbers[self._worker_of[stage.device.name]] for stage in self._parts.resources.stages]
+        ends = (*self._parts.staged.links, *self._parts.resources.ties.links)
+        found = {(numbers[a], numbers[b]) for a, b in ends if numbers[a] != numbers[b]}
+        return sorted(found | {(b, a) for a, b in found})
+
+    async def unload(self) -> None:
+        """Have the workers forget the pipeline."""
+        if self._is_loaded:
+            self._is_loaded = False
+            await self._ask_all(Unload(self._number), lost_is_fine=True)
+
+    async def _ask_all(self, message: object, *, lost_is_fine: bool = False) -> list[Any]:
+        asked = (self._workers.connection(name).ask(message) for name in self._owned)
+        answers = await asyncio.gather(*asked, return_exceptions=lost_is_fine)
+        return list(answers)
+
+    # Steps
+
+    def work(self, inputs: StepInputs, graph: TaskGraph, *, overlaps: bool) -> dict[str, bytes]:
+        """What each worker needs for a step, on the caller's thread. Raises ``OptionError`` for what cannot be sent."""
+        flags = _flags(self._parts.module)
+        changed = None if flags == self._flags else flags
+        self._flags = flags
+        plan = replace(inputs.plan, loss=None)
+        last = self._parts.resources.stages[-1].index
+        work = {}
+        for name, stages in self._owned.items():
+            takes = [{s: value for s, value in each.items() if s in stages} for each in inputs.takes]
+            targets = inputs.targets if last in stages else ()
+            part = StepWork(
+                self._epoch,
+                inputs.microbatches,
+                inputs.phase,
+                inputs.options.update,
+                plan,
+                inputs.plan.loss is not None,
+                inputs.context,
+                takes,
+                targets,
+                changed,
+                overlaps,
+            )
+            work[name] = to_wire(part, "the mini-batch")
+        return work
+
+    def start(self, graph: TaskGraph, work: Mapping[str, bytes], after: PartsExecution | None) -> PartsExecution:
+        """Begin a step; see ``PartsDriver.start``."""
+        return self._workers.driver.start(self._number, graph, work, tenant=self._tenant, after=after)
+
+    def result(self, execution: PartsExecution) -> PartResult:
+        """What a step has left for its caller."""
+        for ended in execution.ended.values():
+            if ended.result:
+                result: PartResult = from_wire(ended.result)
+                return result
+        return PartResult({}, {}, ())
+
+    def settle(self, execution: PartsExecution, *, keep: bool) -> None:
+        """Tell the workers to keep what the step has left, or to undo it. From any thread."""
+        if not keep:
+            self._epoch += 1
+        self.driver.settle(execution, keep=keep)
+
+    # Between steps
+
+    async def state(self) -> dict[str, Any]:
+        """The state of the unsplit model, with its names in its order."""
+        parts = [from_wire(answer) for answer in await self._ask_all(GetState(self._number))]
+        found = {name: value for part in parts for name, value in part.items()}
+        state = self._parts.module.state_dict()
+        for name in state:
+            state[name] = found[name]
+        return state
+
+    async def load_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Load a state of the unsplit model."""
+        known = self._parts.module.state_dict()
+        if strict and known.keys() != state.keys():
+            missing, more = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
+            raise StateDictError(f"the state lacks {missing} and has unknown {more}; give strict=False to ignore that")
+        for name, value in known.items():
+            shape = getattr(state.get(name), "shape", None)
+            if name in state and shape != getattr(value, "shape", None):
+                raise StateDictError(f"{name!r} has the shape {shape} in the state, and {value.shape} in the model")
+        await self._ask_all(PutState(self._number, to_wire(dict(state), "the state")))
+
+    async def optimizer_states(self) -> dict[int, dict[str, Any]]:
+        """The states of the optimizers, by stage."""
+        answers = await self._ask_all(GetState(self._number, optimizers=True))
+        found = {stage: state for answer in answers for stage, state in from_wire(answer).items()}
+        return dict(sorted(found.items()))
+
+    async def load_optimizer_states(self, states: Mapping[int, dict[str, Any]]) -> None:
+        """Load the states of the optimizers, by stage."""
+        await self._ask_all(PutState(self._number, to_wire(dict(states), "the state"), optimizers=True))
+
+    async def change_schedule(self) -> None:
+        """Have the workers follow the schedule that the controller follows now."""
+        if self._is_loaded:
+            schedule = to_wire(self._parts.graphs.schedule, "the schedule")
+            await self._ask_all(ChangeSchedule(self._number, schedule))
+
+
+def _flags(module: nn.Module) -> Flags:
+    return Flags(
+        tuple([each.training for each in module.modules()]), tuple([p.requires_grad for p in module.parameters()])
+    )

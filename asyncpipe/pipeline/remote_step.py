@@ -1,0 +1,107 @@
+"""One step of a pipeline whose stages live in workers, on its caller's thread."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from asyncpipe.errors import OptionError
+from asyncpipe.ops.execute.step_tensors import StepTensors
+from asyncpipe.pipeline.overlap import why_alone
+from asyncpipe.pipeline.pool import Tenancy
+from asyncpipe.pipeline.remote_stages import RemoteStages
+from asyncpipe.pipeline.result import StepResult
+from asyncpipe.pipeline.step_inputs import StepInputs
+from asyncpipe.runtime.parts_driver import PartsExecution
+from asyncpipe.runtime.started_step import Line, StartedInThread, StartedStep
+
+__all__ = ["RemoteStep"]
+
+
+class RemoteStep:
+    """As ``PreparedStep``: made of a mini-batch that is checked and cut, then run once, or started and finished."""
+
+    def __init__(self, inputs: StepInputs, tenancy: Tenancy, stages: RemoteStages) -> None:
+        """Raises ``OptionError`` for what needs gradients in this process."""
+        self._inputs = inputs
+        self._tenancy = tenancy
+        self._stages = stages
+        self._graph = inputs.graph
+        self._execution: PartsExecution | None = None
+        if inputs.options.scaler is not None:
+            raise OptionError(
+                "a GradScaler reads gradients, which are in the workers; use bfloat16, or workers='threads'"
+            )
+        if inputs.training and not self._graph.wiring.updates and inputs.options.update:
+            raise OptionError(
+                "the gradients of this step stay in the workers, where nothing would use them; give the pipeline an "
+                "optimizer=, or use workers='threads'"
+            )
+
+    @property
+    def training(self) -> bool:
+        """Whether it has backwards."""
+        return self._inputs.training
+
+    async def run(self) -> StepResult:
+        """Run it, from a coroutine of any loop."""
+        return await self._tenancy.pool.run(self._run(self._work(overlaps=False)))
+
+    def run_blocking(self) -> StepResult:
+        """Run it, and block until it is over."""
+        return self._tenancy.pool.call(self._run(self._work(overlaps=False)))
+
+    # Steps that overlap
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it may be under way together with others."""
+        return why_alone(self._inputs.parts, self._tenancy, self._graph, training=self.training) is None
+
+    def start(self, line: Line[PartsExecution]) -> StartedStep[PartsExecution]:
+        """Begin it behind the last step of ``line``; then ``finish`` or ``drop`` it."""
+        portal = self._tenancy.pool.portal
+        assert portal is not None
+        return StartedInThread(self._stages.driver, portal, line, partial(self._begin, self._work(overlaps=True)))
+
+    def _begin(self, work: dict[str, bytes], after: PartsExecution | None) -> PartsExecution:
+        self._execution = self._stages.start(self._graph, work, after)
+        return self._execution
+
+    def finish(self, execution: PartsExecution) -> StepResult:
+        """Its result; all its parts have ended. If this raises, it is still to be dropped."""
+        result = self._result(execution)
+        self._stages.settle(execution, keep=True)
+        self._execution = None
+        return result
+
+    def drop(self) -> None:
+        """Undo what is left of it; no worker computes for it any more."""
+        if self._execution is not None:
+            self._stages.settle(self._execution, keep=False)
+            self._execution = None
+
+    def _work(self, *, overlaps: bool) -> dict[str, bytes]:
+        work = self._stages.work(self._inputs, self._graph, overlaps=overlaps)
+        self._inputs = self._inputs.emptied()
+        return work
+
+    async def _run(self, work: dict[str, bytes]) -> StepResult:
+        execution = self._stages.start(self._graph, work, None)
+        try:
+            await self._stages.driver.issued(execution)
+            result = self._result(execution)
+        except BaseException:
+            self._stages.settle(execution, keep=False)
+            raise
+        self._stages.settle(execution, keep=True)
+        return result
+
+    def _result(self, execution: PartsExecution) -> StepResult:
+        inputs, found = self._inputs, self._stages.result(execution)
+        losses = [loss for _, loss in sorted(found.losses.items())]
+        with torch.no_grad():
+            loss = inputs.mean_loss(losses, StepTensors(losses=dict(found.losses), counts=dict(found.counts)))
+            outputs = inputs.gather(found.outputs)
+        return StepResult(loss, tuple(losses), outputs, execution, self._tenancy.pool.portal)

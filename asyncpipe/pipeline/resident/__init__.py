@@ -1,0 +1,8 @@
+"""What a worker process runs: the stages of pipelines that live there, and their parts of steps.
+
+Imports ``pipeline`` and what is below. The controller never imports it. In the order of a worker's life:
+
+``serve.py``       the entry of a worker: its pool of devices, and what the controller tells it
+``resident.py``    one pipeline's stages here: loaded, asked for their state, unloaded
+``part_step.py``   this worker's part of one step
+"""

@@ -1,0 +1,128 @@
+"""One worker's part of a step: as a whole step on threads, but its caller is the controller."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncpipe.core.engine.events import StepNotes, StepRecord, TaskCompleted, TaskFailed, TaskIssued
+from asyncpipe.core.engine.parts_record import TaskEvent
+from asyncpipe.core.graph.part import Part
+from asyncpipe.errors import PipelineClosedError, TaskError
+from asyncpipe.ops.device.wire import to_wire
+from asyncpipe.ops.execute.crossings import Crossings
+from asyncpipe.ops.execute.step_tensors import StepTensors
+from asyncpipe.ops.model.nested import tensors_of
+from asyncpipe.pipeline.device_notes import note_devices
+from asyncpipe.pipeline.pool import Tenancy
+from asyncpipe.pipeline.step import PreparedStep
+from asyncpipe.pipeline.step_inputs import StepInputs
+from asyncpipe.pipeline.wire_messages import PartResult
+from asyncpipe.runtime.execution import Execution, Gates
+from asyncpipe.runtime.part_messages import PartEnded, portable
+
+__all__ = ["PartStep"]
+
+
+class PartStep(PreparedStep):
+    """Used on the worker's loop; ``arrived`` on any thread."""
+
+    def __init__(
+        self,
+        worker: str,
+        number: int,
+        inputs: StepInputs,
+        tenancy: Tenancy,
+        part: Part,
+        tensors: StepTensors,
+        crossings: Crossings,
+        *,
+        overlaps: bool,
+    ) -> None:
+        """``number`` is the step's in the controller. ``overlaps``: its gradients are set aside by its run of steps."""
+        super().__init__(inputs, tenancy, part.graph, tensors, crossings)
+        self.number = number
+        self._worker = worker
+        self._part = part
+        self._crossings = crossings
+        self._is_started = overlaps
+        self._gates = Gates()
+        self.execution: Execution | None = None
+
+    def begin(self, after: Execution | None) -> None:
+        """Begin it behind ``after``, which may be under way."""
+        with self._begun():
+            self.execution = self.tenancy.pool.threads.start(
+                self._graph,
+                self._binder.bind,
+                self._binder.notes,
+                around=self._binder.around,
+                gates=self._gates,
+                tenant=self.tenancy.tenant,
+                after=after,
+            )
+            self._crossings.begin()
+
+    def arrived(self, task: int, dependency: int, meta: bytes, tensors: list[torch.Tensor | None]) -> None:
+        """What ``task`` waits for has come from another worker (``dependency``; numbers of the whole graph)."""
+        self._crossings.arrived(task, meta, tensors)
+        self._gates.open([self._part.arrivals[task, dependency]])
+
+    def stop(self) -> None:
+        """Begin no more tasks of it."""
+        assert self.execution is not None
+        self.tenancy.pool.threads.cancel(self.execution)
+
+    async def ended(self) -> PartEnded:
+        """Wait until nothing of it runs any more; what to tell the controller."""
+        execution = self.execution
+        assert execution is not None
+        result, error = b"", None
+        try:
+            await self.tenancy.pool.threads.issued(execution)
+            result = self._result()
+        except (TaskError, PipelineClosedError):
+            pass  # The events tell it, or the controller has stopped it.
+        except Exception as caught:  # noqa: BLE001 - the controller raises it
+            error = caught
+        _, record = await execution.done
+        ended = PartEnded(self.number, self._events(record), self._notes(record.notes), error, result)
+        return portable(self._worker, ended)
+
+    def settle(self, *, keep: bool) -> None:
+        """The whole step is over: keep what it has left in gradients and buffers, or undo it."""
+        if not keep:
+            self._abandon()
+            return
+        with self._begun():
+            if self.training and not self._is_started:
+                with torch.no_grad():
+                    self._commit_gradients()
+            self.parts.commit_statistics()
+            self._tensors.close()
+
+    def _result(self) -> bytes:
+        tensors = self._tensors
+        outputs = [packet.rebuild(packet.tensors) for _, packet in sorted(tensors.outputs.items())]
+        self._fence.end(tensors_of([list(tensors.losses.values()), list(tensors.counts.values()), outputs]))
+        if not (tensors.losses or outputs):
+            return b""
+        return to_wire(PartResult(tensors.losses, tensors.counts, outputs), "the output of the last stage")
+
+    def _events(self, record: StepRecord) -> list[tuple[float, TaskEvent]]:
+        """What became of the tasks, in numbers of the whole graph and of the controller's step."""
+        whole, step = self._part.whole, self.number
+        events: list[tuple[float, TaskEvent]] = []
+        for at, event in record.journal:
+            if isinstance(event, TaskCompleted):
+                events.append((at, TaskCompleted(step, whole[event.task], event.started, event.ended)))
+            elif isinstance(event, TaskIssued):
+                events.append((at, TaskIssued(step, whole[event.task], event.seconds)))
+            elif isinstance(event, TaskFailed):
+                events.append((at, TaskFailed(step, whole[event.task], event.error)))
+        return events
+
+    def _notes(self, notes: StepNotes) -> StepNotes:
+        copied = {self._part.whole[task]: size for task, size in notes.copied.items()}
+        found = StepNotes(copied, samples=notes.samples, wakeups=notes.wakeups)
+        note_devices({stream.device for stream in self.parts.resources.streams.values()}, found)
+        return found

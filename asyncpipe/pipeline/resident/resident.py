@@ -1,0 +1,239 @@
+"""One pipeline's stages in this worker: loaded once, then run by parts of steps, and asked for their state."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from asyncpipe.core.graph.part import Departure, Part, part
+from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.errors import EdgeError, PipelineClosedError
+from asyncpipe.ops.device.devices import Device
+from asyncpipe.ops.device.wire import from_wire, to_wire
+from asyncpipe.ops.edges.connect import Edges, connect
+from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
+from asyncpipe.ops.execute.crossings import Crossings
+from asyncpipe.ops.execute.step_tensors import StepTensors
+from asyncpipe.ops.model.shipping import receive_model
+from asyncpipe.pipeline.build import PipelineParts, build
+from asyncpipe.pipeline.pool import DevicePool, Tenancy
+from asyncpipe.pipeline.resident.part_step import PartStep
+from asyncpipe.pipeline.step_inputs import StepInputs, StepOptions
+from asyncpipe.pipeline.wire_messages import ChangeSchedule, Flags, LoadPipeline, StepWork
+from asyncpipe.runtime.execution import Tenant
+from asyncpipe.runtime.part_messages import StartPart
+
+__all__ = ["Resident"]
+
+
+class Resident:
+    """Used on the worker's loop, except for what edges call."""
+
+    def __init__(self, load: LoadPipeline, pool: DevicePool, worker: str) -> None:
+        """Raises what ``build`` raises. ``worker`` is the name of this one."""
+        devices = [
+            Device(name, torch.device(physical if worker == load.me else "meta"))
+            for (name, physical), worker in zip(load.devices, load.workers, strict=True)
+        ]
+        self._load = load
+        self._worker_of = {device.name: worker for device, worker in zip(devices, load.workers, strict=True)}
+        self._own = [device for device in devices if not device.is_elsewhere]
+        self._worker = worker
+        self._parts: PipelineParts = build(receive_model(load.model), devices, from_wire(load.options))
+        self._tenancy = Tenancy(pool, self._own, Tenant(load.share), own=False)
+        self._parts_of: WeakKeyDictionary[TaskGraph, Part] = WeakKeyDictionary()
+        self._edges = Edges({}, {})
+        self._epoch = 0
+        self._lock = threading.Lock()
+        """Guards what follows, which edges use as well."""
+        self._steps: dict[int, PartStep] = {}
+        """Those that were not settled."""
+        self._early: dict[int, list[ReceivedMessage]] = {}
+        """Messages for steps that have not begun here."""
+        self._last = -1
+        """The last step that has begun here."""
+        self._line: object = None
+        """Whose turn the gradients are, while steps overlap."""
+
+    async def open(self) -> None:
+        """Connect to the other workers, and start the devices' threads."""
+        await self._tenancy.open()
+        load = self._load
+        if load.pairs:
+            self._edges = await asyncio.to_thread(
+                connect,
+                load.me,
+                load.pairs,
+                job=str(load.pipeline),
+                folder=load.folder,
+                on_message=self._arrived,
+                on_broken=self._broken,
+            )
+
+    async def close(self) -> None:
+        """Wait for steps under way, and end what belongs to the pipeline."""
+        await self._tenancy.aclose()
+        await asyncio.to_thread(self._edges.close)
+
+    # Steps
+
+    def start(self, start: StartPart) -> PartStep:
+        """Begin a part of a step."""
+        work: StepWork = from_wire(start.work)
+        if work.epoch > self._epoch:
+            self._epoch = work.epoch
+            self._edges.advance(work.epoch)
+        if work.flags is not None:
+            self._set_flags(work.flags)
+        options = self._parts.options
+        plan = replace(work.plan, loss=options.loss_fn if work.has_loss else None)
+        inputs = StepInputs(
+            self._parts,
+            StepOptions(update=work.update),
+            work.plan.training,
+            work.microbatches,
+            plan,
+            work.context,
+            work.takes,
+            work.targets,
+            ready_made=True,
+            is_padded_unevenly=False,
+        )
+        tensors = StepTensors.of(work.takes, work.targets)
+        graph = inputs.graph
+        own = self._part(graph)
+        send = partial(self._send, start.step, work.epoch)
+        crossings = Crossings(graph, own, tensors, self._parts.resources.ties, send)
+        step = PartStep(
+            self._worker, start.step, inputs, self._tenancy, own, tensors, crossings, overlaps=work.overlaps
+        )
+        before = self._steps.get(-1 if start.after is None else start.after)
+        if work.overlaps and step.training and self._line is None:
+            guard = self._parts.resources.guard
+            self._line = object()
+            guard.enter(self._line, self._line)
+            guard.begin(self._parts.module.parameters(), repeats=True)
+        step.begin(None if before is None else before.execution)
+        with self._lock:
+            self._last = start.step
+            self._steps[start.step] = step
+            early = self._early.pop(start.step, [])
+        for message in early:
+            self._deliver(step, message)
+        return step
+
+    def stop(self, number: int) -> None:
+        """Begin no more tasks of a step."""
+        if (step := self._steps.get(number)) is not None:
+            step.stop()
+
+    def settle(self, number: int, *, keep: bool) -> None:
+        """A step is over in all workers."""
+        with self._lock:
+            step = self._steps.pop(number, None)
+        if step is not None:
+            step.settle(keep=keep)
+        if self._line is not None and not self._steps:
+            self._parts.resources.guard.end_repeats(self._line)
+            self._line = None
+
+    def _part(self, graph: TaskGraph) -> Part:
+        if graph not in self._parts_of:
+            self._parts_of[graph] = part(graph, [device.name for device in self._own])
+        return self._parts_of[graph]
+
+    def _set_flags(self, flags: Flags) -> None:
+        module = self._parts.module
+        for each, training in zip(module.modules(), flags.training, strict=True):
+            each.training = training
+        for parameter, requires_grad in zip(module.parameters(), flags.requires_grad, strict=True):
+            parameter.requires_grad_(requires_grad)
+
+    # Messages between workers
+
+    def _send(
+        self,
+        step: int,
+        epoch: int,
+        departure: Departure,
+        meta: bytes,
+        tensors: Sequence[Tensor | None],
+        event: torch.Event | None,
+    ) -> None:
+        header = EdgeHeader(epoch, step, departure.task, departure.dependency)
+        self._edges.out[self._worker_of[departure.device]].send(EdgeMessage(header, tensors, meta, event))
+
+    def _arrived(self, message: ReceivedMessage) -> None:
+        """Called on an edge's thread."""
+        number = message.header.step
+        with self._lock:
+            step = self._steps.get(number)
+            if step is None and number > self._last:
+                self._early.setdefault(number, []).append(message)
+                return
+        if step is None:
+            message.release()  # It has ended here, so it failed or was cancelled.
+        else:
+            self._deliver(step, message)
+
+    def _deliver(self, step: PartStep, message: ReceivedMessage) -> None:
+        message.release()
+        step.arrived(message.header.task, message.header.source, message.meta, list(message.tensors))
+
+    def _broken(self, error: EdgeError) -> None:
+        """Called on an edge's thread. The controller hears of a lost worker by itself, and stops what waits for it."""
+
+    # State
+
+    def state(self) -> bytes:
+        """The own entries of the unsplit model's state."""
+        self._check_idle()
+        state = {
+            name: value
+            for name, value in self._parts.module.state_dict().items()
+            if not (isinstance(value, Tensor) and value.is_meta)
+        }
+        return to_wire(state, "the state of the model")
+
+    def load_state(self, data: bytes) -> None:
+        """Take over what concerns the own stages."""
+        self._check_idle()
+        mine = {
+            name
+            for name, value in self._parts.module.state_dict().items()
+            if not (isinstance(value, Tensor) and value.is_meta)
+        }
+        state: Mapping[str, Any] = from_wire(data)
+        self._parts.module.load_state_dict({k: v for k, v in state.items() if k in mine}, strict=False)
+
+    def optimizer_states(self) -> bytes:
+        """The states of the own stages' optimizers, by stage."""
+        self._check_idle()
+        states = {stage: optimizer.state_dict() for stage, optimizer in self._parts.resources.optimizers.items()}
+        return to_wire(states, "the state of the optimizers")
+
+    def load_optimizer_states(self, data: bytes) -> None:
+        """Take over those of the own stages."""
+        self._check_idle()
+        states: Mapping[int, dict[str, Any]] = from_wire(data)
+        for stage, optimizer in self._parts.resources.optimizers.items():
+            if stage in states:
+                optimizer.load_state_dict(states[stage])
+
+    def change(self, change: ChangeSchedule) -> None:
+        """Use another schedule."""
+        self._check_idle()
+        parts = self._parts
+        parts.graphs.change(from_wire(change.schedule), parts.options.microbatches, parts.checkpoint)
+
+    def _check_idle(self) -> None:
+        if self._steps:
+            raise PipelineClosedError("a step is under way in this worker")

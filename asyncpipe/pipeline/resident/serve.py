@@ -1,0 +1,91 @@
+"""The entry of a worker process: what the controller says, and to whom it goes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from asyncpipe.core.engine.events import StepNotes
+from asyncpipe.ops.device.wire import from_wire
+from asyncpipe.pipeline.pool import DevicePool
+from asyncpipe.pipeline.resident.part_step import PartStep
+from asyncpipe.pipeline.resident.resident import Resident
+from asyncpipe.pipeline.wire_messages import ChangeSchedule, GetState, LoadPipeline, PutState, Unload
+from asyncpipe.runtime.part_messages import EndStep, PartEnded, StartPart, StopPart, portable
+from asyncpipe.runtime.workers.control_client import ControlClient
+
+__all__ = ["serve"]
+
+
+async def serve(control: ControlClient) -> None:
+    """Serve the controller until it says to stop."""
+    await _Server(control).run()
+
+
+class _Server:
+    """All pipelines that have stages in this worker. Their devices are those of one pool, as on threads."""
+
+    def __init__(self, control: ControlClient) -> None:
+        self._control = control
+        self._pool: DevicePool | None = None
+        self._residents: dict[int, Resident] = {}
+        self._of_step: dict[int, Resident] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        try:
+            await self._control.serve(self._handle)
+        finally:
+            for resident in self._residents.values():
+                await resident.close()
+            if self._pool is not None:
+                await self._pool.aclose()
+
+    def _handle(self, message: Any) -> Any:
+        """Do what the controller says; its messages are handled in their order. Returns an answer, or awaits it."""
+        match message:
+            case StartPart():
+                self._start(message)
+            case StopPart(step=step) if step in self._of_step:
+                self._of_step[step].stop(step)
+            case EndStep(step=step, keep=keep) if step in self._of_step:
+                self._of_step.pop(step).settle(step, keep=keep)
+            case LoadPipeline():
+                return self._load(message)
+            case Unload(pipeline=number):
+                return self._residents.pop(number).close()
+            case GetState(pipeline=number, optimizers=optimizers):
+                resident = self._residents[number]
+                return resident.optimizer_states() if optimizers else resident.state()
+            case PutState(pipeline=number, state=state, optimizers=optimizers):
+                resident = self._residents[number]
+                (resident.load_optimizer_states if optimizers else resident.load_state)(state)
+            case ChangeSchedule(pipeline=number):
+                self._residents[number].change(message)
+        return None
+
+    async def _load(self, load: LoadPipeline) -> None:
+        if self._pool is None:
+            self._pool = DevicePool(**from_wire(load.pool))
+            await self._pool.__aenter__()
+        resident = Resident(load, self._pool, self._control.name)
+        await resident.open()
+        self._residents[load.pipeline] = resident
+
+    def _start(self, start: StartPart) -> None:
+        resident = self._residents[start.pipeline]
+        self._of_step[start.step] = resident
+        try:
+            step = resident.start(start)
+        except Exception as error:  # noqa: BLE001 - the controller raises it
+            self._tell(PartEnded(start.step, (), StepNotes(), error))
+            return
+        ending = asyncio.create_task(self._end(step))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    async def _end(self, step: PartStep) -> None:
+        self._control.send(await step.ended())
+
+    def _tell(self, ended: PartEnded) -> None:
+        self._control.send(portable(self._control.name, ended))

@@ -1,0 +1,109 @@
+"""What the controller and a worker say to each other of a pipeline, besides its steps (``runtime/part_messages.py``).
+
+Models, inputs, results and states are bytes here (``ops/device/wire.py``), made where their errors can be raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from asyncpipe.core.engine.share import Share
+from asyncpipe.core.graph.task_graph import Phase
+from asyncpipe.ops.autograd.caller_context import CallerContext
+from asyncpipe.ops.execute.step_tensors import StepPlan
+
+__all__ = ["ChangeSchedule", "Flags", "GetState", "LoadPipeline", "PartResult", "PutState", "StepWork", "Unload"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPipeline:
+    """Controller: become the home of some stages. The answer is ``None``."""
+
+    pipeline: int
+    """A number of its own."""
+    model: bytes = field(repr=False)
+    options: bytes = field(repr=False)
+    devices: Sequence[tuple[str, str]]
+    """(name, physical device) of all devices of the pipeline."""
+    workers: Sequence[int]
+    """The worker of each."""
+    me: int
+    pairs: Sequence[tuple[int, int]]
+    """The edges between workers, in one order for all."""
+    folder: str
+    """Where the workers meet to make them."""
+    share: Share
+    pool: bytes = field(repr=False)
+    """The options of the worker's pool, which its first pipeline makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Controller: the pipeline is closed. The answer is ``None``."""
+
+    pipeline: int
+
+
+@dataclass(frozen=True, slots=True)
+class GetState:
+    """Controller: the answer is the state of the own stages, as bytes."""
+
+    pipeline: int
+    optimizers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PutState:
+    """Controller: take over what concerns the own stages of a state. The answer is ``None``."""
+
+    pipeline: int
+    state: bytes = field(repr=False)
+    optimizers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeSchedule:
+    """Controller: use another schedule. The answer is ``None``."""
+
+    pipeline: int
+    schedule: bytes = field(repr=False)
+
+
+class Flags(NamedTuple):
+    """What a caller may change in the model between two steps, besides its values."""
+
+    training: tuple[bool, ...]
+    """Of each module, in the order of ``modules()``."""
+    requires_grad: tuple[bool, ...]
+    """Of each parameter, in the order of ``parameters()``."""
+
+
+class StepWork(NamedTuple):
+    """What one worker computes a part of a step with."""
+
+    epoch: int
+    """One more after each step that failed or was cancelled; messages of older ones mean nothing."""
+    microbatches: int
+    phase: Phase
+    update: bool
+    plan: StepPlan
+    """Without the loss, which the worker has."""
+    has_loss: bool
+    context: CallerContext
+    takes: Sequence[Mapping[int, Any]]
+    targets: Sequence[Any]
+    flags: Flags | None
+    """``None`` if they are those of the last step."""
+    overlaps: bool
+
+
+class PartResult(NamedTuple):
+    """What a worker's part has left for the caller; empty but in the worker of the last stage."""
+
+    losses: Mapping[int, Tensor]
+    counts: Mapping[int, Tensor]
+    outputs: Sequence[Any]

@@ -1,0 +1,113 @@
+"""The worker processes of a device pool, in the controller: which there are, and which devices each has.
+
+::
+
+    DevicePool(workers="processes") ── Workers ──┬── WorkerGroup     starts them, and knows when one is gone
+                                                 └── PartsDriver     runs steps in them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from itertools import count
+from typing import Any
+
+from asyncpipe.errors import OptionError, WorkerLostError
+from asyncpipe.ops.device.devices import Device
+from asyncpipe.ops.device.wire import to_wire
+from asyncpipe.pipeline.pool_options import PoolOptions
+from asyncpipe.runtime.part_messages import PartEnded, received
+from asyncpipe.runtime.parts_driver import PartsDriver
+from asyncpipe.runtime.workers.connection import WorkerConnection
+from asyncpipe.runtime.workers.group import WorkerGroup
+from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
+
+__all__ = ["Workers", "assign_workers"]
+
+ENTRY = "asyncpipe.pipeline.resident.serve:serve"
+
+_OF_THE_CONTROLLER = ("loop", "workers", "executors")
+"""Options of a pool that a worker's pool does not have."""
+
+
+def assign_workers(devices: Sequence[Device], workers: str | Mapping[str, str]) -> dict[str, str]:
+    """The name of the worker of each device, by the device's name.
+
+    By default, an accelerator has a worker, which has all logical devices on it; a logical CPU device has one of its
+    own, since one process runs Python code for one thread at a time. Raises ``OptionError`` for a mapping that lacks
+    a device, or names another one.
+    """
+    if isinstance(workers, Mapping):
+        names = [device.name for device in devices]
+        if missing := [name for name in names if name not in workers]:
+            raise OptionError(f"workers names no worker for {', '.join(missing)}; name one for each of the devices")
+        return {name: workers[name] for name in names}
+    return {device.name: str(device.physical) if device.is_accelerator else device.name for device in devices}
+
+
+class Workers:
+    """Used on the pool's loop, which is in a thread of its own."""
+
+    def __init__(self, options: PoolOptions) -> None:
+        self.driver = PartsDriver()
+        """Runs the steps."""
+        self.numbers: dict[str, int] = {}
+        """By name of a worker, its number among the pool's."""
+        self._pipelines = count()
+        self._options = options
+        self._group = WorkerGroup(ProcessLauncher(), ENTRY, received=self._received, lost=self._lost)
+        self._is_open = False
+        self._connections: dict[str, WorkerConnection] = {}
+
+    def new_pipeline(self) -> int:
+        """A number for one more pipeline."""
+        return next(self._pipelines)
+
+    @property
+    def pool_options(self) -> bytes:
+        """The options of a worker's own pool, for the worker."""
+        values = {
+            each.name: getattr(self._options, each.name)
+            for each in fields(PoolOptions)
+            if each.name not in _OF_THE_CONTROLLER
+        }
+        return to_wire(values, "policy")
+
+    def worker_of(self, devices: Sequence[Device]) -> dict[str, str]:
+        """As ``assign_workers``, by the pool's option."""
+        return assign_workers(devices, self._options.workers)
+
+    async def admit(self, devices: Sequence[Device]) -> None:
+        """Start the workers of these devices that are missing, or were lost. They start at the same time."""
+        if not self._is_open:
+            await self._group.__aenter__()
+            self._is_open = True
+        worker_of = self.worker_of(devices)
+        up = self._group.workers
+        missing = [name for name in dict.fromkeys(worker_of.values()) if name not in up]
+        for connection in await self._group.start(*missing) if missing else ():
+            self._connections[connection.name] = connection
+            self.numbers.setdefault(connection.name, len(self.numbers))
+        for device, worker in worker_of.items():
+            self.driver.add([device], self._connections[worker])
+
+    def connection(self, worker: str) -> WorkerConnection:
+        """The worker of this name."""
+        return self._connections[worker]
+
+    async def aclose(self) -> None:
+        """Stop all workers."""
+        if self._is_open:
+            await self._group.close()
+
+    def kill(self) -> None:
+        """Kill all workers without waiting; from any thread."""
+        self._group.kill()
+
+    def _received(self, worker: WorkerConnection, message: Any) -> None:
+        assert isinstance(message, PartEnded)
+        self.driver.part_ended(worker.name, received(worker.name, message))
+
+    def _lost(self, worker: WorkerConnection, error: WorkerLostError) -> None:
+        self.driver.worker_lost(worker.name, error)

@@ -1,0 +1,94 @@
+"""What the controller and a worker say to each other of a step."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from asyncpipe.core.engine.events import StepNotes, TaskFailed
+from asyncpipe.core.engine.parts_record import TaskEvent
+from asyncpipe.errors import RemoteError
+from asyncpipe.runtime.workers.remote_errors import with_remote_text
+
+__all__ = ["EndStep", "PartEnded", "StartPart", "StopPart", "portable", "received"]
+
+
+@dataclass(frozen=True, slots=True)
+class StartPart:
+    """Controller: run your part of a step."""
+
+    pipeline: int
+    step: int
+    after: int | None
+    """The step that it follows on every device."""
+    work: bytes = field(repr=False)
+    """What it computes with, for whom runs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopPart:
+    """Controller: begin no more tasks of a step, and of those that follow it."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartEnded:
+    """Worker: nothing of the step runs here any more."""
+
+    step: int
+    events: Sequence[tuple[float, TaskEvent]] = field(repr=False)
+    """What became of the tasks that began. Tasks have their numbers in the whole graph."""
+    notes: StepNotes = field(repr=False)
+    error: BaseException | None = None
+    """Why the part did not run to its end, if not because it was stopped, and no task is to blame."""
+    result: bytes = field(default=b"", repr=False)
+    tracebacks: Sequence[str] = field(default=(), repr=False)
+    """In the worker, of the errors above in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndStep:
+    """Controller: keep what a step has left in gradients and buffers, or undo it."""
+
+    step: int
+    keep: bool
+
+
+def portable(worker: str, ended: PartEnded) -> PartEnded:
+    """``ended`` with errors that can be pickled, and their tracebacks as text."""
+    tracebacks: list[str] = []
+
+    def carried(error: BaseException) -> BaseException:
+        text = "".join(traceback.format_exception(error))
+        tracebacks.append(text)
+        return error if _can_travel(error) else RemoteError(worker, text)
+
+    return _with_errors(ended, carried, tracebacks)
+
+
+def received(worker: str, ended: PartEnded) -> PartEnded:
+    """What ``portable`` has made, in the controller: its errors have their tracebacks in ``worker`` as their causes."""
+    texts = iter(ended.tracebacks)
+    return _with_errors(ended, lambda error: with_remote_text(worker, error, next(texts)), ())
+
+
+def _with_errors(
+    ended: PartEnded, change: Callable[[BaseException], BaseException], tracebacks: Sequence[str]
+) -> PartEnded:
+    events = [
+        (at, replace(event, error=change(event.error)) if isinstance(event, TaskFailed) else event)
+        for at, event in ended.events
+    ]
+    error = None if ended.error is None else change(ended.error)
+    return replace(ended, events=events, error=error, tracebacks=tracebacks)
+
+
+def _can_travel(error: BaseException) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+    except Exception:  # noqa: BLE001 - a class's own methods run here
+        return False
+    return True

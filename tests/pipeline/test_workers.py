@@ -1,0 +1,213 @@
+"""Stages in worker processes: the same bits as on threads, the same errors, and nothing that is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe import DevicePool, Pipeline, TaskError
+from asyncpipe.errors import OptionError, PipelineClosedError, WorkerLostError
+from asyncpipe.ops.device.devices import resolve_devices
+from asyncpipe.pipeline.workers import assign_workers
+from asyncpipe.testing import InlineExecutor
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Head(nn.Module):
+    """The embedding's weight once more, as the output layer."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, x):
+        return x.mean(1) @ self.weight.T
+
+
+class Fails(nn.Module):
+    """Does ``how`` in one of its calls."""
+
+    def __init__(self, how, call):
+        super().__init__()
+        self.how, self.call, self.calls = how, call, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == self.call:
+            if self.how == "raise":
+                raise ValueError("this call fails")
+            os.kill(os.getpid(), self.how) if self.how else os._exit(3)
+        return x
+
+
+def make_model(tied=False):
+    torch.manual_seed(0)
+    embedding = nn.Embedding(11, 8)
+    middle = [nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)]
+    head = Head(embedding) if tied else nn.Sequential(nn.Flatten(), nn.Linear(40, 11))
+    return nn.Sequential(embedding, *middle, head).double()
+
+
+def counted(output, target):
+    return nn.functional.cross_entropy(output, target), len(target)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = DevicePool(workers="processes")
+    asyncio.run(pool.__aenter__())
+    yield pool
+    asyncio.run(pool.aclose())
+
+
+async def train(pool=None, *, model=None, devices=("cpu:0", "cpu:1"), overlap=False, **options):
+    """The losses and the outputs of some steps, and the state behind them."""
+    torch.manual_seed(5)
+    batches = [(torch.randint(11, (13, 5)), torch.randint(11, (13,))) for _ in range(3)]
+    options = {
+        "microbatches": 4,
+        "balance": [2, 2, 2, 2],
+        "schedule": "interleaved",
+        "loss_fn": nn.functional.cross_entropy,
+        "optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.05),
+    } | options
+    async with Pipeline(model or make_model(), list(devices), pool=pool, **options) as pipe:
+        if overlap:
+            results = [result async for result in pipe.steps(batches)]
+        else:
+            results = [await pipe.step(*batch) for batch in batches]
+        pipe.eval()
+        results.append(await pipe.step(*batches[0]))
+        state = {name: value.clone() for name, value in pipe.state_dict().items()}
+        return [result.loss for result in results], [result.outputs for result in results], state
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap": True},
+        {"schedule": "gpipe", "balance": [3, 5], "loss_fn": counted},
+        {"schedule": "1f1b", "devices": ["cpu:0", "cpu:1", "cpu:2", "cpu:3"], "checkpoint": "always"},
+        {"order": "hint", "checkpoint": "never"},
+        {"schedule": "zbv", "model": True},
+        {"schedule": "zb-h1", "balance": [4, 4], "loss_fn": counted},
+        {"model": True, "loss_fn": counted},
+    ],
+    ids=lambda options: "-".join(f"{k}={getattr(v, '__name__', v)}" for k, v in options.items()) or "plain",
+)
+def test_the_same_bits_as_on_threads(pool, options):
+    runs = []
+    for where in (None, pool):
+        model = make_model(tied=options.get("model", False))
+        runs.append(asyncio.run(train(where, **(options | {"model": model}))))
+    (losses, outputs, state), (remote_losses, remote_outputs, remote_state) = runs
+    assert all(map(torch.equal, remote_losses, losses))
+    assert all(map(torch.equal, remote_outputs, outputs))
+    assert list(remote_state) == list(state)
+    assert all(torch.equal(remote_state[name], state[name]) for name in state)
+
+
+async def test_a_task_that_raises_is_the_same_error_and_the_step_is_undone(pool):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Fails("raise", 3)).double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    options = {"loss_fn": nn.functional.mse_loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
+    async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=4, pool=pool, balance=[1, 2], **options) as pipe:
+        before = pipe.state_dict()
+        with pytest.raises(TaskError, match=r"F\(1,1\) failed .* this call fails") as raised:
+            await pipe.step(x, x)
+        assert isinstance(raised.value.__cause__, ValueError)
+        assert 'raise ValueError("this call fails")' in str(raised.value.__cause__.__cause__)
+        assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+        await pipe.step(x, x)
+        assert not torch.equal(pipe.state_dict()["0.weight"], before["0.weight"])
+
+
+async def test_a_cancelled_step_ends_in_all_workers(pool):
+    async with Pipeline(
+        make_model(), ["cpu:0", "cpu:1"], microbatches=4, pool=pool, balance=[4, 4],
+        loss_fn=nn.functional.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    ) as pipe:  # fmt: skip
+        batch = torch.randint(11, (13, 5)), torch.randint(11, (13,))
+        for _ in range(5):
+            step = asyncio.ensure_future(pipe.step(*batch))
+            await asyncio.sleep(0)
+            step.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await step
+        await pipe.step(*batch)
+
+
+@pytest.mark.parametrize("how", [None, signal.SIGKILL])
+def test_a_worker_that_dies_fails_the_step_and_another_takes_its_place(how):
+    asyncio.run(lose_and_replace(how))
+
+
+async def lose_and_replace(how):
+    threads = threading.active_count()
+    options = {"loss_fn": nn.functional.mse_loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
+    x = torch.randn(8, 4)
+    async with DevicePool(workers="processes") as pool:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Fails(how, 2))
+        async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=4, pool=pool, balance=[1, 2], **options) as pipe:
+            status = "exited with status 3" if how is None else f"was killed by {how.name}"
+            with pytest.raises(WorkerLostError, match=f"worker 'cpu:1' {status}"):
+                await pipe.step(x, x)
+            with pytest.raises(WorkerLostError):
+                await pipe.step(x, x)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=4, pool=pool, **options) as pipe:
+            await pipe.step(x, x)
+    assert threading.active_count() == threads
+
+
+async def test_what_cannot_work_is_refused_with_what_to_do():
+    x = torch.randn(8, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(OptionError, match="workers must be one of"):
+        Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, workers="process")
+    pipe = Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, workers="processes", loss_fn=nn.functional.mse_loss)
+    with pytest.raises(OptionError, match=r"parameters\(\) needs the stages in this process.*optimizer="):
+        pipe.parameters()
+    with pytest.raises(PipelineClosedError):
+        await pipe.step(x, x)
+    with pytest.raises(OptionError, match=r"pipe\(x\).* needs the stages in this process"):
+        pipe(x)
+    with pytest.raises(OptionError, match="executors run tasks in this process"):
+        DevicePool(workers="processes", executors=InlineExecutor)
+
+
+async def test_the_schedule_changes_and_a_state_is_loaded_between_two_steps(pool):
+    batch = torch.randint(11, (13, 5)), torch.randint(11, (13,))
+    options = {"microbatches": 4, "balance": [4, 4], "loss_fn": nn.functional.cross_entropy, "checkpoint": "never"}
+    ends = []
+    for where in (None, pool):
+        torch.manual_seed(3)
+        sgd = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+        async with Pipeline(make_model(), ["cpu:0", "cpu:1"], pool=where, **options, **sgd) as pipe:
+            begin = {name: value.clone() for name, value in pipe.state_dict().items()}
+            await pipe.step(*batch)
+            pipe.change_schedule("gpipe")
+            pipe.load_state_dict(begin)
+            pipe.module[1].requires_grad_(False)
+            ends.append((await pipe.step(*batch)).loss)
+            ends.append(pipe.state_dict()["8.1.weight" if "8.1.weight" in begin else list(begin)[-2]].clone())
+            assert torch.equal(pipe.state_dict()["1.weight"], begin["1.weight"])
+    assert torch.equal(ends[0], ends[2])
+    assert torch.equal(ends[1], ends[3])
+
+
+def test_which_worker_has_which_device():
+    devices = resolve_devices(["cpu:0", "cpu:1", "cpu:0"])
+    assert assign_workers(devices, "processes") == {"cpu:0": "cpu:0", "cpu:1": "cpu:1", "cpu:0#1": "cpu:0#1"}
+    two = {"cpu:0": "a", "cpu:1": "b", "cpu:0#1": "a"}
+    assert assign_workers(devices, two) == two
+    with pytest.raises(OptionError, match="names no worker for cpu:0#1"):
+        assign_workers(devices, {"cpu:0": "a", "cpu:1": "b"})
