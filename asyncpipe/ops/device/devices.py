@@ -24,20 +24,17 @@ class Device:
     name: str
     """As the caller wrote it; the second of the same name gets ``#1``, and so on."""
     physical: torch.device
+    is_elsewhere: bool = False
+    """Whether another worker has it. What is on it is only known by its shape here (``ops/model/shipping.py``)."""
 
     @property
     def is_accelerator(self) -> bool:
         """Whether work on it is asynchronous."""
         return self.physical.type in ACCELERATORS
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether another worker has it. What is on it is only known by its shape here (``ops/model/shipping.py``)."""
-        return self.physical.type == "meta"
-
     def elsewhere(self) -> Device:
         """This device, as a worker sees it that does not have it."""
-        return Device(self.name, torch.device("meta"))
+        return Device(self.name, torch.device("meta"), is_elsewhere=True)
 
 
 def resolve_devices(devices: Sequence[str | torch.device]) -> list[Device]:

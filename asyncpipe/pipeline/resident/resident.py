@@ -39,9 +39,10 @@ class Resident:
 
     def __init__(self, load: LoadPipeline, pool: DevicePool, worker: str) -> None:
         """Raises what ``build`` raises. ``worker`` is the name of this one."""
+        named = [Device(name, torch.device(physical)) for name, physical in load.devices]
         devices = [
-            Device(name, torch.device(physical if worker == load.me else "meta"))
-            for (name, physical), worker in zip(load.devices, load.workers, strict=True)
+            device if worker == load.me else device.elsewhere()
+            for device, worker in zip(named, load.workers, strict=True)
         ]
         self._load = load
         self._worker_of = {device.name: worker for device, worker in zip(devices, load.workers, strict=True)}
