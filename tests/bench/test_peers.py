@@ -60,11 +60,25 @@ def test_contestants_take_turns_and_are_compared_with_bare_threads(repeats):
     assert (threading.active_count(), torch.get_num_threads()) == before
 
 
-def test_two_processes_train_and_are_gone_afterwards():
-    row, _ = small_run("distributed", repeats=1)
-    assert row["results"]["distributed"]["seconds"] > 0
+@pytest.mark.parametrize("contestant", ["distributed", "bare-processes"])
+def test_two_processes_train_and_are_gone_afterwards(contestant):
+    row, _ = small_run(contestant, repeats=1)
+    assert row["results"][contestant]["seconds"] > 0
     assert row["inside"] is None
     assert not multiprocessing.active_children()
+
+
+def test_workers_make_the_same_gradients_and_are_gone_afterwards():
+    row, shown = small_run("plain,processes", repeats=2)
+    assert len(row["results"]["processes"]["all"]) == 2, shown
+
+
+def test_steps_in_two_processes_are_compared_with_bare_ones():
+    cell = {"seconds": 0.03, "low": 0.02, "high": 0.04}
+    row = {"about": "", "inside": None, "results": {"bare-processes": cell, "processes": {**cell, "seconds": 0.036}}}
+    figures = {"repeats": 1, "contestants": dict.fromkeys(row["results"], ""), "cases": {"small": row}}
+    shown = peers.show(figures).splitlines()
+    assert shown[shown.index("times the bare processes' step") + 2].split() == ["small", "1.00", "1.20"]
 
 
 def test_a_rank_that_fails_is_said_and_leaves_no_process():

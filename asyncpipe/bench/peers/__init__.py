@@ -6,10 +6,12 @@ for each of their threads. Their gradients are compared with the plain loop's fi
     cases.py           the models and batches
     contestants.py     what is compared
     bare_threads.py    the floor: threads and queues alone
-    two_processes.py   torch.distributed.pipelining
+    bare_processes.py  the floor of processes: shared memory and semaphores alone
+    two_processes.py   two processes, and torch.distributed.pipelining in them
 
 asyncpipe and the bare threads have a thread for each stage. torchgpipe and fairscale know one CPU device, so their
-stages share a thread. torch's pipelining has two processes, each with half of the stages as one.
+stages share a thread. Where there are two processes, each has half of the stages as one: torch's pipelining, the bare
+processes, and asyncpipe with worker processes.
 """
 
 from __future__ import annotations
@@ -67,13 +69,15 @@ def show(figures: Figures) -> str:
         f"milliseconds of a training step (quartiles): medians of {figures['repeats']} turns",
         *table([["", *names], *([case, *(_cell(row["results"][n]) for n in names)] for case, row in cases.items())]),
         "",
-        *(f"{name:12}{about}" for name, about in figures["contestants"].items()),
+        *(f"{name:16}{about}" for name, about in figures["contestants"].items()),
         "",
-        *(f"{case:12}{row['about']}" for case, row in cases.items()),
+        *(f"{case:16}{row['about']}" for case, row in cases.items()),
     ]
-    if "bare" in names:
-        lines += ["", "times the bare threads' step"]
-        lines += table([["", *names], *([case, *_ratios(row["results"], names)] for case, row in cases.items())])
+    for floor, whose in (("bare", "threads'"), ("bare-processes", "processes'")):
+        if floor in names:
+            lines += ["", f"times the bare {whose} step"]
+            rows = ([case, *_ratios(row["results"], names, floor)] for case, row in cases.items())
+            lines += table([["", *names], *rows])
     if inside := {case: row["inside"] for case, row in cases.items() if row["inside"]}:
         head = ["pipe.step", "tasks", "inside tasks", "/ plain loop", "outside, µs a task"]
         lines += ["", *table([head, *([case, *_inside_cells(row)] for case, row in inside.items())])]
@@ -205,8 +209,8 @@ def _cell(result: Figures) -> str:
     return f"{middle} ({low}–{high})"
 
 
-def _ratios(results: Mapping[str, Figures], names: Sequence[str]) -> Iterator[str]:
-    bare = results["bare"].get("seconds")
+def _ratios(results: Mapping[str, Figures], names: Sequence[str], floor: str) -> Iterator[str]:
+    bare = results[floor].get("seconds")
     for name in names:
         seconds = results[name].get("seconds")
         yield "–" if bare is None or seconds is None else f"{seconds / bare:.2f}"

@@ -6,7 +6,7 @@ Nothing else: no checks, no names, no times, no cancelling. What a pipeline cost
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -18,7 +18,9 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.schedules.one_f_one_b import OneFOneB
 from asyncpipe.core.schedules.protocol import Shape
 
-__all__ = ["BareThreads"]
+__all__ = ["BareThreads", "order_of", "run_order"]
+
+Order = Sequence[tuple[bool, int]]
 
 _END: Any = None
 """Where a batch or a tensor is due: nothing more comes."""
@@ -34,15 +36,10 @@ class BareThreads:
         # By the stage that reads: what its inputs, and what the gradients of its outputs come from.
         self._inputs = [SimpleQueue[Tensor]() for _ in stages]
         self._gradients = [SimpleQueue[Tensor]() for _ in stages]
-        schedule, shape = OneFOneB(), Shape(len(stages), microbatches, len(stages))
         self._threads = [
             threading.Thread(
                 target=self._run,
-                args=(
-                    stage,
-                    index,
-                    [(action.kind is TaskKind.FORWARD, action.microbatch) for action in schedule.order(index, shape)],
-                ),
+                args=(stage, index, order_of(index, len(stages), microbatches)),
                 daemon=True,  # A stage that never returns must not keep the interpreter from ending.
             )
             for index, stage in enumerate(stages)
@@ -67,7 +64,7 @@ class BareThreads:
         for thread in self._threads:
             thread.join()
 
-    def _run(self, stage: nn.Module, index: int, order: Sequence[tuple[bool, int]]) -> None:
+    def _run(self, stage: nn.Module, index: int, order: Order) -> None:
         for batch in iter(self._batches[index].get, _END):
             try:
                 self._stage_step(stage, index, order, *batch)
@@ -79,30 +76,58 @@ class BareThreads:
         self,
         stage: nn.Module,
         index: int,
-        order: Sequence[tuple[bool, int]],
+        order: Order,
         inputs: Sequence[Tensor],
         targets: Sequence[Tensor],
     ) -> None:
         first, last = index == 0, index == len(self._threads) - 1
-        received, gradients = self._inputs[index].get, self._gradients[index].get
-        send_output = None if last else self._inputs[index + 1].put
-        send_gradient = None if first else self._gradients[index - 1].put
-        weight = torch.tensor(1 / len(inputs))
-        kept: dict[int, tuple[Tensor, Tensor]] = {}
-        backward = torch.autograd.backward
-        for is_forward, microbatch in order:
-            if is_forward:
-                values = inputs[microbatch] if first else received().requires_grad_()
-                output = stage(values)
-                if send_output:
-                    send_output(output.detach())
-                else:
-                    output = loss_fn(output, targets[microbatch])
-                kept[microbatch] = values, output
-            else:
-                values, output = kept.pop(microbatch)
-                backward(output, weight if last else gradients())
-                if send_gradient:
-                    gradient = values.grad
-                    assert gradient is not None
-                    send_gradient(gradient)
+        run_order(
+            stage,
+            order,
+            iter(inputs).__next__ if first else self._inputs[index].get,
+            targets if last else None,
+            None if last else self._inputs[index + 1].put,
+            self._gradients[index].get,
+            None if first else self._gradients[index - 1].put,
+            len(inputs),
+        )
+
+
+def order_of(index: int, stages: int, microbatches: int) -> Order:
+    """What the device of stage ``index`` runs in 1F1B: whether it is a forward, and the micro-batch."""
+    schedule, shape = OneFOneB(), Shape(stages, microbatches, stages)
+    return [(action.kind is TaskKind.FORWARD, action.microbatch) for action in schedule.order(index, shape)]
+
+
+def run_order(
+    stage: nn.Module,
+    order: Order,
+    receive: Callable[[], Tensor],
+    targets: Sequence[Tensor] | None,
+    send_output: Callable[[Tensor], object] | None,
+    receive_gradient: Callable[[], Tensor],
+    send_gradient: Callable[[Tensor], object] | None,
+    microbatches: int,
+) -> None:
+    """Run a device's list. Only the last stage has ``targets``; it sends no output, and the first one no gradient."""
+    weight = torch.tensor(1 / microbatches)
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+    backward = torch.autograd.backward
+    for is_forward, microbatch in order:
+        if is_forward:
+            values = receive()
+            if send_gradient:
+                values.requires_grad_()
+            output = stage(values)
+            if send_output:
+                send_output(output.detach())
+            if targets is not None:
+                output = loss_fn(output, targets[microbatch])
+            kept[microbatch] = values, output
+        else:
+            values, output = kept.pop(microbatch)
+            backward(output, weight if targets is not None else receive_gradient())
+            if send_gradient:
+                gradient = values.grad
+                assert gradient is not None
+                send_gradient(gradient)

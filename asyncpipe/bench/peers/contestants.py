@@ -1,29 +1,32 @@
 """Everything that is compared, behind one interface: how each takes a case, runs a step, and gives its gradients.
 
-``plain`` and ``bare`` use no library (``cases.py``, ``bare_threads.py``); ``step`` and ``dropin`` are asyncpipe;
-``torchgpipe`` and ``fairscale`` are packages of the extra ``peers``; ``distributed`` is torch's own pipelining
-(``two_processes.py``).
+``plain``, ``bare`` and ``bare-processes`` use no library (``cases.py``, ``bare_threads.py``, ``bare_processes.py``);
+``step``, ``dropin`` and ``processes`` are asyncpipe; ``torchgpipe`` and ``fairscale`` are packages of the extra
+``peers``; ``distributed`` is torch's own pipelining (``two_processes.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench.harness import seconds_of
+from asyncpipe.bench.peers.bare_processes import bare_ranks
 from asyncpipe.bench.peers.bare_threads import BareThreads
 from asyncpipe.bench.peers.cases import Case, loss_fn, plain_step
-from asyncpipe.bench.peers.two_processes import TwoProcesses
+from asyncpipe.bench.peers.two_processes import RANKS, TwoProcesses, ranks_of_torch
 from asyncpipe.core.predict.report import Report
 from asyncpipe.errors import OptionError, missing_package
 from asyncpipe.pipeline.pipeline import Pipeline
+from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.sync import SyncPipeline
 
 __all__ = ["CONTESTANTS", "Contestant"]
@@ -68,37 +71,76 @@ def _bare(case: Case) -> Iterator[Contestant]:
         threads.close()
 
 
-def _pipe(model: nn.Sequential, case: Case) -> SyncPipeline:
+def _pipe(model: nn.Sequential, case: Case, devices: int, **options: Any) -> SyncPipeline:
     return Pipeline(
         model,
-        [f"cpu:{index}" for index in range(case.stages)],
+        [f"cpu:{index}" for index in range(devices)],
         microbatches=case.microbatches,
-        balance=[1] * case.stages,
+        balance=[case.stages // devices] * devices,
         schedule="1f1b",
         checkpoint="never",
         loss_fn=loss_fn,
+        **options,
     ).sync()
+
+
+def _with_reports(found: Contestant, work: Callable[[], StepResult]) -> Contestant:
+    """``found``, which runs a step by ``work`` and keeps its report."""
+
+    def seconds() -> float:
+        begun = perf_counter()
+        result = work()
+        taken = perf_counter() - begun
+        found.reports.append(result.report)
+        return taken
+
+    return replace(found, seconds=seconds)
 
 
 @contextmanager
 def _step(case: Case) -> Iterator[Contestant]:
     model, batch = case.model(), case.batch()
-    with _pipe(model, case) as pipe:
-        results = []
-        found = _of(model, lambda: results.append(pipe.step(*batch, return_outputs=False)))
+    with _pipe(model, case, case.stages) as pipe:
+        step = partial(pipe.step, *batch, return_outputs=False)
+        yield _with_reports(_of(model, step), step)
 
-        def seconds() -> float:
-            taken = found.seconds()
-            found.reports.append(results.pop().report)
-            return taken
 
-        yield Contestant(seconds, found.gradients, found.clear, found.reports)
+class _GradientsInstead(torch.optim.Optimizer):
+    """Puts gradients in the place of parameters, so that they can be fetched from where these are."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.copy_(parameter.grad)
+
+
+@contextmanager
+def _processes(case: Case) -> Iterator[Contestant]:
+    batch, model = case.batch(), case.model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with _pipe(model, case, RANKS, optimizer=_GradientsInstead, workers="processes") as pipe:
+        # As for the others, nothing is updated. Gradients stay in the workers, where each step adds its own.
+        step = partial(pipe.step, *batch, return_outputs=False, update=False)
+        steps: list[Report] = []
+
+        def gradients() -> list[Tensor]:
+            pipe.step(*batch)
+            found = [value / (len(steps) + 1) for value in pipe.state_dict().values()]
+            pipe.load_state_dict(before)
+            return found
+
+        found = Contestant(lambda: 0.0, gradients, lambda: None, steps)
+        yield _with_reports(found, step)
 
 
 @contextmanager
 def _dropin(case: Case) -> Iterator[Contestant]:
     model = case.model()
-    with _pipe(model, case) as pipe:
+    with _pipe(model, case, case.stages) as pipe:
         yield _of(model, partial(_call_and_backward, pipe, *case.batch()))
 
 
@@ -129,7 +171,13 @@ def _ancestor(module: str, name: str, case: Case) -> Iterator[Contestant]:
 def _distributed(case: Case) -> Iterator[Contestant]:
     if not torch.distributed.is_available():
         raise OptionError("this contestant needs a torch that was built with torch.distributed")
-    with TwoProcesses(case) as processes:
+    with ranks_of_torch() as ranks, TwoProcesses(case, ranks) as processes:
+        yield Contestant(processes.step, processes.gradients, processes.clear)
+
+
+@contextmanager
+def _bare_processes(case: Case) -> Iterator[Contestant]:
+    with TwoProcesses(case, bare_ranks(case)) as processes:
         yield Contestant(processes.step, processes.gradients, processes.clear)
 
 
@@ -141,5 +189,7 @@ CONTESTANTS: dict[str, tuple[str, Callable[[Case], AbstractContextManager[Contes
     "torchgpipe": ("torchgpipe", partial(_ancestor, "torchgpipe", "GPipe")),
     "fairscale": ("fairscale.nn.Pipe", partial(_ancestor, "fairscale.nn", "Pipe")),
     "distributed": ("torch.distributed.pipelining, 1F1B, two processes, gloo", _distributed),
+    "bare-processes": ("two bare processes, shared memory", _bare_processes),
+    "processes": ("asyncpipe: pipe.step(x, target) in two worker processes", _processes),
 }
 """By name: what it is, and the context in which it is ready to run a case. That raises what keeps it from running."""

@@ -1,11 +1,13 @@
-"""torch.distributed.pipelining in two processes, each with half of the stages as its one stage, on a CPU with gloo.
+"""Two processes, each with half of the stages, that run a step together when they are told to.
 
 ::
 
     this process ── "step" ──▶ rank 0 ┐
-         │                            ├ activations and gradients over gloo
+         │                            ├ activations and gradients, in whatever way they are given
          └───────── "step" ──▶ rank 1 ┘
                                       a step lasts from the first rank's begin to the last rank's end
+
+``ranks_of_torch`` has torch.distributed.pipelining, on a CPU with gloo; ``bare_processes.py`` has the floor.
 
 The ranks end when their connection to this process does, whatever has ended it.
 """
@@ -16,6 +18,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,29 +31,33 @@ from torch import Tensor, distributed, nn
 
 from asyncpipe.bench.peers.cases import Case, loss_fn
 
-__all__ = ["TwoProcesses"]
+__all__ = ["RANKS", "TwoProcesses", "ranks_of_torch"]
 
 RANKS = 2
 PATIENCE = timedelta(seconds=60)
 """How long a rank waits for the other one."""
 
 
+Prepare = Callable[[int, nn.Sequential, Case], Callable[[], object]]
+"""Makes what runs a rank's part of a step, from the rank and its half of the stages. Called in the rank's process."""
+
+
 class TwoProcesses:
     """Both ranks, as a context: they are gone behind it."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, prepare: Prepare) -> None:
         self._case = case
+        self._prepare = prepare
         self._connections: list[Connection[Any, Any]] = []
         self._processes: list[Any] = []
 
     def __enter__(self) -> TwoProcesses:
-        self._folder = TemporaryDirectory(prefix="asyncpipe-peers-")
         context = get_context("spawn")
         try:
             for rank in range(RANKS):
                 ours, theirs = context.Pipe()
                 self._connections.append(ours)
-                arguments = rank, Path(self._folder.name) / "store", self._case, theirs
+                arguments = rank, self._case, self._prepare, theirs
                 process = context.Process(target=_serve, args=arguments, daemon=True)
                 with _interrupts_blocked():
                     process.start()
@@ -68,7 +75,6 @@ class TwoProcesses:
             process.join()
         for connection in self._connections:
             connection.close()
-        self._folder.cleanup()
 
     def step(self) -> float:
         """Run a step; returns its seconds, by the clock that the processes of a machine share."""
@@ -109,17 +115,14 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(rank: int, store: Path, case: Case, connection: Connection[Any, Any]) -> None:
+def _serve(rank: int, case: Case, prepare: Prepare, connection: Connection[Any, Any]) -> None:
     """What a rank does: answer questions until there are no more."""
     torch.set_num_threads(1)
     try:
-        distributed.init_process_group(
-            "gloo", init_method=store.as_uri(), rank=rank, world_size=RANKS, timeout=PATIENCE
-        )
         half = case.stages // RANKS
-        module = case.model()[rank * half : (rank + 1) * half]
+        module = nn.Sequential(*list(case.model())[rank * half : (rank + 1) * half])
         answers: dict[str, Callable[[], object]] = {
-            "step": _timed(_schedule_step(module, rank, case)),
+            "step": _timed(prepare(rank, module, case)),
             "gradients": lambda: [
                 grad.numpy() for parameter in module.parameters() if (grad := parameter.grad) is not None
             ],
@@ -134,10 +137,27 @@ def _serve(rank: int, store: Path, case: Case, connection: Connection[Any, Any])
             connection.send(RuntimeError(f"rank {rank}: {type(error).__name__}: {error}"))
 
 
-def _schedule_step(module: nn.Module, rank: int, case: Case) -> Callable[[], object]:
+def _timed(work: Callable[[], object]) -> Callable[[], Sequence[float]]:
+    def timed() -> tuple[float, float]:
+        begun = perf_counter()
+        work()
+        return begun, perf_counter()
+
+    return timed
+
+
+@contextmanager
+def ranks_of_torch() -> Iterator[Prepare]:
+    """What the ranks of torch.distributed.pipelining do. They meet over gloo."""
+    with TemporaryDirectory(prefix="asyncpipe-peers-") as folder:
+        yield partial(_rank_of_torch, Path(folder) / "store")
+
+
+def _rank_of_torch(store: Path, rank: int, half: nn.Sequential, case: Case) -> Callable[[], object]:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    stage = PipelineStage(module, rank, RANKS, torch.device("cpu"))
+    distributed.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=RANKS, timeout=PATIENCE)
+    stage = PipelineStage(half, rank, RANKS, torch.device("cpu"))
     schedule = Schedule1F1B(stage, case.microbatches, loss_fn=loss_fn)
     x, target = case.batch()
     if rank == 0:
@@ -149,12 +169,3 @@ def _schedule_step(module: nn.Module, rank: int, case: Case) -> Callable[[], obj
         schedule.step(target=target, losses=losses, return_outputs=False)
 
     return step
-
-
-def _timed(work: Callable[[], object]) -> Callable[[], Sequence[float]]:
-    def timed() -> tuple[float, float]:
-        begun = perf_counter()
-        work()
-        return begun, perf_counter()
-
-    return timed
