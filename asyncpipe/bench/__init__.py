@@ -38,6 +38,7 @@ BENCHMARKS = {
     "plan": "predicted steps of ten pipelines on 2 CPU devices, against measured ones",
     "slack": "schedules under jitter and slow copies, simulated and on emulated devices",
     "embedded": "a service inside a web application: its requests while it trains, and what they cost",
+    "edges": "a message between two worker processes: µs by size, against torch.distributed's send and recv",
     "sharing": "jobs on the same devices: shares by weight, and what a background job gets and takes",
     "paper": "the tables of the torchgpipe paper on emulated devices, against their bounds; its timelines",
     "unet": "U-Nets on one device: speed, and the largest one in a given memory",

@@ -7,6 +7,7 @@ does hits all of them; the figures are medians over the rounds, without those th
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from asyncpipe.runtime.portal import new_event_loop
 __all__ = [
     "alternating",
     "busy_processes",
+    "interrupts_blocked",
     "lone_thread",
     "medians",
     "mlp",
@@ -93,6 +95,19 @@ def busy_processes(count: int) -> Iterator[None]:
             process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE))  # noqa: S603 - from here
             stack.callback(process.kill)
         yield
+
+
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Processes that start in the block never see Ctrl-C, which goes to all of a terminal; this one sees it behind."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _BUSY = """

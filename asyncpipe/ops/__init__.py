@@ -4,6 +4,7 @@ Imports ``asyncpipe.core``, ``asyncpipe.errors`` and torch; no asyncio, and no p
 folders, of which each may import those below it:
 
 - ``execute``: from a task of the graph to a callable; start with ``execute/binder.py``;
+- ``edges``: tensors from one worker process to another, beside ``execute``; start with ``edges/connect.py``;
 - ``model``: a model as stages, micro-batches, skips, ties, batch norms;
 - ``autograd``: Fork and Join, checkpointing, split backward, random streams;
 - ``device``: devices, streams, copies, memory.

@@ -9,21 +9,33 @@ import multiprocessing
 import os
 import sys
 import warnings
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["run_script"]
+__all__ = ["preloaded_context", "run_script"]
 
 SECONDS = 50.0
-PRELOADED = ["torch._dynamo", "aiohttp.web", "asyncpipe.compat", "asyncpipe.service.training_service"]
+PRELOADED = [
+    "torch._dynamo",
+    "aiohttp.web",
+    "asyncpipe.compat",
+    "asyncpipe.ops.edges.connect",
+    "asyncpipe.service.training_service",
+]
+
+
+def preloaded_context() -> ForkServerContext:
+    """Starts processes by the fork server, of which a test process has one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def run_script(code: str, folder: Path) -> tuple[int | None, str, str]:
     """Exit status, stdout and stderr of ``code``, run as ``__main__`` with warnings as errors; needs a ``folder``."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     out, err = folder / "stdout", folder / "stderr"
-    process = context.Process(target=_main, args=(code, str(out), str(err)))
+    process = preloaded_context().Process(target=_main, args=(code, str(out), str(err)))
     process.start()
     process.join(SECONDS)
     if process.is_alive():

@@ -14,7 +14,6 @@ The ranks end when their connection to this process does, whatever has ended it.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from asyncpipe.bench.harness import interrupts_blocked
 from asyncpipe.bench.peers.cases import Case, loss_fn
 
 __all__ = ["RANKS", "TwoProcesses", "ranks_of_torch"]
@@ -59,7 +59,7 @@ class TwoProcesses:
                 self._connections.append(ours)
                 arguments = rank, self._case, self._prepare, theirs
                 process = context.Process(target=_serve, args=arguments, daemon=True)
-                with _interrupts_blocked():
+                with interrupts_blocked():
                     process.start()
                 self._processes.append(process)
                 theirs.close()
@@ -100,19 +100,6 @@ class TwoProcesses:
             if isinstance(answer, Exception):
                 raise answer
         return answers
-
-
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Processes that start in the block never see Ctrl-C, which goes to all of a terminal; this one sees it behind."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(rank: int, case: Case, prepare: Prepare, connection: Connection[Any, Any]) -> None:

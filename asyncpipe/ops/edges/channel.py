@@ -8,18 +8,24 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from asyncpipe.errors import EdgeError
 
-__all__ = ["HUNG_UP", "EdgeChannel", "ClosedByPeerError", "StoppedError", "broken", "memory_at"]
+__all__ = ["HUNG_UP", "EdgeChannel", "ClosedByPeerError", "Memory", "StoppedError", "broken", "join_or", "memory_at"]
 
 HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+ABORT_SECONDS = 1.0
+JOIN_SECONDS = 5.0
 _BUFFER_SIZE = 1 << 17
 _DESCRIPTORS = socket.CMSG_SPACE(16 * 4)
 _FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+Memory = ctypes.c_char * (1 << 46)
+"""What begins at an address. One type for all sizes: a type for each would be made anew, and kept."""
 
 
 class StoppedError(Exception):
@@ -35,6 +41,18 @@ def broken(name: str, peer: int, error: Exception) -> EdgeError:
     found = EdgeError(f"the edge {name} to worker {peer} broke: {type(error).__name__}: {error}", [peer])
     found.__cause__ = error
     return found
+
+
+def join_or(abort: Callable[[], None], thread: threading.Thread) -> None:
+    """Wait for the end of an edge's thread; one that is still there after a while is in a transport: ``abort`` it.
+
+    A thread that waits for a device that hangs is left behind, to end with it. From the thread itself, nothing is done.
+    """
+    if thread is not threading.current_thread():
+        thread.join(ABORT_SECONDS)
+        if thread.is_alive():
+            abort()
+            thread.join(JOIN_SECONDS)
 
 
 class EdgeChannel:
@@ -229,4 +247,4 @@ def _close_all(descriptors: Iterable[int]) -> None:
 
 def memory_at(address: int, count: int) -> memoryview:
     """The ``count`` bytes of memory at ``address``, which the caller keeps alive."""
-    return memoryview((ctypes.c_char * count).from_address(address)).cast("B")
+    return memoryview(Memory.from_address(address)).cast("B")[:count]

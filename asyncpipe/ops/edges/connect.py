@@ -150,7 +150,8 @@ class _Meeting:
                     for pair in [pair for pair in pairs if pair[0] == self._me and pair not in dialed]:
                         if (connection := self._dial(pair[1])) is not None:
                             dialed[pair] = undo.enter_context(connection)
-                            _send(connection, {"version": VERSION, "job": self._job, "pair": pair})
+                            with suppress(OSError):  # It has gone away, which its answer tells.
+                                _send(connection, {"version": VERSION, "job": self._job, "pair": pair})
                     if select.select([listener], [], [], RETRY_SECONDS)[0]:
                         connection = undo.enter_context(listener.accept()[0])
                         if (greeted := self._greeted(connection, pairs)) is not None:

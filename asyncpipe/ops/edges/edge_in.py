@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from asyncpipe.core.checks import check_positive
 from asyncpipe.errors import EdgeError
-from asyncpipe.ops.edges.channel import ClosedByPeerError, EdgeChannel, StoppedError, broken
+from asyncpipe.ops.edges.channel import ClosedByPeerError, EdgeChannel, StoppedError, broken, join_or
 from asyncpipe.ops.edges.message import EdgeHeader, MessageLayout, ReceivedMessage
 from asyncpipe.ops.edges.payload import PayloadIn, SlotNews, read_inline
 from asyncpipe.ops.edges.window import Window
@@ -21,7 +21,6 @@ __all__ = ["EdgeIn", "EdgeInCounters"]
 FREED_TOGETHER = 8
 """So many free slots are told of without a credit to tell."""
 FREED_AT_MOST = 1024
-JOIN_SECONDS = 0.5
 
 
 class EdgeInCounters(NamedTuple):
@@ -112,12 +111,8 @@ class EdgeIn:
         self._channel.stop()
         if self._thread.ident is None:
             self._end()
-        elif self._thread is not threading.current_thread():
-            self._thread.join(JOIN_SECONDS)
-            if self._thread.is_alive():
-                # Only a transport blocks for so long.
-                self._payload.abort()
-                self._thread.join(JOIN_SECONDS)
+        else:
+            join_or(self._payload.abort, self._thread)
 
     # The edge's thread
 

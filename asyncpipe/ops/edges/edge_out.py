@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from asyncpipe.errors import EdgeError, OptionError
-from asyncpipe.ops.edges.channel import HUNG_UP, ClosedByPeerError, EdgeChannel, StoppedError, broken
+from asyncpipe.ops.edges.channel import HUNG_UP, ClosedByPeerError, EdgeChannel, StoppedError, broken, join_or
 from asyncpipe.ops.edges.message import EdgeMessage, MessageLayout, TensorLayout, layout_of
 from asyncpipe.ops.edges.payload import PayloadOut, inline
 from asyncpipe.ops.edges.wire import CREDIT_SIZE, INLINE, STREAMED, Credit, EdgeFrameKind, Frame
@@ -23,7 +23,8 @@ __all__ = ["EdgeOut", "EdgeOutCounters"]
 KEPT_LAYOUTS = 1024
 KEPT_META_BYTES = 1 << 16
 """Larger metas are sent each time, so that what the receiver keeps is bounded."""
-JOIN_SECONDS = 0.5
+LAST_SECONDS = 0.5
+"""How long a closed edge goes on sending what it can send."""
 
 
 class EdgeOutCounters(NamedTuple):
@@ -63,6 +64,7 @@ class EdgeOut:
         self._queue: deque[QueuedMessage] = deque()
         self._epoch = 0
         self._closing = False
+        self._until = 0.0
         self._turn = threading.Lock()
         """Held by the thread that sends; what follows is that thread's own."""
         self._layouts: dict[Any, tuple[int, MessageLayout]] = {}
@@ -118,20 +120,18 @@ class EdgeOut:
     def close(self) -> None:
         """Close the edge: the thread ends, nothing is left, the peer is told.
 
-        What can be sent at once is sent; what would have to wait for the peer is dropped.
+        What can be sent within half a second is sent, unless it would have to wait for the peer; the rest is dropped.
 
         A thread that waits for a device that hangs is left behind, to end with it.
         """
-        self._closing = True
+        if not self._closing:
+            self._until = time.monotonic() + LAST_SECONDS
+            self._closing = True
         self._channel.stop()
         if self._thread.ident is None:
             self._end()
-        elif self._thread is not threading.current_thread():
-            self._thread.join(JOIN_SECONDS)
-            if self._thread.is_alive():
-                # Only a transport blocks for so long.
-                self._payload.abort()
-                self._thread.join(JOIN_SECONDS)
+        else:
+            join_or(self._payload.abort, self._thread)
 
     def counters(self) -> EdgeOutCounters:
         starved_at = self._starved_at
@@ -146,6 +146,9 @@ class EdgeOut:
         ``direct``: on the thread of a caller, which is not for large tensors.
         """
         while self._queue:
+            if self._closing and time.monotonic() > self._until:
+                self._drop_all()
+                break
             if not self._channel.flush():
                 return select.POLLOUT
             queued = self._queue[0]
@@ -163,7 +166,6 @@ class EdgeOut:
                 self._starved_at = None
             if direct and not queued.direct:
                 return select.POLLOUT
-            self._queue.popleft()
             self._transmit(queued)
         return 0
 
@@ -188,6 +190,7 @@ class EdgeOut:
                 if news.descriptor is not None:
                     descriptors.append(news.descriptor)
         buffers.append(Frame(EdgeFrameKind.MESSAGE, number, slot, *message.header, layout.size).encode())
+        self._queue.popleft()
         self._messages += 1
         self._bytes += layout.size
         self._channel.write([*buffers, *memory], descriptors)
@@ -253,9 +256,22 @@ class EdgeOut:
             pass
         except Exception as caught:  # noqa: BLE001 - it is told
             error = caught
+        if isinstance(error, OSError) and self._has_said_bye():
+            error = None
         self._end()
         if error is not None and not self._closing:
             self._on_broken(broken(f"{self.me} > {self.peer}", self.peer, error))
+
+    def _has_said_bye(self) -> bool:
+        """Whether the peer, which takes no more, has closed the edge in order."""
+        try:
+            with self._turn:
+                self._hear()
+        except ClosedByPeerError:
+            return True
+        except (OSError, EOFError):
+            pass
+        return False
 
     def _end(self) -> None:
         with self._turn:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from asyncpipe.ops.edges.channel import Memory
 from asyncpipe.ops.edges.message import MessageLayout
 from asyncpipe.ops.edges.payload import SlotNews, empty, write_to
 
@@ -33,6 +34,12 @@ KEPT_BYTES = 64 << 20
 LOOSE = 2
 """A message takes a free segment that is at most so many times as large."""
 
+_system = ctypes.CDLL(None, use_errno=True)
+_system.mmap.restype = ctypes.c_void_p
+_system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_system.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
+
 
 class _MappedSegment:
     """A segment as the sender maps it."""
@@ -41,15 +48,15 @@ class _MappedSegment:
         self.size = size
         self.descriptor = _anonymous_file(size)
         try:
-            self._map = mmap.mmap(self.descriptor, size)
+            self._memory = _mapped(self.descriptor, size)
         except OSError:
             os.close(self.descriptor)
             raise
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address = ctypes.addressof(self._memory)
 
 
 class SharedMemoryOut:
-    """The sender's segments. Their memory is at most twice what messages have used at the same time, or a little."""
+    """The sender's segments. Their memory is at most twice what messages have used at a time, where that is much."""
 
     inline_bytes = INLINE_BYTES
     direct_bytes = DIRECT_BYTES
@@ -85,7 +92,7 @@ class SharedMemoryOut:
 
     def _new(self, size: int) -> int:
         # What is free has the wrong size. Some of it goes, or messages of ever other sizes would fill the memory.
-        while self._free and self._free_bytes + size > max(KEPT_BYTES, self._most_used):
+        while self._free_bytes > max(KEPT_BYTES, self._most_used):
             gone, slot = self._free.pop(0)
             self._free_bytes -= gone
             del self._segments[slot]
@@ -135,7 +142,7 @@ class SharedMemoryIn:
             del self._maps[news.slot]
             return
         try:
-            self._maps[news.slot] = memoryview(mmap.mmap(news.descriptor, news.size))
+            self._maps[news.slot] = memoryview(_mapped(news.descriptor, news.size)).cast("B")[: news.size]
         finally:
             os.close(news.descriptor)
 
@@ -187,6 +194,21 @@ def _anonymous_file(size: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _mapped(descriptor: int, size: int) -> ctypes.Array[ctypes.c_char]:
+    """The memory of a descriptor, which may be closed; unmapped when the last reference is gone.
+
+    ``mmap.mmap`` would keep a descriptor for each segment, of which a process may have about a thousand.
+    """
+    address = _system.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address == _FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, f"no memory for a segment of {size} bytes: {os.strerror(error)}")
+    memory = Memory.from_address(address)
+    # Not when the interpreter ends: tensors may still be there.
+    weakref.finalize(memory, _system.munmap, address, size).atexit = False
+    return memory
 
 
 def _rounded(size: int) -> int:

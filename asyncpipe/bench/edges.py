@@ -1,0 +1,201 @@
+"""What a message between two worker processes costs, against a bare ``torch.distributed.send`` and ``recv`` over gloo.
+
+Two processes, this one and one more, send one tensor of each size to and fro, and in one direction. An arm is a way to
+send; the arms take turns in each round. Bare messages are sent and received by the thread that wants them; those of
+edges pass a queue at the receiver, as in a worker, where the thread that receives is not the one that computes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from queue import SimpleQueue
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Protocol
+
+import torch
+from torch import Tensor, distributed
+
+from asyncpipe.bench import Figures, Progress
+from asyncpipe.bench.harness import alternating, interrupts_blocked, rounds, table
+from asyncpipe.errors import EdgeError
+from asyncpipe.ops.edges.connect import TRANSPORTS, Edges, connect
+from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
+
+__all__ = ["EdgesSize", "run", "show"]
+
+BARE = "bare gloo"
+PATIENCE = timedelta(seconds=60)
+META = b"the structure of the tensors, which an edge sends once"
+
+
+@dataclass(frozen=True, slots=True)
+class EdgesSize:
+    """What is sent, and how often."""
+
+    bytes: tuple[int, ...] = (1 << 10, 1 << 16, 1 << 20, 8 << 20)
+    rounds: int = 7
+    warm_up: int = 2
+    bytes_a_round: int = 64 << 20
+    messages_at_most: int = 300
+    """In a round; fewer, if they are more than ``bytes_a_round``."""
+
+    def messages(self, size: int) -> int:
+        return max(1, min(self.messages_at_most, self.bytes_a_round // size))
+
+
+def run(progress: Progress, *, size: EdgesSize | None = None) -> Figures:
+    """Microseconds a message: of half a round trip, and of each message of a stream in one direction. Medians."""
+    size = size or EdgesSize()
+    with TemporaryDirectory(prefix="asyncpipe-edges-") as folder:
+        process = get_context("spawn").Process(target=_other_process, args=(folder, size), daemon=True)
+        with interrupts_blocked():
+            process.start()
+        try:
+            found = _measure(0, folder, size, progress)
+        finally:
+            process.kill()
+            process.join()
+    return {"rounds": size.rounds, "arms": [BARE, *TRANSPORTS], "us_a_message": found}
+
+
+def show(figures: Figures) -> str:
+    """A table for each way; in brackets, how much more than bare."""
+    lines = []
+    for way in _WAYS:
+        rows = [[f"{way}, µs a message", *figures["arms"]]]
+        for name, ways in figures["us_a_message"].items():
+            bare = ways[way][BARE]
+            cells = [f"{us:.0f}" if arm == BARE else f"{us:.0f} ({us - bare:+.0f})" for arm, us in ways[way].items()]
+            rows.append([name, *cells])
+        lines += [*table(rows), ""]
+    return "\n".join(lines[:-1])
+
+
+class Messenger(Protocol):
+    """A way to send a tensor to the other process, and to get the next one from it."""
+
+    def send(self, tensor: Tensor) -> None: ...
+
+    def receive(self, like: Tensor) -> Tensor: ...
+
+
+class _Bare:
+    """``torch.distributed`` alone."""
+
+    def __init__(self, rank: int) -> None:
+        self._peer = 1 - rank
+
+    def send(self, tensor: Tensor) -> None:
+        distributed.send(tensor, self._peer)
+
+    def receive(self, like: Tensor) -> Tensor:
+        received = torch.empty_like(like)
+        distributed.recv(received, self._peer)
+        return received
+
+
+class _ByEdges:
+    """An edge in each direction."""
+
+    def __init__(self, rank: int, edges: Edges, arrived: SimpleQueue[ReceivedMessage | EdgeError]) -> None:
+        self._out = edges.out[1 - rank]
+        self._arrived = arrived
+        self._step = 0
+
+    def send(self, tensor: Tensor) -> None:
+        self._step += 1
+        self._out.send(EdgeMessage(EdgeHeader(0, self._step, 1, 2), [tensor], META))
+
+    def receive(self, like: Tensor) -> Tensor:
+        message = self._arrived.get(timeout=PATIENCE.total_seconds())
+        if isinstance(message, EdgeError):
+            raise message
+        message.release()
+        (tensor,) = message.tensors
+        assert tensor is not None
+        return tensor
+
+
+def _other_process(folder: str, size: EdgesSize) -> None:
+    _measure(1, folder, size, lambda _: None)
+
+
+def _measure(rank: int, folder: str, size: EdgesSize, progress: Progress) -> dict[str, dict[str, dict[str, float]]]:
+    """Both processes do the same: microseconds a message, by size, way and arm."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    with ExitStack() as stack:
+        arms = _arms(rank, folder, stack)
+        for each in size.bytes:
+            tensor = torch.zeros(each, dtype=torch.uint8)
+            times: dict[tuple[str, str], list[float]] = defaultdict(list)
+            for number in rounds(size.warm_up + size.rounds, progress, f"{_named(each)}: round"):
+                for name in alternating(list(arms), number):
+                    for way, measured in _WAYS.items():
+                        seconds = measured(arms[name], rank, tensor, size.messages(each))
+                        if number >= size.warm_up:
+                            times[way, name].append(1e6 * seconds)
+            found[_named(each)] = {way: {name: median(times[way, name]) for name in arms} for way in _WAYS}
+    return found
+
+
+def _arms(rank: int, folder: str, stack: ExitStack) -> dict[str, Messenger]:
+    store = (Path(folder) / "store").as_uri()
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=PATIENCE)
+    stack.callback(distributed.destroy_process_group)
+    arms: dict[str, Messenger] = {BARE: _Bare(rank)}
+    for transport in TRANSPORTS:
+        arrived: SimpleQueue[ReceivedMessage | EdgeError] = SimpleQueue()
+        edges = connect(
+            rank,
+            [(0, 1), (1, 0)],
+            job=transport,
+            folder=folder,
+            on_message=arrived.put,
+            on_broken=arrived.put,
+            transport=transport,
+        )
+        stack.callback(edges.close)
+        arms[transport] = _ByEdges(rank, edges, arrived)
+    return arms
+
+
+def _named(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+def _to_and_fro(arm: Messenger, rank: int, tensor: Tensor, messages: int) -> float:
+    """Seconds of half a round trip."""
+    begun = perf_counter()
+    for _ in range(messages):
+        if rank == 0:
+            arm.send(tensor)
+            arm.receive(tensor)
+        else:
+            arm.receive(tensor)
+            arm.send(tensor)
+    return (perf_counter() - begun) / messages / 2
+
+
+def _one_way(arm: Messenger, rank: int, tensor: Tensor, messages: int) -> float:
+    """Seconds of each message of a stream, until the other end has the last one and says so."""
+    said = torch.zeros(1, dtype=torch.uint8)
+    begun = perf_counter()
+    if rank == 0:
+        for _ in range(messages):
+            arm.send(tensor)
+        arm.receive(said)
+    else:
+        for _ in range(messages):
+            arm.receive(tensor)
+        arm.send(said)
+    return (perf_counter() - begun) / messages
+
+
+_WAYS = {"to and fro": _to_and_fro, "one way": _one_way}

@@ -1,0 +1,166 @@
+"""How workers find each other, and what they say of those that do not come."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from edge_helpers import Inbox, folder, joined, message, nothing_left
+from thread_helpers import Threads, run_all
+
+from asyncpipe.errors import EdgeError, OptionError
+from asyncpipe.ops.edges.connect import Edges, connect
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    with nothing_left(), folder() as name:
+        yield name
+
+
+def begin(me: int, pairs: list[tuple[int, int]], place: str, *, inbox: Inbox | None = None, **options: Any) -> Edges:
+    inbox = inbox or Inbox()
+    options = {"job": "job", "timeout": 10.0} | options
+    return connect(me, pairs, folder=place, on_message=inbox.on_message, on_broken=inbox.on_broken, **options)
+
+
+def test_a_ring_of_workers_with_shortcuts(place: str) -> None:
+    """No order of the pairs makes the workers wait for each other."""
+    pairs = [(0, 1), (1, 2), (2, 3), (3, 0), (1, 0), (0, 2), (3, 1)]
+    inboxes = [Inbox() for _ in range(4)]
+    edges = run_all(*[lambda me=me: begin(me, pairs, place, inbox=inboxes[me]) for me in range(4)])
+    assert [(sorted(each.out), sorted(each.into)) for each in edges] == [
+        ([1, 2], [1, 3]),
+        ([0, 2], [0, 3]),
+        ([3], [0, 1]),
+        ([0, 1], [2]),
+    ]
+    for sender, receiver in pairs:
+        edges[sender].out[receiver].send(message(sender))
+    for receiver, inbox in enumerate(inboxes):
+        senders = sorted(each for each, to in pairs if to == receiver)
+        received = sorted((inbox.take() for _ in senders), key=lambda each: each.sender)
+        assert [(each.sender, each.header.task) for each in received] == [(each, each) for each in senders]
+    for each in edges:
+        each.close()
+
+
+def test_a_worker_without_edges(place: str) -> None:
+    edges = begin(2, [(0, 1)], place)
+    assert (edges.out, edges.into) == ({}, {})
+    edges.close()
+
+
+@pytest.mark.parametrize("pairs", [[(0, 1)], [(1, 0)]], ids=["receiver", "sender"])
+def test_a_worker_that_does_not_come(place: str, pairs: list[tuple[int, int]]) -> None:
+    with pytest.raises(
+        EdgeError, match=r"^worker 1 did not come within 0.05 s; waiting for the edges . > .$"
+    ) as caught:
+        begin(0, pairs, place, timeout=0.05)
+    assert caught.value.peers == (1,)
+
+
+def test_only_those_are_named_that_have_not_come(place: str) -> None:
+    pairs = [(0, 1), (0, 3), (1, 0), (2, 0)]
+    one, none = run_all(lambda: begin(1, pairs, place), lambda: raised(lambda: begin(0, pairs, place, timeout=0.5)))
+    assert none.peers == (2, 3)
+    assert str(none) == "worker 2, worker 3 did not come within 0.5 s; waiting for the edges 0 > 3, 2 > 0"
+    if isinstance(one, Edges):  # It had what it waited for, and sees the other one go.
+        one.close()
+
+
+def raised(function: Any) -> EdgeError:
+    with pytest.raises(EdgeError) as caught:
+        function()
+    return caught.value
+
+
+def test_a_worker_of_another_job(place: str) -> None:
+    other, this = run_all(
+        lambda: raised(lambda: begin(0, [(0, 1)], place, job="another", timeout=5)),
+        lambda: raised(lambda: begin(1, [(0, 1)], place, timeout=0.5)),
+    )
+    assert str(other) == "worker 1 refuses the edge from worker 0: worker 1 is of job 'job' and version 1"
+    assert this.peers == (0,)
+
+
+def test_a_worker_with_other_pairs(place: str) -> None:
+    one, other = run_all(
+        lambda: raised(lambda: begin(0, [(0, 1)], place, timeout=5)),
+        lambda: raised(lambda: begin(1, [(2, 1)], place, timeout=0.5)),
+    )
+    assert str(one) == "worker 1 refuses the edge from worker 0: worker 1 knows of no edge from 0 to 1"
+    assert other.peers == (2,)
+
+
+def test_a_worker_that_goes_away_while_it_is_greeted(place: str) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{place}/1")
+        listener.listen()
+        caller = Threads(lambda: raised(lambda: begin(0, [(0, 1)], place)))
+        listener.accept()[0].close()
+        (error,) = caller.join()
+    os.unlink(f"{place}/1")
+    assert str(error).startswith("worker 1 went away while edges were connected: ")
+    assert error.peers == (1,)
+
+
+def test_a_stranger_at_the_door(place: str) -> None:
+    """Whoever is no worker is shown out, and others come in."""
+    receiver = Threads(lambda: begin(1, [(0, 1)], place))
+    for said in (b"", b"\xff\xff\xff\xff", b"\x02\0\0\0[]", b"\x02\0\0\0{}"):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            while stranger.connect_ex(f"{place}/1"):
+                pass
+            stranger.sendall(said)
+    sender = begin(0, [(0, 1)], place)
+    for each in (sender, *receiver.join()):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("pairs", "options", "says"),
+    [
+        ([(0, 0)], {}, "pairs must be of two different workers, each pair once"),
+        ([(0, 1), (0, 1)], {}, "pairs must be of two different workers, each pair once"),
+        ([(-1, 0)], {}, "pairs must be of two different workers, each pair once"),
+        ([(0, 1)], {"transport": "pigeon"}, "transport must be one of 'shared-memory'.*, got 'pigeon'"),
+        ([(1, 0)], {"window": 0}, "window must be a positive integer, got 0"),
+    ],
+)
+def test_wrong_arguments(place: str, pairs: list[tuple[int, int]], options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        begin(0, pairs, place, **options)
+
+
+def test_a_folder_that_others_can_read(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    with pytest.raises(EdgeError, match=r"must belong to this user and be closed to others \(mode 700\).* mode 750"):
+        begin(0, [(0, 1)], str(tmp_path))
+    with pytest.raises(EdgeError, match=r"the workers' folder .*/none is not there"):
+        begin(0, [(0, 1)], str(tmp_path / "none"))
+
+
+def test_a_folder_with_a_long_name_or_an_old_socket(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    long = tmp_path / ("x" * 100)
+    long.mkdir(mode=0o700)
+    for name in (long, tmp_path):
+        (tmp_path / "0").touch()
+        with pytest.raises(EdgeError, match=r"worker 0 cannot listen at .*name must be short"):
+            begin(0, [(0, 1)], str(name))
+    assert (tmp_path / "0").exists()  # It was there before.
+
+
+def test_windows_of_each_pair() -> None:
+    with joined(window={(0, 1): 1, (1, 0): 2}) as pair:
+        for worker in (0, 1):
+            for task in range(5):
+                pair.edges[worker].out[1 - worker].send(message(task))
+        for worker, window in ((1, 1), (0, 2)):
+            taken = [pair.inboxes[worker].take(release=False) for _ in range(window)]
+            assert pair.edges[1 - worker].out[worker].counters().messages == window == len(taken)
