@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint node dashboards bench campaigns soak differential faults kill-service kill-store kill-run clients shapes api clean
+.PHONY: train test lint node dashboards bench campaigns soak differential faults crashes kill-service kill-store kill-run clients shapes api clean
 
 train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml
@@ -38,7 +38,7 @@ CASES ?= 2000
 SEED ?= 1
 CAMPAIGN := $(BIN)/python -m pytest
 
-campaigns: soak differential faults kill-service kill-store kill-run clients shapes api
+campaigns: soak differential faults crashes kill-service kill-store kill-run clients shapes api
 
 soak: .venv/installed
 	$(BIN)/python -m tests.campaigns.soak --minutes $(MINUTES)
@@ -48,6 +48,9 @@ differential: .venv/installed
 
 faults: .venv/installed
 	$(BIN)/python -m tests.campaigns.faults --cases $(CASES) --seed $(SEED)
+
+crashes: .venv/installed
+	$(BIN)/python -m tests.campaigns.crashes --seed $(SEED)
 
 kill-service: .venv/installed
 	ASYNCPIPE_KILLS=$(or $(KILLS),50) $(CAMPAIGN) tests/service/test_service_killed.py

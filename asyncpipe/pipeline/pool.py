@@ -35,6 +35,7 @@ from asyncpipe.runtime.parts_driver import PartsDriver
 from asyncpipe.runtime.portal import Portal
 from asyncpipe.runtime.process import Process
 from asyncpipe.runtime.started_step import Line, StartedHere, StartedInThread, StartedStep
+from asyncpipe.runtime.task_board import TaskBoard
 from asyncpipe.runtime.task_threads import call_as_task, inside_task
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 
@@ -67,6 +68,7 @@ class DevicePool:
         self.portal: Portal | None = None
         """The thread of the driver's loop, if the pool has a loop of its own."""
         self._options = options
+        self._board: TaskBoard | None = None
         self._intra_op = IntraOpThreads(options.intra_op_threads)
         self.process = Process()
         """The process that opened it."""
@@ -128,11 +130,15 @@ class DevicePool:
         # The threads of a ThreadExecutor are marked once. Any other executor may run tasks anywhere.
         return bind if self._options.executors is None else partial(_bind_marked, bind)
 
-    def open(self, *, in_thread: bool = False) -> None:
-        """Start to drive steps on the running loop, or with ``in_thread`` or ``loop="own"`` on one in a thread."""
+    def open(self, *, in_thread: bool = False, board: TaskBoard | None = None) -> None:
+        """Start to drive steps on the running loop, or with ``in_thread`` or ``loop="own"`` on one in a thread.
+
+        ``board`` shows to another process what the devices run.
+        """
         if self._finalizer is not None:
             raise PipelineClosedError("a device pool opens once; make a new one")
         self.process = Process()
+        self._board = board
         if self._options.loop == "own" or in_thread or self.workers is not None:
             self.portal = Portal()
             try:
@@ -163,7 +169,7 @@ class DevicePool:
         if self.workers is not None:
             await self.workers.admit(devices)
             return
-        missing = [device for device in devices if device.name not in self.driver]
+        missing = [device for device in devices if device.name not in self.threads]
         for device in missing:
             self.threads.add(device.name, self._make_executor(device))
         if missing:
@@ -191,9 +197,8 @@ class DevicePool:
     def _make_executor(self, device: Device) -> Executor:
         if self._options.executors is not None:
             return self._options.executors(device.name)
-        return ThreadExecutor(
-            device.name, on_start=_keep_backwards_here if device.is_accelerator else self._intra_op.initializer()
-        )
+        on_start = _keep_backwards_here if device.is_accelerator else self._intra_op.initializer()
+        return ThreadExecutor(device.name, on_start=on_start, board=self._board)
 
 
 def _keep_backwards_here() -> None:

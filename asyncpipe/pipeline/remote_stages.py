@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.errors import StateDictError
+from asyncpipe.errors import EdgeError, StateDictError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.wire import from_wire, to_wire
 from asyncpipe.ops.model.shipping import forget_values, ship_model
@@ -30,10 +32,14 @@ from asyncpipe.pipeline.wire_messages import (
 )
 from asyncpipe.pipeline.workers import Workers
 from asyncpipe.runtime.execution import Tenant
-from asyncpipe.runtime.parts_driver import PartsDriver, PartsExecution
+from asyncpipe.runtime.parts_driver import PartsDriver, PartsExecution, PlacedPipeline
+from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.packed import pack
 
 __all__ = ["RemoteStages"]
+
+LOSS_SECONDS = 1.0
+"""For a worker to be known as lost, when another one has noticed that its edge to it broke."""
 
 
 class RemoteStages:
@@ -46,6 +52,9 @@ class RemoteStages:
         self._tenant = tenant
         self._workers = workers
         self._number = workers.new_pipeline()
+        self._placed: PlacedPipeline | None = None
+        """Once it is loaded."""
+        self._connections: dict[str, WorkerConnection] = {}
         self._worker_of = workers.worker_of(devices)
         self._owned: dict[str, list[int]] = {name: [] for name in dict.fromkeys(self._worker_of.values())}
         """By worker: its stages."""
@@ -70,15 +79,32 @@ class RemoteStages:
         )
         with ThreadPoolExecutor(1) as thread:
             models = await asyncio.get_running_loop().run_in_executor(thread, self._ship, names)
-        with tempfile.TemporaryDirectory(prefix="asyncpipe-edges-") as folder:
-            await asyncio.gather(
-                *(
-                    self._workers.connection(name).ask(pack(self._load_message(name, model, options, folder)))
-                    for name, model in zip(names, models, strict=True)
-                )
-            )
-        forget_values(self._parts.module)
+        self._connections = {name: self._workers.connection(name) for name in names}
         self._is_loaded = True
+        folder = tempfile.mkdtemp(prefix="asyncpipe-edges-")
+        messages = [self._load_message(*each, options, folder) for each in zip(names, models, strict=True)]
+        asked = [
+            asyncio.ensure_future(connection.ask(pack(message)))
+            for connection, message in zip(self._connections.values(), messages, strict=True)
+        ]
+        try:
+            await _all_answer(asked)
+        except BaseException:
+            # Workers that wait for one which does not come see that the folder is gone. Who builds a model is not
+            # waited for.
+            os.rename(folder, given_up := f"{folder}-given-up")
+            self._workers.begin(self._give_up(asked, given_up))
+            raise
+        shutil.rmtree(folder)
+        forget_values(self._parts.module)
+        links = {device: self._connections[worker] for device, worker in self._worker_of.items()}
+        self._placed = PlacedPipeline(self._number, self._tenant, links)
+
+    async def _give_up(self, asked: Sequence[asyncio.Future[Any]], folder: str) -> None:
+        """Leave nothing in workers of a pipeline that could not be loaded in all."""
+        await asyncio.gather(*asked, return_exceptions=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        await self.unload()
 
     def _ship(self, names: Sequence[str]) -> list[bytes]:
         return [ship_model(self._parts.staged, self._owned[name]) for name in names]
@@ -112,7 +138,7 @@ class RemoteStages:
             await self._ask_all(Unload(self._number), lost_is_fine=True)
 
     async def _ask_all(self, message: object, *, lost_is_fine: bool = False) -> list[Any]:
-        asked = (self._workers.connection(name).ask(message) for name in self._owned)
+        asked = (connection.ask(message) for connection in self._connections.values())
         answers = await asyncio.gather(*asked, return_exceptions=lost_is_fine)
         return list(answers)
 
@@ -147,7 +173,8 @@ class RemoteStages:
 
     def start(self, graph: TaskGraph, work: Mapping[str, bytes], after: PartsExecution | None) -> PartsExecution:
         """Begin a step; see ``PartsDriver.start``."""
-        return self._workers.driver.start(self._number, graph, work, tenant=self._tenant, after=after)
+        assert self._placed is not None
+        return self._workers.driver.start(self._placed, graph, work, after=after)
 
     def result(self, execution: PartsExecution) -> PartResult:
         """What a step has left for its caller."""
@@ -201,6 +228,23 @@ class RemoteStages:
         if self._is_loaded:
             schedule = to_wire(self._parts.graphs.schedule, "the schedule")
             await self._ask_all(ChangeSchedule(self._number, schedule))
+
+
+async def _all_answer(asked: Iterable[asyncio.Future[Any]]) -> None:
+    """Raise the first error; the loss of a worker rather than what others say of their edges to it."""
+    loop = asyncio.get_running_loop()
+    answered, left = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
+    errors = _errors(answered)
+    until = loop.time() + LOSS_SECONDS
+    while left and errors and all(isinstance(error, EdgeError) for error in errors) and loop.time() < until:
+        answered, left = await asyncio.wait(left, timeout=until - loop.time(), return_when=asyncio.FIRST_EXCEPTION)
+        errors += _errors(answered)
+    if errors:
+        raise next((error for error in errors if isinstance(error, WorkerLostError)), errors[0])
+
+
+def _errors(answered: Iterable[asyncio.Future[Any]]) -> list[BaseException]:
+    return [error for each in answered if (error := each.exception()) is not None]
 
 
 def _flags(module: nn.Module) -> Flags:

@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import fields
 from itertools import count
 from typing import Any
@@ -58,7 +59,10 @@ class Workers:
         self._options = options
         self._group = WorkerGroup(ProcessLauncher(), ENTRY, received=self._received, lost=self._lost)
         self._is_open = False
+        self._turn = asyncio.Lock()
+        """Held while workers start: of two pipelines that need the same one, the second waits for it."""
         self._connections: dict[str, WorkerConnection] = {}
+        self._under_way: set[asyncio.Task[None]] = set()
 
     def new_pipeline(self) -> int:
         """A number for one more pipeline."""
@@ -80,26 +84,36 @@ class Workers:
 
     async def admit(self, devices: Sequence[Device]) -> None:
         """Start the workers of these devices that are missing, or were lost. They start at the same time."""
-        if not self._is_open:
-            await self._group.__aenter__()
-            self._is_open = True
-        worker_of = self.worker_of(devices)
-        up = self._group.workers
-        missing = [name for name in dict.fromkeys(worker_of.values()) if name not in up]
-        for connection in await self._group.start(*missing) if missing else ():
-            self._connections[connection.name] = connection
-            self.numbers.setdefault(connection.name, len(self.numbers))
-        for device, worker in worker_of.items():
-            self.driver.add([device], self._connections[worker])
+        async with self._turn:
+            if not self._is_open:
+                await self._group.__aenter__()
+                self._is_open = True
+            missing = [name for name in dict.fromkeys(self.worker_of(devices).values()) if name not in self.up]
+            for connection in await self._group.start(*missing) if missing else ():
+                self._connections[connection.name] = connection
+                self.numbers.setdefault(connection.name, len(self.numbers))
+
+    @property
+    def up(self) -> Mapping[str, WorkerConnection]:
+        """Those that run, by name."""
+        return self._group.workers
 
     def connection(self, worker: str) -> WorkerConnection:
-        """The worker of this name."""
+        """The worker that has this name now. A pipeline stays with those that it was loaded into."""
         return self._connections[worker]
+
+    def begin(self, clearing: Coroutine[Any, Any, None]) -> None:
+        """Clear something away that nobody waits for; it ends when the workers do."""
+        task = asyncio.get_running_loop().create_task(clearing)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
 
     async def aclose(self) -> None:
         """Stop all workers."""
         if self._is_open:
             await self._group.close()
+        if self._under_way:
+            await asyncio.wait(self._under_way)
 
     def kill(self) -> None:
         """Kill all workers without waiting; from any thread."""
@@ -110,4 +124,4 @@ class Workers:
         self.driver.part_ended(worker.name, received(worker.name, message))
 
     def _lost(self, worker: WorkerConnection, error: WorkerLostError) -> None:
-        self.driver.worker_lost(worker.name, error)
+        self.driver.worker_lost(worker, error)

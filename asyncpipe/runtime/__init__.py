@@ -11,9 +11,10 @@ In the order of a step:
 ``inline.py``      runs a graph inside a task of another one, on its thread
 ``observers.py``   calls observers with the records of completed steps
 ``portal.py``      a loop in a thread of its own, for callers that block; waiting that no cancellation cuts short
+``task_board.py``  what the threads of a worker run, in memory that its controller reads
 ``process.py``     the process that threads live in, which a forked child is not
 ``task_threads.py``  which code runs inside a task
 ``thread_calls.py``  calls in threads for coroutines that wait for them: errors, cancellation
-``watchdog.py``    fails a step whose task hangs
+``watchdog.py``    fails a step whose task hangs, on a thread or in a worker
 ``workers/``       worker processes, and the connection to each
 """

@@ -30,6 +30,7 @@ from asyncpipe.runtime.executor import (
     TaskFunction,
 )
 from asyncpipe.runtime.program_run import FREE_SLOT, Message, ProgramRun
+from asyncpipe.runtime.task_board import TaskSlot
 
 __all__ = ["AwaitedCompletion", "CompletionWork", "Completions", "DeviceWork", "Item", "take"]
 
@@ -62,10 +63,14 @@ class _Inbox:
 class DeviceWork:
     """What one device's thread works on, until a successor takes over."""
 
-    def __init__(self, post: PostEvent, completions: Completions, inbox: _Inbox | None = None) -> None:
+    def __init__(
+        self, post: PostEvent, completions: Completions, slot: TaskSlot | None = None, inbox: _Inbox | None = None
+    ) -> None:
+        """``slot`` shows what runs to another process."""
         self.current: CurrentTask | None = None
         """The running task. Read from other threads."""
         self._post = post
+        self._slot = slot
         self._completions = completions
         self._inbox = inbox or _Inbox()
         self._batch, self._runs = self._inbox.batch, self._inbox.runs
@@ -74,7 +79,7 @@ class DeviceWork:
     def successor(self) -> DeviceWork:
         """What the next thread works on, if this one hangs in a task that was given up."""
         self.current = None
-        return DeviceWork(self._post, self._completions, self._inbox)
+        return DeviceWork(self._post, self._completions, self._slot, self._inbox)
 
     def serve(self) -> bool:
         """Work until the queue has brought ``None`` and nothing is left; false if a task was given up meanwhile."""
@@ -189,6 +194,8 @@ class DeviceWork:
         token: CompletionToken = [None]
         started = time.perf_counter()
         self.current = (step, task, started, token)
+        if self._slot is not None:
+            self._slot.show(step.number, task, started)
         try:
             if run is not None:
                 completion = run.call(task)
@@ -198,6 +205,8 @@ class DeviceWork:
         except BaseException as error:  # noqa: BLE001 - reported: an exception that is lost would block the step
             if not take(token):
                 return False
+            if self._slot is not None:
+                self._slot.clear()
             number, at = step.number, None if run is None else time.perf_counter()
             if run is not None:
                 # Before the report: no device may begin a task that the scheduler does not count with any more.
@@ -212,6 +221,8 @@ class DeviceWork:
         if not take(token):
             return False
         self.current = None
+        if self._slot is not None:
+            self._slot.clear()
         at = None if run is None else ended
         if completion is None:
             self._post(TaskCompleted(step.number, task, started, ended), wake=wake, at=at)
@@ -226,16 +237,23 @@ class DeviceWork:
 class CompletionWork:
     """What a thread works on that waits for one tenant's tasks on an asynchronous device, in the order of issue."""
 
-    def __init__(self, post: PostEvent, queue: SimpleQueue[AwaitedCompletion | None] | None = None) -> None:
+    def __init__(
+        self,
+        post: PostEvent,
+        slot: TaskSlot | None = None,
+        queue: SimpleQueue[AwaitedCompletion | None] | None = None,
+    ) -> None:
+        """``slot`` as in ``DeviceWork``."""
         self.queue = queue or SimpleQueue()
         self.current: CurrentTask | None = None
         """The task that is waited for. Read from other threads."""
+        self.slot = slot
         self._post = post
 
     def successor(self) -> CompletionWork:
         """As ``DeviceWork.successor``."""
         self.current = None
-        return CompletionWork(self._post, self.queue)
+        return CompletionWork(self._post, self.slot, self.queue)
 
     def serve(self) -> bool:
         """As ``DeviceWork.serve``."""
@@ -243,7 +261,10 @@ class CompletionWork:
             step, task, completion, run = item
             number = step.number
             token: CompletionToken = [None]
-            self.current = (step, task, time.perf_counter(), token)
+            began = time.perf_counter()
+            self.current = (step, task, began, token)
+            if self.slot is not None:
+                self.slot.show(number, task, began)
             event: Event
             try:
                 started, ended = completion.wait()
@@ -257,6 +278,8 @@ class CompletionWork:
             if not take(token):
                 return False
             self.current = None
+            if self.slot is not None:
+                self.slot.clear()
             if run is not None:
                 step.aborted = step.aborted or failed  # Before the report, as in ``DeviceWork``.
                 run.send((run, FREE_SLOT))

@@ -143,6 +143,7 @@ class Driver:
         gates: Gates | None = None,
         tenant: Tenant | None = None,
         after: Execution | None = None,
+        number: int | None = None,
     ) -> Execution:
         """Begin one step of ``graph``, on the driver's loop.
 
@@ -150,6 +151,7 @@ class Driver:
         measure into ``notes``, which becomes part of the record that the observers of ``tenant`` get. ``gates`` opens
         the graph's gates, from any thread and as early as it likes. A step ``after`` another one, which may be under
         way, follows it on every device, and ends with it if that fails or is cancelled (``StepSubmitted.after``).
+        ``number`` is the step's, higher than those before, if somebody else counts the steps of this driver.
 
         Raises ``PipelineClosedError`` before anything runs, once ``drain`` has begun, and where the step before has
         failed or was cancelled already.
@@ -160,10 +162,11 @@ class Driver:
         if after is not None and after.aborted:
             raise PipelineClosedError("the step before this one has failed, or was cancelled")
         executors = [self._executors[lane.device] for lane in graph.lanes]
-        execution = Execution(self._steps, graph, bind, around, notes or StepNotes(), tenant, executors)
+        number = self._steps if number is None else number
+        execution = Execution(number, graph, bind, around, notes or StepNotes(), tenant, executors)
         if after is not None and after.number in self._executions:
             execution.after = after
-        self._steps += 1
+        self._steps = number + 1
         self._executions[execution.number] = execution
         by_program = all(isinstance(executor, TakesPrograms) for executor in set(executors))
         before = None if execution.after is None else execution.after.number
@@ -241,7 +244,7 @@ class Driver:
                 handle, task, started, _ = current
                 if (execution := self._executions.get(handle.number)) is not None:
                     expected = self.scheduler.expected(handle.number, task)
-                    found.append(RunningTask(execution, task, started, executor, current, expected))
+                    found.append(RunningTask(execution, task, started, executor, current, expected, self.fail))
         return found
 
     def fail(self, execution: Execution, task: int, error: BaseException) -> None:

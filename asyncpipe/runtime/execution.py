@@ -15,6 +15,7 @@ from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.programs import Place, Programs
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.errors import HungTaskError
 from asyncpipe.runtime.executor import Completion, CurrentTask, Executor, Replaceable, TaskFunction
 from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.program_run import STOP, ProgramRun, TakesPrograms
@@ -216,3 +217,17 @@ class RunningTask(NamedTuple):
     """What the executor's ``give_up`` takes."""
     expected: float | None
     """The mean seconds that it took in earlier steps of its job; ``None`` if that is not known."""
+    fail: Callable[[Execution, int, BaseException], None]
+    """Fails the step, because the executor has given the task up and will not report it."""
+
+    @property
+    def thread(self) -> int | None:
+        """The identifier of the thread that runs it."""
+        return self.executor.thread
+
+    def give_up(self, seconds: float) -> str | None:
+        """Abandon it after ``seconds``, and fail its step; what to log. ``None`` if it has just ended by itself."""
+        task = self.execution.graph.tasks[self.task]
+        error = HungTaskError(task.id, task.lane.device, seconds, self.expected)
+        given_up = self.executor.give_up(self.current, lambda: self.fail(self.execution, self.task, error))
+        return str(error) if given_up else None

@@ -2,7 +2,7 @@
 
 It decides nothing: every worker has a driver and a scheduler of its own, and no tensor and no dependency comes this
 way. It is in two places where one controller has to be: a step that fails in one worker is stopped in the others, and
-a step is over when all its parts are::
+a step is over when all its parts are. A third one is the watchdog: it sees what runs in each worker (``TaskBoard``)::
 
     start ──▶ StartPart to each worker ──▶ PartEnded of each ──▶ record, observers, futures
                           │ the first that failed, a lost worker, or a cancellation
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from asyncpipe.core.engine.events import (
     DeviceMemory,
@@ -26,17 +26,21 @@ from asyncpipe.core.engine.events import (
     StepFinished,
     StepNotes,
     StepRecord,
+    TaskCompleted,
     TaskFailed,
 )
+from asyncpipe.core.engine.jobs import JobAccount
 from asyncpipe.core.engine.parts_record import WorkerPart, parts_record
+from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import PipelineClosedError, WorkerLostError
 from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.part_messages import EndStep, PartEnded, StartPart, StopPart
 from asyncpipe.runtime.portal import wait_uncancelled
+from asyncpipe.runtime.task_board import ShownTask
 from asyncpipe.runtime.under_way import raise_for
 
-__all__ = ["PartsDriver", "PartsExecution", "WorkerLink"]
+__all__ = ["PartsDriver", "PartsExecution", "PlacedPipeline", "WorkerLink"]
 
 
 class WorkerLink(Protocol):
@@ -46,8 +50,30 @@ class WorkerLink(Protocol):
     lost: WorkerLostError | None
     """Set when it is gone."""
 
+    @property
+    def silent_seconds(self) -> float:
+        """How long nothing has come from it. It is asked for a sign of life all the time."""
+
     def send(self, message: object) -> None:
         """Send a message to it; never blocks. Raises ``WorkerLostError`` if it is gone."""
+
+    def running(self) -> Sequence[ShownTask]:
+        """The tasks that run there, or ran when it ended, in numbers of its part of their step. From any thread."""
+
+    def kill(self, why: str) -> None:
+        """End it at once; it is lost then. From any thread."""
+
+
+class PlacedPipeline:
+    """A pipeline whose stages are in workers. If one of these is lost, the pipeline cannot be used any more."""
+
+    def __init__(self, number: int, tenant: Tenant, workers: Mapping[str, WorkerLink]) -> None:
+        """``workers`` by name of the device. A worker that takes the place of a lost one knows nothing of it."""
+        self.number = number
+        self.tenant = tenant
+        self.workers = workers
+        self.times = JobAccount(tenant.share.job, True, tenant.share)
+        """How long its tasks take."""
 
 
 @dataclass(eq=False, repr=False)
@@ -56,12 +82,12 @@ class PartsExecution:
 
     number: int
     graph: TaskGraph
-    tenant: Tenant
+    pipeline: PlacedPipeline
     notes: StepNotes
     workers: Mapping[str, WorkerLink]
     """Those that run a part of it, by name."""
-    tasks: Mapping[str, frozenset[int]]
-    """The tasks of each."""
+    tasks: Mapping[str, Sequence[int]]
+    """The tasks of each, in the order of their numbers in its part."""
     started: float
     later: PartsExecution | None = field(default=None, init=False)
     """The step behind this one."""
@@ -77,6 +103,11 @@ class PartsExecution:
         self.issued: asyncio.Future[StepFinished] = loop.create_future()
         self.done: asyncio.Future[tuple[StepCompleted, StepRecord]] = loop.create_future()
 
+    @property
+    def tenant(self) -> Tenant:
+        """Whose step it is."""
+        return self.pipeline.tenant
+
     async def completed(self) -> StepRecord:
         """Wait until every worker is done with the step; raises as ``raise_for``."""
         end, record = await asyncio.shield(self.done)
@@ -90,27 +121,46 @@ class PartsExecution:
         raise_for(self.graph, end)
 
 
+class _InWorker(NamedTuple):
+    """A task that runs in a worker, or a worker that is silent during a step: ``MayHang``."""
+
+    worker: WorkerLink
+    started: float
+    expected: float | None
+    task: str | None
+    """``None`` if it is the worker that is silent."""
+    given_up: set[WorkerLink]
+
+    @property
+    def thread(self) -> int | None:
+        """``None``: it is in another process."""
+        return None
+
+    def give_up(self, seconds: float) -> str | None:
+        """Kill the worker, which fails the steps that it has a part of."""
+        if self.worker in self.given_up or self.worker.lost is not None:
+            return None
+        self.given_up.add(self.worker)
+        why = f"it has not answered for {seconds:.3g} s"
+        if self.task is not None:
+            usual = "it had not run before" if self.expected is None else f"usually it takes {self.expected:.3g} s"
+            why = f"{self.task} did not end within {seconds:.3g} s ({usual})"
+        self.worker.kill(why)
+        return f"worker {self.worker.name!r} is killed: {why}"
+
+
 class PartsDriver:
     """Runs steps in workers, several at a time. ``Driver`` does the same on threads."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._worker_of: dict[str, WorkerLink] = {}
-        """By name of the device."""
+        self._given_up: set[WorkerLink] = set()
+        """Those that the watchdog has killed, and that are not gone yet."""
         self._executions: dict[int, PartsExecution] = {}
         self._steps = 0
         self._draining = False
         self.is_closed = False
         """Whether ``close`` was called."""
-
-    def add(self, devices: Iterable[str], worker: WorkerLink) -> None:
-        """From now on ``worker`` has these devices."""
-        for device in devices:
-            self._worker_of[device] = worker
-
-    def __contains__(self, device: str) -> bool:
-        """Whether a worker has this device."""
-        return device in self._worker_of
 
     @property
     def is_busy(self) -> bool:
@@ -123,11 +173,10 @@ class PartsDriver:
 
     def start(
         self,
-        pipeline: int,
+        pipeline: PlacedPipeline,
         graph: TaskGraph,
         work: Mapping[str, bytes],
         *,
-        tenant: Tenant,
         after: PartsExecution | None = None,
     ) -> PartsExecution:
         """Begin one step of ``graph``, behind ``after`` if that is given, which may be under way.
@@ -135,21 +184,20 @@ class PartsDriver:
         ``work`` has for each worker what its part computes with. Raises ``PipelineClosedError`` or
         ``WorkerLostError`` before anything runs.
         """
-        if not self.takes(tenant):
+        if not self.takes(pipeline.tenant):
             raise PipelineClosedError("the pipeline is closed")
         if after is not None and after.aborted:
             raise PipelineClosedError("the step before this one has failed, or was cancelled")
         workers: dict[str, WorkerLink] = {}
-        tasks: dict[str, set[int]] = {}
+        tasks: dict[str, list[int]] = {}
         for task in graph.tasks:
-            worker = self._worker_of[task.lane.device]
+            worker = pipeline.workers[task.lane.device]
             workers[worker.name] = worker
-            tasks.setdefault(worker.name, set()).add(task.number)
+            tasks.setdefault(worker.name, []).append(task.number)
         for worker in workers.values():
             if worker.lost is not None:
                 raise worker.lost.while_running(())
-        own = {name: frozenset(numbers) for name, numbers in tasks.items()}
-        execution = PartsExecution(self._steps, graph, tenant, StepNotes(), workers, own, self._clock())
+        execution = PartsExecution(self._steps, graph, pipeline, StepNotes(), workers, tasks, self._clock())
         self._steps += 1
         self._executions[execution.number] = execution
         follows = None
@@ -157,7 +205,7 @@ class PartsDriver:
             after.later = execution
             follows = after.number
         for name, worker in workers.items():
-            worker.send(StartPart(pipeline, execution.number, follows, work[name]))
+            worker.send(StartPart(pipeline.number, execution.number, follows, work[name]))
         return execution
 
     async def issued(self, execution: PartsExecution) -> PartsExecution:
@@ -222,14 +270,50 @@ class PartsDriver:
         if len(execution.ended) == len(execution.workers):
             self._end(execution)
 
-    def worker_lost(self, worker: str, error: WorkerLostError) -> None:
+    def worker_lost(self, worker: WorkerLink, error: WorkerLostError) -> None:
         """``worker`` is gone: end the steps that it has a part of."""
+        self._given_up.discard(worker)
+        ran = self._tasks_in(worker)
         for execution in tuple(self._executions.values()):
-            if worker in execution.workers and worker not in execution.ended:
-                self.part_ended(worker, PartEnded(execution.number, (), StepNotes(), error))
+            if execution.workers.get(worker.name) is worker and worker.name not in execution.ended:
+                found = error.while_running([_named(execution, other, task) for other, task, _ in ran])
+                self.part_ended(worker.name, PartEnded(execution.number, (), StepNotes(), found))
+
+    # For the watchdog
+
+    def running(self) -> Sequence[_InWorker]:
+        """What runs in workers, and the workers that are silent during a step. From any thread."""
+        executions = tuple(self._executions.values())
+        workers = {
+            worker
+            for execution in executions
+            for name, worker in execution.workers.items()
+            if name not in execution.ended and worker not in self._given_up
+        }
+        found = []
+        for worker in workers:
+            for execution, task, started in self._tasks_in(worker):
+                expected = execution.pipeline.times.expected(task)
+                found.append(_InWorker(worker, started, expected, f"{task.id} on {task.lane.device}", self._given_up))
+            # A worker that is stopped between two tasks runs none. It may take as long to answer as a task.
+            found.append(_InWorker(worker, self._clock() - worker.silent_seconds, 0.0, None, self._given_up))
+        return found
+
+    def _tasks_in(self, worker: WorkerLink) -> list[tuple[PartsExecution, Task, float]]:
+        """What runs in a worker, or ran when it ended, and since when."""
+        found = []
+        for step, number, started in worker.running():
+            # Of a step that has failed elsewhere, a task may run on for a moment.
+            if (execution := self._executions.get(step)) is not None and worker.name in execution.tasks:
+                found.append((execution, execution.graph.tasks[execution.tasks[worker.name][number]], started))
+        return found
 
     def _end(self, execution: PartsExecution) -> None:
-        parts = [WorkerPart(execution.tasks[name], part.events) for name, part in execution.ended.items()]
+        parts = [WorkerPart(frozenset(execution.tasks[name]), part.events) for name, part in execution.ended.items()]
+        for part in execution.ended.values():
+            for _, event in part.events:
+                if isinstance(event, TaskCompleted):
+                    execution.pipeline.times.measured(execution.graph.tasks[event.task], event.ended - event.started)
         record = parts_record(
             execution.number, execution.graph, execution.tenant.share, execution.started, parts, self._clock()
         )
@@ -244,6 +328,14 @@ class PartsDriver:
             if not future.done():
                 future.set_result(value)  # type: ignore[arg-type]
         execution.tenant.observers.show(record)
+
+
+def _named(execution: PartsExecution, other: PartsExecution, task: Task) -> str:
+    """What ``task`` of a step is called where ``execution`` fails."""
+    whose = ""
+    if other.pipeline is not execution.pipeline:
+        whose = f" of job {job!r}" if (job := other.tenant.share.job) else " of another pipeline"
+    return f"{task.id} on {task.lane.device}{whose}"
 
 
 def _tell(execution: PartsExecution, message: object, names: Iterable[str]) -> None:

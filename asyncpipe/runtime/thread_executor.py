@@ -26,6 +26,7 @@ from typing import Generic, TypeVar
 from asyncpipe.runtime.device_thread import AwaitedCompletion, CompletionWork, DeviceWork, Item, take
 from asyncpipe.runtime.executor import Assignment, CurrentTask, PostEvent
 from asyncpipe.runtime.program_run import Message, ProgramRun
+from asyncpipe.runtime.task_board import TaskBoard
 from asyncpipe.runtime.task_threads import mark_thread
 
 __all__ = ["ThreadExecutor"]
@@ -38,9 +39,15 @@ _Work = TypeVar("_Work", DeviceWork, CompletionWork)
 class ThreadExecutor:
     """``Executor``, ``Replaceable`` and ``TakesPrograms`` for a device."""
 
-    def __init__(self, device: str, *, on_start: Callable[[], None] | None = None) -> None:
-        """``on_start`` runs first on the device's thread, for instance to set its intra-op threads."""
+    def __init__(
+        self, device: str, *, on_start: Callable[[], None] | None = None, board: TaskBoard | None = None
+    ) -> None:
+        """``on_start`` runs first on the device's thread, for instance to set its intra-op threads.
+
+        ``board`` shows to another process what the threads run.
+        """
         self.device = device
+        self._board = board
         self._on_start = on_start
         self._tasks: _ReplaceableThread[DeviceWork] | None = None
         self._completions: _CompletionThreads | None = None
@@ -66,8 +73,8 @@ class ThreadExecutor:
 
     def start(self, post: PostEvent) -> None:
         # The thread functions hold no reference to self: a dropped executor can be collected while its threads idle.
-        self._completions = _CompletionThreads(f"asyncpipe {self.device} completions", post)
-        work = DeviceWork(post, self._completions)
+        self._completions = _CompletionThreads(f"asyncpipe {self.device} completions", post, self._board)
+        work = DeviceWork(post, self._completions, None if self._board is None else self._board.slot())
         serve = partial(_serve_device, self._completions, self._on_start)
         self._tasks = _ReplaceableThread(f"asyncpipe {self.device}", work, serve)
 
@@ -140,15 +147,18 @@ class _ReplaceableThread(Generic[_Work]):
 class _CompletionThreads:
     """``Completions``: the threads that wait for them, by tenant."""
 
-    def __init__(self, name: str, post: PostEvent) -> None:
+    def __init__(self, name: str, post: PostEvent, board: TaskBoard | None) -> None:
         self.threads: dict[object, _ReplaceableThread[CompletionWork]] = {}
         self._name = name
         self._post = post
+        self._board = board
 
     def put(self, item: AwaitedCompletion) -> None:
         tenant = item[0].tenant
         if tenant not in self.threads:
-            self.threads[tenant] = _ReplaceableThread(self._name, CompletionWork(self._post), _serve_completions)
+            work = CompletionWork(self._post, None if self._board is None else self._board.slot())
+            serve = partial(_serve_completions, self._board)
+            self.threads[tenant] = _ReplaceableThread(self._name, work, serve)
         self.threads[tenant].work.queue.put(item)
 
     def close(self) -> None:
@@ -166,6 +176,7 @@ def _serve_device(completions: _CompletionThreads, on_start: Callable[[], None] 
         completions.close()
 
 
-def _serve_completions(work: CompletionWork) -> None:
+def _serve_completions(board: TaskBoard | None, work: CompletionWork) -> None:
     """The function of a thread that waits for completions."""
-    work.serve()
+    if work.serve() and board is not None and work.slot is not None:
+        board.give_back(work.slot)

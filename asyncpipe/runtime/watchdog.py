@@ -4,11 +4,15 @@ A task can hang where Python cannot interrupt it: in a deadlock between threads,
 never ends. The watchdog compares the time of each running task with the mean of earlier steps, at regular intervals::
 
     running ──▶ longer than the floor, and than factor × its mean time ──▶ hung
-                                                                            │  all stacks are logged
-                                                                            │  the device gets a new thread
+                                                                            │
+      on a thread of this process: all stacks are logged, the device gets a new thread, HungTaskError
+      in a worker: the worker is killed, WorkerLostError                    │
                                                                             ▼
-                    HungTaskError ──▶ the step fails ──▶ other jobs continue; this one needs a new model, because the
-                                                         old thread may still write to the old one
+                                      the step fails ──▶ others continue; this one needs a new model, from a snapshot
+
+A thread cannot be killed and may still write to the old model. A worker can; it takes the stages of all pipelines that
+live in it along. One that is stopped, or whose threads cannot run since one of them holds the GIL, answers no pings
+during a step, and is killed after the floor, whatever it runs.
 """
 
 from __future__ import annotations
@@ -20,13 +24,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
-from asyncpipe.errors import HungTaskError, OptionError
-from asyncpipe.runtime.driver import Driver
-from asyncpipe.runtime.execution import RunningTask
+from asyncpipe.errors import OptionError
 
-__all__ = ["Watchdog"]
+__all__ = ["MayHang", "Watched", "Watchdog"]
 
 _logger = logging.getLogger(__name__)
 
@@ -39,12 +42,38 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 5.0
 """Bounds of the seconds between two checks."""
 
 
+class MayHang(Protocol):
+    """Something that runs, and should end."""
+
+    @property
+    def started(self) -> float:
+        """When it began, in seconds of ``time.perf_counter``."""
+
+    @property
+    def expected(self) -> float | None:
+        """The seconds that it usually takes; ``None`` if that is not known."""
+
+    @property
+    def thread(self) -> int | None:
+        """The identifier of the thread that runs it, if that is one of this process."""
+
+    def give_up(self, seconds: float) -> str | None:
+        """End its step, since it has run for ``seconds``; what to log. ``None`` if it has just ended by itself."""
+
+
+class Watched(Protocol):
+    """``Driver``, to be watched on its loop, or ``PartsDriver``, from any thread."""
+
+    def running(self) -> Sequence[MayHang]:
+        """What runs now."""
+
+
 class Watchdog:
-    """Watches the tasks of one driver, inside ``async with``, on the driver's loop."""
+    """Watches the tasks of one driver, inside ``async with``."""
 
     def __init__(
         self,
-        driver: Driver,
+        driver: Watched,
         *,
         factor: float = 20.0,
         floor: float = 60.0,
@@ -88,7 +117,7 @@ class Watchdog:
                 _logger.exception("the watchdog failed, which is a bug in asyncpipe; it tries again")
 
     def check(self) -> None:
-        """Give up the tasks that hang now. Called on the driver's loop."""
+        """Give up the tasks that hang now."""
         now = self._clock()
         # A process that was stopped for a minute must not lose all its running steps.
         if now - self._checked_at > LATE_PAUSES * self._pause and self._checked_at > -math.inf:
@@ -101,16 +130,14 @@ class Watchdog:
     def _limit(self, expected: float | None) -> float:
         return self._floor * FIRST_FLOORS if expected is None else max(self._floor, self._factor * expected)
 
-    def _give_up(self, running: RunningTask, seconds: float) -> None:
-        task = running.execution.graph.tasks[running.task]
-        stacks = _stacks(running.executor.thread)
-        error = HungTaskError(task.id, task.lane.device, seconds, running.expected)
-        if running.executor.give_up(running.current, lambda: self._driver.fail(running.execution, running.task, error)):
+    def _give_up(self, running: MayHang, seconds: float) -> None:
+        stacks = "" if running.thread is None else "\n" + _stacks(running.thread)
+        if (text := running.give_up(seconds)) is not None:
             self.hung += 1
-            _logger.error("%s\n%s", error, stacks)
+            _logger.error("%s%s", text, stacks)
 
 
-def _stacks(first: int | None) -> str:
+def _stacks(first: int) -> str:
     """The stacks of all threads, that of the thread with the identifier ``first`` first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != first)

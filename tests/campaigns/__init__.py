@@ -4,6 +4,7 @@ README.md lists all of them with the commands that run them. Most are tests of t
 environment variable sets; those stay beside the code that they test. What is here is too large for one test file:
 
     soak/          a training service under load and faults, and whether its process grows
+    crashes/       worker processes that die, stop or hang, and controllers that are killed
     differential/  random models as pipelines, against the same models unsplit
 
 A campaign has a short form in the suite (``soak/test_soak.py``). Campaigns import the package and ``asyncpipe.bench``;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -145,27 +146,70 @@ async def test_a_cancelled_step_ends_in_all_workers(pool):
         await pipe.step(*batch)
 
 
-@pytest.mark.parametrize("how", [None, signal.SIGKILL])
-def test_a_worker_that_dies_fails_the_step_and_another_takes_its_place(how):
-    asyncio.run(lose_and_replace(how))
+def test_a_worker_that_dies_fails_the_steps_on_it_and_another_takes_its_place():
+    asyncio.run(lose_and_replace())
 
 
-async def lose_and_replace(how):
+async def lose_and_replace():
     threads = threading.active_count()
     options = {"loss_fn": nn.functional.mse_loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
-    x = torch.randn(8, 4)
+    x, devices = torch.randn(8, 4), ["cpu:0", "cpu:1"]
+    never = options | {"microbatches": 4, "checkpoint": "never"}
     async with DevicePool(workers="processes") as pool:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Fails(how, 2))
-        async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=4, pool=pool, balance=[1, 2], **options) as pipe:
-            status = "exited with status 3" if how is None else f"was killed by {how.name}"
-            with pytest.raises(WorkerLostError, match=f"worker 'cpu:1' {status}"):
-                await pipe.step(x, x)
-            with pytest.raises(WorkerLostError):
-                await pipe.step(x, x)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=4, pool=pool, **options) as pipe:
-            await pipe.step(x, x)
+        beside = Pipeline(nn.Sequential(nn.Linear(4, 4)), ["cpu:0"], microbatches=4, pool=pool, **options)
+        async with beside:
+            for how in (None, signal.SIGKILL):
+                model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Fails(how, 2))
+                status = "exited with status 3" if how is None else f"was killed by {how.name}"
+                async with Pipeline(model, devices, pool=pool, balance=[1, 2], **never) as pipe:
+                    step = asyncio.ensure_future(beside.step(x, x))
+                    with pytest.raises(
+                        WorkerLostError, match=rf"^worker 'cpu:1' {status}, while it ran F\(1,1\) on cpu:1"
+                    ) as raised:
+                        await pipe.step(x, x)
+                    assert raised.value.running == ("F(1,1) on cpu:1",)
+                    await step
+                    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+                    async with Pipeline(model, devices, microbatches=4, pool=pool, **options) as successor:
+                        # The worker that has the lost one's place does not know the old pipeline.
+                        with pytest.raises(WorkerLostError, match=rf"{status}$"):
+                            await pipe.step(x, x)
+                        with pytest.raises(WorkerLostError):
+                            pipe.state_dict()
+                        await successor.step(x, x)
+                        await beside.step(x, x)
     assert threading.active_count() == threads
+
+
+@pytest.mark.one_loop
+async def test_two_pipelines_that_need_the_same_worker_start_it_once_and_one_that_cannot_load_leaves_nothing():
+    options = {"loss_fn": nn.functional.mse_loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
+    x, devices = torch.randn(8, 4), ["cpu:0", "cpu:1"]
+    async with DevicePool(workers=dict.fromkeys(devices, "one") | {"cpu:2": "two"}) as pool:
+        one, two = (Pipeline(make_line(), devices, microbatches=2, pool=pool, **options) for _ in range(2))
+        await asyncio.gather(one.__aenter__(), two.__aenter__())
+        assert pool.workers.up.keys() == {"one"}
+        broken = nn.Sequential(nn.Linear(4, 4), OnlyHere(), nn.Linear(4, 4))
+        with pytest.raises(RuntimeError, match="it cannot be had in worker two") as raised:
+            async with Pipeline(broken, ["cpu:0", "cpu:2"], microbatches=2, pool=pool, balance=[1, 2], **options):
+                pass
+        assert "in worker 'two'" in str(raised.value.__cause__)
+        await asyncio.gather(one.step(x, x), two.step(x, x))
+        await one.aclose()
+        await two.aclose()
+
+
+def make_line():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+class OnlyHere(nn.Module):
+    """Cannot arrive in the worker that is called ``two``."""
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        if sys.orig_argv[-1] == "two":  # A worker's name is the last argument of its process.
+            raise RuntimeError("it cannot be had in worker two")
 
 
 async def test_what_cannot_work_is_refused_with_what_to_do():

@@ -147,6 +147,7 @@ class _Meeting:
             accepted: dict[Pair, socket.socket] = {}
             with self._listening(len(pairs)) as listener:
                 while len(dialed) + len(accepted) < len(pairs):
+                    self._check_folder()  # It is removed if the job is given up meanwhile.
                     for pair in [pair for pair in pairs if pair[0] == self._me and pair not in dialed]:
                         if (connection := self._dial(pair[1])) is not None:
                             dialed[pair] = undo.enter_context(connection)

@@ -59,6 +59,7 @@ class PartStep(PreparedStep):
                 gates=self._gates,
                 tenant=self.tenancy.tenant,
                 after=after,
+                number=self.number,
             )
             self._crossings.begin()
 

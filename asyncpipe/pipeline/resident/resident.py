@@ -207,13 +207,15 @@ class Resident:
     def load_state(self, data: bytes) -> None:
         """Take over what concerns the own stages."""
         self._check_idle()
-        mine = {
-            name
-            for name, value in self._parts.module.state_dict().items()
-            if not (isinstance(value, Tensor) and value.is_meta)
-        }
+        # What modules load depends on the versions that are noted beside their state.
+        own = self._parts.module.state_dict()
         state: Mapping[str, Any] = from_wire(data)
-        self._parts.module.load_state_dict({k: v for k, v in state.items() if k in mine}, strict=False)
+        for name, value in tuple(own.items()):
+            if name in state and not (isinstance(value, Tensor) and value.is_meta):
+                own[name] = state[name]
+            else:
+                del own[name]
+        self._parts.module.load_state_dict(own, strict=False)
 
     def optimizer_states(self) -> bytes:
         """The states of the own stages' optimizers, by stage."""

@@ -53,7 +53,8 @@ class _Server:
             case LoadPipeline():
                 return self._load(message)
             case Unload(pipeline=number):
-                return self._residents.pop(number).close()
+                # It may not have been loaded here, since another worker could not load.
+                return None if (resident := self._residents.pop(number, None)) is None else resident.close()
             case GetState(pipeline=number, optimizers=optimizers):
                 resident = self._residents[number]
                 return resident.optimizer_states() if optimizers else resident.state()
@@ -67,9 +68,13 @@ class _Server:
     async def _load(self, load: LoadPipeline) -> None:
         if self._pool is None:
             self._pool = DevicePool(**from_wire(load.pool))
-            await self._pool.__aenter__()
+            self._pool.open(board=self._control.board)
         resident = Resident(load, self._pool, self._control.name)
-        await resident.open()
+        try:
+            await resident.open()
+        except BaseException:
+            await resident.close()
+            raise
         self._residents[load.pipeline] = resident
 
     def _start(self, start: StartPart) -> None:

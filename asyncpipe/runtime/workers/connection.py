@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
 from asyncpipe.errors import WorkerLostError
 from asyncpipe.runtime.process import Process
+from asyncpipe.runtime.task_board import ShownTask
 from asyncpipe.runtime.workers.channel import Role
 from asyncpipe.runtime.workers.packed import pack
 from asyncpipe.runtime.workers.supervisor import Supervisor
@@ -63,6 +64,11 @@ class WorkerConnection:
     def silent_seconds(self) -> float:
         """How long nothing has come from it. It is pinged all the time, so this is short while it lives."""
         return self.supervisor.silent_seconds
+
+    def running(self) -> Sequence[ShownTask]:
+        """The tasks that run in it, or ran when it ended; empty if it is on another host. From any thread."""
+        board = self.supervisor.board
+        return () if board is None else board.running()
 
     @property
     def clock_offset(self) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 from asyncpipe.runtime.portal import Portal
 from asyncpipe.runtime.process import Process
+from asyncpipe.runtime.task_board import TaskBoard
 from asyncpipe.runtime.workers.channel import Channel, Role
 from asyncpipe.runtime.workers.handshake import introduce
 from asyncpipe.runtime.workers.launcher import Address, Invitation
@@ -36,10 +37,14 @@ class ControlClient:
     GIL for very long. Where the controller is gone, the process ends at once.
     """
 
-    def __init__(self, connected: socket.socket, name: str, entry: str, main: MainModule) -> None:
+    def __init__(
+        self, connected: socket.socket, name: str, entry: str, main: MainModule, board: TaskBoard | None
+    ) -> None:
         """Owns the socket, whose other end is authenticated."""
         self.name = name
         self.entry = entry
+        self.board = board
+        """Where the controller reads what runs here, if it can."""
         self._main = main
         self._process = Process()
         self._inbox: deque[tuple[Role, int, Packed]] = deque()
@@ -49,11 +54,11 @@ class ControlClient:
         self._channel = self._portal.call(self._open(connected))
 
     @classmethod
-    def connect(cls, invitation: Invitation, main: MainModule) -> ControlClient:
+    def connect(cls, invitation: Invitation, main: MainModule, board: TaskBoard | None = None) -> ControlClient:
         """Connect to the controller that sent ``invitation``. Raises ``OSError``, ``RefusedError`` among them."""
         connected = _connected(invitation.address)
         introduce(connected, invitation.secret, invitation.token)
-        return cls(connected, invitation.name, invitation.entry, main)
+        return cls(connected, invitation.name, invitation.entry, main, board)
 
     async def _open(self, connected: socket.socket) -> Channel:
         return Channel(connected, asyncio.get_running_loop(), self)

@@ -11,6 +11,8 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from asyncpipe.runtime.task_board import TaskBoard
+
 __all__ = ["Address", "Invitation", "Launcher", "WorkerExit", "WorkerProcess"]
 
 Address = str | tuple[str, int]
@@ -71,6 +73,9 @@ class WorkerExit:
 
 class WorkerProcess(Protocol):
     """A process that was started. Its methods are called on the loop on which it was started."""
+
+    board: TaskBoard | None
+    """What runs in it, also when it has ended; ``None`` if it is on another host. Read on any thread."""
 
     def kill(self) -> None:
         """End it at once, whatever it does. Does not block. Does nothing if it has ended."""

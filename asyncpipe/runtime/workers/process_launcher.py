@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakSet
 
 from asyncpipe.errors import OptionError
+from asyncpipe.runtime.task_board import TaskBoard, new_board_file
 from asyncpipe.runtime.workers.launcher import Invitation, WorkerExit
 from asyncpipe.runtime.workers.main_module import MainModule
 
@@ -53,22 +54,27 @@ class ProcessLauncher:
             str(PROGRAM),
             invitation.name,  # Not read: it tells who looks at the list of processes.
         ]
+        memory = new_board_file()
         with _forks.held_up():
             # Until the worker says, in its first lines, that these are the controller's.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
             try:
+                board = TaskBoard(memory)
                 process = subprocess.Popen(  # noqa: ASYNC220, S603 - takes milliseconds, and is our own program
                     command,
                     bufsize=0,
                     stdin=subprocess.PIPE,
                     stderr=subprocess.PIPE,
+                    pass_fds=[memory],
                     env={**os.environ, **self._environment},
                 )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            local = LocalProcess(process, asyncio.get_running_loop())
+                os.close(memory)
+            local = LocalProcess(process, asyncio.get_running_loop(), board)
             _forks.let_go_of(local)
-        local.write(json.dumps(_surroundings() | {"invitation": invitation.to_json()}).encode() + b"\n")
+        values = _surroundings() | {"invitation": invitation.to_json(), "board": memory}
+        local.write(json.dumps(values).encode() + b"\n")
         return local
 
 
@@ -86,10 +92,11 @@ def _surroundings() -> dict[str, Any]:
 class LocalProcess:
     """A ``WorkerProcess`` of this machine. Used on the loop on which it was started."""
 
-    def __init__(self, process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, board: TaskBoard) -> None:
         assert process.stdin is not None
         assert process.stderr is not None
         self.pid = process.pid
+        self.board: TaskBoard | None = board
         self._process = process
         self._lifeline = process.stdin
         self._stderr = process.stderr
@@ -156,6 +163,8 @@ class LocalProcess:
         self._loop.remove_reader(self._stderr)
         self._stderr.close()
         self._lifeline.close()
+        if self.board is not None:
+            self.board.close()
         self._ended.set_result(WorkerExit(status))
 
     def _pass_on(self) -> bool:

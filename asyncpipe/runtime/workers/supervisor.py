@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from asyncpipe.errors import MessageError, OptionError, WorkerLostError, WorkerStartError
+from asyncpipe.runtime.task_board import TaskBoard
 from asyncpipe.runtime.workers.channel import Channel, Role
 from asyncpipe.runtime.workers.clock import ClockOffset
 from asyncpipe.runtime.workers.launcher import Invitation, Launcher, WorkerExit, WorkerProcess
@@ -132,6 +133,11 @@ class Supervisor:
     def silent_seconds(self) -> float:
         """Since something came from the worker."""
         return math.inf if self._channel is None else time.perf_counter() - self._channel.heard_at
+
+    @property
+    def board(self) -> TaskBoard | None:
+        """What runs in the worker, or ran when it ended."""
+        return None if self._process is None else self._process.board
 
     # On the loop of the workers.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from importlib import import_module
@@ -12,6 +13,7 @@ from typing import Any
 
 from asyncpipe.errors import OptionError
 from asyncpipe.runtime.portal import new_event_loop
+from asyncpipe.runtime.task_board import TaskBoard
 from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.runtime.workers.launcher import Invitation
 from asyncpipe.runtime.workers.lifeline import hold_on_to
@@ -34,7 +36,8 @@ def become_worker(values: dict[str, Any], lifeline: int) -> None:
     faulthandler.enable(all_threads=False)
     if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # A worker that is killed has nothing in its buffer.
-    control = ControlClient.connect(Invitation.from_json(values["invitation"]), MainModule(**values["main"]))
+    board = _open_board(values["board"])
+    control = ControlClient.connect(Invitation.from_json(values["invitation"]), MainModule(**values["main"]), board)
     try:
         _send_logs(control, values["log_levels"])
         entry = _find(control.entry)
@@ -43,6 +46,13 @@ def become_worker(values: dict[str, Any], lifeline: int) -> None:
     finally:
         control.flush(FLUSH_SECONDS)
         control.end()
+
+
+def _open_board(descriptor: int) -> TaskBoard:
+    try:
+        return TaskBoard(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 async def _run(entry: Callable[[ControlClient], Awaitable[None]], control: ControlClient) -> None:

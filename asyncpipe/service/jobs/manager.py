@@ -69,7 +69,7 @@ class Manager:
         self.logs = JobLogs(settings.folder / "jobs", self._log_failed)
         self.jobs = ActiveJobs(store, self.logs, self.metrics, settings.max_queued, self._forget)
         self.pool = DevicePool()
-        self.watchdog = Watchdog(self.pool.threads, factor=settings.watchdog_factor, floor=settings.watchdog_floor)
+        self.watchdog = Watchdog(self.pool.driver, factor=settings.watchdog_factor, floor=settings.watchdog_floor)
         self._entries = entries
         self._make_trainer = make_trainer
         self._measure = measure

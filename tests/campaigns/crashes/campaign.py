@@ -1,0 +1,217 @@
+"""Rounds: a job goes on from its snapshot in workers, one of them is struck, the job gets its error in time.
+
+::
+
+    snapshot ──▶ workers that are missing start ──▶ steps, each bit-equal to the undisturbed one ──▶ strike ──▶ error
+       ▲                                               │ the last good one                                  │ in time?
+       └───────────────────────────────────────────────┴────────────────────────────────────────────────────┘
+
+One pool has all rounds, so the workers that are not struck live through many. They must not grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+from asyncpipe import DevicePool
+from asyncpipe.errors import WorkerLostError
+from asyncpipe.runtime.watchdog import Watchdog
+from tests.campaigns.crashes.job import DEVICES, Job, Snapshot, restore, take
+from tests.campaigns.crashes.left import Held, threads_and_files
+from tests.campaigns.crashes.strikes import HANGS, Strike, Struck
+
+__all__ = ["FLOOR", "KINDS", "LATEST", "Campaign", "FromOutside", "all_strikes", "outside"]
+
+KINDS = "FRBWCU"
+SCHEDULES = {kind: "zb-h1" if kind == "W" else "1f1b" for kind in KINDS}
+FLOOR = 2.0
+"""Seconds after which the watchdog may take a task for hung."""
+SILENT = 20.0
+"""Seconds after which a worker that is silent is killed while no step is under way."""
+LATEST = 5.0
+"""Seconds from a loss, or from the deadline of one that hangs, to the error."""
+STEPS = 400
+"""Of the undisturbed run; then a job begins again."""
+LONGEST = 120.0
+"""Seconds for a round."""
+ALWAYS = ("exit", "segv", "kill", "stop")
+"""Deeds that are done in every kind of task at each worker, and those in every kind of task at one of them."""
+SOMETIMES = [*product(("gil", "hang"), KINDS)]
+SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "stop": signal.SIGSTOP}
+SAYS = {
+    "exit": "exited with status 7",
+    "segv": "was killed by SIGSEGV",
+    "kill": "was killed by SIGKILL",
+    "stop": "(has not answered for|did not end within)",
+    "gil": "(has not answered for|did not end within)",
+    "hang": "did not end within",
+}
+
+
+@dataclass(frozen=True)
+class FromOutside:
+    """``deed`` to the worker of ``device``, so many seconds after a round's beginning."""
+
+    deed: str
+    device: str
+    seconds: float
+
+
+@dataclass
+class Figures:
+    """What was seen."""
+
+    rounds: Counter[str] = field(default_factory=Counter)
+    to_error: dict[str, float] = field(default_factory=dict)
+    """The most seconds from a loss, or a deadline, to the error; by deed."""
+    to_close: float = 0.0
+    """The most seconds from the error until the pipeline is closed."""
+    restart: float = 0.0
+    """The most seconds to have lost workers again, with the stages in all."""
+
+
+def all_strikes(chance: random.Random, note: Path, devices: int = len(DEVICES)) -> Iterator[Strike]:
+    """Deeds in every kind of task at each of the workers, in a random order."""
+    names = DEVICES[:devices]
+    # To the watchdog it is all the same whether a worker is stopped, or a thread holds the GIL, or waits.
+    every = [*product(ALWAYS, KINDS, names), *((deed, kind, chance.choice(names)) for deed, kind in SOMETIMES)]
+    chance.shuffle(every)
+    for deed, kind, device in every:
+        # A task that has never run may take ten floors.
+        step = 1 if deed in HANGS else chance.randrange(2)
+        yield Strike(deed, kind, device, step, 0 if kind == "U" else chance.randrange(3), note)
+
+
+def outside(chance: random.Random, rounds: int, seconds: float, devices: int = len(DEVICES)) -> Iterator[FromOutside]:
+    """Deeds at random instants of the first ``seconds`` of a round."""
+    for _ in range(rounds):
+        deed = chance.choice(sorted(SIGNALS))
+        yield FromOutside(deed, chance.choice(DEVICES[:devices]), chance.uniform(0, seconds))
+
+
+class Campaign:
+    """Used as ``async with``; then rounds, then ``end``."""
+
+    def __init__(self, devices: int = len(DEVICES), tell: Callable[[str], object] = print, *, steps: int = STEPS):
+        self.figures = Figures()
+        self._tell = tell
+        self._devices = DEVICES[:devices]
+        self._jobs = {schedule: Job(schedule, devices, steps) for schedule in sorted(set(SCHEDULES.values()))}
+        self._snapshots: dict[str, Snapshot] = {}
+        self._grown: dict[int, tuple[int, int]] = {}
+        """Threads and files of each worker after its first round."""
+
+    async def __aenter__(self) -> Campaign:
+        for schedule, job in self._jobs.items():
+            await job.prepare()
+            self._snapshots[schedule] = job.beginning
+        self._held = Held()
+        self._pool = DevicePool(workers="processes")
+        await self._pool.__aenter__()
+        self._watchdog = Watchdog(self._pool.driver, floor=FLOOR)
+        await self._watchdog.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._watchdog.__aexit__()
+        await self._pool.aclose()
+
+    def check_nothing_is_left(self) -> None:
+        """Behind the block."""
+        self._held.check()
+
+    async def round(self, what: Strike | FromOutside | None) -> None:
+        """Go on with a job until ``what`` happens, or for some steps.
+
+        Raises ``AssertionError`` unless all is as it should be.
+        """
+        schedule = SCHEDULES[what.kind] if isinstance(what, Strike) else "1f1b"
+        job = self._jobs[schedule]
+        if self._snapshots[schedule].steps > job.steps - 50:
+            self._snapshots[schedule] = job.beginning
+        if isinstance(what, Strike):
+            what.note.unlink(missing_ok=True)
+        struck: list[Struck] = []
+        striking = asyncio.ensure_future(self._strike(what, struck)) if isinstance(what, FromOutside) else None
+        error, caught_at = None, 0.0
+        try:
+            async with asyncio.timeout(LONGEST), AsyncExitStack() as stack:
+                try:
+                    await self._train(job, what, stack)
+                except WorkerLostError as caught:
+                    error, caught_at = caught, time.perf_counter()
+        finally:
+            if striking is not None:
+                striking.cancel()
+                await asyncio.wait([striking])
+        if what is not None:
+            assert error is not None, f"nothing happened: {what}"
+            self._judge(what, struck[0] if struck else Struck.read(what.note), error, caught_at)
+            self.figures.to_close = max(self.figures.to_close, time.perf_counter() - caught_at)
+        elif error is not None:
+            raise error
+
+    async def _train(self, job: Job, what: Strike | FromOutside | None, stack: AsyncExitStack) -> None:
+        missing, began = set(self._devices) - self._up().keys(), time.perf_counter()
+        pipe = job.pipeline(self._pool, what if isinstance(what, Strike) else None)
+        await stack.enter_async_context(pipe)
+        if missing:
+            self.figures.restart = max(self.figures.restart, time.perf_counter() - began)
+        self._check_growth()
+        snapshot = self._snapshots[job.schedule]
+        restore(pipe, snapshot)
+        last = snapshot.steps + 3
+        while isinstance(what, FromOutside) or snapshot.steps < last:
+            await job.step(pipe, snapshot.steps)
+            self._snapshots[job.schedule] = snapshot = take(pipe, snapshot.steps + 1)
+            job.check(snapshot)
+            await asyncio.sleep(0)
+
+    def _judge(self, what: Strike | FromOutside, struck: Struck, error: WorkerLostError, caught_at: float) -> None:
+        assert error.worker == what.device, f"{what}: {error}"
+        says = SAYS[what.deed]
+        first = str(error).partition("; its stderr")[0]
+        if struck.task:
+            says += f".*, while it ran {re.escape(f'{struck.task} on {what.device}')}$"
+        assert re.search(says, first), f"{what}, struck in {struck.task}: {first}"
+        late = caught_at - struck.at
+        if what.deed in HANGS:
+            late -= SILENT if "for 20 s" in first else FLOOR
+        self.figures.rounds[f"{what.deed} in {what.kind if isinstance(what, Strike) else 'any instant'}"] += 1
+        self.figures.to_error[what.deed] = max(self.figures.to_error.get(what.deed, 0.0), late)
+        self._tell(f"{what.deed} {struck.task or 'from outside'} on {what.device}: {late:.3f} s, {first}")
+        assert late < LATEST, f"{what}: the error came {late:.1f} s late"
+        assert what.device not in self._up(), "its process is there"
+
+    async def _strike(self, what: FromOutside, struck: list[Struck]) -> None:
+        await asyncio.sleep(what.seconds)
+        while (pid := self._pid(what.device)) is None:  # noqa: ASYNC110 - it starts; nothing tells its end
+            await asyncio.sleep(0.01)
+        struck.append(Struck(time.perf_counter()))
+        os.kill(pid, SIGNALS[what.deed])
+
+    def _up(self) -> dict[str, int]:
+        workers = self._pool.workers
+        assert workers is not None
+        return {name: connection.pid for name, connection in workers.up.items()}
+
+    def _pid(self, device: str) -> int | None:
+        return self._up().get(device)
+
+    def _check_growth(self) -> None:
+        """The workers that were not struck have no more threads and files than after their first round."""
+        for pid in self._up().values():
+            now = threads_and_files(pid)
+            begin = self._grown.setdefault(pid, now)
+            assert max(now[0] - begin[0], now[1] - begin[1]) <= 0, f"a worker has grown from {begin} to {now}"

@@ -1,0 +1,110 @@
+"""Controllers that are killed at random instants: no worker of theirs lives on, and the next one ends the job.
+
+Each controller is a process that goes on with the job from the last snapshot on disk. Its workers have a mark in
+their names, so that they are found whenever it is killed, also before it knows of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from asyncpipe import DevicePool
+from tests.campaigns.crashes.job import Job, Snapshot, restore, take
+from tests.campaigns.crashes.left import pids_named
+
+__all__ = ["LATEST", "kill_controllers"]
+
+LATEST = 5.0
+"""Seconds that a worker may live on without its controller."""
+SECONDS = 120.0
+"""For a controller to end by itself."""
+
+
+def kill_controllers(
+    chance: random.Random,
+    kills: int,
+    deadline: float,
+    folder: Path,
+    tell: Callable[[str], object] = print,
+    *,
+    devices: int = 4,
+    steps: int = 40,
+    longest: float = 12.0,
+) -> float:
+    """Kill controllers within ``longest`` seconds of their start; the longest that a worker has lived on.
+
+    Raises ``AssertionError`` if one lives on for too long, or if the last controller, which is not killed, ends with
+    other bits.
+    """
+    snapshot, most = folder / "snapshot", 0.0
+    alone = asyncio.run(_alone(devices, steps))
+    for number in range(kills + 1):
+        mark = f"crash-{os.getpid()}-{number}"
+        command = [sys.executable, "-m", __name__, str(snapshot), mark, str(devices), str(steps)]
+        controller = subprocess.Popen(command)
+        if number == kills or time.monotonic() > deadline:
+            assert controller.wait(SECONDS) == 0
+            break
+        time.sleep(chance.uniform(0.0, longest))
+        workers = len(pids_named(mark)) - 1
+        controller.send_signal(signal.SIGKILL)
+        killed = time.perf_counter()
+        status = controller.wait(SECONDS)
+        while pids_named(mark) and time.perf_counter() < killed + 2 * LATEST:
+            time.sleep(0.01)
+        most = max(most, seconds := time.perf_counter() - killed)
+        done = 0 if (found := _read(snapshot)) is None else found.steps
+        tell(f"controller {number} ended by {status} with {workers} workers, {done} steps; none after {seconds:.3f} s")
+        assert seconds < LATEST, f"a worker has lived on for {seconds:.1f} s"
+        if status == 0:
+            snapshot.unlink()
+    assert not pids_named(mark)
+    found = _read(snapshot)
+    assert found is not None
+    alone.check(found)
+    tell(f"{most:8.3f} s at most to the end of the last worker of a killed controller; the job ended bit-equal")
+    return most
+
+
+def _read(path: Path) -> Snapshot | None:
+    if not path.exists():
+        return None
+    found: Snapshot = torch.load(path, weights_only=False)
+    return found
+
+
+async def _alone(devices: int, steps: int) -> Snapshot:
+    job = Job("1f1b", devices, steps)
+    await job.prepare()
+    return job.end
+
+
+async def _control(path: Path, mark: str, devices: int, steps: int) -> None:
+    """Go on with the job to its end; a snapshot behind each step."""
+    job = Job("1f1b", devices, steps)
+    workers = {device: f"{mark}-{device}" for device in job.devices}
+    async with DevicePool(workers=workers) as pool, job.pipeline(pool, None) as pipe:
+        done = 0
+        if (found := _read(path)) is not None:
+            restore(pipe, found)
+            done = found.steps
+        while done < steps:
+            await job.step(pipe, done)
+            done += 1
+            torch.save(take(pipe, done), path.with_suffix(".new"))
+            path.with_suffix(".new").replace(path)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    asyncio.run(_control(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))

@@ -1,0 +1,63 @@
+"""What there is of processes, threads, sockets, files and shared memory, and what of it may be left: nothing."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["Held", "pids_named", "threads_and_files"]
+
+
+class Held:
+    """What this process holds; ``check`` raises ``AssertionError`` if it is more than at the beginning."""
+
+    def __init__(self) -> None:
+        self._folders = (Path(tempfile.gettempdir()), Path("/dev/shm"))
+        self._begin = self._now()
+
+    def _now(self) -> dict[str, Counter[str]]:
+        descriptors = []
+        for name in _entries("/proc/self/fd"):
+            with suppress(FileNotFoundError):  # That of the listing itself.
+                descriptors.append(os.readlink(f"/proc/self/fd/{name}"))
+        children = [Path(f"/proc/self/task/{each}/children").read_text() for each in _entries("/proc/self/task")]
+        found = {
+            # Sockets and pipes have numbers of their own.
+            "descriptors": Counter(target.partition(":[")[0] for target in descriptors),
+            "threads": Counter(thread.name for thread in threading.enumerate()),
+            "children": Counter(" ".join(children).split()),
+        }
+        return found | {str(folder): Counter(_entries(folder)) for folder in self._folders}
+
+    def check(self) -> None:
+        now = self._now()
+        more = {what: dict(now[what] - before) for what, before in self._begin.items() if now[what] - before}
+        assert not more, f"this is left: {more}"
+
+
+def threads_and_files(pid: int) -> tuple[int, int]:
+    """How many of them another process has."""
+    return len(_entries(f"/proc/{pid}/task")), len(_entries(f"/proc/{pid}/fd"))
+
+
+def pids_named(mark: str) -> list[int]:
+    """The processes that live with ``mark`` in their command line."""
+    found = []
+    for entry in _entries("/proc"):
+        try:
+            if entry.isdigit() and mark.encode() in Path(f"/proc/{entry}/cmdline").read_bytes():
+                found.append(int(entry))
+        except OSError:  # It has ended.
+            continue
+    return found
+
+
+def _entries(folder: str | Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
