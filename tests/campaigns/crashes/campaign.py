@@ -26,6 +26,7 @@ from pathlib import Path
 
 from asyncpipe import DevicePool
 from asyncpipe.errors import WorkerLostError
+from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.runtime.watchdog import Watchdog
 from tests.campaigns.crashes.job import DEVICES, Job, Snapshot, restore, take
 from tests.campaigns.crashes.left import Held, threads_and_files
@@ -116,6 +117,7 @@ class Campaign:
         for schedule, job in self._jobs.items():
             await job.prepare()
             self._snapshots[schedule] = job.beginning
+        new_event_loop().close()  # libuv opens a pipe for the whole process with its first loop.
         self._held = Held()
         self._pool = DevicePool(workers="processes")
         await self._pool.__aenter__()
