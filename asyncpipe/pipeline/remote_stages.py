@@ -16,7 +16,7 @@ from torch import nn
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import EdgeError, StateDictError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
-from asyncpipe.ops.device.wire import from_wire, to_wire
+from asyncpipe.ops.device.wire import from_buffers, from_wire, to_buffers, to_wire
 from asyncpipe.ops.model.shipping import forget_values, ship_model
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.step_inputs import StepInputs
@@ -144,14 +144,14 @@ class RemoteStages:
 
     # Steps
 
-    def work(self, inputs: StepInputs, graph: TaskGraph, *, overlaps: bool) -> dict[str, bytes]:
+    def work(self, inputs: StepInputs, graph: TaskGraph, *, overlaps: bool) -> dict[str, object]:
         """What each worker needs for a step, on the caller's thread. Raises ``OptionError`` for what cannot be sent."""
         flags = _flags(self._parts.module)
         changed = None if flags == self._flags else flags
         self._flags = flags
         plan = replace(inputs.plan, loss=None)
         last = self._parts.resources.stages[-1].index
-        work = {}
+        work: dict[str, object] = {}
         for name, stages in self._owned.items():
             takes = [{s: value for s, value in each.items() if s in stages} for each in inputs.takes]
             targets = inputs.targets if last in stages else ()
@@ -168,10 +168,10 @@ class RemoteStages:
                 changed,
                 overlaps,
             )
-            work[name] = to_wire(part, "the mini-batch")
+            work[name] = to_buffers(part, "the mini-batch")
         return work
 
-    def start(self, graph: TaskGraph, work: Mapping[str, bytes], after: PartsExecution | None) -> PartsExecution:
+    def start(self, graph: TaskGraph, work: Mapping[str, object], after: PartsExecution | None) -> PartsExecution:
         """Begin a step; see ``PartsDriver.start``."""
         assert self._placed is not None
         return self._workers.driver.start(self._placed, graph, work, after=after)
@@ -179,8 +179,8 @@ class RemoteStages:
     def result(self, execution: PartsExecution) -> PartResult:
         """What a step has left for its caller."""
         for ended in execution.ended.values():
-            if ended.result:
-                result: PartResult = from_wire(ended.result)
+            if ended.result is not None:
+                result: PartResult = from_buffers(ended.result)
                 return result
         return PartResult({}, {}, ())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -65,7 +66,7 @@ class RemoteStep:
         assert portal is not None
         return StartedInThread(self._stages.driver, portal, line, partial(self._begin, self._work(overlaps=True)))
 
-    def _begin(self, work: dict[str, bytes], after: PartsExecution | None) -> PartsExecution:
+    def _begin(self, work: Mapping[str, object], after: PartsExecution | None) -> PartsExecution:
         self._execution = self._stages.start(self._graph, work, after)
         return self._execution
 
@@ -82,12 +83,12 @@ class RemoteStep:
             self._stages.settle(self._execution, keep=False)
             self._execution = None
 
-    def _work(self, *, overlaps: bool) -> dict[str, bytes]:
+    def _work(self, *, overlaps: bool) -> Mapping[str, object]:
         work = self._stages.work(self._inputs, self._graph, overlaps=overlaps)
         self._inputs = self._inputs.emptied()
         return work
 
-    async def _run(self, work: dict[str, bytes]) -> StepResult:
+    async def _run(self, work: Mapping[str, object]) -> StepResult:
         execution = self._stages.start(self._graph, work, None)
         try:
             await self._stages.driver.issued(execution)

@@ -6,6 +6,7 @@ import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from asyncpipe.core.engine.events import StepNotes, TaskFailed
 from asyncpipe.core.engine.parts_record import TaskEvent
@@ -23,7 +24,7 @@ class StartPart:
     step: int
     after: int | None
     """The step that it follows on every device."""
-    work: bytes = field(repr=False)
+    work: Any = field(repr=False)
     """What it computes with, for whom runs it."""
 
 
@@ -44,7 +45,8 @@ class PartEnded:
     notes: StepNotes = field(repr=False)
     error: BaseException | None = None
     """Why the part did not run to its end, if not because it was stopped, and no task is to blame."""
-    result: bytes = field(default=b"", repr=False)
+    result: Any = field(default=None, repr=False)
+    """What it has left for the caller of the step, if it has."""
     tracebacks: Sequence[str] = field(default=(), repr=False)
     """In the worker, of the errors above in their order."""
 

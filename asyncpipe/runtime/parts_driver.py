@@ -175,7 +175,7 @@ class PartsDriver:
         self,
         pipeline: PlacedPipeline,
         graph: TaskGraph,
-        work: Mapping[str, bytes],
+        work: Mapping[str, object],
         *,
         after: PartsExecution | None = None,
     ) -> PartsExecution:

@@ -1,13 +1,15 @@
 """Values as bytes for another process of the same job, tensors included.
 
 Tensors go as their own elements: of a view no more than what it shows, in the order of its shape. Everything else is
-pickled by ``cloudpickle``, which also takes lambdas, and what a script or a notebook has defined.
+pickled by ``cloudpickle``, which also takes lambdas, and what a script or a notebook has defined. ``to_buffers`` leaves
+the memory of large tensors where it is, for whoever sends it.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -16,7 +18,10 @@ from torch import Tensor
 
 from asyncpipe.errors import OptionError
 
-__all__ = ["TensorPickler", "from_wire", "not_sendable", "to_wire"]
+__all__ = ["TensorPickler", "from_buffers", "from_wire", "not_sendable", "to_buffers", "to_wire"]
+
+SMALLEST_BUFFER = 1 << 12
+"""Bytes. Copying less costs no more than a buffer of its own."""
 
 
 def to_wire(value: object, what: str) -> bytes:
@@ -24,12 +29,33 @@ def to_wire(value: object, what: str) -> bytes:
 
     Tensors of accelerators are waited for and arrive on the CPU.
     """
+    return _pickled(value, what, None).getvalue()
+
+
+def to_buffers(value: object, what: str) -> list[pickle.PickleBuffer]:
+    """As ``to_wire``, in several buffers, which ``runtime/workers`` sends as they are.
+
+    They are the memory of large tensors, to which nobody may write until it is sent.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+
+    def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < SMALLEST_BUFFER:
+            return True
+        buffers.append(buffer)
+        return False
+
+    pickled = _pickled(value, what, keep_inside)
+    return [pickle.PickleBuffer(pickled.getbuffer()), *buffers]
+
+
+def _pickled(value: object, what: str, keep_inside: Callable[[pickle.PickleBuffer], bool] | None) -> io.BytesIO:
     file = io.BytesIO()
     try:
-        TensorPickler(file).dump(value)
+        TensorPickler(file, keep_inside).dump(value)
     except Exception as error:
         raise not_sendable(what, error) from error
-    return file.getvalue()
+    return file
 
 
 def not_sendable(what: str, error: Exception) -> OptionError:
@@ -45,11 +71,18 @@ def from_wire(data: bytes) -> Any:
     return pickle.loads(data)  # noqa: S301
 
 
+def from_buffers(received: Sequence[Any]) -> Any:
+    """What ``to_buffers`` has made buffers of; its tensors use the memory of those received. As ``from_wire``."""
+    pickled, *buffers = received
+    return pickle.loads(pickled, buffers=buffers)  # noqa: S301
+
+
 class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles plain tensors without their storage, which may be much larger and shared with others."""
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=5)
+    def __init__(self, file: io.BytesIO, keep_inside: Callable[[pickle.PickleBuffer], bool] | None = None) -> None:
+        """``keep_inside`` says whether the memory of a tensor is copied into the pickle."""
+        super().__init__(file, protocol=5, buffer_callback=keep_inside)
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Tensor and value.layout is torch.strided and not value.is_quantized and not value.is_meta:
@@ -65,7 +98,7 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _tensor(elements: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Tensor:
-    # A bytearray, since the tensor may be written to.
-    own = bytearray(elements)
+    # The tensor may be written to.
+    own = bytearray(elements) if memoryview(elements).readonly else elements
     flat = torch.frombuffer(own, dtype=torch.uint8).view(dtype) if own else torch.empty(0, dtype=dtype)
     return flat.view(shape).requires_grad_(requires_grad)

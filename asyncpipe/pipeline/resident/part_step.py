@@ -8,7 +8,7 @@ from asyncpipe.core.engine.events import StepNotes, StepRecord, TaskCompleted, T
 from asyncpipe.core.engine.parts_record import TaskEvent
 from asyncpipe.core.graph.part import Part
 from asyncpipe.errors import PipelineClosedError, TaskError
-from asyncpipe.ops.device.wire import to_wire
+from asyncpipe.ops.device.wire import to_buffers
 from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.step_tensors import StepTensors
 from asyncpipe.ops.model.nested import tensors_of
@@ -77,7 +77,7 @@ class PartStep(PreparedStep):
         """Wait until nothing of it runs any more; what to tell the controller."""
         execution = self.execution
         assert execution is not None
-        result, error = b"", None
+        result, error = None, None
         try:
             await self.tenancy.pool.threads.issued(execution)
             result = self._result()
@@ -101,13 +101,13 @@ class PartStep(PreparedStep):
             self.parts.commit_statistics()
             self._tensors.close()
 
-    def _result(self) -> bytes:
+    def _result(self) -> object:
         tensors = self._tensors
         outputs = [packet.rebuild(packet.tensors) for _, packet in sorted(tensors.outputs.items())]
         self._fence.end(tensors_of([list(tensors.losses.values()), list(tensors.counts.values()), outputs]))
         if not (tensors.losses or outputs):
-            return b""
-        return to_wire(PartResult(tensors.losses, tensors.counts, outputs), "the output of the last stage")
+            return None
+        return to_buffers(PartResult(tensors.losses, tensors.counts, outputs), "the output of the last stage")
 
     def _events(self, record: StepRecord) -> list[tuple[float, TaskEvent]]:
         """What became of the tasks, in numbers of the whole graph and of the controller's step."""

@@ -17,7 +17,7 @@ from asyncpipe.core.graph.part import Departure, Part, part
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import EdgeError, PipelineClosedError
 from asyncpipe.ops.device.devices import Device
-from asyncpipe.ops.device.wire import from_wire, to_wire
+from asyncpipe.ops.device.wire import from_buffers, from_wire, to_wire
 from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
 from asyncpipe.ops.execute.crossings import Crossings
@@ -88,7 +88,7 @@ class Resident:
 
     def start(self, start: StartPart) -> PartStep:
         """Begin a part of a step."""
-        work: StepWork = from_wire(start.work)
+        work: StepWork = from_buffers(start.work)
         if work.epoch > self._epoch:
             self._epoch = work.epoch
             self._edges.advance(work.epoch)

@@ -10,7 +10,7 @@ from torch import nn
 
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.devices import resolve_devices
-from asyncpipe.ops.device.wire import from_wire, to_wire
+from asyncpipe.ops.device.wire import from_buffers, from_wire, to_buffers, to_wire
 from asyncpipe.ops.model.sequential import split, stage_parts
 from asyncpipe.ops.model.shipping import receive_model, ship_model
 from asyncpipe.ops.model.ties import place
@@ -91,6 +91,21 @@ def test_what_cannot_be_sent_is_refused():
     hooked.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(OptionError, match=r"parameter '0\.weight' has a hook"):
         ship_model(staged([hooked], [1]), {0})
+
+
+def test_buffers_are_the_memory_of_large_tensors_and_of_those_received():
+    whole = torch.randn(4, 4096)
+    pickled, *buffers = to_buffers({"pieces": whole.chunk(4), "small": torch.ones(2)}, "the batch")
+    assert [buffer.raw().nbytes for buffer in buffers] == [4 * 4096] * 4
+    assert len(pickled.raw()) < 4096
+    # As a read-only view the first one stands for memory that is not the receiver's own.
+    received = [bytes(pickled), bytes(buffers[0]), *(bytearray(buffer) for buffer in buffers[1:])]
+    found = from_buffers(received)
+    assert torch.equal(torch.cat(found["pieces"]), whole)
+    for piece in (*found["pieces"], found["small"]):
+        piece.zero_()
+    assert torch.equal(torch.frombuffer(received[2], dtype=torch.float32), torch.zeros(4096))
+    assert received[1] == bytes(buffers[0])
 
 
 def test_a_view_is_sent_without_the_rest_of_its_memory():
