@@ -60,8 +60,8 @@ class WorkerLink(Protocol):
     def running(self) -> Sequence[ShownTask]:
         """The tasks that run there, or ran when it ended, in numbers of its part of their step. From any thread."""
 
-    def kill(self, why: str) -> None:
-        """End it at once; it is lost then. From any thread."""
+    def kill(self, why: str, *, stacks: bool = False) -> None:
+        """End it, after a moment in which it writes down ``stacks``; it is lost then. From any thread."""
 
 
 class PlacedPipeline:
@@ -145,7 +145,7 @@ class _InWorker(NamedTuple):
         if self.task is not None:
             usual = "it had not run before" if self.expected is None else f"usually it takes {self.expected:.3g} s"
             why = f"{self.task} did not end within {seconds:.3g} s ({usual})"
-        self.worker.kill(why)
+        self.worker.kill(why, stacks=True)
         return f"worker {self.worker.name!r} is killed: {why}"
 
 

@@ -53,7 +53,8 @@ class Link:
     def running(self):
         return self.shown
 
-    def kill(self, why):
+    def kill(self, why, *, stacks):
+        assert stacks
         self.killed.append(why)
 
 

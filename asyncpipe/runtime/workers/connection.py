@@ -104,10 +104,13 @@ class WorkerConnection:
             del self._asked[number]
             del answer  # Its exception's traceback has this frame.
 
-    def kill(self, why: str) -> None:
-        """End its process at once, whatever it does; it is lost then, and ``why`` says how. From any thread."""
+    def kill(self, why: str, *, stacks: bool = False) -> None:
+        """End its process at once, whatever it does; it is lost then, and ``why`` says how. From any thread.
+
+        With ``stacks`` it first writes down what its threads do: at the end of its standard error.
+        """
         self._process.check()
-        self.supervisor.kill(why)
+        self.supervisor.kill(why, stacks=stacks)
 
     async def stop(self) -> None:
         """Tell it to end when it has handled what was sent before; it is killed if it takes too long.

@@ -81,6 +81,10 @@ class WorkerProcess(Protocol):
         """End it at once, whatever it does. Does not block. Does nothing if it has ended."""
         ...
 
+    def show_stacks(self) -> None:
+        """Have it write to its standard error what its threads do, if that can be done. Does not block."""
+        ...
+
     async def ended(self) -> WorkerExit:
         """How it ended, once it has. What it used of the operating system is given back then. May be called again."""
         ...

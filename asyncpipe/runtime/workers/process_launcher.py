@@ -22,6 +22,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.runtime.task_board import TaskBoard, new_board_file
 from asyncpipe.runtime.workers.launcher import Invitation, WorkerExit
 from asyncpipe.runtime.workers.main_module import MainModule
+from asyncpipe.runtime.workers.worker_main import STACKS_SIGNAL
 
 __all__ = ["LocalProcess", "ProcessLauncher"]
 
@@ -117,6 +118,10 @@ class LocalProcess:
         if not self._ended.done():
             # ``Popen.kill`` might wait for the process, so that its status would be gone.
             os.kill(self.pid, signal.SIGKILL)
+
+    def show_stacks(self) -> None:
+        if not self._ended.done():
+            os.kill(self.pid, STACKS_SIGNAL)
 
     async def ended(self) -> WorkerExit:
         return await asyncio.shield(self._ended)

@@ -45,6 +45,8 @@ _logger = logging.getLogger(__name__)
 
 HANG_UP_SECONDS = 1.0
 """For a process to end whose connection is closed. It usually is what closed it."""
+STACK_SECONDS = 0.3
+"""For a worker to write down what its threads do, before it is killed. One that is stopped does not."""
 KILL_SECONDS = 5.0
 """For a process to be gone that was killed. One that waits for a dead disk may take for ever."""
 NANOSECONDS = 1e9
@@ -105,6 +107,7 @@ class Supervisor:
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._told: asyncio.Future[str] = self._loop.create_future()
         """Why the caller has killed it."""
+        self._shows_stacks = False
         self._ended: asyncio.Future[WorkerExit] = self._loop.create_future()
         self._stops_at = math.inf
         self._watching: asyncio.Task[None] | None = None
@@ -116,9 +119,9 @@ class Supervisor:
         assert self._channel is not None
         self._channel.send(role, number, packed, urgent=urgent)
 
-    def kill(self, why: str) -> None:
-        """End the worker at once."""
-        self._post(self._loop, self._kill, why)
+    def kill(self, why: str, *, stacks: bool = False) -> None:
+        """End the worker at once, or with ``stacks`` when it has written down what its threads do."""
+        self._post(self._loop, self._kill, why, stacks)
 
     def stop(self) -> None:
         """Tell the worker to end, and kill it if it does not."""
@@ -193,6 +196,9 @@ class Supervisor:
             seconds = max(0.0, min(self._limits.ping, self._stops_at - self._loop.time()))
             await _first_of(self._ended, self._closed, self._told, timeout=seconds)
             if self._told.done():
+                if self._shows_stacks and self._process is not None:
+                    self._process.show_stacks()
+                    await _first_of(self._ended, timeout=STACK_SECONDS)
                 return f"was killed by its controller: {self._told.result()}"
             if self._ended.done() or self._closed.done():
                 return await self._last_status()
@@ -239,8 +245,9 @@ class Supervisor:
     def _stderr(self) -> str:
         return "" if self._process is None else self._process.stderr()
 
-    def _kill(self, why: str) -> None:
+    def _kill(self, why: str, stacks: bool = False) -> None:
         if not self._told.done():
+            self._shows_stacks = stacks
             self._told.set_result(why)
 
     def _stop(self) -> None:

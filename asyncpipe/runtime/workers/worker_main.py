@@ -6,6 +6,7 @@ import asyncio
 import faulthandler
 import logging
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from importlib import import_module
@@ -20,8 +21,10 @@ from asyncpipe.runtime.workers.lifeline import hold_on_to
 from asyncpipe.runtime.workers.main_module import MainModule
 from asyncpipe.runtime.workers.remote_logs import RemoteLogHandler
 
-__all__ = ["become_worker"]
+__all__ = ["STACKS_SIGNAL", "become_worker"]
 
+STACKS_SIGNAL = signal.SIGQUIT
+"""On it, a worker writes the stacks of all its threads to standard error, whatever these do, and goes on."""
 FLUSH_SECONDS = 60.0
 """For what the entry has sent last. A controller that has told the worker to end waits less, and kills it."""
 
@@ -34,6 +37,7 @@ def become_worker(values: dict[str, Any], lifeline: int) -> None:
     hold_on_to(lifeline)
     # On a crash in C, the stack of the thread that crashed goes to standard error, whose end the controller has.
     faulthandler.enable(all_threads=False)
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # A worker that is killed has nothing in its buffer.
     board = _open_board(values["board"])

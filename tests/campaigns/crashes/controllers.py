@@ -38,13 +38,13 @@ def kill_controllers(
     tell: Callable[[str], object] = print,
     *,
     devices: int = 4,
-    steps: int = 40,
-    longest: float = 12.0,
+    steps: int = 400,
+    longest: float = 5.0,
 ) -> float:
-    """Kill controllers within ``longest`` seconds of their start; the longest that a worker has lived on.
+    """The longest that a worker has lived on after its controller was killed, in seconds.
 
-    Raises ``AssertionError`` if one lives on for too long, or if the last controller, which is not killed, ends with
-    other bits.
+    Each is killed within ``longest`` seconds of its start, or of its first step. Raises ``AssertionError`` if a worker
+    lives on for too long, or if the last controller, which is not killed, ends with other bits.
     """
     snapshot, most = folder / "snapshot", 0.0
     alone = asyncio.run(_alone(devices, steps))
@@ -55,11 +55,16 @@ def kill_controllers(
         if number == kills or time.monotonic() > deadline:
             assert controller.wait(SECONDS) == 0
             break
-        time.sleep(chance.uniform(0.0, longest))
-        workers = len(pids_named(mark)) - 1
-        controller.send_signal(signal.SIGKILL)
-        killed = time.perf_counter()
-        status = controller.wait(SECONDS)
+        try:
+            if chance.random() < 0.5:
+                _await_step(controller, snapshot)
+            time.sleep(chance.uniform(0.0, longest))
+        finally:
+            workers = len(pids_named(mark)) - 1
+            controller.kill()
+            killed = time.perf_counter()
+            status = controller.wait(SECONDS)
+        assert status in (0, -signal.SIGKILL), f"a controller has failed by itself: {status}"
         while pids_named(mark) and time.perf_counter() < killed + 2 * LATEST:
             time.sleep(0.01)
         most = max(most, seconds := time.perf_counter() - killed)
@@ -74,6 +79,15 @@ def kill_controllers(
     alone.check(found)
     tell(f"{most:8.3f} s at most to the end of the last worker of a killed controller; the job ended bit-equal")
     return most
+
+
+def _await_step(controller: subprocess.Popen[bytes], snapshot: Path) -> None:
+    """Until it has written a snapshot."""
+    before = snapshot.stat().st_mtime_ns if snapshot.exists() else 0
+    deadline = time.monotonic() + SECONDS
+    while controller.poll() is None and (not snapshot.exists() or snapshot.stat().st_mtime_ns == before):
+        assert time.monotonic() < deadline, "a controller has not got to its first step"
+        time.sleep(0.01)
 
 
 def _read(path: Path) -> Snapshot | None:

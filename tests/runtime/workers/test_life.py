@@ -103,6 +103,19 @@ async def test_a_worker_that_is_killed_is_lost_and_another_one_takes_its_place()
 
 
 @pytest.mark.one_loop
+async def test_a_worker_that_is_killed_may_write_down_first_what_it_does(capfd):
+    recorded = Recorded()
+    async with recorded.group as group:
+        (worker,) = await group.start("worker")
+        await worker.ask(("echo", "it is up"))
+        worker.send(("hold_gil",))
+        worker.kill("it hangs", stacks=True)
+        loss = await recorded.loss()
+    assert loss.how == "was killed by its controller: it hangs"
+    assert "in hold_gil" in loss.stderr
+
+
+@pytest.mark.one_loop
 async def test_one_that_does_not_stop_is_killed_and_is_not_lost():
     recorded = Recorded(limits=WorkerLimits(ping=0.02, stop=0.05))
     async with recorded.group as group:
