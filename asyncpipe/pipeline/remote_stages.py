@@ -27,6 +27,7 @@ from asyncpipe.pipeline.wire_messages import (
     LoadPipeline,
     PartResult,
     PutState,
+    Scalars,
     StepWork,
     Unload,
 )
@@ -167,6 +168,7 @@ class RemoteStages:
                 targets,
                 changed,
                 overlaps,
+                bool(self._tenant.observers.shown),
             )
             work[name] = to_buffers(part, "the mini-batch")
         return work
@@ -182,7 +184,7 @@ class RemoteStages:
             if ended.result is not None:
                 result: PartResult = from_buffers(ended.result)
                 return result
-        return PartResult({}, {}, ())
+        return PartResult(Scalars.of({}), Scalars.of({}), ())
 
     def settle(self, execution: PartsExecution, *, keep: bool) -> None:
         """Tell the workers to keep what the step has left, or to undo it. From any thread."""

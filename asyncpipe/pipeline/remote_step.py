@@ -101,8 +101,9 @@ class RemoteStep:
 
     def _result(self, execution: PartsExecution) -> StepResult:
         inputs, found = self._inputs, self._stages.result(execution)
-        losses = [loss for _, loss in sorted(found.losses.items())]
+        by_microbatch, counts = found.losses.tensors(), found.counts.tensors()
+        losses = [loss for _, loss in sorted(by_microbatch.items())]
         with torch.no_grad():
-            loss = inputs.mean_loss(losses, StepTensors(losses=dict(found.losses), counts=dict(found.counts)))
+            loss = inputs.mean_loss(losses, StepTensors(losses=by_microbatch, counts=counts))
             outputs = inputs.gather(found.outputs)
         return StepResult(loss, tuple(losses), outputs, execution, self._tenancy.pool.portal)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from asyncpipe.core.engine.share import Share
@@ -16,7 +17,17 @@ from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.execute.step_tensors import StepPlan
 
-__all__ = ["ChangeSchedule", "Flags", "GetState", "LoadPipeline", "PartResult", "PutState", "StepWork", "Unload"]
+__all__ = [
+    "ChangeSchedule",
+    "Flags",
+    "GetState",
+    "LoadPipeline",
+    "PartResult",
+    "PutState",
+    "Scalars",
+    "StepWork",
+    "Unload",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +110,29 @@ class StepWork(NamedTuple):
     flags: Flags | None
     """``None`` if they are those of the last step."""
     overlaps: bool
+    is_observed: bool
+
+
+class Scalars(NamedTuple):
+    """One-number tensors by micro-batch, as one tensor where they are alike: each one more takes as long to send."""
+
+    keys: Sequence[int]
+    values: Tensor | Sequence[Tensor]
+
+    @classmethod
+    def of(cls, tensors: Mapping[int, Tensor]) -> Scalars:
+        values = [tensor.detach() for tensor in tensors.values()]
+        alike = len({(value.dtype, value.shape, value.device) for value in values}) == 1
+        return cls(list(tensors), torch.stack(values) if alike else values)
+
+    def tensors(self) -> dict[int, Tensor]:
+        """Them, by micro-batch."""
+        return dict(zip(self.keys, self.values, strict=True))
 
 
 class PartResult(NamedTuple):
     """What a worker's part has left for the caller; empty but in the worker of the last stage."""
 
-    losses: Mapping[int, Tensor]
-    counts: Mapping[int, Tensor]
+    losses: Scalars
+    counts: Scalars
     outputs: Sequence[Any]

@@ -16,7 +16,7 @@ from asyncpipe.pipeline.device_notes import note_devices
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.step import PreparedStep
 from asyncpipe.pipeline.step_inputs import StepInputs
-from asyncpipe.pipeline.wire_messages import PartResult
+from asyncpipe.pipeline.wire_messages import PartResult, Scalars
 from asyncpipe.runtime.execution import Execution, Gates
 from asyncpipe.runtime.part_messages import PartEnded, portable
 
@@ -37,14 +37,19 @@ class PartStep(PreparedStep):
         crossings: Crossings,
         *,
         overlaps: bool,
+        is_observed: bool,
     ) -> None:
-        """``number`` is the step's in the controller. ``overlaps``: its gradients are set aside by its run of steps."""
+        """``number`` is the step's in the controller. ``overlaps``: its gradients are set aside by its run of steps.
+
+        ``is_observed``: somebody gets its record, and wants to know what the physical devices hold.
+        """
         super().__init__(inputs, tenancy, part.graph, tensors, crossings)
         self.number = number
         self._worker = worker
         self._part = part
         self._crossings = crossings
         self._is_started = overlaps
+        self._is_observed = is_observed
         self._gates = Gates()
         self.execution: Execution | None = None
 
@@ -107,7 +112,8 @@ class PartStep(PreparedStep):
         self._fence.end(tensors_of([list(tensors.losses.values()), list(tensors.counts.values()), outputs]))
         if not (tensors.losses or outputs):
             return None
-        return to_buffers(PartResult(tensors.losses, tensors.counts, outputs), "the output of the last stage")
+        result = PartResult(Scalars.of(tensors.losses), Scalars.of(tensors.counts), outputs)
+        return to_buffers(result, "the output of the last stage")
 
     def _events(self, record: StepRecord) -> list[tuple[float, TaskEvent]]:
         """What became of the tasks, in numbers of the whole graph and of the controller's step."""
@@ -125,5 +131,6 @@ class PartStep(PreparedStep):
     def _notes(self, notes: StepNotes) -> StepNotes:
         copied = {self._part.whole[task]: size for task, size in notes.copied.items()}
         found = StepNotes(copied, samples=notes.samples, wakeups=notes.wakeups)
-        note_devices({stream.device for stream in self.parts.resources.streams.values()}, found)
+        if self._is_observed:
+            note_devices({stream.device for stream in self.parts.resources.streams.values()}, found)
         return found

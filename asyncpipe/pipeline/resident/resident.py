@@ -114,7 +114,15 @@ class Resident:
         send = partial(self._send, start.step, work.epoch)
         crossings = Crossings(graph, own, tensors, self._parts.resources.ties, send)
         step = PartStep(
-            self._worker, start.step, inputs, self._tenancy, own, tensors, crossings, overlaps=work.overlaps
+            self._worker,
+            start.step,
+            inputs,
+            self._tenancy,
+            own,
+            tensors,
+            crossings,
+            overlaps=work.overlaps,
+            is_observed=work.is_observed,
         )
         before = self._steps.get(-1 if start.after is None else start.after)
         if work.overlaps and step.training and self._line is None:
