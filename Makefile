@@ -1,11 +1,12 @@
 # Two commands do everything on a fresh machine: `make train` and `make test`. Both work in .venv.
+# `make train WORKERS=processes` trains the same in worker processes.
 PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: train test lint node dashboards bench campaigns soak differential faults crashes kill-service kill-store kill-run clients shapes api clean
 
 train: .venv/installed
-	$(BIN)/asyncpipe train examples/charlm/charlm.toml
+	$(BIN)/asyncpipe train examples/charlm/charlm.toml $(if $(WORKERS),--workers $(WORKERS))
 
 test: lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from asyncpipe.ops.model.skips import pop as pop
     from asyncpipe.ops.model.skips import skippable as skippable
     from asyncpipe.ops.model.skips import stash as stash
+    from asyncpipe.ops.model.stage_factory import StageFactory as StageFactory
     from asyncpipe.ops.model.trace.trace import trace as trace
     from asyncpipe.pipeline.pipeline import Pipeline as Pipeline
     from asyncpipe.pipeline.pool import DevicePool as DevicePool
@@ -97,6 +98,7 @@ _HOMES = {
     "ops.model.measure_layers": ("balance_by_size", "balance_by_time"),
     "ops.model.sequential": ("PipeSequential",),
     "ops.model.skip_layout": ("verify_skippables",),
+    "ops.model.stage_factory": ("StageFactory",),
     "ops.model.skips": ("Namespace", "Skippable", "pop", "skippable", "stash"),
     "ops.model.trace.trace": ("trace",),
     "pipeline.pipeline": ("Pipeline",),

@@ -35,6 +35,7 @@ BENCHMARKS = {
     "dropin": "loss(pipe(x)).backward() on 2 CPU devices, against a backward by autograd's engine alone",
     "peers": "a step by asyncpipe, a plain loop, bare threads, torchgpipe, fairscale and torch's pipelining",
     "memory": "bytes that wait for a backward, recomputed against not, over the micro-batches",
+    "rss": "resident memory of the controller and its workers, for a model that is sent there or built there",
     "plan": "predicted steps of ten pipelines on 2 CPU devices, against measured ones",
     "slack": "schedules under jitter and slow copies, simulated and on emulated devices",
     "embedded": "a service inside a web application: its requests while it trains, and what they cost",

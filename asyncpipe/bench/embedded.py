@@ -267,6 +267,7 @@ def _submission(job: dict[str, Any], size: EmbeddedSize) -> dict[str, Any]:
         "parameters": {**job["job"]["parameters"], **size.parameters},
         "pipeline": {**job["pipeline"], "devices": DEVICES},
         "training": {**job["training"], "steps": ENDLESS},
+        "faults": job["faults"],
         "snapshots": {"every": ENDLESS},
     }
 

@@ -74,7 +74,7 @@ async def _run(workload: Any, job: dict[str, Any], size: TrainingSize, progress:
             x, target = next(batches)
             result = await pipe.step(x, target, return_outputs=False)
             assert result.loss is not None
-            nn.utils.clip_grad_norm_(pipe.parameters(), training["clip"])
+            nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             await result.completed()

@@ -107,6 +107,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add("--max-running", metavar="N", help="most jobs that run at once (default: 4)")
     add("--max-queued", metavar="N", help="most jobs that wait; more are refused (default: 1000)")
+    add("--workers", metavar="WHERE", help="threads (default), or processes: each device has a worker process")
     add("--memory-limit", metavar="LIST", help="memory of a device for all jobs together, as cuda:0=70GiB")
     add("--grace-seconds", metavar="SECONDS", help="time for jobs to end after a signal (default: 30)")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="of stderr (default: info)")

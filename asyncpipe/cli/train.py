@@ -36,6 +36,7 @@ examples:
   asyncpipe train examples/charlm/charlm.toml
   asyncpipe train examples/charlm/charlm.toml --steps 50 --devices cpu:0,cpu:1
   asyncpipe train examples/charlm/charlm.toml --device-type cuda --metrics-port 9400
+  asyncpipe train examples/charlm/charlm.toml --workers processes
   asyncpipe train examples/charlm/charlm.toml --serve 0 --snapshots runs/charlm
   asyncpipe train examples/charlm/charlm.toml --resume runs/charlm
 """
@@ -52,6 +53,12 @@ def add_parser(subparsers: Subparsers) -> None:
         "--device-type",
         choices=("cpu", "cuda"),
         help="train on the same number of logical devices of this kind, round robin over those of the machine",
+    )
+    parser.add_argument(
+        "--workers",
+        choices=("threads", "processes"),
+        help="where the devices' threads are: in this process, or in a worker process for each accelerator and each "
+        "CPU device; processes need [training] overlap = true in the job file",
     )
     _add_watching(parser)
     parser.add_argument("--no-progress", action="store_true", help="print the summary only")
@@ -140,10 +147,16 @@ def _train(args: argparse.Namespace) -> int:
 
 def _with_options(job: Job, args: argparse.Namespace) -> Job:
     """The job with the values of the command line in place of those of the file."""
+    from asyncpipe.train.job_file import check_workers, job_file_error
+
     devices = args.devices
     if args.device_type is not None:
         devices = _logical_devices(len(job.pipeline.devices), args.device_type)
-    job = job.override("pipeline", devices=devices)
+    job = job.override("pipeline", devices=devices, workers=args.workers)
+    try:
+        check_workers(job.pipeline.workers, job.training)
+    except ValueError as error:
+        raise job_file_error(job.path, str(error)) from None
     job = job.override("training", steps=args.steps)
     job = _with_snapshots(job, args.snapshots, args.resume)
     return job.override(

@@ -13,6 +13,7 @@ from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task_graph import Phase, Wiring
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.core.schedules.validate import checked_placement
 from asyncpipe.errors import BalanceError, OptionError, OverlapError
 from asyncpipe.ops.device.copies import make_copiers
 from asyncpipe.ops.device.devices import Device
@@ -25,6 +26,7 @@ from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.padded_labels import PaddedLabels
 from asyncpipe.ops.model.sequential import as_sequential, split, stage_parts
 from asyncpipe.ops.model.stage import Stage, StagedModel
+from asyncpipe.ops.model.stage_factory import StageFactory, build_stages
 from asyncpipe.ops.model.ties import Ties, place
 from asyncpipe.pipeline.graph_cache import GraphCache
 from asyncpipe.pipeline.options import PipelineOptions
@@ -50,6 +52,8 @@ class PipelineParts:
     graphs: GraphCache
     deferred: Sequence[DeferredBatchNorm]
     padded_labels: PaddedLabels
+    factory: StageFactory | None = None
+    """What builds the stages, if they were not given."""
     between_steps: BetweenSteps = field(default_factory=BetweenSteps)
 
     @property
@@ -90,9 +94,12 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
     """The parts of a pipeline for ``model``, whose stages are moved to their devices. Raises before anything moves."""
     instruments = Instruments(options.nvtx, options.sample_memory)
     schedule = find_schedule(options.schedule, order=options.order)
-    staged = _split_into_stages(model, schedule, len(devices), options)
-    _check_leaves(staged.module)
     names = [device.name for device in devices]
+    if isinstance(model, StageFactory):
+        staged = _built_stages(model, schedule, devices, options)
+    else:
+        staged = _split_into_stages(model, schedule, len(devices), options)
+    _check_leaves(staged.module)
     graphs = GraphCache(schedule, names, Wiring(staged.links), len(staged.stages))
     checkpoint = CheckpointMode(options.checkpoint)
     graph = graphs(options.microbatches, Phase.STEP, checkpoint, True)
@@ -109,7 +116,28 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
         graphs,
         deferred_layers(staged.module),
         PaddedLabels(),
+        model if isinstance(model, StageFactory) else None,
     )
+
+
+def _built_stages(
+    factory: StageFactory, schedule: Schedule, devices: Sequence[Device], options: PipelineOptions
+) -> StagedModel:
+    """The stages that ``factory`` builds on those of ``devices`` that are here, and the shapes of the others."""
+    count = factory.stages
+    if options.stages not in (None, count) or options.balance != "auto":
+        raise BalanceError(f"{factory} has {count} stages, one a call; leave stages and balance out")
+    if options.deferred_batch_norm:
+        raise OptionError(
+            f"{factory} makes the batch norms: return asyncpipe.convert_deferred_batch_norm(module) from it, and leave "
+            "deferred_batch_norm out"
+        )
+    shape = Shape(count, options.microbatches, len(devices))
+    schedule.check(shape)
+    placement = checked_placement(schedule, shape, tuple(device.name for device in devices))
+    here = {stage for stage, device in enumerate(placement) if not devices[device].is_elsewhere}
+    sequence = build_stages(factory, here)
+    return stage_parts(sequence, split(sequence, [1] * count, count))
 
 
 def _split_into_stages(model: object, schedule: Schedule, devices: int, options: PipelineOptions) -> StagedModel:

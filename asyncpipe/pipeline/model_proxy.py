@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 
 from asyncpipe.errors import MoveError, OptionError
+from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
 from asyncpipe.ops.model.stage import Stage
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.remote_model import RemoteModel
@@ -117,3 +118,22 @@ class ModelProxy:
             self.module.load_state_dict(state, strict=strict)
         else:
             self._remote.load_state_dict(state, strict=strict)
+
+    def optimizer_states(self) -> dict[str, dict[str, Any]]:
+        """What the pipeline's own optimizers remember, by the unsplit model's name of each parameter.
+
+        So it means the same with other stages, devices or workers. Settings, such as the learning rate, are not in it.
+        Tensors are where ``state_dict`` has those of the model; it raises as that.
+        """
+        self._parts.check_between_steps()
+        if self._remote is not None:
+            return self._remote.optimizer_states()
+        return optimizer_states(self._parts.resources.optimizers.values(), self.module)
+
+    def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give the pipeline's own optimizers copies of what ``optimizer_states`` returned, from any device."""
+        self._parts.check_between_steps()
+        if self._remote is not None:
+            self._remote.load_optimizer_states(states)
+        else:
+            load_optimizer_states(self._parts.resources.optimizers.values(), self.module, states)

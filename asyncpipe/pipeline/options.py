@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from asyncpipe.core.engine.share import Share
     from asyncpipe.core.schedules.protocol import Schedule
     from asyncpipe.ops.model.stage import StagedModel
+    from asyncpipe.ops.model.stage_factory import StageFactory
     from asyncpipe.pipeline.pool import DevicePool
 
 __all__ = ["PipelineArguments", "PipelineOptions"]
@@ -60,6 +61,9 @@ class PipelineOptions(PoolOptions):
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
     """Makes a stage's optimizer from its parameters. The update is then a task of the step, which begins when the
     stage's last backward is done. ``Pipeline.optimizers`` has the optimizers by stage."""
+    gradient_norms: bool = False
+    """Whether results have the norm of the gradients that each stage's optimizer has used, and cleared
+    (``StepResult.gradient_norms``)."""
     deferred_batch_norm: bool = False
     """Whether batch norms update their running statistics once per mini-batch, as the unsplit model does."""
     nvtx: bool = False
@@ -139,8 +143,9 @@ class PipelineOptions(PoolOptions):
 class PipelineArguments(PipelineOptions):
     """All arguments of ``Pipeline``."""
 
-    model: nn.Module | Sequence[nn.Module] | StagedModel
+    model: nn.Module | Sequence[nn.Module] | StagedModel | StageFactory
     """An ``nn.Sequential``, a list of modules, or a module cut by ``asyncpipe.trace``. It is moved to the devices in
-    place and stays the owner of its parameters. A parameter may be tied across stages and devices."""
+    place and stays the owner of its parameters. A parameter may be tied across stages and devices. A ``StageFactory``
+    builds each stage in the process that has it."""
     devices: Sequence[str | torch.device]
     """Logical devices, e.g. ``["cuda:0", "cuda:1"]`` or ``["cpu:0", "cpu:1"]``; a device may be listed twice."""

@@ -15,9 +15,11 @@ from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.schedules.protocol import Schedule
 from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.ops.autograd.random_streams import draw_step_seed
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import StagedModel
+from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.build import build
 from asyncpipe.pipeline.call import call
 from asyncpipe.pipeline.device_notes import note_devices
@@ -58,12 +60,16 @@ class Pipeline(ModelProxy):
         self.devices = resolve_devices(arguments.devices)
         pool = arguments.pool or DevicePool(**arguments.pool_options)
         arguments = resolve_auto(arguments)
+        if isinstance(arguments.model, StageFactory):
+            seeded = arguments.model.seeded(partial(draw_step_seed, arguments.generator))
+            arguments = replace(arguments, model=seeded)
         if isinstance(arguments.model, StagedModel) and not isinstance(arguments.balance, str):
             # Copies of the pipeline copy the stages that it has; the trace of a copy cannot be cut in another way.
             arguments = replace(arguments, model=arguments.model.joined(arguments.balance), balance="auto")
-        self._arguments = arguments
         here = self.devices if pool.workers is None else [device.elsewhere() for device in self.devices]
         parts = build(arguments.model, here, arguments)
+        # Copies of the pipeline have the stages as they will be, not as they were built.
+        self._arguments = arguments if parts.factory is None else replace(arguments, model=parts.staged)
         physical = {device.physical for device in self.devices}
         tenant = Tenant(arguments.share or Share(), Observers(arguments.observers, partial(note_devices, physical)))
         stages = None if pool.workers is None else RemoteStages(parts, self.devices, tenant, pool.workers)
@@ -80,6 +86,7 @@ class Pipeline(ModelProxy):
         return_outputs: bool = True,
         update: bool = True,
         scaler: GradScaler | None = None,
+        learning_rate: float | None = None,
     ) -> StepResult:
         """Run one mini-batch through the pipeline, and add its gradients to the parameters' ``.grad``.
 
@@ -90,6 +97,7 @@ class Pipeline(ModelProxy):
         differentiated; without a target it is called with the output alone. After ``eval()`` or under
         ``torch.no_grad`` only forwards run, and the loss only if a target is given. ``update=False`` leaves out the
         pipeline's optimizers, to accumulate gradients over steps. ``scaler`` multiplies gradients by its scale.
+        ``learning_rate`` is set in all parameter groups of the pipeline's optimizers before they update.
         Steps of one pipeline run one after the other. Returns when the last task is issued.
 
         Raises ``BatchError`` or ``OptionError`` before anything runs, ``TaskError`` if a task fails. After an
@@ -99,7 +107,7 @@ class Pipeline(ModelProxy):
         async with self._tenancy.turn:
             self._tenancy.check()
             self._parts.check_between_steps()
-            step = StepOptions(return_outputs, update, scaler)
+            step = StepOptions(return_outputs, update, scaler, learning_rate)
             return await prepare_step(self._parts, self._tenancy, x, target, step).run()
 
     def steps(
@@ -113,10 +121,10 @@ class Pipeline(ModelProxy):
     ) -> AsyncGenerator[StepResult, None]:
         """The results of many mini-batches, in order: ``async for result in pipe.steps(loader)``.
 
-        Each of ``batches``, an iterable or an asynchronous one, is x, a pair ``(x, target)`` or ``Batch(x, target)``;
-        the options are those of ``step``. ``ahead`` steps begin behind the one whose result is due, and each device
-        goes on to the next step when it is at the end of one. So the devices do not wait while results are read, and
-        the next mini-batch is fetched and cut.
+        Each of ``batches``, an iterable or an asynchronous one, is x, a pair ``(x, target)`` or ``Batch(x, target)``,
+        which may have a ``learning_rate``; the options are those of ``step``. ``ahead`` steps begin behind the one
+        whose result is due, and each device goes on to the next step when it is at the end of one. So the devices do
+        not wait while results are read, and the next mini-batch is fetched and cut.
         Losses and weights are bit-equal to those of ``step`` one by one, if the mini-batches are made independently of
         the results.
 

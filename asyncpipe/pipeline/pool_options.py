@@ -6,7 +6,7 @@ Each option is declared, documented and checked here and nowhere else. Importing
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -43,6 +43,8 @@ class PoolOptions:
     """Where the devices' threads are: ``"threads"`` of this process, or worker ``"processes"`` of this machine, one for
     each accelerator and each logical CPU device. A mapping from device to the name of its worker makes other groups.
     With workers the loop is always the pool's own."""
+    worker_path: Sequence[str] = ()
+    """Folders in which workers look for modules before those of ``sys.path``."""
     executors: Callable[[str], Executor] | None = None
     """Makes the executor of a device from the device's name; by default a thread (see also ``asyncpipe.testing``)."""
 

@@ -30,13 +30,14 @@ from asyncpipe.core.predict.layer_profile import PARAMETER_SCALE, Measurement, P
 from asyncpipe.core.predict.planner import Plan, plan
 from asyncpipe.core.predict.profile_from_journals import MeasuredStep, StepVariant, combine, layer_seconds
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
-from asyncpipe.errors import MicrobatchError
+from asyncpipe.errors import MicrobatchError, OptionError
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.model.byte_recorder import ByteRecorder, LayerBytes, parameter_bytes
 from asyncpipe.ops.model.measure_layers import copied
 from asyncpipe.ops.model.microbatch import cut
 from asyncpipe.ops.model.sequential import as_sequential
 from asyncpipe.ops.model.stage import Stage, StagedModel
+from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.build import build
 from asyncpipe.pipeline.graph_cache import GraphCache
 from asyncpipe.pipeline.options import PipelineArguments, PipelineOptions
@@ -133,6 +134,8 @@ def resolve_auto(arguments: PipelineArguments) -> PipelineArguments:
         return arguments
     assert arguments.sample is not None
     assert isinstance(arguments.schedule, str)
+    if isinstance(arguments.model, StageFactory):
+        raise OptionError(f"{arguments.model} is built where its stages live, and not measured here; name a schedule")
     x, target = (*arguments.sample, NO_TARGET)[:2]
     sample = SampleBatch(x, target, arguments.loss_fn, arguments.loss_reduction, arguments.batch_dim)
     # As in ``why_alone``; the planner knows of ties and rules.

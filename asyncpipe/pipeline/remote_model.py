@@ -28,13 +28,13 @@ class RemoteModel:
         self._pool.check()
         self._pool.call(self._stages.load_state(state, strict=strict))
 
-    def optimizer_states(self) -> dict[int, dict[str, Any]]:
-        """The states of the optimizers, by stage."""
+    def optimizer_states(self) -> dict[str, dict[str, Any]]:
+        """What the optimizers remember, by name of the parameter, on the CPU."""
         self._pool.check()
         return self._pool.call(self._stages.optimizer_states())
 
-    def load_optimizer_states(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """Load the states of the optimizers, by stage."""
+    def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give the optimizers what to remember, by name of the parameter."""
         self._pool.check()
         self._pool.call(self._stages.load_optimizer_states(states))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import EdgeError, StateDictError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.wire import from_buffers, from_wire, to_buffers, to_wire
-from asyncpipe.ops.model.shipping import forget_values, ship_model
+from asyncpipe.ops.model.shipping import first_names, forget_values, ship_model
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.step_inputs import StepInputs
 from asyncpipe.pipeline.wire_messages import (
@@ -108,6 +109,8 @@ class RemoteStages:
         await self.unload()
 
     def _ship(self, names: Sequence[str]) -> list[bytes]:
+        if (factory := self._parts.factory) is not None:
+            return [to_wire(factory, "the arguments of the stages' factory")] * len(names)
         return [ship_model(self._parts.staged, self._owned[name]) for name in names]
 
     def _load_message(self, name: str, model: bytes, options: bytes, folder: str) -> LoadPipeline:
@@ -115,6 +118,7 @@ class RemoteStages:
         return LoadPipeline(
             pipeline=self._number,
             model=model,
+            is_factory=self._parts.factory is not None,
             options=options,
             devices=[(device.name, str(device.physical)) for device in self._devices],
             workers=[numbers[self._worker_of[device.name]] for device in self._devices],
@@ -180,11 +184,14 @@ class RemoteStages:
 
     def result(self, execution: PartsExecution) -> PartResult:
         """What a step has left for its caller."""
-        for ended in execution.ended.values():
-            if ended.result is not None:
-                result: PartResult = from_buffers(ended.result)
-                return result
-        return PartResult(Scalars.of({}), Scalars.of({}), ())
+        results: list[PartResult] = [
+            from_buffers(each.result) for each in execution.ended.values() if each.result is not None
+        ]
+        nothing = Scalars.of({})
+        norms = {stage: norm for result in results for stage, norm in result.gradient_norms.tensors().items()}
+        last = next((each for each in results if each.losses.keys or each.outputs), None)
+        last = last or PartResult(nothing, nothing, nothing, ())
+        return last._replace(gradient_norms=Scalars.of(dict(sorted(norms.items()))))
 
     def settle(self, execution: PartsExecution, *, keep: bool) -> None:
         """Tell the workers to keep what the step has left, or to undo it. From any thread."""
@@ -196,11 +203,11 @@ class RemoteStages:
 
     async def state(self) -> dict[str, Any]:
         """The state of the unsplit model, with its names in its order."""
-        parts = [from_wire(answer) for answer in await self._ask_all(GetState(self._number))]
-        found = {name: value for part in parts for name, value in part.items()}
+        found = await self._gathered(GetState(self._number))
+        first = first_names(self._parts.module)
         state = self._parts.module.state_dict()
         for name in state:
-            state[name] = found[name]
+            state[name] = found[first.get(name, name)]
         return state
 
     async def load_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -215,15 +222,26 @@ class RemoteStages:
                 raise StateDictError(f"{name!r} has the shape {shape} in the state, and {value.shape} in the model")
         await self._ask_all(PutState(self._number, to_wire(dict(state), "the state")))
 
-    async def optimizer_states(self) -> dict[int, dict[str, Any]]:
-        """The states of the optimizers, by stage."""
-        answers = await self._ask_all(GetState(self._number, optimizers=True))
-        found = {stage: state for answer in answers for stage, state in from_wire(answer).items()}
-        return dict(sorted(found.items()))
+    async def optimizer_states(self) -> dict[str, dict[str, Any]]:
+        """What the optimizers remember, by name of the parameter."""
+        found = await self._gathered(GetState(self._number, optimizers=True))
+        return {
+            # As in one process, equal keys are one object: files of both are equal to the last byte.
+            name: {sys.intern(key): value for key, value in found[name].items()}
+            for name, _ in self._parts.module.named_parameters()
+            if name in found
+        }
 
-    async def load_optimizer_states(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """Load the states of the optimizers, by stage."""
+    async def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give the optimizers what to remember, by name of the parameter."""
         await self._ask_all(PutState(self._number, to_wire(dict(states), "the state"), optimizers=True))
+
+    async def _gathered(self, message: GetState) -> dict[str, Any]:
+        """What the workers have. One is asked at a time, since its answer is in memory twice until it is unpacked."""
+        found: dict[str, Any] = {}
+        for connection in self._connections.values():
+            found.update(from_wire(await connection.ask(message)))
+        return found
 
     async def change_schedule(self) -> None:
         """Have the workers follow the schedule that the controller follows now."""

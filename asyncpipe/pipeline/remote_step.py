@@ -106,4 +106,5 @@ class RemoteStep:
         with torch.no_grad():
             loss = inputs.mean_loss(losses, StepTensors(losses=by_microbatch, counts=counts))
             outputs = inputs.gather(found.outputs)
-        return StepResult(loss, tuple(losses), outputs, execution, self._tenancy.pool.portal)
+        portal = self._tenancy.pool.portal
+        return StepResult(loss, tuple(losses), outputs, execution, portal, found.gradient_norms.tensors())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +27,13 @@ class StepResult:
     """
 
     def __init__(
-        self, loss: Tensor | None, losses: tuple[Tensor, ...], outputs: Any, execution: UnderWay, portal: Portal | None
+        self,
+        loss: Tensor | None,
+        losses: tuple[Tensor, ...],
+        outputs: Any,
+        execution: UnderWay,
+        portal: Portal | None,
+        gradient_norms: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         self.loss = loss
         """The mini-batch's loss, without dimensions, detached; ``None`` where no loss was computed."""
@@ -33,6 +41,9 @@ class StepResult:
         """What ``loss_fn`` returned for each micro-batch."""
         self.outputs = outputs
         """The last stage's outputs, gathered over the micro-batches and detached; ``None`` if not kept."""
+        self.gradient_norms = gradient_norms
+        """By stage: the norm of the gradients that its optimizer has used, with ``gradient_norms=True``. That of all
+        stages is the root of the sum of their squares."""
         self._execution = execution
         self._portal = portal
 

@@ -147,7 +147,8 @@ class PreparedStep(StepProtocol[StepResult]):
     def _finish(self, execution: Execution) -> StepResult:
         losses = [loss for _, loss in sorted(self._tensors.losses.items())]
         outputs = [packet.rebuild(packet.tensors) for _, packet in sorted(self._tensors.outputs.items())]
-        self._fence.end(tensors_of([losses, list(self._tensors.counts.values()), outputs]))
+        norms = dict(sorted(self._tensors.gradient_norms.items()))
+        self._fence.end(tensors_of([losses, list(self._tensors.counts.values()), outputs, list(norms.values())]))
         with torch.no_grad():
             loss = self._inputs.mean_loss(losses, self._tensors)
             gathered = self._inputs.gather(outputs)
@@ -155,7 +156,7 @@ class PreparedStep(StepProtocol[StepResult]):
                 self._commit_gradients()
         self.parts.commit_statistics()
         self._tensors.close()
-        return StepResult(loss, tuple(losses), gathered, execution, self.tenancy.pool.portal)
+        return StepResult(loss, tuple(losses), gathered, execution, self.tenancy.pool.portal, norms)
 
     def _abandon(self) -> None:
         if self._has_set_gradients_aside:

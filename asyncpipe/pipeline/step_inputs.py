@@ -35,6 +35,7 @@ class StepOptions:
     return_outputs: bool = True
     update: bool = True
     scaler: GradScaler | None = None
+    learning_rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,6 +124,8 @@ def _make_plan(
     parts: PipelineParts, pieces: CutBatch, step: StepOptions, *, training: bool, has_loss: bool
 ) -> StepPlan:
     options = parts.options
+    if step.learning_rate is not None and options.optimizer is None:
+        raise OptionError("learning_rate is for the pipeline's own optimizers; give it an optimizer=")
     return StepPlan(
         loss=options.loss_fn if has_loss else None,
         weights=loss_weights(pieces.sizes, options.loss_reduction == "mean"),
@@ -132,6 +135,8 @@ def _make_plan(
         keep_outputs=step.return_outputs or not has_loss,
         training=training,
         whole_step=True,
+        learning_rate=step.learning_rate,
+        gradient_norms=options.gradient_norms,
     )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Generator, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,10 +39,12 @@ __all__ = ["Batch", "StepRun", "check_batches", "run_steps", "run_steps_blocking
 
 
 class Batch(NamedTuple):
-    """One mini-batch for ``steps``, where ``(x, target)`` would be ambiguous: ``Batch((ids, mask))``."""
+    """One mini-batch for ``steps``, where ``(x, target)`` is ambiguous or says too little: ``Batch((ids, mask))``."""
 
     x: Any
     target: Any = NO_TARGET
+    learning_rate: float | None = None
+    """Set in all parameter groups of the pipeline's optimizers before they update."""
 
 
 def check_batches(batches: object, ahead: object, *, blocking: bool) -> None:
@@ -86,8 +89,9 @@ class StepRun:
 
     def prepare(self, value: Any) -> _Step:
         """Check and cut a mini-batch."""
-        x, target = _as_batch(value)
-        return prepare_step(self._parts, self.tenancy, x, target, self._options)
+        x, target, learning_rate = _as_batch(value)
+        options = replace(self._options, learning_rate=learning_rate)
+        return prepare_step(self._parts, self.tenancy, x, target, options)
 
     def check(self) -> None:
         """Raise ``OverlapError`` while other steps overlap; not to be called while one of this run is under way."""

@@ -54,9 +54,10 @@ class SyncPipeline(ModelProxy):
         return_outputs: bool = True,
         update: bool = True,
         scaler: GradScaler | None = None,
+        learning_rate: float | None = None,
     ) -> StepResult:
         """One mini-batch through the pipeline, as ``Pipeline.step``; blocks until the last task is issued."""
-        step = StepOptions(return_outputs, update, scaler)
+        step = StepOptions(return_outputs, update, scaler, learning_rate)
         self._tenancy.check_caller(blocking=True)
         with self._tenancy.blocking_turn:
             self._tenancy.check()

@@ -37,6 +37,8 @@ class LoadPipeline:
     pipeline: int
     """A number of its own."""
     model: bytes = field(repr=False)
+    """Of the whole model, with the tensors of the own stages, or of a ``StageFactory``."""
+    is_factory: bool
     options: bytes = field(repr=False)
     devices: Sequence[tuple[str, str]]
     """(name, physical device) of all devices of the pipeline."""
@@ -131,8 +133,10 @@ class Scalars(NamedTuple):
 
 
 class PartResult(NamedTuple):
-    """What a worker's part has left for the caller; empty but in the worker of the last stage."""
+    """What a worker's part has left for the caller: losses and outputs in the worker of the last stage."""
 
     losses: Scalars
     counts: Scalars
+    gradient_norms: Scalars
+    """By stage."""
     outputs: Sequence[Any]

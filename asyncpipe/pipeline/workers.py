@@ -28,7 +28,7 @@ __all__ = ["Workers", "assign_workers"]
 
 ENTRY = "asyncpipe.pipeline.resident.serve:serve"
 
-_OF_THE_CONTROLLER = ("loop", "workers", "executors")
+_OF_THE_CONTROLLER = ("loop", "workers", "worker_path", "executors")
 """Options of a pool that a worker's pool does not have."""
 
 
@@ -57,7 +57,8 @@ class Workers:
         """By name of a worker, its number among the pool's."""
         self._pipelines = count()
         self._options = options
-        self._group = WorkerGroup(ProcessLauncher(), ENTRY, received=self._received, lost=self._lost)
+        launcher = ProcessLauncher(path=options.worker_path)
+        self._group = WorkerGroup(launcher, ENTRY, received=self._received, lost=self._lost)
         self._is_open = False
         self._turn = asyncio.Lock()
         """Held while workers start: of two pipelines that need the same one, the second waits for it."""

@@ -103,7 +103,7 @@ class StartedInThread(Generic[_Step]):
         self._call: PortalCall[_Step] = portal.submit(_start(driver, line, begin))
 
     async def issued(self) -> _Step:
-        return await asyncio.shield(asyncio.wrap_future(self._call.future))
+        return await asyncio.shield(self._awaitable())
 
     def wait(self) -> _Step:
         return self._call.wait()
@@ -113,16 +113,23 @@ class StartedInThread(Generic[_Step]):
             self._call.cancel()
 
     async def ended(self) -> None:
+        await wait_uncancelled(self._awaitable())
+
+    def _awaitable(self) -> asyncio.Future[_Step]:
         future = asyncio.wrap_future(self._call.future)
-        await wait_uncancelled(future)
-        if not future.cancelled():
-            future.exception()  # Marks it as retrieved.
+        future.add_done_callback(_retrieve)  # Whoever waits may be cancelled; asyncio would say that nobody cared.
+        return future
 
     def wait_ended(self) -> None:
         self._call.end()
 
     def when_ended(self, call: Callable[[], None]) -> None:
         self._call.future.add_done_callback(lambda _: call())
+
+
+def _retrieve(future: asyncio.Future[_Step]) -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 async def _start(driver: Drives[_Step], line: Line[_Step], begin: Callable[[_Step | None], _Step]) -> _Step:

@@ -10,8 +10,8 @@ Both have the same state and give the same weights where nothing is clipped, so 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import cos, hypot, inf, isfinite, pi
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.ops.device.copies import HostCopy
+from asyncpipe.pipeline.pipeline import Pipeline
+from asyncpipe.pipeline.result import StepResult
 from asyncpipe.train.job_file import TrainingTable
 
 __all__ = ["BETAS", "ClippedAdamW", "StagedAdamW", "Update", "UpdateResult", "learning_rate"]
@@ -120,71 +122,61 @@ class ClippedAdamW:
 class StagedAdamW:
     """One AdamW for each stage, whose updates are tasks of the steps; its state is that of a ``ClippedAdamW``.
 
-    Give ``make`` to a pipeline as its ``optimizer``, then call ``attach``. The state is read and set between two steps.
+    Give ``make`` to a pipeline as its ``optimizer``, and the rate to each step, wherever the stages are. The state is
+    read and set between two steps.
     """
 
     def __init__(self, training: TrainingTable) -> None:
         self._training = training
-        self._parameters: list[nn.Parameter] = []
-        self._stages: list[_StageAdamW] = []
+        self._rate = training.learning_rate
+        """Of the last update."""
+        self._pipe: Pipeline | None = None
 
-    def make(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of one more stage."""
-        stage = _StageAdamW(parameters, self._training)
-        self._stages.append(stage)
-        return stage.optimizer
+    @property
+    def make(self) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+        """Makes the optimizer of a stage, also in a worker."""
+        return partial(_adamw, training=self._training)
 
-    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Number ``parameters``, those of all stages, in their order, as the optimizer of the whole model would."""
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    def attach(self, pipe: Pipeline) -> None:
+        """``pipe`` has the optimizers, and results with norms."""
+        self._pipe = pipe
 
-    def begin(self, done: int) -> None:
-        """The next update is that of the step after ``done`` steps."""
-        for stage in self._stages:
-            stage.done = done
-
-    def take(self, loss: Tensor | None) -> Update:
-        """The update of the oldest step that is issued and whose update is not taken yet; ``loss`` is the step's."""
-        assert loss is not None
-        return Update(loss, [stage.norms.popleft() for stage in self._stages])
+    def take(self, result: StepResult, rate: float) -> Update:
+        """The update of a step that is issued, and that had this learning rate."""
+        assert result.loss is not None
+        self._rate = rate
+        return Update(result.loss, [HostCopy(norm) for norm in result.gradient_norms.values()])
 
     def state_dict(self) -> dict[str, Any]:
         """The state that one AdamW over all parameters would have."""
-        whole = _adamw(self._parameters, self._training)
-        for stage in self._stages:
-            whole.state.update(stage.optimizer.state)
-            for group in whole.param_groups:
-                group["lr"] = stage.optimizer.param_groups[0]["lr"]
+        assert self._pipe is not None
+        whole, names = self._whole()
+        states = self._pipe.optimizer_states()
+        for parameter, name in names.items():
+            if name in states:
+                whole.state[parameter] = states[name]
+        for group in whole.param_groups:
+            group["lr"] = self._rate
         return whole.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As ``ClippedAdamW.load_state_dict``."""
-        whole = _adamw(self._parameters, self._training)
+        assert self._pipe is not None
+        whole, names = self._whole()
         _load(whole, state)
-        for stage in self._stages:
-            mine = [each for group in stage.optimizer.param_groups for each in group["params"]]
-            stage.optimizer.state.update((each, whole.state[each]) for each in mine if each in whole.state)
+        self._pipe.load_optimizer_states(
+            {name: whole.state[parameter] for parameter, name in names.items() if parameter in whole.state}
+        )
 
-
-class _StageAdamW:
-    """The AdamW of one stage, which sets its learning rate for each step and notes the norm of the gradients."""
-
-    def __init__(self, parameters: list[nn.Parameter], training: TrainingTable) -> None:
-        self.optimizer = _adamw(parameters, training)
-        self.optimizer.register_step_pre_hook(self._before)
-        self.norms: deque[HostCopy] = deque()
-        """Of the gradients of each step, until they are taken."""
-        self.done = 0
-        self._training = training
-
-    def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Called in the update's task, on the stage's thread and streams."""
-        rate, self.done = learning_rate(self.done, self._training), self.done + 1
-        gradients = []
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-            gradients += [each.grad for each in group["params"] if each.grad is not None]
-        self.norms.append(HostCopy(nn.utils.get_total_norm(gradients)))
+    def _whole(self) -> tuple[torch.optim.Optimizer, dict[nn.Parameter, str]]:
+        """One AdamW over stand-ins for all parameters, which may be in workers, and the names of these."""
+        assert self._pipe is not None
+        names = {
+            nn.Parameter(torch.empty((0,) * each.dim(), dtype=each.dtype)): name
+            for name, each in self._pipe.module.named_parameters()
+            if each.requires_grad
+        }
+        return _adamw(names, self._training), names
 
 
 def _adamw(parameters: Iterable[nn.Parameter], training: TrainingTable) -> torch.optim.AdamW:

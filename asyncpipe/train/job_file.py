@@ -12,6 +12,7 @@ A whole file::
     [pipeline]
     devices = ["cpu:0", "cpu:1"]
     schedule = "1f1b"
+    workers = "threads"                 # or "processes"; see PipelineTable
 
     [training]
     steps = 500
@@ -41,7 +42,7 @@ Relative paths are relative to the working directory. Nothing of the job is impo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -73,9 +74,11 @@ __all__ = [
     "ObserveTable",
     "PipelineTable",
     "SnapshotTable",
+    "StagesTable",
     "TrainingTable",
     "blaming_key",
     "check_overlap",
+    "check_workers",
     "job_file_error",
     "load_job",
 ]
@@ -126,6 +129,10 @@ Devices = Annotated[
 CheckpointName = Annotated[
     CheckpointMode, Strict(False), Field(description=f"must be one of {', '.join(CheckpointMode)}")
 ]
+Workers = Annotated[
+    Literal["threads", "processes"] | dict[str, str],
+    Field(description='must be "threads", "processes", or a table of the name of each device\'s worker'),
+]
 Balance = Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(_checked_balance)]
 
 
@@ -141,11 +148,8 @@ class JobTable(StrictModel):
 _DEFAULTS: dict[str, Any] = {option.name: option.default for option in fields(PipelineOptions)}
 
 
-class PipelineTable(StrictModel):
-    """``[pipeline]``: devices, and options of ``asyncpipe.Pipeline``, which ``PipelineOptions`` explains.
-
-    The defaults are those of the options.
-    """
+class StagesTable(StrictModel):
+    """The part of ``[pipeline]`` that says how a step is cut and in which order it runs, wherever that is."""
 
     devices: Devices
     microbatches: PositiveInt = 8
@@ -164,6 +168,20 @@ class PipelineTable(StrictModel):
             if info.field_name == "stages" and value is not None:
                 raise ValueError(f'leave it out with schedule "{AUTO}", which chooses it')
         return value
+
+
+class PipelineTable(StagesTable):
+    """``[pipeline]``: devices, and options of ``asyncpipe.Pipeline``, which ``PipelineOptions`` explains.
+
+    The defaults are those of the options.
+    """
+
+    workers: Workers = "threads"
+    """Where the devices' threads are: in this process, or in worker processes of this machine. Losses and weights are
+    the same to the last bit, and a run may go on from the snapshots of either.
+
+    Gradients stay in the workers, so each stage is updated inside the step: a job with workers has
+    ``training.overlap = true``. On a pool, whoever made the pool decides."""
 
 
 class TrainingTable(StrictModel):
@@ -260,6 +278,15 @@ def check_overlap(training: TrainingTable, faults: FaultTable) -> None:
         raise ValueError(f"training.overlap: {'; '.join(problems)}; or overlap = false")
 
 
+def check_workers(workers: str | Mapping[str, str], training: TrainingTable) -> None:
+    """Raise ``ValueError`` if the stages are to live in workers and something else is to update them."""
+    if workers != "threads" and not training.overlap:
+        raise ValueError(
+            "pipeline.workers: gradients stay in the workers, so each stage is updated inside the step: set "
+            'training.overlap = true, or workers = "threads"'
+        )
+
+
 class Job(StrictModel):
     """A job file. For validation, ``context={"path": ...}`` gives ``path``."""
 
@@ -275,8 +302,9 @@ class Job(StrictModel):
     _path: Path = PrivateAttr(default=Path("job.toml"))
 
     @model_validator(mode="after")
-    def _check_overlap(self) -> Self:
+    def _check_together(self) -> Self:
         check_overlap(self.training, self.faults)
+        check_workers(self.pipeline.workers, self.training)
         return self
 
     def model_post_init(self, context: dict[str, Path] | None) -> None:

@@ -44,13 +44,18 @@ def explain_out_of_memory(error: TaskError, pipe: Pipeline) -> str | None:
     stage = pipe.stages[error.stage]
     graph = pipe.graph
     kept = report(simulate(graph)).peak_in_flight[stage.index]
-    memory = device_memory(stage.device.physical)
     holds = [f"{format_bytes(count)} of {what}" for what, count in _fixed(pipe, stage) if count]
-    used = f"{format_bytes(memory.allocated)} of {format_bytes(memory.limit)} are in use"
     most = "1 micro-batch" if kept == 1 else f"up to {kept} micro-batches at once"
     held = f"stage {stage.index} holds {', '.join([*holds, 'activations'])} of {most}"
     helps = "; ".join(_advice(error, pipe, stage, graph))
-    return f"no memory left on {error.device} in {error.task_id}: {used}; {held}. What would help: {helps}"
+    return f"no memory left on {error.device} in {error.task_id}: {_used(stage)}{held}. What would help: {helps}"
+
+
+def _used(stage: Stage) -> str:
+    if stage.device.is_elsewhere:
+        return ""  # Only its worker knows, and may be gone.
+    memory = device_memory(stage.device.physical)
+    return f"{format_bytes(memory.allocated)} of {format_bytes(memory.limit)} are in use; "
 
 
 def _is_about_memory(error: TaskError) -> bool:
@@ -71,7 +76,7 @@ def _fixed(pipe: Pipeline, stage: Stage) -> Iterator[tuple[str, int]]:
     # The gradients of the failed step are freed already; they had the sizes of the trained parameters.
     yield "gradients", _size(p for p in parameters if p.requires_grad)
     yield "buffers", _size(stage.module.buffers())
-    if (optimizer := pipe.optimizers.get(stage.index)) is not None:
+    if not stage.device.is_elsewhere and (optimizer := pipe.optimizers.get(stage.index)) is not None:
         states = (value for state in optimizer.state.values() for value in state.values())
         yield "optimizer state", _size(value for value in states if isinstance(value, Tensor))
 
@@ -82,8 +87,8 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 def _advice(error: TaskError, pipe: Pipeline, stage: Stage, graph: TaskGraph) -> Iterator[str]:
     """What reduces the memory on the device, the simplest first."""
-    physical = stage.device.physical
-    here = [other for other in pipe.stages if other.device.physical == physical]
+    physical = _physical(pipe, stage)
+    here = [other for other in pipe.stages if _physical(pipe, other) == physical]
     # When a stage is updated, it holds no micro-batches any more.
     if error.kind != TaskKind.UPDATE:
         yield from _ways_to_keep_less(pipe, graph, {graph.placement[other.index] for other in here})
@@ -94,6 +99,12 @@ def _advice(error: TaskError, pipe: Pipeline, stage: Stage, graph: TaskGraph) ->
     yield f"more memory than {physical} has" + (
         "" if len(here) == 1 else f", or other devices for some of the {len(here)} stages there"
     )
+
+
+def _physical(pipe: Pipeline, stage: Stage) -> torch.device:
+    if stage.device.is_elsewhere:
+        return next(device.physical for device in pipe.devices if device.name == stage.device.name)
+    return stage.device.physical
 
 
 def _ways_to_keep_less(pipe: Pipeline, graph: TaskGraph, devices: Collection[int]) -> Iterator[str]:

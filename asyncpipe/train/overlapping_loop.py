@@ -35,6 +35,7 @@ class _Taken(NamedTuple):
 
     began: float
     samples: int
+    rate: float
 
 
 @dataclass(kw_only=True, eq=False)
@@ -48,15 +49,13 @@ class OverlappingSteps(TrainingLoop):
 
     async def _go_on(self, between: Interludes) -> bool:
         await between.changes.make(between.change)
-        self.optimizer.begin(self.begun)
         async with (
             aclosing(self._batches(between)) as batches,
             aclosing(self.pipe.steps(batches, return_outputs=False)) as results,
         ):
             while (result := await self._next(results)) is not None:
-                began, samples = self._taken.popleft()
-                update = self.optimizer.take(result.loss)
-                rate = learning_rate(self.begun, self.job.training)
+                began, samples, rate = self._taken.popleft()
+                update = self.optimizer.take(result, rate)
                 self.under_way.append(
                     StepUnderWay(result=result, update=update, rate=rate, began=began, samples=samples)
                 )
@@ -83,10 +82,11 @@ class OverlappingSteps(TrainingLoop):
                 return
             if between.changes.wanted:
                 return  # The same batch comes again.
-            self._taken.append(_Taken(start, len(batch[0])))
+            rate = learning_rate(number, self.job.training)
+            self._taken.append(_Taken(start, len(batch[0]), rate))
             # In the loop's next turn, when the step has drawn its number; at the latest when the next batch is wanted.
             asyncio.get_running_loop().call_soon(self._advance, number + 1)
-            yield Batch(*batch)
+            yield Batch(*batch, learning_rate=rate)
             self._advance(number + 1)
 
     def _advance(self, taken: int) -> None:

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from asyncpipe.core.engine.events import Observer
 from asyncpipe.core.engine.share import Share
@@ -24,7 +25,6 @@ from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import DeviceError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.ops.device.caller_streams import CallerStreams
-from asyncpipe.ops.device.devices import ACCELERATORS
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.train.adamw import ClippedAdamW, StagedAdamW
@@ -32,7 +32,7 @@ from asyncpipe.train.batches import BatchPrefetcher, BatchSource
 from asyncpipe.train.blocking_calls import DedicatedThread, in_thread
 from asyncpipe.train.evaluation import evaluate, sample_text
 from asyncpipe.train.import_path import import_path
-from asyncpipe.train.job_file import AUTO, Job, blaming_key
+from asyncpipe.train.job_file import AUTO, Job, blaming_key, check_workers, job_file_error
 from asyncpipe.train.overlapping_loop import OverlappingSteps
 from asyncpipe.train.planning import choose_for, with_plan
 from asyncpipe.train.progress import Meter, ProgressSink, RunStarted, StepListener, TrainingSummary
@@ -59,6 +59,7 @@ class TrainingRun:
     share of the pool's devices. ``progress`` is told how the run proceeds. ``collector`` counts for Prometheus; the
     caller registers it. ``observers`` get each step's record, and the ``StepListener``s among them the figures of each
     training step; one that raises is removed. If ``[snapshots]`` has ``resume``, the run continues from the newest one.
+    Raises ``JobFileError`` for a job whose stages would live in workers and be updated here.
     """
 
     def __init__(
@@ -72,9 +73,15 @@ class TrainingRun:
         pool: DevicePool | None = None,
         share: Share | None = None,
     ) -> None:
+        self._in_workers = job.pipeline.workers != "threads" if pool is None else pool.workers is not None
+        if self._in_workers:
+            try:
+                check_workers("processes", job.training)
+            except ValueError as error:
+                raise job_file_error(job.path, str(error)) from None
         self._job = job
         self._make_workload = make_workload
-        self._streams = _streams_for(job)
+        self._streams = CallerStreams(["cpu"]) if self._in_workers else _streams_for(job)
         self._thread = DedicatedThread(f"asyncpipe-{job.name}", self._streams.current)
         self._progress = progress if progress is not None else ProgressSink()
         self._collector = collector
@@ -207,6 +214,8 @@ class TrainingRun:
 
     async def _run_pipeline(self, workload: Workload, snapshots: SnapshotWriter) -> tuple[float | None, str | None]:
         """Train; returns the held-out loss and the sample, ``None`` without one or if the run was stopped."""
+        if self._in_workers and self._pool is None:
+            self._progress.entered("starting workers")
         # In a thread: lowering a large graph and moving a model to its devices take a while.
         staged = StagedAdamW(self._job.training) if self._job.training.overlap else None
         async with await self._thread.run(lambda: self._pipeline(workload, staged)) as pipe:
@@ -214,7 +223,7 @@ class TrainingRun:
                 RunStarted(
                     name=self._job.name,
                     steps=self._job.training.steps,
-                    parameters=sum(parameter.numel() for parameter in pipe.parameters()),
+                    parameters=sum(parameter.numel() for parameter in pipe.module.parameters()),
                     devices=self._job.pipeline.devices,
                 )
             )
@@ -235,6 +244,9 @@ class TrainingRun:
     def _pipeline(self, workload: Workload, staged: StagedAdamW | None) -> Pipeline:
         table, observe = self._job.pipeline, self._job.observe
         recorders = [self._recorder] if observe.trace or observe.timeline else []
+        own: dict[str, Any] = {}
+        if self._in_workers and self._pool is None:
+            own = {"workers": table.workers, "worker_path": [str(self._job.path.resolve().parent)]}
         with blaming_key(self._job, "pipeline"):
             return Pipeline(
                 workload.model,
@@ -246,11 +258,13 @@ class TrainingRun:
                 checkpoint=table.checkpoint,
                 loss_fn=workload.loss_fn,
                 optimizer=None if staged is None else staged.make,
+                gradient_norms=staged is not None,
                 observers=[*recorders, *self._observers],
                 nvtx=observe.nvtx,
                 sample_memory=observe.trace is not None,
                 pool=self._pool,
                 share=self._share,
+                **own,
                 generator=self._random.generator,
             )
 
@@ -266,14 +280,14 @@ class TrainingRun:
         job = self._job
         pipe.train()
         # Skipping an update restores buffers, so the host must know of it before the next step.
-        on_accelerators = all(parameter.device.type in ACCELERATORS for parameter in pipe.parameters())
+        on_accelerators = all(device.is_accelerator for device in pipe.devices)
         ahead = AHEAD if on_accelerators and job.faults.non_finite != "skip" else 0
         optimizer: ClippedAdamW | StagedAdamW
         if staged is None:
             # In a thread: the first optimizer of a process imports torch's compiler, which takes seconds.
             optimizer = await self._thread.run(lambda: self._optimizer(pipe, checks_on_device=ahead > 0))
         else:
-            staged.attach(pipe.parameters())
+            staged.attach(pipe)
             optimizer = staged
         source = await self._thread.run(lambda: self._source(workload))
         batches = BatchPrefetcher(self._thread, source, self._random)

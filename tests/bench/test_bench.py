@@ -27,6 +27,7 @@ from asyncpipe.bench import (
     metrics,
     overhead,
     pipeline,
+    rss,
     sharing,
     slack,
     unet,
@@ -289,6 +290,16 @@ def test_what_autograd_saves_shrinks_by_the_number_of_microbatches():
             assert row["except_last"]["borders_bytes"] == activation
             assert row["total_ratio"] <= row["saved_ratio"]
     assert len(memory.show(figures).splitlines()) == 5 + len(figures["rows"])
+
+
+def test_resident_memory_is_read_in_a_fresh_process(monkeypatch):
+    monkeypatch.setattr(rss, "CASES", ("threads",))
+    figures = rss.run(quiet, size=rss.RssSize(width=1024, layers=1, samples=4))
+    (row,) = figures["rows"]
+    assert figures["model_bytes"] == 4 * 1025 * 1024 * 4
+    assert row["controller_peak"] >= row["controller_end"] > row["controller_start"] + figures["model_bytes"]
+    assert row["worker_peaks"] == []
+    assert "\nthreads " in rss.show(figures)
 
 
 def test_saved_bytes_count_a_storage_once_and_only_while_it_waits():

@@ -193,19 +193,21 @@ def test_a_job_file_becomes_a_submission_and_says_what_does_not_apply(service, c
             "learning_rate": 3e-3,
             "warmup_steps": 80,
             "weight_decay": 0.1,
-            "clip": 1.0,
             "seed": 0,
+            "overlap": True,
         },
+        "faults": {"step_retries": 0},
     }
 
 
 def test_snapshots_are_the_jobs_choice_but_for_their_place(tmp_path):
     path = tmp_path / "job.toml"
-    table = '\n[snapshots]\nfolder = "runs/x"\nevery = 7\nkeep_every = 2\nresume = true\n[faults]\nstep_retries = 5\n'
+    table = '\n[snapshots]\nfolder = "runs/x"\nevery = 7\nkeep_every = 2\nresume = true\n'
+    table += "[faults]\nstep_retries = 0\nsnapshot_retries = 5\n"
     path.write_text(CHARLM.read_text(encoding="utf-8").partition("[observe]")[0] + table, encoding="utf-8")
     submission, ignored = read_submission(path)
     assert submission["snapshots"] == {"every": 7, "keep_every": 2}
-    assert submission["faults"] == {"step_retries": 5}
+    assert submission["faults"] == {"step_retries": 0, "snapshot_retries": 5}
     assert ignored == ["snapshots.folder", "snapshots.resume"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from asyncpipe.core.graph.task import WHOLE_STEP, Task
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import report
 from asyncpipe.errors import OptionError
+from asyncpipe.pipeline.steps import Batch
 from asyncpipe.testing import EmulatedExecutor
 
 pytestmark = pytest.mark.one_loop
@@ -185,3 +188,57 @@ async def test_an_optimizer_draws_from_the_default_generator(workload):
     ) as pipe:
         await pipe.step(workload.x, workload.target)
     assert torch.equal(pipe.optimizers[0].drawn, wanted)
+
+
+async def test_a_step_sets_the_learning_rate_and_tells_the_norms(workload):
+    model, bare = workload.model(), workload.model()
+    optimizer = adamw(bare.parameters())
+    options = {"microbatches": 3, "loss_fn": mse, "gradient_norms": True}
+    rates = [0.3, 0.1, None, 0.02]
+
+    def batches():
+        return (Batch(workload.x, workload.target, learning_rate=rate) for rate in rates)
+
+    async with Pipeline(model, ["cpu:0", "cpu:1"], optimizer=adamw, **options) as pipe:
+        stages = [list(stage.module.parameters()) for stage in pipe.stages]
+        at = [0, *accumulate(map(len, stages))]
+        results = [result async for result in pipe.steps(batches())]
+    for rate, result in zip(rates, results, strict=True):
+        mse(bare(workload.x), workload.target).backward()
+        optimizer.param_groups[0]["lr"] = rate or optimizer.param_groups[0]["lr"]
+        gradients = [parameter.grad for parameter in bare.parameters()]
+        for stage, norm in result.gradient_norms.items():
+            expected = nn.utils.get_total_norm(gradients[at[stage] : at[stage + 1]])
+            assert abs(norm - expected) < 1e-10
+        assert list(result.gradient_norms) == [0, 1]
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-10
+    async with Pipeline(model, ["cpu:0"], microbatches=2, loss_fn=mse) as pipe:
+        with pytest.raises(OptionError, match="learning_rate is for the pipeline's own optimizers"):
+            await pipe.step(workload.x, workload.target, learning_rate=0.1)
+        assert (await pipe.step(workload.x, workload.target)).gradient_norms == {}
+
+
+async def test_what_optimizers_remember_goes_to_other_stages(workload):
+    ends = []
+    for devices in (["cpu:0", "cpu:1"], ["cpu:0"]):
+        async with Pipeline(
+            workload.model(), ["cpu:0", "cpu:1"], microbatches=3, loss_fn=mse, optimizer=adamw
+        ) as first:
+            await first.step(workload.x, workload.target)
+            states = first.optimizer_states()
+            assert list(states) == [name for name, _ in first.named_parameters()]
+        model = workload.model()
+        async with Pipeline(model, devices, microbatches=3, loss_fn=mse, optimizer=adamw) as then:
+            then.load_state_dict(first.state_dict())
+            then.load_optimizer_states(states)
+            before = states["0.weight"]["exp_avg"].clone()
+            await then.step(workload.x, workload.target)
+            assert torch.equal(states["0.weight"]["exp_avg"], before)
+            ends.append(then.state_dict() | {name: s["exp_avg"] for name, s in then.optimizer_states().items()})
+            then.load_optimizer_states({})
+            assert then.optimizer_states() == {}
+    for name, value in ends[0].items():
+        assert (value - ends[1][name]).abs().max() < 1e-10

@@ -122,10 +122,13 @@ async def test_a_curve_is_the_same_to_the_last_bit_whatever_interrupts_it(tmp_pa
 async def test_a_job_whose_steps_may_overlap_has_the_curve_of_steps_one_by_one(tmp_path):
     """On the service's devices they run one by one, since other jobs use them, and its log says so."""
 
-    async def train(folder: Path, *, overlap: bool) -> tuple[object, list[str]]:
+    async def train(folder: Path, *, overlap: bool, workers: str = "threads") -> tuple[object, list[str]]:
         training = {"steps": STEPS, "batch_size": 4, "learning_rate": 0.05, "seed": 1, "overlap": overlap}
-        async with service(folder) as opened:
+        async with service(folder, workers=workers) as opened:
             asked = {**job(), "training": training, "faults": {"step_retries": 0}}
+            if workers != "threads":
+                with pytest.raises(SubmissionError, match=r"training\.overlap: must be true: this service"):
+                    await opened.submit(job())
             record, _ = await opened.submit(asked)
             await moved(opened, record.id)
             await opened.pause(record.id)
@@ -144,6 +147,7 @@ async def test_a_job_whose_steps_may_overlap_has_the_curve_of_steps_one_by_one(t
     said = "training.overlap: steps run one by one: the devices are shared with other jobs"
     assert any(said in note for note in notes)
     assert not any(said in note for note in nothing)
+    assert (await train(tmp_path / "workers", overlap=True, workers="processes"))[0] == one
     async with service(tmp_path / "refused") as opened:
         with pytest.raises(SubmissionError, match=r"training\.overlap: .* set faults\.step_retries = 0"):
             await opened.submit({**job(), "training": {**job()["training"], "overlap": True}})  # type: ignore[dict-item]

@@ -30,6 +30,7 @@ from asyncpipe.ops.execute.compute import StageCompute
 from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.instruments import Instruments
+from asyncpipe.ops.execute.optimizer_states import set_learning_rate
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.execute.surroundings import Surroundings
 from asyncpipe.ops.model.stage import Stage
@@ -253,6 +254,11 @@ class Binder:
         with torch.no_grad(), self._beside_counts(task):
             normalize(parameters, self._tensors)
             self._resources.guard.commit_some(parameters)
+            if self._plan.gradient_norms:
+                gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+                self._tensors.gradient_norms[task.stage] = nn.utils.get_total_norm(gradients)
+        if self._plan.learning_rate is not None:
+            set_learning_rate(optimizer, self._plan.learning_rate)
         optimizer.step()
         optimizer.zero_grad()
         self._resources.guard.updated(parameters)

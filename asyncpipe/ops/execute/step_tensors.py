@@ -49,6 +49,10 @@ class StepPlan:
     training: bool
     whole_step: bool
     """Whether losses and backwards are part of it. In ``pipe(x)`` they are the caller's."""
+    learning_rate: float | None = None
+    """What the optimizers set before they update, if it is given."""
+    gradient_norms: bool = False
+    """Whether the norm of what each optimizer uses is kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +85,8 @@ class StepTensors:
     counts: dict[int, Tensor] = field(default_factory=dict)
     """The count that the loss returned for each micro-batch, if it returns counts; on the CPU if it was a number."""
     outputs: dict[int, Packet] = field(default_factory=dict)
+    gradient_norms: dict[int, Tensor] = field(default_factory=dict)
+    """By stage: of the gradients that its optimizer has used, if they are wanted."""
     gradients_ready: dict[int, torch.Event] = field(default_factory=dict)
     """By micro-batch: the event after which the gradients of its outputs, which the caller made, may be read."""
     caller_ready: Mapping[torch.device, torch.Event] = field(default_factory=dict)

@@ -27,7 +27,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.wire import TensorPickler, from_wire, not_sendable, to_wire
 from asyncpipe.ops.model.stage import StagedModel
 
-__all__ = ["forget_values", "receive_model", "ship_model"]
+__all__ = ["first_names", "forget_values", "receive_model", "ship_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,13 @@ def forget_values(module: nn.Module) -> None:
         if isinstance(part, nn.RNNBase):
             # It has a second reference to its parameters, in a list.
             part._flat_weights = [getattr(part, name) for name in part._flat_weights_names]
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """For every tensor in ``module``'s state: the first of the names that it has there."""
+    first: dict[int, str] = {}
+    state = module.state_dict(keep_vars=True).items()
+    return {name: first.setdefault(id(value), name) for name, value in state if isinstance(value, Tensor)}
 
 
 def _takes_nothing(_: object) -> dict[int, Any]:

@@ -109,11 +109,12 @@ class PartStep(PreparedStep):
     def _result(self) -> object:
         tensors = self._tensors
         outputs = [packet.rebuild(packet.tensors) for _, packet in sorted(tensors.outputs.items())]
-        self._fence.end(tensors_of([list(tensors.losses.values()), list(tensors.counts.values()), outputs]))
-        if not (tensors.losses or outputs):
+        tables = (tensors.losses, tensors.counts, tensors.gradient_norms)
+        self._fence.end(tensors_of([*(list(table.values()) for table in tables), outputs]))
+        if not (any(tables) or outputs):
             return None
-        result = PartResult(Scalars.of(tensors.losses), Scalars.of(tensors.counts), outputs)
-        return to_buffers(result, "the output of the last stage")
+        losses, counts, norms = map(Scalars.of, tables)
+        return to_buffers(PartResult(losses, counts, norms, outputs), "the output of the last stage")
 
     def _events(self, record: StepRecord) -> list[tuple[float, TaskEvent]]:
         """What became of the tasks, in numbers of the whole graph and of the controller's step."""

@@ -21,8 +21,11 @@ from asyncpipe.ops.device.wire import from_buffers, from_wire, to_wire
 from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
 from asyncpipe.ops.execute.crossings import Crossings
+from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
 from asyncpipe.ops.execute.step_tensors import StepTensors
-from asyncpipe.ops.model.shipping import receive_model
+from asyncpipe.ops.model.shipping import first_names, receive_model
+from asyncpipe.ops.model.stage import StagedModel
+from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.build import PipelineParts, build
 from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.resident.part_step import PartStep
@@ -48,7 +51,7 @@ class Resident:
         self._worker_of = {device.name: worker for device, worker in zip(devices, load.workers, strict=True)}
         self._own = [device for device in devices if not device.is_elsewhere]
         self._worker = worker
-        self._parts: PipelineParts = build(receive_model(load.model), devices, from_wire(load.options))
+        self._parts: PipelineParts = build(_model(load), devices, from_wire(load.options))
         self._tenancy = Tenancy(pool, self._own, Tenant(load.share), own=False)
         self._parts_of: WeakKeyDictionary[TaskGraph, Part] = WeakKeyDictionary()
         self._edges = Edges({}, {})
@@ -203,12 +206,13 @@ class Resident:
     # State
 
     def state(self) -> bytes:
-        """The own entries of the unsplit model's state."""
+        """The own entries of the unsplit model's state; a tensor under its first name only."""
         self._check_idle()
+        first = first_names(self._parts.module)
         state = {
             name: value
             for name, value in self._parts.module.state_dict().items()
-            if not (isinstance(value, Tensor) and value.is_meta)
+            if not (isinstance(value, Tensor) and value.is_meta) and first.get(name, name) == name
         }
         return to_wire(state, "the state of the model")
 
@@ -226,18 +230,15 @@ class Resident:
         self._parts.module.load_state_dict(own, strict=False)
 
     def optimizer_states(self) -> bytes:
-        """The states of the own stages' optimizers, by stage."""
+        """What the own stages' optimizers remember, by name of the parameter."""
         self._check_idle()
-        states = {stage: optimizer.state_dict() for stage, optimizer in self._parts.resources.optimizers.items()}
+        states = optimizer_states(self._parts.resources.optimizers.values(), self._parts.module)
         return to_wire(states, "the state of the optimizers")
 
     def load_optimizer_states(self, data: bytes) -> None:
         """Take over those of the own stages."""
         self._check_idle()
-        states: Mapping[int, dict[str, Any]] = from_wire(data)
-        for stage, optimizer in self._parts.resources.optimizers.items():
-            if stage in states:
-                optimizer.load_state_dict(states[stage])
+        load_optimizer_states(self._parts.resources.optimizers.values(), self._parts.module, from_wire(data))
 
     def change(self, change: ChangeSchedule) -> None:
         """Use another schedule."""
@@ -248,3 +249,10 @@ class Resident:
     def _check_idle(self) -> None:
         if self._steps:
             raise PipelineClosedError("a step is under way in this worker")
+
+
+def _model(load: LoadPipeline) -> StagedModel | StageFactory:
+    if not load.is_factory:
+        return receive_model(load.model)
+    factory: StageFactory = from_wire(load.model)
+    return factory

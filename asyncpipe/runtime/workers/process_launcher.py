@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.spawn import get_executable
 from pathlib import Path
@@ -41,11 +41,12 @@ class ProcessLauncher:
     error is passed on to ``sys.stderr`` here, and its end is kept for errors.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """``environment`` is added to that of this process."""
+    def __init__(self, environment: Mapping[str, str] | None = None, path: Sequence[str] = ()) -> None:
+        """``environment`` is added to that of this process; the folders of ``path`` come before its ``sys.path``."""
         if os.name != "posix":
             raise OptionError(f"workers as processes need a POSIX system, and this is {sys.platform}; use threads")
         self._environment = dict(environment or {})
+        self._path = tuple(path)
 
     async def start(self, invitation: Invitation) -> LocalProcess:
         """The worker's process. Takes some milliseconds, in which the loop stands still."""
@@ -74,16 +75,16 @@ class ProcessLauncher:
                 os.close(memory)
             local = LocalProcess(process, asyncio.get_running_loop(), board)
             _forks.let_go_of(local)
-        values = _surroundings() | {"invitation": invitation.to_json(), "board": memory}
+        values = _surroundings(self._path) | {"invitation": invitation.to_json(), "board": memory}
         local.write(json.dumps(values).encode() + b"\n")
         return local
 
 
-def _surroundings() -> dict[str, Any]:
+def _surroundings(path: Sequence[str]) -> dict[str, Any]:
     """What a worker takes over from this process, beside what each child inherits. Read by ``worker_main``."""
     main = MainModule.of_this_process()
     return {
-        "sys_path": [os.path.abspath(entry) for entry in sys.path],
+        "sys_path": [os.path.abspath(entry) for entry in (*path, *sys.path)],
         "argv": sys.argv,
         "main": {"name": main.name, "path": main.path},
         "log_levels": {name: logging.getLogger(name).getEffectiveLevel() for name in ("", "asyncpipe")},

@@ -68,7 +68,8 @@ class Manager:
         self.metrics = metrics or ServiceMetrics()
         self.logs = JobLogs(settings.folder / "jobs", self._log_failed)
         self.jobs = ActiveJobs(store, self.logs, self.metrics, settings.max_queued, self._forget)
-        self.pool = DevicePool()
+        folders = [] if settings.entry_path is None else [str(settings.entry_path.resolve())]
+        self.pool = DevicePool(workers=settings.workers, worker_path=folders)
         self.watchdog = Watchdog(self.pool.driver, factor=settings.watchdog_factor, floor=settings.watchdog_floor)
         self._entries = entries
         self._make_trainer = make_trainer

@@ -26,7 +26,7 @@ from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.ops.model.sequential import as_sequential, split
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.service.submission.submission import stages_of
-from asyncpipe.train.job_file import AUTO, Job, PipelineTable, blaming_key
+from asyncpipe.train.job_file import AUTO, Job, StagesTable, blaming_key
 from asyncpipe.train.planning import choose_for, measure_job
 from asyncpipe.train.workload import Workload
 
@@ -67,7 +67,7 @@ def peaks_of(
     return peak_memory(simulate(graph), memory)
 
 
-def _balance(table: PipelineTable, workload: Workload, schedule: Schedule) -> list[int]:
+def _balance(table: StagesTable, workload: Workload, schedule: Schedule) -> list[int]:
     """The number of layers of each stage, as the pipeline will split them."""
     if isinstance(workload.model, StagedModel):
         return [1] * len(workload.model.stages) if table.balance == "auto" else list(table.balance)

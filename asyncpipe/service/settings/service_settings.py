@@ -114,6 +114,9 @@ class ServiceSettings(BaseSettings):
     body_seconds: types.Seconds = 10.0
     header_seconds: types.Seconds = 10.0
     max_connections: types.PositiveInteger = 1000
+    workers: Literal["threads", "processes"] = Field(default="threads", description='must be "threads" or "processes"')
+    """Where the devices' threads are: in this process, or in worker processes, one for each accelerator and each CPU
+    device. With processes, jobs must have ``training.overlap = true``."""
     loop: Literal["own", "running"] = Field(default="own", description='must be "own" or "running"')
     """Whether training has an event loop of its own, which a blocking handler of the host cannot delay."""
 

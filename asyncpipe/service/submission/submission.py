@@ -29,7 +29,14 @@ from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.job_states import MAX_NAME, MAX_WEIGHT, JobRecord, JobSpec, JobSpecError, PriorityClass
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.submission.entries import Entries
-from asyncpipe.train.job_file import AUTO, FaultTable, Job, PipelineTable, TrainingTable, check_overlap
+from asyncpipe.train.job_file import (
+    AUTO,
+    FaultTable,
+    Job,
+    StagesTable,
+    TrainingTable,
+    check_overlap,
+)
 from asyncpipe.train.validation import StrictModel, WrongKey, shown, wrong_keys
 
 __all__ = [
@@ -96,8 +103,8 @@ _NAME = f"must be a printable text of 1 to {MAX_NAME} characters, without spaces
 _WEIGHT = f"must be a number above 0, up to {MAX_WEIGHT:g}"
 
 
-class SubmittedPipeline(PipelineTable):
-    """``pipeline``: as in a job file, but with the operator's devices and registered schedules only."""
+class SubmittedPipeline(StagesTable):
+    """``pipeline``: as in a job file, but with the operator's devices, workers and registered schedules only."""
 
     microbatches: Annotated[int, _up_to(MOST_MICROBATCHES)] = 8
     schedule: Annotated[str, BeforeValidator(_named_schedule)] = "1f1b"
@@ -154,6 +161,7 @@ def check_submission(submission: SubmissionInput, settings: ServiceSettings, ent
     read = _read(submission, settings, entries)
     problems = [*_wrong_entry(read.entry, read.parameters, entries), *_wrong_devices(read.pipeline.devices, settings)]
     problems += _wrong_faults(read.faults)
+    problems += _wrong_for_workers(read.training, settings)
     if len(read.pipeline.devices) <= len(settings.devices):
         problems += _wrong_schedule(read.pipeline)
     if problems:
@@ -241,7 +249,13 @@ def _wrong_faults(faults: FaultTable) -> Iterator[WrongKey]:
             yield WrongKey(f"faults.{key}", f"must be an integer up to {MOST_RETRIES}, got {shown(value)}")
 
 
-def _wrong_schedule(pipeline: PipelineTable) -> Iterator[WrongKey]:
+def _wrong_for_workers(training: TrainingTable, settings: ServiceSettings) -> Iterator[WrongKey]:
+    if settings.workers != "threads" and not training.overlap:
+        rule = "must be true: this service has its devices in worker processes, which update their stages in the step"
+        yield WrongKey("training.overlap", rule)
+
+
+def _wrong_schedule(pipeline: StagesTable) -> Iterator[WrongKey]:
     """Whether the schedule supports the stages, micro-batches and devices, as far as these are known."""
     if pipeline.schedule == AUTO:
         return
@@ -258,7 +272,7 @@ def _wrong_schedule(pipeline: PipelineTable) -> Iterator[WrongKey]:
         yield WrongKey("pipeline.schedule", str(error))
 
 
-def stages_of(pipeline: PipelineTable, schedule: Schedule) -> int:
+def stages_of(pipeline: StagesTable, schedule: Schedule) -> int:
     """The number of stages; for a traced model, the number that the schedule prefers."""
     if pipeline.stages is not None:
         return pipeline.stages
@@ -282,7 +296,7 @@ def job_of(spec: JobSpec, record: JobRecord, settings: ServiceSettings) -> Job:
     tables = {
         "name": spec.name,
         "job": {"entry": spec.entry, "parameters": spec.table("parameters")},
-        "pipeline": pipeline,
+        "pipeline": {**pipeline, "workers": settings.workers},
         "training": spec.table("training"),
         "faults": spec.table("faults"),
         "snapshots": {

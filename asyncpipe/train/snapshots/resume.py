@@ -205,6 +205,7 @@ def with_chosen_schedule(job: Job, manifest: Manifest) -> Job:
     except ValidationError:
         return job
     same = (before.devices, before.microbatches) == (job.pipeline.devices, job.pipeline.microbatches)
+    before = before.model_copy(update={"workers": job.pipeline.workers})
     return job.model_copy(update={"pipeline": before}) if same and before.schedule != AUTO else job
 
 

@@ -1,0 +1,148 @@
+"""A model whose stages are built where they live: no process ever has to hold all of it.
+
+::
+
+    controller                    worker a: stages 0, 2         worker b: stages 1, 3
+    0 1 2 3 on meta: shapes       0, 2 built; 1, 3 on meta      1, 3 built; 0, 2 on meta
+
+Without workers all stages are built in this process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncpipe.core.checks import check_positive
+from asyncpipe.errors import ArgumentTypeError, OptionError
+from asyncpipe.ops.autograd.own_draws import OwnDraws
+from asyncpipe.ops.model.shipping import forget_values
+
+__all__ = ["StageFactory", "build_stages"]
+
+_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_SPREAD = 0x9E3779B97F4A7C15
+"""Odd, so that neighbouring stages have seeds far from each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageFactory:
+    """Makes the stages of a pipeline: ``Pipeline(StageFactory("module:function", stages=4), devices)``.
+
+    ``function(stage, **arguments)`` returns the module of a stage, from 0, and is called in the process that has the
+    stage. In every other process it is called under ``torch.device("meta")``, where tensors have shapes and no memory:
+    so it must not read values. State dicts have the names of an ``nn.Sequential`` of the stages: ``0.weight``.
+    """
+
+    function: str | Callable[..., nn.Module]
+    """``module:function``, importable in every process, or a function."""
+    stages: int
+    """How many stages there are."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of every call."""
+    seed: int | None = None
+    """What the stages' initial values follow from, wherever they are built: each call draws from a CPU generator of its
+    own. By default one number of the pipeline's generator."""
+
+    def __post_init__(self) -> None:
+        check_positive("stages", self.stages)
+        if isinstance(self.function, str):
+            if not _NAME.fullmatch(self.function):
+                raise OptionError(f"a factory's function is 'module:function' or a function, got {self.function!r}")
+        elif not callable(self.function):
+            raise ArgumentTypeError(
+                f"a factory's function is 'module:function' or a function, got {type(self.function).__name__}"
+            )
+
+    def seeded(self, draw: Callable[[], int]) -> StageFactory:
+        """This factory with a seed: its own, or what ``draw`` returns."""
+        return self if self.seed is not None else replace(self, seed=draw())
+
+    def __str__(self) -> str:
+        name = self.function if isinstance(self.function, str) else getattr(self.function, "__qualname__", "function")
+        return f"StageFactory({name})"
+
+
+def build_stages(factory: StageFactory, here: Collection[int]) -> nn.Sequential:
+    """The stages of a factory with a seed: those ``here`` whole, of the others only the shapes.
+
+    Raises ``OptionError`` for a function that cannot be found, returns no module, or lets two stages share a tensor,
+    and for one that fails on the meta device.
+    """
+    assert factory.seed is not None
+    function = _found(factory)
+    stages = []
+    for stage in range(factory.stages):
+        if stage in here:
+            module = _called(factory, function, stage, _StageDraws(factory.seed + stage * _SPREAD))
+        else:
+            try:
+                module = _called(factory, function, stage, torch.device("meta"))
+            except (RuntimeError, NotImplementedError) as error:
+                raise OptionError(
+                    f"{factory} fails for stage {stage} on torch's meta device, on which other processes learn the "
+                    f"shapes of a stage ({type(error).__name__}: {error}); it must not read the values of tensors"
+                ) from error
+        stages.append(module)
+    _refuse_ties(factory, stages)
+    for stage, module in enumerate(stages):
+        if stage not in here:
+            forget_values(module)
+    return nn.Sequential(*stages)
+
+
+def _found(factory: StageFactory) -> Callable[..., nn.Module]:
+    if not isinstance(factory.function, str):
+        return factory.function
+    module, _, name = factory.function.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise OptionError(f"{factory} cannot be found ({error}); it must be importable in every process") from error
+    if not callable(found):
+        raise OptionError(f"{factory} is a {type(found).__name__}, not a function")
+    function: Callable[..., nn.Module] = found
+    return function
+
+
+def _called(
+    factory: StageFactory,
+    function: Callable[..., nn.Module],
+    stage: int,
+    inside: AbstractContextManager[Any],
+) -> nn.Module:
+    with inside:
+        module: object = function(stage, **factory.arguments)
+    if not isinstance(module, nn.Module):
+        raise OptionError(f"{factory} must return the module of a stage, and returned {type(module).__name__}")
+    return module
+
+
+def _refuse_ties(factory: StageFactory, stages: list[nn.Module]) -> None:
+    owner: dict[int, tuple[int, str]] = {}
+    for stage, module in enumerate(stages):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            first, its_name = owner.setdefault(id(tensor), (stage, name))
+            if first != stage:
+                raise OptionError(
+                    f"{factory}: {name!r} of stage {stage} is {its_name!r} of stage {first}; stages that are built in "
+                    "several processes share no tensors: make it anew for each, or give the model itself"
+                )
+
+
+class _StageDraws(OwnDraws):
+    """Draws of one call on the CPU."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed % 2**63)
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        return self._generator if device.type == "cpu" else None

@@ -1,0 +1,162 @@
+"""Runs whose stages live in worker processes: the numbers of threads, and snapshots that either goes on from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from resume_helpers import STEPS, disturb, make_chain, make_job
+from run_helpers import Told, assert_same_end, plain
+from torch import Tensor
+
+from asyncpipe.errors import JobFileError
+from asyncpipe.pipeline.pool import DevicePool
+from asyncpipe.train.entry import find_entry
+from asyncpipe.train.job_file import Job, load_job
+from asyncpipe.train.progress import StepProgress, TrainingSummary
+from asyncpipe.train.snapshots.format import read_manifest
+from asyncpipe.train.training_run import TrainingRun
+from asyncpipe.train.workload import Batch, Workload
+
+pytestmark = [pytest.mark.usefixtures("snapshot_each_step"), pytest.mark.timeout(120), pytest.mark.one_loop]
+
+TRAINING = {"overlap": True, "clip": None, "warmup_steps": 3}
+LAYOUTS = {
+    "two workers": ["cpu:0", "cpu:1"],
+    "one worker": ["cpu:1", "cpu:2"],
+    "three stages": ["cpu:0", "cpu:1", "cpu:2"],
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[DevicePool]:
+    """cpu:0 in one worker, cpu:1 and cpu:2 in another one."""
+    pool = DevicePool(workers={"cpu:0": "a", "cpu:1": "b", "cpu:2": "b"})
+    asyncio.run(pool.__aenter__())
+    yield pool
+    asyncio.run(pool.aclose())
+
+
+def job_of(folder: Path, *, every: int = 99, **pipeline: Any) -> Job:
+    return make_job(
+        folder, pipeline=pipeline, training=TRAINING, snapshots={"every": every}, faults={"step_retries": 0}
+    )
+
+
+class Figures(Told):
+    def __init__(self, on_step: Callable[[int], object] = lambda step: None) -> None:
+        super().__init__(on_step)
+        self.figures: list[tuple[float, float, float]] = []
+
+    def stepped(self, progress: StepProgress) -> None:
+        self.figures.append((progress.loss, progress.learning_rate, progress.gradient_norm))
+        super().stepped(progress)
+
+
+def whole() -> Workload:
+    """Its model draws and counts; it is evaluated, and says something."""
+
+    async def sample(forward: Callable[[Tensor], Awaitable[Tensor]]) -> str:
+        return str((await forward(torch.ones(2, 3, dtype=torch.float64))).sum().item())
+
+    def held_out(batch_size: int) -> list[Batch]:
+        x = torch.linspace(-1, 1, 30, dtype=torch.float64).view(10, 3)
+        return [(x, x.flip(1)), (x[:4], x[:4])]
+
+    return replace(plain(), held_out=held_out, sample=sample)
+
+
+async def run(
+    job: Job, pool: DevicePool | None, make: Callable[[], Workload] = whole, told: Told | None = None
+) -> TrainingSummary:
+    disturb()
+    return await TrainingRun(job, make, progress=told or Told(), pool=pool).run()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["overlapping", "one by one"])
+async def test_a_run_has_the_figures_and_the_files_of_one_on_threads(tmp_path, pool, tied):
+    ends = []
+    make, options = (make_chain(tied=True), {"balance": [3, 3]}) if tied else (whole, {"schedule": "zb-h2"})
+    for name, where in (("threads", None), ("workers", pool)):
+        told = Figures()
+        summary = await run(job_of(tmp_path / name, every=2, **options), where, make, told)
+        sums = read_manifest(summary.snapshot).sha256
+        # The state of the run has the seconds that it took.
+        ends.append((told.figures, told.notes, summary.evaluation, summary.sample, {**sums, "run.pt": ""}))
+        assert [step for step, _ in told.snapshots] == [2, 4, 6]
+        assert len(told.figures) == STEPS
+    assert ends[0] == ends[1]
+    assert_same_end(tmp_path / "threads" / "step-6", tmp_path / "workers" / "step-6")
+
+
+@pytest.mark.parametrize("first", ["threads", "workers"])
+async def test_a_run_goes_on_anywhere(tmp_path, pool, first):
+    await run(job_of(tmp_path / "first", every=3), pool if first == "workers" else None)
+    for name, devices in LAYOUTS.items():
+        ends = []
+        for where in (None, pool):
+            folder = tmp_path / f"{name} {where is None}"
+            folder.mkdir()
+            copytree(tmp_path / "first" / "step-3", folder / "step-3")
+            told = Figures()
+            summary = await run(job_of(folder, devices=devices), where, told=told)
+            ends.append((told.figures, summary.evaluation, summary.snapshot))
+            assert len(told.figures) == STEPS - 3
+        assert ends[0][:2] == ends[1][:2]
+        assert_same_end(ends[0][2], ends[1][2])
+
+
+@pytest.mark.parametrize("end", ["stop", "cancel"])
+async def test_a_run_that_ends_early_goes_on(tmp_path, pool, end):
+    told = Figures()
+    await run(job_of(tmp_path / "whole"), None, told=told)
+
+    def on_step(step: int) -> None:
+        if step == 3:
+            first.stop() if end == "stop" else running.cancel()
+
+    disturb()
+    job = job_of(tmp_path / "parts", every=2)
+    first = TrainingRun(job, whole, progress=Told(on_step), pool=pool)
+    running = asyncio.ensure_future(first.run())
+    await asyncio.wait([running])
+    assert running.cancelled() == (end == "cancel")
+    again = Figures()
+    summary = await run(job, pool, told=again)
+    assert again.figures == told.figures[-len(again.figures) :]
+    assert_same_end(tmp_path / "whole" / "step-6", summary.snapshot)
+
+
+async def test_the_example_trains_to_the_same_files_in_workers_of_its_own(tmp_path):
+    """Its module is next to the job file, where only the run knows that workers must look."""
+    file = load_job(Path(__file__).parents[2] / "examples" / "charlm" / "charlm.toml")
+    small = {"width": 16, "heads": 2, "blocks": 2, "max_bytes": 50_000, "sample_length": 5, "context": 16}
+    file = file.override("job", parameters=small).override("training", steps=4, batch_size=8, warmup_steps=2)
+    ends = []
+    for workers in ("threads", "processes"):
+        job = file.override("pipeline", devices=("cpu:0", "cpu:1"), workers=workers)
+        job = job.override("snapshots", folder=tmp_path / workers)
+        job = job.override("observe", trace=tmp_path / f"{workers}.json", timeline=tmp_path / f"{workers}.svg")
+        told = Figures()
+        summary = await TrainingRun(job, find_entry(job), progress=told).run()
+        sums = read_manifest(summary.snapshot).sha256
+        ends.append((told.figures, summary.evaluation, summary.sample, sums["model.pt"], sums["optimizer.pt"]))
+        assert (summary.trace is None, summary.timeline is None) == (False, False)
+        assert ("starting workers" in told.phases) == (workers == "processes")
+    assert ends[0] == ends[1]
+    assert len(set(ends[0][0])) == 4
+
+
+async def test_a_job_that_updates_here_what_is_there_is_refused(tmp_path, pool):
+    message = 'pipeline.workers: gradients stay in the workers.*: set training.overlap = true, or workers = "threads"'
+    with pytest.raises(ValidationError, match=message):
+        make_job(tmp_path, pipeline={"workers": "processes"})
+    with pytest.raises(JobFileError, match=message):
+        TrainingRun(make_job(tmp_path), plain, pool=pool)
