@@ -1,0 +1,40 @@
+"""``python -m tests.campaigns.workers --cases 10000 --seed 1``: run the campaign, or one case of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pprint import pformat
+
+from tests.campaigns.workers.campaign import run_campaign, run_case
+from tests.campaigns.workers.cases import draw
+
+
+def main() -> int:
+    """Run the command line; 1 if something was found."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.campaigns.workers", description="Random runs in worker processes, against threads."
+    )
+    parser.add_argument("--cases", type=int, default=10000, help="how many (default: 10000)")
+    parser.add_argument("--seed", type=int, default=1, help="of the campaign (default: 1)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long at most (default: 30)")
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="how many (default: 2)")
+    parser.add_argument("--deadline", type=float, default=60.0, help="seconds for each case (default: 60)")
+    parser.add_argument("--case", type=int, metavar="SEED", help="run the case of this seed")
+    parser.add_argument("--times", type=int, default=1, help="with --case: so often, or until something is found")
+    args = parser.parse_args()
+    if args.case is not None:
+        print(pformat(draw(args.case), width=120))
+        verdict = asyncio.run(run_case(args.case, args.times, args.deadline))
+        print(verdict)
+        return int(verdict.is_finding)
+    options = {"minutes": args.minutes, "processes": args.processes, "deadline": args.deadline}
+    campaign = run_campaign(args.seed, args.cases, **options, tell=lambda text: print(text, file=sys.stderr))
+    print(campaign.report())
+    return int(bool(campaign.findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
