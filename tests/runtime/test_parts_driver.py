@@ -96,6 +96,9 @@ async def test_a_loss_names_what_ran_there_and_whose_it_was(driver, links):
     links[1].shown = [ShownTask(others.number, 0, 1.0), ShownTask(mine.number, NUMBER, 2.0), ShownTask(77, 0, 3.0)]
     links[0].shown = [ShownTask(mine.number, 0, 1.0)]
     links[1].lost = WorkerLostError("b", "was killed by SIGKILL", -9)
+    # One that has only its name: of a worker that had its place before.
+    driver.worker_lost(Link("b"), links[1].lost)
+    assert not mine.aborted
     driver.worker_lost(links[1], links[1].lost)
     driver.part_ended("a", PartEnded(mine.number, (), StepNotes()))
     driver.part_ended("a", PartEnded(others.number, (), StepNotes()))
@@ -108,8 +111,6 @@ async def test_a_loss_names_what_ran_there_and_whose_it_was(driver, links):
     assert raised.value.running == (first, "F(1,1) on cpu:1 of another pipeline")
     with pytest.raises(WorkerLostError, match=r"SIGKILL$"):
         start(driver, links, job)
-    # One that has its name is another worker, which does not know the pipeline.
-    driver.worker_lost(Link("b"), links[1].lost)
 
 
 async def test_the_worker_of_a_task_that_hangs_is_killed_once(driver, links, caplog):

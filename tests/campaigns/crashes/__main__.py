@@ -10,7 +10,6 @@ import random
 import sys
 import tempfile
 import time
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -27,6 +26,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the campaign (default: 1)")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no more rounds after that (default: 60)")
     parser.add_argument("--outside", type=int, default=100, help="strikes at random instants (default: 100)")
+    parser.add_argument(
+        "--part", default="1/1", help="which of how many parts of the rounds; 0/1 is none (default: 1/1)"
+    )
     parser.add_argument("--controllers", type=int, default=25, help="kills of the controller (default: 25)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -37,15 +39,17 @@ def main() -> None:
         chance = random.Random(args.seed)
         if args.controllers:
             kill_controllers(chance, args.controllers, deadline, Path(folder))
-        asyncio.run(_rounds(chance, args.outside, deadline))
+        part, parts = map(int, args.part.split("/"))
+        if part:
+            asyncio.run(_rounds(random.Random(args.seed), args.outside, deadline, slice(part - 1, None, parts)))
 
 
-async def _rounds(chance: random.Random, instants: int, deadline: float) -> None:
+async def _rounds(chance: random.Random, instants: int, deadline: float, part: slice) -> None:
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign()
-        strikes = all_strikes(chance, Path(folder) / "struck")
+        rounds = [*outside(chance, instants, 2.0), *all_strikes(chance, Path(folder) / "struck")]
         async with campaign:
-            for what in chain(outside(chance, instants, 2.0), strikes):
+            for what in rounds[part]:
                 if time.monotonic() > deadline:
                     print("the time is over")
                     break
