@@ -90,6 +90,7 @@ class RemoteStep:
 
     async def _run(self, work: Mapping[str, object]) -> StepResult:
         execution = self._stages.start(self._graph, work, None)
+        del work  # The frames of an error would keep the mini-batch.
         try:
             await self._stages.driver.issued(execution)
             result = self._result(execution)

@@ -46,7 +46,9 @@ def to_buffers(value: object, what: str) -> list[pickle.PickleBuffer]:
         return False
 
     pickled = _pickled(value, what, keep_inside)
-    return [pickle.PickleBuffer(pickled.getbuffer()), *buffers]
+    # Not ``getbuffer``: before 3.11.9 and 3.12.3, Python crashes as it collects a cycle that holds a memoryview in use.
+    # An error that a step raises is such a cycle, by the frames of its traceback.
+    return [pickle.PickleBuffer(pickled.getvalue()), *buffers]
 
 
 def _pickled(value: object, what: str, keep_inside: Callable[[pickle.PickleBuffer], bool] | None) -> io.BytesIO:

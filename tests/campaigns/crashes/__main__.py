@@ -46,7 +46,7 @@ def main() -> None:
 
 async def _rounds(chance: random.Random, instants: int, deadline: float, part: slice) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        campaign = Campaign()
+        campaign = Campaign(folders=[Path("/dev/shm")])
         rounds = [*outside(chance, instants, 2.0), *all_strikes(chance, Path(folder) / "struck")]
         async with campaign:
             for what in rounds[part]:

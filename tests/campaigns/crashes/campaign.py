@@ -18,7 +18,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import product
@@ -104,8 +104,17 @@ def outside(chance: random.Random, rounds: int, seconds: float, devices: int = l
 class Campaign:
     """Used as ``async with``; then rounds, then ``end``."""
 
-    def __init__(self, devices: int = len(DEVICES), tell: Callable[[str], object] = print, *, steps: int = STEPS):
+    def __init__(
+        self,
+        devices: int = len(DEVICES),
+        tell: Callable[[str], object] = print,
+        *,
+        steps: int = STEPS,
+        folders: Sequence[Path] = (),
+    ) -> None:
+        """``folders`` are looked at for what is left there, besides that of temporary files, which must be its own."""
         self.figures = Figures()
+        self._folders = folders
         self._tell = tell
         self._devices = DEVICES[:devices]
         self._jobs = {schedule: Job(schedule, devices, steps) for schedule in sorted(set(SCHEDULES.values()))}
@@ -118,7 +127,7 @@ class Campaign:
             await job.prepare()
             self._snapshots[schedule] = job.beginning
         new_event_loop().close()  # libuv opens a pipe for the whole process with its first loop.
-        self._held = Held()
+        self._held = Held(*self._folders)
         self._pool = DevicePool(workers="processes")
         await self._pool.__aenter__()
         self._watchdog = Watchdog(self._pool.driver, floor=FLOOR)

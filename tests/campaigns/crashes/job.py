@@ -24,7 +24,7 @@ class Snapshot:
     steps: int
     """That are done."""
     state: dict[str, Tensor]
-    optimizers: dict[int, dict[str, Any]]
+    optimizers: dict[str, Any]
 
     def check(self, other: Snapshot) -> None:
         """Raise ``AssertionError`` unless ``other`` has the same bits."""
@@ -108,17 +108,13 @@ class Job:
 def take(pipe: Pipeline, steps: int) -> Snapshot:
     """The snapshot behind ``steps`` steps."""
     state = {name: value.clone() for name, value in pipe.state_dict().items()}
-    # Private: a pipeline hands out optimizers only where they are in this process.
-    if (remote := pipe._remote) is not None:
-        return Snapshot(steps, state, remote.optimizer_states())
-    return Snapshot(steps, state, {stage: _copied(each.state_dict()) for stage, each in pipe.optimizers.items()})
+    return Snapshot(steps, state, _copied(pipe.optimizer_states()))
 
 
 def restore(pipe: Pipeline, snapshot: Snapshot) -> None:
     """Go on from ``snapshot``."""
     pipe.load_state_dict(dict(snapshot.state))
-    assert pipe._remote is not None
-    pipe._remote.load_optimizer_states(snapshot.optimizers)
+    pipe.load_optimizer_states(snapshot.optimizers)
 
 
 def _copied(value: Any) -> Any:

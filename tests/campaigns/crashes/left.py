@@ -15,8 +15,9 @@ __all__ = ["Held", "pids_named", "threads_and_files"]
 class Held:
     """What this process holds; ``check`` raises ``AssertionError`` if it is more than at the beginning."""
 
-    def __init__(self) -> None:
-        self._folders = (Path(tempfile.gettempdir()), Path("/dev/shm"))
+    def __init__(self, *folders: Path) -> None:
+        """``folders`` are looked at as well."""
+        self._folders = (Path(tempfile.gettempdir()), *folders)
         self._begin = self._now()
 
     def _now(self) -> dict[str, Counter[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -118,3 +119,10 @@ def test_a_view_is_sent_without_the_rest_of_its_memory():
     assert torch.equal(conjugate, whole[5].conj())
     assert (number.shape, flag.dtype, empty.shape) == (torch.Size(()), torch.bool, (0, 8))
     assert rest["step"](2) == 3
+
+
+def test_what_waits_to_be_sent_can_be_collected_in_a_cycle():
+    held = [to_buffers({"a": torch.ones(10_000), "b": 1}, "the batch")]
+    held.append(held)  # As an error and the frames of its traceback.
+    del held
+    gc.collect()
