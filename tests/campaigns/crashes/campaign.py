@@ -26,6 +26,7 @@ from pathlib import Path
 
 from asyncpipe import DevicePool
 from asyncpipe.errors import WorkerLostError
+from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.runtime.watchdog import Watchdog
 from tests.campaigns.crashes.job import DEVICES, Job, Snapshot, restore, take
@@ -119,6 +120,8 @@ class Campaign:
         self._devices = DEVICES[:devices]
         self._jobs = {schedule: Job(schedule, devices, steps) for schedule in sorted(set(SCHEDULES.values()))}
         self._snapshots: dict[str, Snapshot] = {}
+        self._ready_at = 0.0
+        """When all workers were up that this round's pipeline needs."""
         self._grown: dict[int, tuple[int, int]] = {}
         """Threads and files of each worker after its first round."""
 
@@ -175,6 +178,9 @@ class Campaign:
 
     async def _train(self, job: Job, what: Strike | FromOutside | None, stack: AsyncExitStack) -> None:
         missing, began = set(self._devices) - self._up().keys(), time.perf_counter()
+        # A pipeline that opens waits for workers that start, and hears only then of one that was lost meanwhile.
+        await self._pool.run(self._pool.admit(resolve_devices(job.devices)))
+        self._ready_at = time.perf_counter()
         pipe = job.pipeline(self._pool, what if isinstance(what, Strike) else None)
         await stack.enter_async_context(pipe)
         if missing:
@@ -196,7 +202,7 @@ class Campaign:
         if struck.task:
             says += f".*, while it ran {re.escape(f'{struck.task} on {what.device}')}$"
         assert re.search(says, first), f"{what}, struck in {struck.task}: {first}"
-        late = caught_at - struck.at
+        late = caught_at - max(struck.at, self._ready_at)
         if what.deed in HANGS:
             late -= SILENT if "for 20 s" in first else FLOOR
         self.figures.rounds[f"{what.deed} in {what.kind if isinstance(what, Strike) else 'any instant'}"] += 1
