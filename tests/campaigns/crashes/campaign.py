@@ -162,21 +162,29 @@ class Campaign:
         try:
             async with asyncio.timeout(LONGEST), AsyncExitStack() as stack:
                 try:
-                    await self._train(job, what, stack)
+                    await self._train(job, what, struck, stack)
                 except WorkerLostError as caught:
                     error, caught_at = caught, time.perf_counter()
         finally:
             if striking is not None:
                 striking.cancel()
                 await asyncio.wait([striking])
-        if what is not None:
+        if error is None and self._is_replaced(struck):
+            self.figures.rounds["while another worker started"] += 1
+        elif what is not None:
             assert error is not None, f"nothing happened: {what}"
             self._judge(what, struck[0] if struck else Struck.read(what.note), error, caught_at)
             self.figures.to_close = max(self.figures.to_close, time.perf_counter() - caught_at)
         elif error is not None:
             raise error
 
-    async def _train(self, job: Job, what: Strike | FromOutside | None, stack: AsyncExitStack) -> None:
+    def _is_replaced(self, struck: Sequence[Struck]) -> bool:
+        """Whether the worker was struck while others started, so that the pipeline opened with its successor."""
+        return bool(struck) and struck[0].at < self._ready_at
+
+    async def _train(
+        self, job: Job, what: Strike | FromOutside | None, struck: Sequence[Struck], stack: AsyncExitStack
+    ) -> None:
         missing, began = set(self._devices) - self._up().keys(), time.perf_counter()
         # A pipeline that opens waits for workers that start, and hears only then of one that was lost meanwhile.
         await self._pool.run(self._pool.admit(resolve_devices(job.devices)))
@@ -189,7 +197,10 @@ class Campaign:
         snapshot = self._snapshots[job.schedule]
         restore(pipe, snapshot)
         last = snapshot.steps + 3
-        while isinstance(what, FromOutside) or snapshot.steps < last:
+        while (isinstance(what, FromOutside) and not self._is_replaced(struck)) or snapshot.steps < last:
+            if snapshot.steps == job.steps:
+                snapshot = job.beginning
+                restore(pipe, snapshot)
             await job.step(pipe, snapshot.steps)
             self._snapshots[job.schedule] = snapshot = take(pipe, snapshot.steps + 1)
             job.check(snapshot)
