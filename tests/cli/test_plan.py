@@ -164,7 +164,19 @@ def test_json_has_the_same_plans(job, profile, capsys):
     assert all(len(each["memory"]) == 2 and 0 <= each["bubble"] < 1 for each in found["plans"])
 
 
+def make_even(profile: Path) -> None:
+    """Let every layer take the same time, so that no stage is the slowest by far."""
+    table = json.loads(profile.read_text(encoding="utf-8"))
+    for measurement in table["measurements"]:
+        measurement["overhead"] = dict.fromkeys(measurement["overhead"], 0.0)
+        for layer in measurement["layers"]:
+            for kind in ("forward", "light_forward", "recompute", "backward", "input_gradient", "weight_gradient"):
+                layer[kind] = 1e-3
+    profile.write_text(json.dumps(table), encoding="utf-8")
+
+
 def test_where_a_job_overlaps_its_steps_what_counts_is_how_soon_one_follows_the_other(job, profile, capsys):
+    make_even(profile)
     options = [
         "--profile",
         str(profile),
@@ -183,8 +195,7 @@ def test_where_a_job_overlaps_its_steps_what_counts_is_how_soon_one_follows_the_
         found.append(json.loads(capsys.readouterr().out)["plans"][0])
     alone, overlapping = found
     assert overlapping["bubble"] < alone["bubble"]
-    # Where one stage is the slowest by far, both are its time.
-    assert overlapping["seconds"] <= alone["seconds"] * (1 + 1e-9)
+    assert overlapping["seconds"] < alone["seconds"]
 
 
 def test_a_memory_limit_leaves_out_what_does_not_fit(job, profile, capsys):

@@ -9,7 +9,7 @@ import torch
 
 from asyncpipe.ops.execute import compute
 from asyncpipe.ops.model import buffers, microbatch, output_watch
-from asyncpipe.pipeline import step
+from asyncpipe.pipeline import step_inputs
 from tests.campaigns.differential.campaign import report, run_campaign
 from tests.campaigns.differential.cases import Case, Item, build, draw
 from tests.campaigns.differential.judge import judge
@@ -60,7 +60,7 @@ def test_swapped_microbatches_are_seen(monkeypatch):
         made.pieces[1:3] = made.pieces[2], made.pieces[1]
         return made
 
-    monkeypatch.setattr(step, "cut", swapped)
+    monkeypatch.setattr(step_inputs, "cut", swapped)
     verdict = judge(SIMPLE)
     assert verdict.outcome == "wrong"
     assert "output of step 0" in verdict.text
