@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 import pytest
+from driver_helpers import DEVICES, bind_nothing, open_driver
 
 from asyncpipe.core.engine.events import StepCancelled, StepRecord, TaskCompleted
 from asyncpipe.core.engine.share import Share
@@ -17,8 +18,6 @@ from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 
-DEVICES = ["cpu:0", "cpu:1"]
-
 
 def graph(schedule="1f1b", microbatches=4):
     shape = Shape(2, microbatches, 2)
@@ -27,18 +26,8 @@ def graph(schedule="1f1b", microbatches=4):
 
 @pytest.fixture
 async def driver(no_leaks):
-    made = Driver({name: ThreadExecutor(name) for name in DEVICES}, in_flight=3)
-    made.open()
-    yield made
-    await made.drain()
-    made.close()
-    made.join()
-    made.scheduler.check()
-    assert made.scheduler.idle
-
-
-def bind_nothing(task):
-    return lambda: None
+    async with open_driver(in_flight=3) as made:
+        yield made
 
 
 async def test_a_step_runs_every_task_once(driver):

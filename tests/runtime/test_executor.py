@@ -8,6 +8,7 @@ import weakref
 from queue import SimpleQueue
 
 import pytest
+from driver_helpers import executor_alone
 
 from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskFailed, TaskIssued
 from asyncpipe.runtime.executor import Assignment
@@ -29,12 +30,8 @@ def step():
 
 @pytest.fixture
 def executor():
-    made = ThreadExecutor("cpu:0")
-    made.events = SimpleQueue()
-    made.start(lambda event, *, wake=True, at=None: made.events.put(event))
-    yield made
-    made.close()
-    made.join()
+    with executor_alone() as (made, made.events):
+        yield made
 
 
 def next_event(executor):

@@ -7,6 +7,7 @@ import random
 from functools import partial
 
 import pytest
+from driver_helpers import open_driver
 
 from asyncpipe.core.engine.events import Outcome
 from asyncpipe.core.graph.lower import CheckpointMode, lower
@@ -14,7 +15,6 @@ from asyncpipe.core.graph.task_graph import Wiring
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import PipelineClosedError, TaskError
-from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
@@ -41,14 +41,8 @@ class Single(ThreadExecutor):
 @pytest.fixture(params=["programs", "single"])
 async def driver(request, no_leaks):
     kind = ThreadExecutor if request.param == "programs" else Single
-    made = Driver({name: kind(name) for name in DEVICES})
-    made.open()
-    yield made
-    await made.drain()
-    made.close()
-    made.join()
-    made.scheduler.check()
-    assert made.scheduler.idle
+    async with open_driver(kind, DEVICES) as made:
+        yield made
 
 
 class Log:

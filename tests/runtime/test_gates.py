@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from driver_helpers import DEVICES, bind_nothing, open_driver
 from thread_helpers import Threads
 
 from asyncpipe.core.engine.events import GateOpened, TaskCompleted
@@ -16,28 +17,15 @@ from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import PipelineClosedError
-from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Gates, Tenant
-from asyncpipe.runtime.thread_executor import ThreadExecutor
 
-DEVICES = ["cpu:0", "cpu:1"]
 BACKWARD = lower(find_schedule("gpipe"), Shape(2, 8, 2), devices=DEVICES, phase=Phase.BACKWARD)
 
 
 @pytest.fixture
 async def driver(no_leaks):
-    made = Driver({name: ThreadExecutor(name) for name in DEVICES})
-    made.open()
-    yield made
-    await made.drain()
-    made.close()
-    made.join()
-    made.scheduler.check()
-    assert made.scheduler.idle
-
-
-def bind_nothing(task):
-    return lambda: None
+    async with open_driver() as made:
+        yield made
 
 
 def checked(record):

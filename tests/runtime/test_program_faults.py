@@ -6,9 +6,9 @@ import asyncio
 import threading
 import time
 from contextlib import nullcontext
-from queue import SimpleQueue
 
 import pytest
+from driver_helpers import DEVICES, bind_nothing, executor_alone, open_driver
 
 from asyncpipe.core.engine.events import ProgramEnded, StepCancelled, TaskCompleted, TaskFailed
 from asyncpipe.core.engine.share import Share
@@ -25,7 +25,6 @@ from asyncpipe.runtime.program_run import STOP, ProgramRun
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 from asyncpipe.runtime.watchdog import Watchdog
 
-DEVICES = ["cpu:0", "cpu:1"]
 GRAPH = lower(find_schedule("1f1b"), Shape(2, 3, 2), devices=DEVICES, checkpoint=CheckpointMode.NEVER)
 LAST = len(GRAPH.tasks) - 1
 EVERY_TASK = [task.id for task in GRAPH.tasks]
@@ -47,18 +46,8 @@ class Watched(ThreadExecutor):
 
 @pytest.fixture
 async def driver(no_leaks, monkeypatch):
-    made = Driver({name: Watched(name) for name in DEVICES}, in_flight=3)
-    made.open()
-    yield made
-    await made.drain()
-    made.close()
-    made.join()
-    made.scheduler.check()
-    assert made.scheduler.idle
-
-
-def bind_nothing(task):
-    return lambda: None
+    async with open_driver(Watched, in_flight=3) as made:
+        yield made
 
 
 def when_handled(driver, monkeypatch, kind):
@@ -393,12 +382,8 @@ class Step:
 
 @pytest.fixture
 def executor(no_leaks):
-    made = ThreadExecutor("cpu:0")
-    made.events = SimpleQueue()
-    made.start(lambda event, *, wake=True, at=None: made.events.put(event))
-    yield made
-    made.close()
-    made.join()
+    with executor_alone() as (made, made.events):
+        yield made
 
 
 def program_run(executor, step, functions):

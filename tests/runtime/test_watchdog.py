@@ -13,6 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 
 import pytest
+from driver_helpers import DEVICES, bind_nothing, executor_alone, open_driver
 
 from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskFailed, TaskIssued
 from asyncpipe.core.graph.lower import CheckpointMode, lower
@@ -25,7 +26,6 @@ from asyncpipe.runtime.thread_executor import ThreadExecutor
 from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.testing import InlineExecutor
 
-DEVICES = ["cpu:0", "cpu:1"]
 GRAPH = lower(find_schedule("1f1b"), Shape(2, 4, 2), devices=DEVICES, checkpoint=CheckpointMode.NEVER)
 
 
@@ -58,10 +58,6 @@ class Hung:
         self.returned.set()
 
 
-def bind_nothing(task):
-    return lambda: None
-
-
 def told():
     """Stands in for the report that a task failed."""
 
@@ -73,14 +69,8 @@ def clock():
 
 @pytest.fixture
 async def driver(no_leaks):
-    made = Driver({name: ThreadExecutor(name) for name in DEVICES})
-    made.open()
-    yield made
-    await made.drain()
-    made.close()
-    made.join()
-    made.scheduler.check()
-    assert made.scheduler.idle
+    async with open_driver() as made:
+        yield made
 
 
 async def begin(driver, hung, graph=GRAPH):
@@ -226,12 +216,8 @@ class Step:
 
 @pytest.fixture
 def executor(no_leaks):
-    made = ThreadExecutor("cpu:0")
-    made.events = SimpleQueue()
-    made.start(lambda event, *, wake=True, at=None: made.events.put(event))
-    yield made
-    made.close()
-    made.join()
+    with executor_alone() as (made, made.events):
+        yield made
 
 
 def test_what_waits_is_taken_over_in_its_order(executor):

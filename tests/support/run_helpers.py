@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from resume_helpers import Sink, assert_same, batches, make_job
+from resume_helpers import Loader, Sink, assert_same, batches, make_job
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
@@ -20,6 +21,7 @@ from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
 
 __all__ = [
+    "LOADED",
     "MICROBATCHES",
     "Fault",
     "Faulty",
@@ -135,6 +137,25 @@ def plain() -> Workload:
     """One that draws in all ways, and counts."""
     layers = [nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), Recurrent(), nn.Dropout(0.3), nn.Linear(16, 3)]
     return Workload(nn.Sequential(*layers).double(), functional.mse_loss, batches, memoryless=True)
+
+
+def unruly() -> Workload:
+    """Its loader draws where it should not, from the generator that steps draw from."""
+
+    def make(batch_size: int, generator: Generator) -> Iterator[Batch]:
+        while True:
+            x = torch.randn(batch_size, 3, dtype=torch.float64)
+            yield x, x.flip(1)
+
+    return replace(plain(), batches=make)
+
+
+LOADED: dict[str, Callable[[], Workload]] = {
+    "plain": plain,
+    "with a state of its own": lambda: replace(plain(), batches=Loader),
+    "unruly": unruly,
+}
+"""The same model with each kind of loader."""
 
 
 def with_nan(*bad: int) -> Callable[[int, Generator], Iterator[Batch]]:

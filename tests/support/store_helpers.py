@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import count
 
 from asyncpipe.service.job_states import TRANSITIONS, JobRecord, JobSpec, JobState, Transition
 from asyncpipe.service.store.job_store import JobStore
 
-__all__ = ["check_history", "submitted"]
+__all__ = [
+    "CANCELLED",
+    "FAILED",
+    "FINISHED",
+    "LEGAL",
+    "PAUSED",
+    "QUEUED",
+    "RUNNING",
+    "SPEC",
+    "check_history",
+    "numbered",
+    "submitted",
+    "ticking",
+]
+
+SPEC = JobSpec("job", "package.module:factory", {"parameters": {"width": 16}, "devices": ["cpu", "cpu"]})
+QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
+
+LEGAL = {
+    QUEUED: {RUNNING, PAUSED, FAILED, CANCELLED},
+    RUNNING: {QUEUED, PAUSED, FINISHED, FAILED, CANCELLED},
+    PAUSED: {QUEUED, CANCELLED},
+    FINISHED: set(),
+    FAILED: set(),
+    CANCELLED: set(),
+}
+"""By state: those into which a job may go from it."""
+
+
+def ticking() -> Callable[[], float]:
+    """A clock that goes on by a second each time it is looked at."""
+    numbers = count(1000)
+    return lambda: float(next(numbers))
+
+
+def numbered() -> Callable[[float], str]:
+    """Ids that say in which order they were made."""
+    numbers = count(1)
+    return lambda at: f"job-{next(numbers)}"
 
 
 async def submitted(store: JobStore, spec: JobSpec, key: str | None = None) -> JobRecord:

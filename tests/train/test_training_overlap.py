@@ -11,10 +11,9 @@ from shutil import copytree
 from typing import Any
 
 import pytest
-import torch
 from pydantic import ValidationError
-from resume_helpers import STEPS, Loader, batches, disturb, make_chain, make_job
-from run_helpers import Fault, Faulty, Told, assert_same_end, beside_others, faulty_workload, plain, with_nan
+from resume_helpers import STEPS, batches, disturb, make_chain, make_job
+from run_helpers import LOADED, Fault, Faulty, Told, assert_same_end, beside_others, faulty_workload, plain, with_nan
 from torch import Generator, Tensor
 
 from asyncpipe.errors import TaskError
@@ -71,24 +70,6 @@ def behind(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def unruly() -> Workload:
-    """Its loader draws where it should not, from the generator that steps draw from."""
-
-    def make(batch_size: int, generator: Generator) -> Iterator[Batch]:
-        while True:
-            x = torch.randn(batch_size, 3, dtype=torch.float64)
-            yield x, x.flip(1)
-
-    return replace(plain(), batches=make)
-
-
-MAKERS: dict[str, Callable[[], Workload]] = {
-    "plain": plain,
-    "with a state of its own": lambda: replace(plain(), batches=Loader),
-    "unruly": unruly,
-}
-
-
 async def run(job: Job, make: Callable[[], Workload] = plain, told: Told | None = None) -> TrainingSummary:
     disturb()
     return await TrainingRun(job, make, progress=told or Told()).run()
@@ -104,13 +85,13 @@ async def one_by_one(folder: Path, make: Callable[[], Workload] = plain, **pipel
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h2"])
 @pytest.mark.parametrize("every", [99, 2])
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", LOADED)
 async def test_the_bits_of_steps_one_by_one(tmp_path, behind, kind, every, schedule):
-    whole, told = await one_by_one(tmp_path / "one", MAKERS[kind], schedule=schedule)
+    whole, told = await one_by_one(tmp_path / "one", LOADED[kind], schedule=schedule)
     disturb()
     overlapping = Figures()
     job = job_of(tmp_path / "other", every=every, pipeline={"schedule": schedule})
-    summary = await TrainingRun(job, MAKERS[kind], progress=overlapping).run()
+    summary = await TrainingRun(job, LOADED[kind], progress=overlapping).run()
     assert overlapping.losses == told.losses
     assert overlapping.rates == told.rates
     assert overlapping.norms == pytest.approx(told.norms, rel=1e-12)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, current_thread
@@ -13,8 +13,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from resume_helpers import STEPS, Loader, assert_same, batches, disturb
-from run_helpers import Told, assert_same_end, beside_others, job_of, plain
+from resume_helpers import STEPS, assert_same, batches, disturb
+from run_helpers import LOADED, Told, assert_same_end, beside_others, job_of, plain
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
@@ -27,51 +27,33 @@ from asyncpipe.train.workload import Batch, Forward, Workload
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-def unruly() -> Workload:
-    """Its loader draws where it should not."""
-
-    def make(batch_size: int, generator: Generator) -> Iterator[Batch]:
-        while True:
-            x = torch.randn(batch_size, 3, dtype=torch.float64)
-            yield x, x.flip(1)
-
-    return replace(plain(), batches=make)
-
-
-MAKERS: dict[str, Callable[[], Workload]] = {
-    "plain": plain,
-    "with a state of its own": lambda: replace(plain(), batches=Loader),
-    "unruly": unruly,
-}
-
-
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", LOADED)
 async def test_a_run_among_others_has_the_bits_that_it_has_alone(tmp_path, kind):
     alone, among = Told(), Told()
-    one = await TrainingRun(job_of(tmp_path / "alone"), MAKERS[kind], progress=alone).run()
+    one = await TrainingRun(job_of(tmp_path / "alone"), LOADED[kind], progress=alone).run()
     disturb()
-    other = await beside_others(job_of(tmp_path / "among"), MAKERS[kind], among, tmp_path)
+    other = await beside_others(job_of(tmp_path / "among"), LOADED[kind], among, tmp_path)
     assert among.losses == alone.losses
     assert len(set(among.losses)) == STEPS
     assert_same_end(other.snapshot, one.snapshot)
 
 
 @pytest.mark.one_loop
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", LOADED)
 @pytest.mark.parametrize("first", ["alone", "among others"])
 async def test_a_run_goes_on_with_the_same_bits_alone_and_among_others(tmp_path, kind, first):
     async def run(told: Told, folder: Path, *, alone: bool) -> Any:
         disturb()
         if alone:
-            return await TrainingRun(job_of(folder), MAKERS[kind], progress=told).run()
-        return await beside_others(job_of(folder), MAKERS[kind], told, folder.with_name("others"))
+            return await TrainingRun(job_of(folder), LOADED[kind], progress=told).run()
+        return await beside_others(job_of(folder), LOADED[kind], told, folder.with_name("others"))
 
     whole, went_on = Told(), Told()
     summary = await run(whole, tmp_path / "whole", alone=True)
     async with DevicePool() as pool:
         begun = TrainingRun(
             job_of(tmp_path / "parts"),
-            MAKERS[kind],
+            LOADED[kind],
             progress=Told(lambda step: step == 3 and begun.stop()),
             pool=None if first == "alone" else pool,
         )

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_graphs import random_ordered_graph
 
 from asyncpipe.core.engine.events import (
     Abort,
@@ -31,48 +32,12 @@ from asyncpipe.core.engine.events import (
     TaskIssued,
 )
 from asyncpipe.core.engine.scheduler import SchedulerState
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Lane
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
-from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Shape
+from asyncpipe.core.schedules.protocol import F, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
-
-
-class Shuffled(OrderedSchedule):
-    """A random run of the whole step, cut up by device: an order that cannot deadlock."""
-
-    name = "shuffled"
-
-    def __init__(self, shape: Shape, draw: random.Random) -> None:
-        self._placement = [draw.randrange(shape.devices) for _ in range(shape.stages)]
-        self._orders: list[list[Action]] = [[] for _ in range(shape.devices)]
-        stages = range(shape.stages)
-        ways = [[F(i, j) for j in stages] + [B(i, j) for j in stages[::-1]] for i in range(shape.microbatches)]
-        while ways := [way for way in ways if way]:
-            action = draw.choice(ways).pop(0)
-            self._orders[self._placement[action.stage]].append(action)
-
-    def order(self, device: int, shape: Shape) -> Iterable[Action]:
-        return self._orders[device]
-
-    def placement(self, shape: Shape) -> Sequence[int]:
-        return self._placement
-
-    def check(self, shape: Shape) -> None:
-        pass
-
-
-def random_graph(draw: random.Random) -> TaskGraph:
-    """A graph of any schedule on up to three devices, ``dev:0`` first, so that steps meet on lanes."""
-    name = draw.choice(["gpipe", "1f1b", "interleaved", "shuffled"])
-    devices = draw.randint(1, 3)
-    stages = devices * draw.randint(1, 2) if name == "interleaved" else devices
-    if name == "shuffled":
-        stages = draw.randint(1, 4)
-    shape = Shape(stages, draw.randint(1, 4), devices)
-    schedule = Shuffled(shape, draw) if name == "shuffled" else find_schedule(name)
-    return lower(schedule, shape, checkpoint=draw.choice(list(CheckpointMode)), phase=draw.choice(list(Phase)))
 
 
 @dataclass
@@ -117,7 +82,7 @@ class World:
         self.draw = draw
         self.cap = draw.choice([1, 1, 2, 3, 16])
         self.state = SchedulerState(in_flight=self.cap)
-        self.to_submit = [random_graph(draw) for _ in range(steps)]
+        self.to_submit = [random_ordered_graph(draw) for _ in range(steps)]
         self.models: dict[int, Model] = {}
         self.failures = failures
         self.cancellations = cancellations

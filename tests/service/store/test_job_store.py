@@ -6,16 +6,27 @@ import asyncio
 import random
 import sqlite3
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
-from store_helpers import submitted
+from store_helpers import (
+    CANCELLED,
+    FAILED,
+    FINISHED,
+    LEGAL,
+    PAUSED,
+    QUEUED,
+    RUNNING,
+    SPEC,
+    numbered,
+    submitted,
+    ticking,
+)
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.job_states import JobRecord, JobSpec, JobSpecError, JobState, JobStateError, PriorityClass
+from asyncpipe.service.job_states import JobRecord, JobSpecError, JobState, JobStateError, PriorityClass
 from asyncpipe.service.store import database_thread
 from asyncpipe.service.store.job_store import (
     IdempotencyConflictError,
@@ -26,34 +37,10 @@ from asyncpipe.service.store.job_store import (
     make_id,
 )
 
-SPEC = JobSpec("job", "package.module:factory", {"parameters": {"width": 16}, "devices": ["cpu", "cpu"]})
-QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
-
-LEGAL = {
-    QUEUED: {RUNNING, PAUSED, FAILED, CANCELLED},
-    RUNNING: {QUEUED, PAUSED, FINISHED, FAILED, CANCELLED},
-    PAUSED: {QUEUED, CANCELLED},
-    FINISHED: set(),
-    FAILED: set(),
-    CANCELLED: set(),
-}
-
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "state" / "jobs.sqlite"
-
-
-def ticking() -> Callable[[], float]:
-    """A clock that goes on by a second each time it is looked at."""
-    numbers = count(1000)
-    return lambda: float(next(numbers))
-
-
-def numbered() -> Callable[[float], str]:
-    """Ids that say in which order they were made."""
-    numbers = count(1)
-    return lambda at: f"job-{next(numbers)}"
 
 
 # One client

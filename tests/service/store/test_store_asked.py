@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 
 import pytest
-from store_helpers import submitted
+from store_helpers import CANCELLED, FAILED, PAUSED, QUEUED, RUNNING, SPEC, numbered, submitted, ticking
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.job_states import JobSpec, JobState, JobStateError
+from asyncpipe.service.job_states import JobState, JobStateError
 from asyncpipe.service.store.job_store import JobStore, QueueFullError
 
 pytestmark = pytest.mark.one_loop
-
-SPEC = JobSpec("job", "package.module:factory", {"parameters": {"width": 16}, "devices": ["cpu", "cpu"]})
-QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "state" / "jobs.sqlite"
-
-
-def ticking() -> Callable[[], float]:
-    """A clock that goes on by a second each time it is looked at."""
-    numbers = count(1000)
-    return lambda: float(next(numbers))
-
-
-def numbered() -> Callable[[float], str]:
-    """Ids that say in which order they were made."""
-    numbers = count(1)
-    return lambda at: f"job-{next(numbers)}"
 
 
 async def test_what_a_running_job_was_asked_survives_a_kill(path):

@@ -13,22 +13,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from store_helpers import submitted
+from store_helpers import CANCELLED, LEGAL, PAUSED, QUEUED, RUNNING, SPEC, submitted
 
 from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, JobStateError, PriorityClass
 from asyncpipe.service.store.job_store import IdempotencyConflictError, JobStore
-
-SPEC = JobSpec("job", "package.module:factory", {"parameters": {"width": 16}, "devices": ["cpu", "cpu"]})
-QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
-
-LEGAL = {
-    QUEUED: {RUNNING, PAUSED, FAILED, CANCELLED},
-    RUNNING: {QUEUED, PAUSED, FINISHED, FAILED, CANCELLED},
-    PAUSED: {QUEUED, CANCELLED},
-    FINISHED: set(),
-    FAILED: set(),
-    CANCELLED: set(),
-}
 
 _STATES = st.sampled_from(JobState)
 _SPECS = st.sampled_from(
