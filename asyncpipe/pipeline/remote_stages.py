@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -38,7 +38,16 @@ from asyncpipe.runtime.parts_driver import PartsDriver, PartsExecution, PlacedPi
 from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.packed import pack
 
-__all__ = ["RemoteStages"]
+__all__ = ["PreparedWork", "RemoteStages"]
+
+
+class PreparedWork(NamedTuple):
+    """What is sent to the workers when a step begins."""
+
+    by_worker: Mapping[str, object]
+    flags: Flags
+    """Those that the workers have from then on."""
+
 
 LOSS_SECONDS = 1.0
 """For a worker to be known as lost, when another one has noticed that its edge to it broke."""
@@ -149,11 +158,10 @@ class RemoteStages:
 
     # Steps
 
-    def work(self, inputs: StepInputs, graph: TaskGraph, *, overlaps: bool) -> dict[str, object]:
+    def work(self, inputs: StepInputs, *, overlaps: bool) -> PreparedWork:
         """What each worker needs for a step, on the caller's thread. Raises ``OptionError`` for what cannot be sent."""
         flags = _flags(self._parts.module)
         changed = None if flags == self._flags else flags
-        self._flags = flags
         plan = replace(inputs.plan, loss=None)
         last = self._parts.resources.stages[-1].index
         work: dict[str, object] = {}
@@ -175,12 +183,15 @@ class RemoteStages:
                 bool(self._tenant.observers.shown),
             )
             work[name] = to_buffers(part, "the mini-batch")
-        return work
+        return PreparedWork(work, flags)
 
-    def start(self, graph: TaskGraph, work: Mapping[str, object], after: PartsExecution | None) -> PartsExecution:
+    def start(self, graph: TaskGraph, work: PreparedWork, after: PartsExecution | None) -> PartsExecution:
         """Begin a step; see ``PartsDriver.start``."""
         assert self._placed is not None
-        return self._workers.driver.start(self._placed, graph, work, after=after)
+        started = self._workers.driver.start(self._placed, graph, work.by_worker, after=after)
+        # Not before: a step that is cancelled in time, or refused, tells the workers nothing.
+        self._flags = work.flags
+        return started
 
     def result(self, execution: PartsExecution) -> PartResult:
         """What a step has left for its caller."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -11,7 +10,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.ops.execute.step_tensors import StepTensors
 from asyncpipe.pipeline.overlap import why_alone
 from asyncpipe.pipeline.pool import Tenancy
-from asyncpipe.pipeline.remote_stages import RemoteStages
+from asyncpipe.pipeline.remote_stages import PreparedWork, RemoteStages
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step_inputs import StepInputs
 from asyncpipe.runtime.parts_driver import PartsExecution
@@ -34,7 +33,7 @@ class RemoteStep:
             raise OptionError(
                 "a GradScaler reads gradients, which are in the workers; use bfloat16, or workers='threads'"
             )
-        if inputs.training and not self._graph.wiring.updates and inputs.options.update:
+        if inputs.training and inputs.parts.options.optimizer is None:
             raise OptionError(
                 "the gradients of this step stay in the workers, where nothing would use them; give the pipeline an "
                 "optimizer=, or use workers='threads'"
@@ -66,7 +65,7 @@ class RemoteStep:
         assert portal is not None
         return StartedInThread(self._stages.driver, portal, line, partial(self._begin, self._work(overlaps=True)))
 
-    def _begin(self, work: Mapping[str, object], after: PartsExecution | None) -> PartsExecution:
+    def _begin(self, work: PreparedWork, after: PartsExecution | None) -> PartsExecution:
         self._execution = self._stages.start(self._graph, work, after)
         return self._execution
 
@@ -83,12 +82,12 @@ class RemoteStep:
             self._stages.settle(self._execution, keep=False)
             self._execution = None
 
-    def _work(self, *, overlaps: bool) -> Mapping[str, object]:
-        work = self._stages.work(self._inputs, self._graph, overlaps=overlaps)
+    def _work(self, *, overlaps: bool) -> PreparedWork:
+        work = self._stages.work(self._inputs, overlaps=overlaps)
         self._inputs = self._inputs.emptied()
         return work
 
-    async def _run(self, work: Mapping[str, object]) -> StepResult:
+    async def _run(self, work: PreparedWork) -> StepResult:
         execution = self._stages.start(self._graph, work, None)
         del work  # The frames of an error would keep the mini-batch.
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 import traceback
+import weakref
 from collections import deque
 from contextlib import suppress
 from queue import SimpleQueue
@@ -212,10 +213,15 @@ class DeviceWork:
                 # Before the report: no device may begin a task that the scheduler does not count with any more.
                 step.aborted = True
             # The traceback of the error holds this frame, and the step will hold the error.
+            handle, is_single = weakref.ref(step), run is None
             del step, function, run
             clear_frames(error)
             self.current = None
             self._post(TaskFailed(number, task, error), at=at)
+            if is_single and (failed := handle()) is not None:
+                # Behind the report, since other devices drop tasks from now on. What this device was handed with the
+                # task may depend on it, an update of half the gradients for instance.
+                failed.aborted = True
             return True
         ended = time.perf_counter()
         if not take(token):

@@ -70,6 +70,8 @@ class Portal:
         except asyncio.CancelledError:
             call.cancel()
             await wait_uncancelled(future)
+            if not future.cancelled():
+                future.exception()  # Marks it as retrieved.
             raise
         finally:
             # An exception's traceback holds this frame. If the frame held the exception in turn, through the future,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncpipe import DevicePool, Pipeline, TaskError
+from asyncpipe import DevicePool, Pipeline, TaskError, pop, skippable, stash
 from asyncpipe.errors import OptionError, PipelineClosedError, WorkerLostError
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.pipeline.workers import assign_workers
@@ -255,3 +255,175 @@ def test_which_worker_has_which_device():
     assert assign_workers(devices, two) == two
     with pytest.raises(OptionError, match="names no worker for cpu:0#1"):
         assign_workers(devices, {"cpu:0": "a", "cpu:1": "b"})
+
+
+class Apply(nn.Module):
+    """A function of this module, by its name."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, *args):
+        return globals()[self.name](*args)
+
+
+def with_gaps(x):
+    return torch.cat([x, x], -1)[..., ::2]
+
+
+def spread(x):
+    return x.mean(-1, keepdim=True).expand(*x.shape[:-1], 6)
+
+
+def with_strides(x):
+    return x + 1000 * torch.tensor([x.stride()]).sum()
+
+
+def twice(x):
+    return x, x
+
+
+def overwrite(pair):
+    return pair[0].relu_() + pair[1]
+
+
+@skippable(stash=["skip"])
+class Down(nn.Module):
+    def forward(self, x):
+        yield stash("skip", x)
+        return x * 2
+
+
+@skippable(pop=["skip"])
+class Up(nn.Module):
+    def forward(self, x):
+        skip = yield pop("skip")
+        return x + skip
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+OPTIONS = {"loss_fn": nn.functional.mse_loss, "optimizer": sgd}
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("shape", ["with_gaps", "spread"])
+async def test_tensors_keep_their_strides_on_the_way_to_another_worker(pool, shape):
+    x, ends = torch.randn(8, 6), []
+    for where in (None, pool):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), Apply(shape), Apply("with_strides"), nn.Linear(6, 6))
+        async with Pipeline(
+            model, ["cpu:0", "cpu:1"], balance=[2, 2], microbatches=3, checkpoint="never", pool=where, **OPTIONS
+        ) as pipe:
+            ends.append((await pipe.step(x.T.contiguous().T, torch.zeros(8, 6))).outputs)
+    assert torch.equal(*ends)
+
+
+@pytest.mark.one_loop
+async def test_a_value_that_is_read_elsewhere_is_not_overwritten_in_another_worker(pool):
+    x = torch.randn(8, 4)
+    for where in (None, pool):
+        model = nn.Sequential(nn.Linear(4, 4), Apply("twice"), Apply("overwrite"), nn.Linear(4, 4))
+        async with Pipeline(
+            model, ["cpu:0", "cpu:1"], balance=[2, 2], microbatches=2, pool=where, **OPTIONS
+        ) as pipe:  # fmt: skip
+            with pytest.raises(TaskError, match="stage 1 overwrites in place a value"):
+                await pipe.step(x, x)
+
+
+@pytest.mark.one_loop
+async def test_messages_that_wait_for_long_hold_back_no_others(pool):
+    # Stage 3 takes what stage 0 sends to it when all micro-batches have passed stages 1 and 2, on the same edges.
+    x = torch.randn(100, 4)
+    model = nn.Sequential(Down(), nn.Linear(4, 4), nn.Linear(4, 4), Up(), nn.Linear(4, 4))
+    options = OPTIONS | {"balance": [1, 1, 1, 2], "schedule": "looped-bfs", "microbatches": 100, "checkpoint": "never"}
+    async with Pipeline(model, ["cpu:0", "cpu:1"], pool=pool, **options) as pipe:
+        async for result in pipe.steps([(x, x)] * 3):
+            assert len(result.losses) == 100
+
+
+@pytest.mark.one_loop
+async def test_a_step_that_is_cancelled_before_it_begins_takes_no_mode_along(pool):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5))
+    x = torch.randn(8, 4)
+    async with Pipeline(model, ["cpu:0", "cpu:1"], balance=[2, 2], microbatches=2, pool=pool, **OPTIONS) as pipe:
+        await pipe.step(x, x)
+        pipe.eval()
+        held, let_go = threading.Event(), threading.Event()
+
+        def hold():
+            held.set()
+            assert let_go.wait(60)
+
+        pool.portal.loop.call_soon_threadsafe(hold)
+        assert held.wait(60)
+        stepping = asyncio.ensure_future(pipe.step(x))
+        await asyncio.sleep(0)
+        stepping.cancel()
+        await asyncio.sleep(0)
+        let_go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await stepping
+        first, second = [(await pipe.step(x)).outputs for _ in range(2)]
+        assert torch.equal(first, second)
+
+
+@pytest.mark.one_loop
+async def test_a_failure_among_overlapping_steps_leaves_the_gradients_as_on_threads(pool):
+    chance = torch.Generator().manual_seed(0)
+    good, bad = torch.randn(8, 4, generator=chance), torch.randn(8, 4, generator=chance)
+    bad[5] = torch.nan
+    ends = []
+    for where in (None, pool):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Apply("no_nan"), nn.Linear(4, 4))
+        async with Pipeline(
+            model, ["cpu:0", "cpu:1"], balance=[2, 3], microbatches=4, pool=where, **OPTIONS
+        ) as pipe:  # fmt: skip
+            await pipe.step(good, good, update=False)
+            with pytest.raises(TaskError, match="is no number"):
+                async for _ in pipe.steps([(bad, good), (good, good)]):
+                    pass
+            with pytest.raises(TaskError, match="is no number"):
+                async for _ in pipe.steps([(good, good), (good, good), (bad, good), (good, good)]):
+                    pass
+            await pipe.step(good, good, update=False)
+            await pipe.step(good, good)
+            ends.append({name: value.clone() for name, value in pipe.state_dict().items()})
+    here, there = ends
+    assert all(torch.equal(here[name], there[name]) for name in here)
+
+
+def no_nan(x):
+    if x.isnan().any():
+        raise ValueError("this is no number")
+    return x
+
+
+@pytest.mark.one_loop
+async def test_a_state_is_loaded_where_other_workers_have_batch_norms(pool, recwarn):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    x = torch.randn(8, 4)
+    async with Pipeline(model, ["cpu:0", "cpu:1"], balance=[2, 2], microbatches=2, pool=pool, **OPTIONS) as pipe:
+        await pipe.step(x, x)
+        state = pipe.state_dict()
+        await pipe.step(x, x)
+        pipe.load_state_dict(state)
+        assert all(torch.equal(value, state[name]) for name, value in pipe.state_dict().items())
+    assert not recwarn.list
+
+
+@pytest.mark.one_loop
+async def test_gradients_are_accumulated_only_for_an_optimizer(pool):
+    x = torch.randn(8, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    async with Pipeline(
+        model, ["cpu:0", "cpu:1"], microbatches=2, pool=pool, loss_fn=nn.functional.mse_loss
+    ) as pipe:  # fmt: skip
+        for update in (True, False):
+            with pytest.raises(OptionError, match="give the pipeline an optimizer="):
+                await pipe.step(x, x, update=update)

@@ -58,7 +58,7 @@ def test_every_exception_is_reported_and_the_thread_lives_on(executor, step, err
     def work():
         raise error("no")
 
-    executor.submit([Assignment(step, 0, work), Assignment(step, 1, lambda: None)])
+    executor.submit([Assignment(step, 0, work), Assignment(Step(), 1, lambda: None)])
     failed = next_event(executor)
     assert isinstance(failed, TaskFailed)
     assert type(failed.error) is error
@@ -71,6 +71,12 @@ def test_tasks_of_an_aborted_step_are_dropped(executor, step):
 
     executor.submit([Assignment(step, 0, abort), Assignment(step, 1, lambda: pytest.fail("ran"))])
     assert isinstance(next_event(executor), TaskCompleted)
+    assert next_event(executor) == TaskDropped(3, 1)
+
+
+def test_nothing_runs_behind_a_task_of_its_step_that_failed(executor, step):
+    executor.submit([Assignment(step, 0, lambda: 1 / 0), Assignment(step, 1, lambda: pytest.fail("ran"))])
+    assert isinstance(next_event(executor), TaskFailed)
     assert next_event(executor) == TaskDropped(3, 1)
 
 

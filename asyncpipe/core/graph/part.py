@@ -16,6 +16,7 @@ the step begins; its message is named by ``BEGINNING``, and leaves when the step
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -59,6 +60,8 @@ class Part:
     """The number of each task in the whole graph."""
     arrivals: Mapping[tuple[int, int], int]
     """The gate that each message opens, by (task that waits, dependency): numbers of the whole graph."""
+    arrivals_from: Mapping[str, int]
+    """How many messages come from each device of the other parts."""
     departures: tuple[tuple[Departure, ...], ...]
     """What to send once each task has released its dependents on other devices: when it is issued, or under a rule,
     completed. A step that was aborted sends nothing."""
@@ -81,6 +84,7 @@ def part(graph: TaskGraph, devices: Iterable[str]) -> Part:
     number = {task: position for position, task in enumerate(whole)}
     gates = [number[gated] for gated in graph.gates if gated in number]
     arrivals: dict[tuple[int, int], int] = {}
+    arrivals_from: Counter[str] = Counter()
     at_start = []
     for task in graph.tasks:
         if task.number in number:
@@ -89,6 +93,9 @@ def part(graph: TaskGraph, devices: Iterable[str]) -> Part:
                 waits_for.append(BEGINNING)
             for before in waits_for:
                 arrivals[task.number, before] = len(gates)
+                sender = owner if before == BEGINNING else graph.tasks[before].stage
+                assert sender is not None
+                arrivals_from[graph.devices[graph.placement[sender]]] += 1
                 gates.append(number[task.number])
         elif (owner := _owner(graph, task)) is not None and is_own[owner]:
             at_start.append(Departure(task.lane.device, task.number, BEGINNING, tensors=True))
@@ -112,6 +119,7 @@ def part(graph: TaskGraph, devices: Iterable[str]) -> Part:
         ),
         whole=whole,
         arrivals=arrivals,
+        arrivals_from=arrivals_from,
         departures=tuple(
             [
                 tuple(

@@ -1,6 +1,6 @@
 """Values as bytes for another process of the same job, tensors included.
 
-Tensors go as their own elements: of a view no more than what it shows, in the order of its shape. Everything else is
+Tensors go as their own elements: of a view no more than what it shows. They keep their strides. Everything else is
 pickled by ``cloudpickle``, which also takes lambdas, and what a script or a notebook has defined. ``to_buffers`` leaves
 the memory of large tensors where it is, for whoever sends it.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncpipe.errors import OptionError
+from asyncpipe.ops.device.strides import Strides, strides_of
 
 __all__ = ["TensorPickler", "from_buffers", "from_wire", "not_sendable", "to_buffers", "to_wire"]
 
@@ -88,19 +89,26 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Tensor and value.layout is torch.strided and not value.is_quantized and not value.is_meta:
-            flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            plain, strides = value.detach().cpu().resolve_conj().resolve_neg(), strides_of(value)
+            packed = plain.contiguous() if strides is None else strides.packed(plain)
+            # Not ``reshape``: a tensor with one element may have any strides, and counts as contiguous.
+            flat = packed.as_strided((packed.numel(),), (1,))
             elements: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
             return _tensor, (
                 pickle.PickleBuffer(elements),
                 value.dtype,
-                tuple(value.shape),
+                tuple(packed.shape),
+                strides,
                 value.requires_grad and value.is_leaf,
             )
         return super().reducer_override(value)
 
 
-def _tensor(elements: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Tensor:
+def _tensor(
+    elements: Any, dtype: torch.dtype, shape: tuple[int, ...], strides: Strides | None, requires_grad: bool
+) -> Tensor:
     # The tensor may be written to.
     own = bytearray(elements) if memoryview(elements).readonly else elements
     flat = torch.frombuffer(own, dtype=torch.uint8).view(dtype) if own else torch.empty(0, dtype=dtype)
-    return flat.view(shape).requires_grad_(requires_grad)
+    packed = flat.view(shape)
+    return (packed if strides is None else strides.laid_out(packed)).requires_grad_(requires_grad)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncpipe.errors import ArgumentTypeError
+from asyncpipe.ops.device.strides import fills_its_memory
 
 __all__ = ["EdgeHeader", "EdgeMessage", "MessageLayout", "ReceivedMessage", "TensorLayout", "layout_of"]
 
@@ -119,21 +120,9 @@ def layout_of(tensor: Tensor) -> TensorLayout:
             "edges carry tensors that are plain memory, no sparse, nested, quantized or meta ones; got one of "
             f"{tensor.dtype}, {tensor.layout} on {tensor.device}"
         )
-    if tensor.is_contiguous() or not _fills_its_memory(tensor):
+    if tensor.is_contiguous() or not fills_its_memory(tensor):
         return TensorLayout(tensor.dtype, tensor.shape, None)
     return TensorLayout(tensor.dtype, tensor.shape, tensor.stride())
-
-
-def _fills_its_memory(tensor: Tensor) -> bool:
-    """Whether the elements lie side by side, in whatever order of the dimensions."""
-    expected = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= length
-    return True
 
 
 def _decoded(name: str, shape: list[int], stride: list[int] | None) -> TensorLayout:

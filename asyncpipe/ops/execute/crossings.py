@@ -8,10 +8,15 @@ the sender's stage were here::
     worker b                                                └─▶ activations[i, 0, 1] ── C(i,0>1) ── F(i,1)
 
 Any other dependency between workers is a message without tensors.
+
+A tensor arrives with the strides that it had, with its gaps as well, since kernels may add in another order where
+strides differ. Who else reads the same memory goes along: a stage that overwrites it is refused, as on threads
+(``shared_values.py``).
 """
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
@@ -22,6 +27,8 @@ from asyncpipe.core.graph.part import Departure, Part
 from asyncpipe.core.graph.task import WHOLE_STEP, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
+from asyncpipe.ops.device.strides import Strides, fills_its_memory, strides_of
+from asyncpipe.ops.execute.shared_values import Readers
 from asyncpipe.ops.execute.step_tensors import StepTensors
 from asyncpipe.ops.model.microbatch import Packet
 from asyncpipe.ops.model.ties import Ties
@@ -30,6 +37,8 @@ __all__ = ["Crossings", "Send"]
 
 _COUNTED = b"counted"
 """For gradients that come with the count of their micro-batch's loss, as the last tensor."""
+_MORE = b"more"
+"""Before a pickled tuple (meta, strides, readers), where there is more to tell than the meta."""
 
 Send = Callable[[Departure, bytes, Sequence[Tensor | None], torch.Event | None], None]
 """Sends what belongs to a departure, once the event has happened. Must not block."""
@@ -48,6 +57,8 @@ class Crossings:
         self._sent: dict[int, int] = {}
         """By task that waits for several: how many of these have been sent."""
         self._lock = threading.Lock()
+        self._holds: dict[int, list[Callable[[], None]]] = {}
+        """By task, a number of the whole graph: what to call when it has taken what came for it."""
 
     def begin(self) -> None:
         """Send what others need of this worker before any of its tasks has run."""
@@ -56,6 +67,8 @@ class Crossings:
 
     def left(self, task: int, event: torch.Event | None) -> None:
         """Task number ``task`` of the part is done, or will be at ``event``: send what waits for it."""
+        for taken in self._holds.pop(self._part.whole[task], ()):
+            taken()
         for departure in self._part.departures[task]:
             self._depart(departure, event)
 
@@ -83,19 +96,31 @@ class Crossings:
             return b"", self._ties.values(source, user)
         if not waiting.is_gradient_copy:
             packet = self._tensors.activations.pop((i, source, user))
-            return packet.shell(), list(packet.tensors)
+            readers = self._tensors.readers.pop((i, source, user), None)
+            return _packed(packet.shell(), packet.tensors, readers)
         gradients = self._tensors.gradients.pop((i, source, user))
         if (count := self._tensors.counts.get(i)) is None:
-            return b"", gradients
-        return _COUNTED, [*gradients, count]
+            return _packed(b"", gradients)
+        return _packed(_COUNTED, [*gradients, count])
 
-    def arrived(self, task: int, meta: bytes, tensors: list[Tensor | None]) -> None:
-        """Store what has come for ``task``, a number of the whole graph, before it is told of it."""
+    def arrived(self, task: int, meta: bytes, tensors: list[Tensor | None], taken: Callable[[], None]) -> None:
+        """Store what has come for ``task``, a number of the whole graph, before it is told of it.
+
+        ``taken`` is called when the task has run; never, if the step ends before.
+        """
+        with self._lock:
+            self._holds.setdefault(task, []).append(taken)
         waiting = self._graph.tasks[task]
         if waiting.kind is not TaskKind.COPY or not (meta or tensors):
             return
         assert waiting.source is not None
         source, user, i = waiting.source, waiting.stage, waiting.microbatch
+        if meta.startswith(_MORE):
+            # From another worker of this pipeline.
+            meta, strides, readers = pickle.loads(meta[len(_MORE) :])  # noqa: S301
+            tensors = [_laid_out(tensor, each) for tensor, each in zip(tensors, strides, strict=True)]
+            if readers is not None:
+                self._tensors.readers[i, source, user] = readers
         if i == WHOLE_STEP:
             self._tensors.tied_arrived[source, user] = tensors
         elif not waiting.is_gradient_copy:
@@ -111,3 +136,28 @@ def _present(tensors: Iterable[Tensor | None]) -> Iterable[Tensor]:
     for tensor in tensors:
         assert tensor is not None
         yield tensor
+
+
+def _packed(
+    meta: bytes, tensors: Sequence[Tensor | None], readers: Readers | None = None
+) -> tuple[bytes, list[Tensor | None]]:
+    """What edges are to carry: tensors without gaps, and a meta that says where the gaps were."""
+    strides = [_gaps(tensor) for tensor in tensors]
+    if readers is None and not any(strides):
+        return meta, list(tensors)
+    packed = [
+        each.packed(tensor) if each is not None and tensor is not None else tensor
+        for tensor, each in zip(tensors, strides, strict=True)
+    ]
+    return _MORE + pickle.dumps((meta, strides, readers)), packed
+
+
+def _gaps(tensor: Tensor | None) -> Strides | None:
+    """The strides of a tensor that edges would send without its gaps."""
+    if tensor is None or tensor.is_contiguous() or fills_its_memory(tensor):
+        return None
+    return strides_of(tensor)
+
+
+def _laid_out(tensor: Tensor | None, strides: Strides | None) -> Tensor | None:
+    return tensor if tensor is None or strides is None else strides.laid_out(tensor)

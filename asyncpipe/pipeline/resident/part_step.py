@@ -9,6 +9,7 @@ from asyncpipe.core.engine.parts_record import TaskEvent
 from asyncpipe.core.graph.part import Part
 from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.ops.device.wire import to_buffers
+from asyncpipe.ops.edges.message import ReceivedMessage
 from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.step_tensors import StepTensors
 from asyncpipe.ops.model.nested import tensors_of
@@ -46,7 +47,7 @@ class PartStep(PreparedStep):
         super().__init__(inputs, tenancy, part.graph, tensors, crossings)
         self.number = number
         self._worker = worker
-        self._part = part
+        self.part = part
         self._crossings = crossings
         self._is_started = overlaps
         self._is_observed = is_observed
@@ -68,10 +69,11 @@ class PartStep(PreparedStep):
             )
             self._crossings.begin()
 
-    def arrived(self, task: int, dependency: int, meta: bytes, tensors: list[torch.Tensor | None]) -> None:
-        """What ``task`` waits for has come from another worker (``dependency``; numbers of the whole graph)."""
-        self._crossings.arrived(task, meta, tensors)
-        self._gates.open([self._part.arrivals[task, dependency]])
+    def arrived(self, message: ReceivedMessage) -> None:
+        """What a task waits for has come from another worker. Its credit goes back when the task has run."""
+        task, dependency = message.header.task, message.header.source
+        self._crossings.arrived(task, message.meta, list(message.tensors), message.release)
+        self._gates.open([self.part.arrivals[task, dependency]])
 
     def stop(self) -> None:
         """Begin no more tasks of it."""
@@ -99,12 +101,15 @@ class PartStep(PreparedStep):
         if not keep:
             self._abandon()
             return
-        with self._begun():
+        try:
             if self.training and not self._is_started:
                 with torch.no_grad():
                     self._commit_gradients()
             self.parts.commit_statistics()
             self._tensors.close()
+        except BaseException:
+            self._abandon()
+            raise
 
     def _result(self) -> object:
         tensors = self._tensors
@@ -118,7 +123,7 @@ class PartStep(PreparedStep):
 
     def _events(self, record: StepRecord) -> list[tuple[float, TaskEvent]]:
         """What became of the tasks, in numbers of the whole graph and of the controller's step."""
-        whole, step = self._part.whole, self.number
+        whole, step = self.part.whole, self.number
         events: list[tuple[float, TaskEvent]] = []
         for at, event in record.journal:
             if isinstance(event, TaskCompleted):
@@ -130,7 +135,7 @@ class PartStep(PreparedStep):
         return events
 
     def _notes(self, notes: StepNotes) -> StepNotes:
-        copied = {self._part.whole[task]: size for task, size in notes.copied.items()}
+        copied = {self.part.whole[task]: size for task, size in notes.copied.items()}
         found = StepNotes(copied, samples=notes.samples, wakeups=notes.wakeups)
         if self._is_observed:
             note_devices({stream.device for stream in self.parts.resources.streams.values()}, found)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,7 +39,13 @@ __all__ = ["Resident"]
 
 
 class Resident:
-    """Used on the worker's loop, except for what edges call."""
+    """Used on the worker's loop, except for what edges call.
+
+    A message holds its credit until the task that waits for it has run. The window of an edge has room for all messages
+    of the steps that have begun here and are not settled, so no schedule can deadlock: a task may wait for any of them,
+    whatever came before it and is still to be taken. What comes for a step that has not begun here takes room of others
+    until it begins; and it does, since the controller tells all workers to begin a step, whatever edges do.
+    """
 
     def __init__(self, load: LoadPipeline, pool: DevicePool, worker: str) -> None:
         """Raises what ``build`` raises. ``worker`` is the name of this one."""
@@ -64,6 +71,8 @@ class Resident:
         """Messages for steps that have not begun here."""
         self._last = -1
         """The last step that has begun here."""
+        self._windows: dict[int, int] = {}
+        """By worker that sends: how many messages of its edge may be held here."""
         self._line: object = None
         """Whose turn the gradients are, while steps overlap."""
 
@@ -80,6 +89,7 @@ class Resident:
                 folder=load.folder,
                 on_message=self._arrived,
                 on_broken=self._broken,
+                window=1,
             )
 
     async def close(self) -> None:
@@ -91,7 +101,17 @@ class Resident:
 
     def start(self, start: StartPart) -> PartStep:
         """Begin a part of a step."""
-        work: StepWork = from_buffers(start.work)
+        try:
+            return self._start(start, from_buffers(start.work))
+        except BaseException:
+            with self._lock:
+                self._last = start.step
+                early = self._early.pop(start.step, [])
+            for message in early:
+                message.release()
+            raise
+
+    def _start(self, start: StartPart, work: StepWork) -> PartStep:
         if work.epoch > self._epoch:
             self._epoch = work.epoch
             self._edges.advance(work.epoch)
@@ -127,6 +147,7 @@ class Resident:
             overlaps=work.overlaps,
             is_observed=work.is_observed,
         )
+        self._widen([*(each.part for each in self._steps.values()), own])
         before = self._steps.get(-1 if start.after is None else start.after)
         if work.overlaps and step.training and self._line is None:
             guard = self._parts.resources.guard
@@ -139,7 +160,7 @@ class Resident:
             self._steps[start.step] = step
             early = self._early.pop(start.step, [])
         for message in early:
-            self._deliver(step, message)
+            step.arrived(message)
         return step
 
     def stop(self, number: int) -> None:
@@ -161,6 +182,17 @@ class Resident:
         if graph not in self._parts_of:
             self._parts_of[graph] = part(graph, [device.name for device in self._own])
         return self._parts_of[graph]
+
+    def _widen(self, parts: Iterable[Part]) -> None:
+        """Make room for all messages of ``parts``, which are under way together."""
+        coming: Counter[int] = Counter()
+        for each in parts:
+            for device, count in each.arrivals_from.items():
+                coming[self._worker_of[device]] += count
+        for sender, count in coming.items():
+            if count != self._windows.get(sender):
+                self._windows[sender] = count
+                self._edges.into[sender].set_window(count)
 
     def _set_flags(self, flags: Flags) -> None:
         module = self._parts.module
@@ -194,11 +226,7 @@ class Resident:
         if step is None:
             message.release()  # It has ended here, so it failed or was cancelled.
         else:
-            self._deliver(step, message)
-
-    def _deliver(self, step: PartStep, message: ReceivedMessage) -> None:
-        message.release()
-        step.arrived(message.header.task, message.header.source, message.meta, list(message.tensors))
+            step.arrived(message)
 
     def _broken(self, error: EdgeError) -> None:
         """Called on an edge's thread. The controller hears of a lost worker by itself, and stops what waits for it."""
@@ -219,15 +247,14 @@ class Resident:
     def load_state(self, data: bytes) -> None:
         """Take over what concerns the own stages."""
         self._check_idle()
-        # What modules load depends on the versions that are noted beside their state.
+        # What modules load depends on the versions that are noted beside their state. What other workers have goes
+        # along as it is, since batch norms make up what they miss.
         own = self._parts.module.state_dict()
         state: Mapping[str, Any] = from_wire(data)
-        for name, value in tuple(own.items()):
+        for name, value in own.items():
             if name in state and not (isinstance(value, Tensor) and value.is_meta):
                 own[name] = state[name]
-            else:
-                del own[name]
-        self._parts.module.load_state_dict(own, strict=False)
+        self._parts.module.load_state_dict(own)
 
     def optimizer_states(self) -> bytes:
         """What the own stages' optimizers remember, by name of the parameter."""

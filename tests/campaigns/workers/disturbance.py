@@ -35,7 +35,8 @@ __all__ = ["ENTRY", "Disturb", "disturbed"]
 ENTRY = "tests.campaigns.workers.disturbance:disturbed"
 HELD_SECONDS = 0.005
 """How long the first of two messages waits for the second, to be swapped."""
-TAKEN_SECONDS = 600.0
+TAKEN_SECONDS = 2.0
+"""For a task to take a message. More than a case needs, and little enough to end behind a deadlock."""
 
 
 @dataclass(frozen=True)
