@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,16 +13,9 @@ from tests.campaigns.crashes.strikes import Strike
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.one_loop,
+    pytest.mark.usefixtures("own_temporary_files"),
     pytest.mark.skipif(sys.platform != "linux", reason="it looks at processes in /proc"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _own_temporary_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No other test's files are there, and the path is short enough for a socket."""
-    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield
 
 
 async def test_a_job_goes_on_bit_equal_after_each_strike_and_nothing_is_left(tmp_path):

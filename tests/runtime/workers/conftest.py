@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,13 +15,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_temporary_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No other test's sockets are there. The path is short, as that of a Unix socket must be."""
-    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left(no_leaks: None) -> None:
-    """Each test shows that no thread and no coroutine is left."""
+def _nothing_is_left(own_temporary_files: None, no_leaks: None) -> None:
+    """Each test shows that no thread and no coroutine is left, and sees no other test's sockets."""

