@@ -20,7 +20,7 @@ def why_alone(parts: PipelineParts, tenancy: Tenancy, graph: TaskGraph, *, train
     if parts.deferred:
         return "deferred batch norms count whole mini-batches"
     if not tenancy.overlaps_steps:
-        return "the devices are shared with other jobs, or have a policy of their own"
+        return "the devices have a policy that is not built in"
     if not training:
         return None
     if not set(Wiring.chain(graph.shape.stages).links) <= set(graph.wiring.links):

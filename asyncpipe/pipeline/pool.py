@@ -362,8 +362,8 @@ class Tenancy:
 
     @property
     def overlaps_steps(self) -> bool:
-        """Whether two steps may be under way at once: not where lanes are shared by jobs with names."""
-        return self.tenant.share.is_whole and self.pool.has_built_in_policies
+        """Whether two steps may be under way at once: not where a policy that is not built in decides."""
+        return self.pool.has_built_in_policies
 
     def start(
         self, graph: TaskGraph, bind: Bind, around: Around, notes: StepNotes, line: Line[Execution]

@@ -139,8 +139,7 @@ def resolve_auto(arguments: PipelineArguments) -> PipelineArguments:
     x, target = (*arguments.sample, NO_TARGET)[:2]
     sample = SampleBatch(x, target, arguments.loss_fn, arguments.loss_reduction, arguments.batch_dim)
     # As in ``why_alone``; the planner knows of ties and rules.
-    whole = arguments.share is None or arguments.share.is_whole
-    overlap = arguments.optimizer is not None and not arguments.deferred_batch_norm and whole
+    overlap = arguments.optimizer is not None and not arguments.deferred_batch_norm
     plan = choose(
         arguments.model,
         arguments.devices,

@@ -165,7 +165,7 @@ class Driver:
         number = self._steps if number is None else number
         execution = Execution(number, graph, bind, around, notes or StepNotes(), tenant, executors)
         if after is not None and after.number in self._executions:
-            execution.after = after
+            execution.follow(after)
         self._steps = number + 1
         self._executions[execution.number] = execution
         by_program = all(isinstance(executor, TakesPrograms) for executor in set(executors))
@@ -393,7 +393,7 @@ class Driver:
         graph = execution.graph
         if graph not in self._programs:
             self._programs[graph] = programs(graph)
-        execution.start_programs(self._programs[graph], self._in_flight, execution.after)
+        execution.start_programs(self._programs[graph], self._in_flight)
 
     def _complete(self, execution: Execution, end: StepCompleted) -> None:
         observers = execution.tenant.observers

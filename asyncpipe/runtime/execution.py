@@ -78,7 +78,7 @@ class Execution:
     after: Execution | None = field(default=None, init=False)
     """The step that this one follows, until it is handed over."""
     later: Execution | None = field(default=None, init=False)
-    """The step behind this one, if both run by programs."""
+    """The step behind this one."""
     runs: list[ProgramRun] = field(default_factory=list, init=False)
     """Of each device, if the step runs by programs."""
     gates: Sequence[Place] = field(default=(), init=False)
@@ -101,22 +101,29 @@ class Execution:
 
     @aborted.setter
     def aborted(self, value: bool) -> None:
-        # On any thread. The step behind needs what this one does not compute any more, and no scheduler is asked before
-        # its devices go on.
-        self._aborted = value
-        if self.later is not None:
-            self.later.aborted = value
+        # On any thread, and for good. The step behind needs what this one does not compute any more, and no scheduler is
+        # asked before its devices go on.
+        if value:
+            self._aborted = True
+            if (later := self.later) is not None:
+                later.aborted = True
+
+    def follow(self, earlier: Execution) -> None:
+        """Run behind ``earlier``, and end with it if that ends early."""
+        self.after, earlier.later = earlier, self
+        # Asked after that: a device that fails from now on sets both.
+        self.aborted = earlier.aborted
 
     # Programs
 
-    def start_programs(self, programs: Programs, in_flight: int, earlier: Execution | None) -> None:
-        """Hand each device its program, behind that of ``earlier``. ``in_flight`` as in ``ProgramRun``."""
+    def start_programs(self, programs: Programs, in_flight: int) -> None:
+        """Hand each device its program, behind that of the step before. ``in_flight`` as in ``ProgramRun``."""
         tasks, bind, executors = self.graph.tasks, self.bind, []
 
         def call(task: int) -> Completion | None:
             return bind(tasks[task])()
 
-        before = {} if earlier is None else {run.program.device: run for run in earlier.runs}
+        before = {} if self.after is None else {run.program.device: run for run in self.after.runs}
         self.gates = programs.gates
         for program in programs.programs:
             executor = self.executors[self.graph.lane_of[program.tasks[0]]]
@@ -127,10 +134,6 @@ class Execution:
             self.runs.append(run)
         for run in self.runs:
             run.join(self.runs)
-        if earlier is not None:
-            earlier.later = self
-            # Asked after that: a device that fails from now on sets both.
-            self._aborted = self._aborted or earlier.aborted
         for executor, run in zip(executors, self.runs, strict=True):
             executor.submit_program(run)
 

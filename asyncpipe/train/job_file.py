@@ -208,7 +208,7 @@ class TrainingTable(StrictModel):
     the run stops, takes snapshots and changes its schedule when the steps that have begun are done.
 
     Steps run one by one, and the run says why, where the pipeline cannot overlap them: a schedule that decides as it
-    goes, parameters that stages share, a job among others on shared devices."""
+    goes, parameters that stages share."""
 
 
 class ObserveTable(StrictModel):

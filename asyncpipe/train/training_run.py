@@ -201,10 +201,9 @@ class TrainingRun:
                 raise _MeasurementStopped
 
         self._progress.entered("measuring, to choose a schedule")
-        overlap = self._job.training.overlap and (self._share is None or self._share.is_whole)
         try:
             plan = await self._thread.run(
-                lambda: choose_for(self._job, workload, ahead=int(overlap), progress=check_stop)
+                lambda: choose_for(self._job, workload, ahead=int(self._job.training.overlap), progress=check_stop)
             )
         except _MeasurementStopped:
             return False

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncpipe import Arguments, Batch, Pipeline, TaskError
+from asyncpipe import Arguments, Batch, Pipeline, Share, TaskError
 from asyncpipe.errors import ArgumentTypeError, BatchError, NestedWaitError, OptionError, OverlapError
 from asyncpipe.ops.execute.binder import Binder
 from asyncpipe.pipeline.steps import StepRun
@@ -98,18 +98,19 @@ async def one_by_one(data, **options):
         return losses, states
 
 
-@pytest.mark.parametrize("loop", ["running", "own"])
+@pytest.mark.one_loop
+@pytest.mark.parametrize("where", [{}, {"loop": "own"}, {"share": Share("job")}], ids=str)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h2", "backward-first"])
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
-async def test_bit_equal_to_step_one_by_one(optimizer, schedule, checkpoint, loop, no_leaks):
+async def test_bit_equal_to_step_one_by_one(optimizer, schedule, checkpoint, where, no_leaks):
     data = batches(6)
     options = {"optimizer": optimizer[1], "schedule": schedule, "checkpoint": checkpoint}
     losses, states = await one_by_one(data, **options)
     for ahead in (0, 1, 2):
         torch.manual_seed(1)
         records = []
-        async with make(loop=loop, **options) as pipe:
+        async with make(**where, **options) as pipe:
             pipe.observers.append(Seen(records))
             results = [result async for result in pipe.steps(data, ahead=ahead)]
             assert same([r.loss for r in results], losses)
@@ -168,13 +169,14 @@ async def test_a_loop_that_is_left_completes_what_has_begun(no_leaks):
         assert same(state(pipe), states[2])
 
 
+@pytest.mark.parametrize("share", [None, Share("job")], ids=["alone", "named"])
 @pytest.mark.parametrize("seed", range(12))
-async def test_a_failed_task(seed, monkeypatch, no_leaks):
+async def test_a_failed_task(seed, share, monkeypatch, no_leaks):
     """Updates of at most one step are there in part, results before it are handed out, and training goes on."""
     draw, data = random.Random(seed), batches(5)
     losses, states = await one_by_one(data, checkpoint="always")
     torch.manual_seed(1)
-    async with make(checkpoint="always") as pipe:
+    async with make(checkpoint="always", share=share) as pipe:
         count = len(pipe.graph.tasks)
         step, task = draw.randrange(5), draw.randrange(count)
         bind, seen = Binder.bind, []
@@ -216,12 +218,13 @@ async def test_a_failed_task(seed, monkeypatch, no_leaks):
         seen.clear()
 
 
+@pytest.mark.parametrize("share", [None, Share("job")], ids=["alone", "named"])
 @pytest.mark.parametrize("loop", ["running", "own"])
 @pytest.mark.parametrize("seed", range(8))
-async def test_a_cancellation_at_any_point(seed, loop, no_leaks):
+async def test_a_cancellation_at_any_point(seed, loop, share, no_leaks):
     draw, data = random.Random(seed), batches(6)
     here = asyncio.get_running_loop()
-    async with make(loop=loop) as pipe:
+    async with make(loop=loop, share=share) as pipe:
 
         async def train():
             async with aclosing(pipe.steps(data, ahead=draw.randint(1, 2))) as results:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from functools import partial
 
 import pytest
@@ -50,11 +51,13 @@ class Log:
 
     def __init__(self, boom=None):
         self.ran, self.boom, self.at, self.call = [], boom, None, None
+        self.submitted = threading.Event()
 
     def bind(self, step, task):
         return partial(self.run, step, task)
 
     def run(self, step, task):
+        assert self.submitted.wait(30), "a step can only follow one that has not failed"
         self.ran.append((step, task))
         if self.at is not None and len(self.ran) == self.at:
             self.call()
@@ -80,6 +83,7 @@ def start(driver, log, graphs):
     for number, graph in enumerate(graphs):
         after = executions[-1] if executions else None
         executions.append(driver.start(graph, partial(log.bind, number), after=after))
+    log.submitted.set()
     return executions
 
 
@@ -118,7 +122,7 @@ async def test_a_failed_step_ends_those_behind_it_and_none_before(driver, seed):
     log.check(graphs)
     with pytest.raises(PipelineClosedError, match="step before this one"):
         driver.start(graphs[0], partial(log.bind, 9), after=executions[-1])
-    await (await driver.run(graphs[0], partial(Log().bind, 0))).completed()
+    await (await driver.run(graphs[0], partial(log.bind, len(graphs)))).completed()
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -132,4 +136,4 @@ async def test_a_cancelled_step_ends_those_behind_it(driver, seed):
     assert ends == sorted(ends, key=[Outcome.OK, Outcome.CANCELLED].index)
     assert set(ends[:victim]) <= {Outcome.OK}
     log.check(graphs)
-    await (await driver.run(graphs[0], partial(Log().bind, 0))).completed()
+    await (await driver.run(graphs[0], partial(log.bind, len(graphs)))).completed()

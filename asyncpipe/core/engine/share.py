@@ -34,8 +34,3 @@ class Share:
     def __post_init__(self) -> None:
         if not (isfinite(self.weight) and self.weight > 0):
             raise OptionError(f"the weight of a job must be a finite number above 0, got {self.weight!r}")
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is that of a pipeline that has its devices for itself."""
-        return not (self.job or self.background)

@@ -74,6 +74,8 @@ class StepState:
     """How many devices are still at their programs."""
     following: Following | None = None
     """The step behind this one, if one was submitted."""
+    behind: dict[int, tuple[StepState, int]] = field(default_factory=dict)
+    """Of a step that follows another one: its tasks that still wait for that one's last task on their lane."""
     handed_over: list[int] = field(default_factory=list)
     """With programs: tasks whose dependencies are met, and whose dispatch is not noted yet."""
 
@@ -153,6 +155,7 @@ class Following:
     def _released(self, lane: LaneState) -> int | None:
         task = self.first[lane]
         self.step.unmet[task] -= 1
+        self.step.behind.pop(task, None)
         return None if self.step.unmet[task] or not self.step.running else task
 
 
@@ -166,12 +169,16 @@ def follow(earlier: StepState, later: StepState) -> None:
             # The order of a device is a chain, so everything else of it waits for this one.
             task = later.graph.lane_of.index(position)
             first[later.lanes[task]] = task
-    for state, lane_state in zip(earlier.states, earlier.lanes, strict=True):
+    last: dict[LaneState, int] = {}
+    for task, (state, lane_state) in enumerate(zip(earlier.states, earlier.lanes, strict=True)):
         if state in (TaskState.WAITING, TaskState.READY) and lane_state in first and not at_end:
             left[lane_state] = left.get(lane_state, 0) + 1
+            last[lane_state] = task
     for lane_state, task in first.items():
         if at_end or lane_state in left:
             later.unmet[task] += 1
+        if lane_state in last:
+            later.behind[task] = (earlier, last[lane_state])
     earlier.following = Following(later, left, first, at_end)
 
 

@@ -25,7 +25,10 @@ class Held:
         for name in _entries("/proc/self/fd"):
             with suppress(FileNotFoundError):  # That of the listing itself.
                 descriptors.append(os.readlink(f"/proc/self/fd/{name}"))
-        children = [Path(f"/proc/self/task/{each}/children").read_text() for each in _entries("/proc/self/task")]
+        children = []
+        for each in _entries("/proc/self/task"):
+            with suppress(FileNotFoundError):  # A thread that has ended.
+                children.append(Path(f"/proc/self/task/{each}/children").read_text())
         found = {
             # Sockets and pipes have numbers of their own.
             "descriptors": Counter(target.partition(":[")[0] for target in descriptors),

@@ -107,29 +107,33 @@ class BackfillLookahead:
     def _takes_long(self, step: StepView, task: int) -> bool:
         """Whether some chain of unfinished tasks before ``task`` takes as long as the task that asks.
 
-        Walks the graph backwards from ``task``, deepest first, which soon finds a long chain where there is one, and
-        visits a task again only if it has found a longer way to it.
+        Walks the graph backwards from ``task``, deepest first and into the step before, which soon finds a long chain
+        where there is one, and visits a task again only if it has found a longer way to it.
         """
         wanted = self._wanted
-        furthest = {task: 0.0}
-        stack = [task]
+        furthest: dict[Chosen, float] = {(step, task): 0.0}
+        stack: list[Chosen] = [(step, task)]
         while stack:
             self._visits_left -= 1
             if self._visits_left < 0:
                 return False
             current = stack.pop()
-            if current in self._gated(step):
+            step, task = current
+            if task in self._gated(step):
                 return True
-            for before in step.graph.dependencies[current]:
-                state = step.states[before]
+            before = [(step, earlier) for earlier in step.graph.dependencies[task]]
+            if task in step.behind:
+                before.append(step.behind[task])
+            for awaited in before:
+                state = awaited[0].states[awaited[1]]
                 if state is TaskState.COMPLETED:
                     continue
-                seconds = furthest[current] + self._seconds(step, before, state)
+                seconds = furthest[current] + self._seconds(*awaited, state)
                 if seconds >= wanted:
                     return True
-                if state is TaskState.WAITING and seconds > furthest.get(before, -1.0):
-                    furthest[before] = seconds
-                    stack.append(before)
+                if state is TaskState.WAITING and seconds > furthest.get(awaited, -1.0):
+                    furthest[awaited] = seconds
+                    stack.append(awaited)
         return False
 
     def _seconds(self, step: StepView, task: int, state: TaskState) -> float:

@@ -31,7 +31,7 @@ A policy of your own needs three methods::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import IntEnum
 from typing import Protocol, TypeAlias
@@ -94,8 +94,12 @@ class StepView(Protocol):
     def running(self) -> bool:
         """Whether its tasks are still handed over: it neither failed nor was cancelled."""
 
+    @property
+    def behind(self) -> Mapping[int, Chosen]:
+        """Of its tasks those that wait for a task of the step before it, each with that one; empty without such a step."""
 
-Chosen: TypeAlias = tuple[StepView, int]
+
+Chosen: TypeAlias = "tuple[StepView, int]"
 """A step and the number of one of its tasks."""
 
 
