@@ -129,7 +129,7 @@ class Pipeline(ModelProxy):
         the results.
 
         Steps overlap if the pipeline has the optimizers of all parameters that train (or only runs forwards), its
-        schedule has an order, and nothing joins its stages but values: no tied parameters, deferred batch norms, scaler.
+        schedule has an order, and only values join its stages: no tied parameters, deferred batch norms or scaler.
         Others run one by one (``why_steps_wait`` says why), as does everything with ``ahead=0``. While a later step
         computes, the model is between two steps: ``state_dict()``, ``step`` and ``pipe(x)`` raise ``OverlapError``, and
         parameters, gradients and optimizers must be left alone.

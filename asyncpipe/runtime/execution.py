@@ -101,8 +101,8 @@ class Execution:
 
     @aborted.setter
     def aborted(self, value: bool) -> None:
-        # On any thread, and for good. The step behind needs what this one does not compute any more, and no scheduler is
-        # asked before its devices go on.
+        # On any thread, and for good. The step behind needs what this one does not compute any more, and no scheduler
+        # is asked before its devices go on.
         if value:
             self._aborted = True
             if (later := self.later) is not None:

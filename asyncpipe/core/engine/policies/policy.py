@@ -96,7 +96,7 @@ class StepView(Protocol):
 
     @property
     def behind(self) -> Mapping[int, Chosen]:
-        """Of its tasks those that wait for a task of the step before it, each with that one; empty without such a step."""
+        """Those of its tasks that wait for a task of the step before it, each with that one; mostly empty."""
 
 
 Chosen: TypeAlias = "tuple[StepView, int]"
