@@ -100,7 +100,7 @@ def test_a_type_name_means_one_thing() -> None:
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
-FOREIGN = {"_apply", "_buffers", "_device", "_parameters", "_version"}
+FOREIGN = {"_apply", "_buffers", "_device", "_devices", "_parameters", "_threads", "_timeout", "_version"}
 """Private names of torch that classes of ours have, too."""
 
 

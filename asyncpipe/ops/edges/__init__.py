@@ -10,7 +10,8 @@ headers and small tensors one way and credits the other way. Larger tensors trav
 - ``channel``: a socket that never blocks its user, and a doorbell for the thread that waits for it;
 - ``wire``: the frames on the socket;
 - ``payload``: what a transport is, and the copies that transports share;
-- ``shared_memory``: the transport on one host.
+- ``shared_memory``: the transport on one host;
+- ``gloo``: the transport by a process group of ``torch.distributed`` for each edge; its ends meet by ``pair_store``.
 
 ::
 

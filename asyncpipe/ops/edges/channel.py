@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ ABORT_SECONDS = 1.0
 JOIN_SECONDS = 5.0
 _BUFFER_SIZE = 1 << 17
 _DESCRIPTORS = socket.CMSG_SPACE(16 * 4)
+_NOTHING = memoryview(b"")
 _FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -71,7 +73,7 @@ class EdgeChannel:
         self._start = self._end = 0
         self._descriptors: deque[int] = deque()
         self._writing = threading.Lock()
-        self._rest = b""
+        self._rest = _NOTHING
         self._rest_descriptors: list[int] = []
         self._bell, self._button = os.pipe()
         os.set_blocking(self._bell, False)
@@ -92,7 +94,7 @@ class EdgeChannel:
                 _close_all(descriptors)
                 raise BrokenPipeError("the edge is closed")
             if self._rest:
-                self._rest = b"".join((self._rest, *buffers))
+                self._rest = memoryview(b"".join((self._rest, *buffers)))
                 self._rest_descriptors += descriptors
                 return False
             return self._send(buffers, list(descriptors))
@@ -102,7 +104,7 @@ class EdgeChannel:
         with self._writing:
             if not self._rest:
                 return True
-            rest, self._rest = self._rest, b""
+            rest, self._rest = self._rest, _NOTHING
             descriptors, self._rest_descriptors = self._rest_descriptors, []
             return self._send([rest], descriptors)
 
@@ -120,8 +122,11 @@ class EdgeChannel:
             descriptors = []
         if sent == sum(map(len, buffers)):
             return True
-        # A copy: the tensors that it is part of may go before it is sent.
-        self._rest = b"".join(buffers)[sent:]
+        if len(buffers) == 1 and isinstance(buffers[0], memoryview):
+            self._rest = buffers[0][sent:]
+        else:
+            # A copy: the tensors that it is part of may go before it is sent.
+            self._rest = memoryview(b"".join(buffers))[sent:]
         self._rest_descriptors = descriptors
         self.ring()
         return False
@@ -163,15 +168,18 @@ class EdgeChannel:
         """As ``take``, and they stay."""
         return self._view[self._start : self._start + count]
 
-    def read(self, count: int) -> memoryview | bytes:
-        """The next ``count`` bytes, which are waited for."""
+    def read(self, count: int, deadline: float | None = None) -> memoryview | bytes:
+        """The next ``count`` bytes, which are waited for. At ``deadline``, a monotonic time: ``TimeoutError``."""
         if count > _BUFFER_SIZE:
-            large = bytearray(count)
-            self.read_into(memoryview(large))
-            return bytes(large)
+            large = memoryview(bytearray(count))
+            self.read_into(large)
+            return large
         while self.buffered < count:
             if not self.fill():
-                self.wait(select.POLLIN)
+                seconds = None if deadline is None else deadline - time.monotonic()
+                if seconds is not None and seconds <= 0:
+                    raise TimeoutError
+                self.wait(select.POLLIN, seconds)
         return self.take(count)
 
     def read_into(self, target: memoryview) -> None:
@@ -237,7 +245,7 @@ class EdgeChannel:
             self._socket.close()
             _close_all((self._bell, self._button, *self._descriptors, *self._rest_descriptors))
             self._descriptors.clear()
-            self._rest, self._rest_descriptors = b"", []
+            self._rest, self._rest_descriptors = _NOTHING, []
 
 
 def _close_all(descriptors: Iterable[int]) -> None:

@@ -19,15 +19,17 @@ from asyncpipe.errors import EdgeError, OptionError
 from asyncpipe.ops.edges.channel import EdgeChannel
 from asyncpipe.ops.edges.edge_in import EdgeIn
 from asyncpipe.ops.edges.edge_out import EdgeOut
+from asyncpipe.ops.edges.gloo import Gloo
 from asyncpipe.ops.edges.message import ReceivedMessage
-from asyncpipe.ops.edges.payload import PayloadIn, PayloadOut
-from asyncpipe.ops.edges.shared_memory import SharedMemoryIn, SharedMemoryOut
+from asyncpipe.ops.edges.pair_store import PairStore
+from asyncpipe.ops.edges.payload import Transport
+from asyncpipe.ops.edges.shared_memory import SharedMemory
 
 __all__ = ["TRANSPORTS", "Edges", "Pair", "connect"]
 
 Pair = tuple[int, int]
 """The workers that an edge leads from and to."""
-TRANSPORTS = ("shared-memory",)
+TRANSPORTS: dict[str, Callable[[], Transport]] = {"shared-memory": SharedMemory, "gloo": Gloo}
 VERSION = 1
 RETRY_SECONDS = 0.01
 _LENGTH = struct.Struct("<I")
@@ -90,30 +92,33 @@ def connect(
         for pair in mine
         if pair[1] == me
     }
+    transports = {name: TRANSPORTS[name]() for name in set(mine.values())}
     meeting = _Meeting(me, job, Path(folder), time.monotonic() + timeout, timeout)
     out: dict[int, EdgeOut] = {}
     into: dict[int, EdgeIn] = {}
-    with ExitStack() as undo:
+    with ExitStack() as made, ExitStack() as undo:
+        for each in transports.values():
+            made.callback(each.close)
         channels = meeting.channels(mine)
         for channel in channels.values():
             undo.callback(channel.close)
         # In the agreed order on both sides: a transport may wait for the other end of this very edge.
         for pair in mine:
             sender, receiver = pair
-            sending, receiving = _payloads(mine[pair])
-            if sender == me:
-                out[receiver] = EdgeOut(me, receiver, channels[pair], sending(), on_broken)
-            else:
-                incoming = EdgeIn(me, sender, channels[pair], receiving(), windows[pair], on_message, on_broken)
-                into[sender] = incoming
+            by = transports[mine[pair]]
+            with meeting.making(pair, channels[pair]) as store:
+                if sender == me:
+                    payload_out = by.sender(store)
+                    undo.callback(payload_out.close)
+                    out[receiver] = EdgeOut(me, receiver, channels[pair], payload_out, on_broken)
+                else:
+                    payload_in = by.receiver(store)
+                    undo.callback(payload_in.close)
+                    into[sender] = EdgeIn(me, sender, channels[pair], payload_in, windows[pair], on_message, on_broken)
         undo.pop_all()
     edges = Edges(out, into)
     edges.start()
     return edges
-
-
-def _payloads(transport: str) -> tuple[Callable[[], PayloadOut], Callable[[], PayloadIn]]:
-    return SharedMemoryOut, SharedMemoryIn
 
 
 def _checked(me: int, pairs: Sequence[Pair], transport: str | Mapping[Pair, str]) -> dict[Pair, str]:
@@ -123,7 +128,7 @@ def _checked(me: int, pairs: Sequence[Pair], transport: str | Mapping[Pair, str]
         raise OptionError(f"pairs must be of two different workers, each pair once, got {list(pairs)}")
     found = {pair: transport if isinstance(transport, str) else transport[pair] for pair in pairs if me in pair}
     for each in found.values():
-        check_choice("transport", each, TRANSPORTS)
+        check_choice("transport", each, list(TRANSPORTS))
     return found
 
 
@@ -163,6 +168,23 @@ class _Meeting:
                 self._hear_answer(connection, peer)
             # The channels have duplicates, and what is here is closed.
             return {pair: EdgeChannel(connection.dup()) for pair, connection in (dialed | accepted).items()}
+
+    @contextmanager
+    def making(self, pair: Pair, channel: EdgeChannel) -> Iterator[PairStore]:
+        """What the two ends make an edge with. At the end of the block the other end has made it, too."""
+        peer = pair[1] if pair[0] == self._me else pair[0]
+        store = PairStore(channel, self._deadline)
+        try:
+            yield store
+            store.finish()
+        except TimeoutError:
+            self._miss([pair])
+        except (OSError, EOFError, ValueError, RuntimeError) as error:
+            if isinstance(error, EdgeError):
+                raise
+            if self._seconds() <= 0:
+                self._miss([pair])
+            raise EdgeError(f"worker {peer} went away while edges were connected: {error}", [peer]) from error
 
     def _check_folder(self) -> None:
         try:

@@ -197,6 +197,7 @@ class EdgeOut:
         del owners  # The channel has copied what it could not send.
         if slot == STREAMED:
             self._payload.follow(layout, message.tensors)
+            self._channel.ring()  # For ``settle``.
 
     def _number(self, key: Any, layout: MessageLayout) -> tuple[int, list[bytes]]:
         """The number of a layout, and the frame that says so, if the receiver does not know it."""
@@ -242,12 +243,14 @@ class EdgeOut:
                 with self._turn:
                     if self._failure is not None:
                         raise self._failure
-                    events = self._pump(direct=False)
+                    events, begun = self._pump_all()
+                self._payload.settle(begun)
                 try:
                     happened = self._channel.wait(events)
                 except StoppedError:
                     with self._turn:
-                        self._pump(direct=False)
+                        _, begun = self._pump_all()
+                    self._payload.settle(begun)
                     break
                 if happened & HUNG_UP:
                     with self._turn:
@@ -256,11 +259,18 @@ class EdgeOut:
             pass
         except Exception as caught:  # noqa: BLE001 - it is told
             error = caught
-        if isinstance(error, OSError) and self._has_said_bye():
+        if isinstance(error, OSError | RuntimeError) and self._has_said_bye():
             error = None
         self._end()
         if error is not None and not self._closing:
             self._on_broken(broken(f"{self.me} > {self.peer}", self.peer, error))
+
+    def _pump_all(self) -> tuple[int, int]:
+        """Send what can be sent. Returns the events to wait for, and how much of the payload to wait for before."""
+        events = self._pump(direct=False)
+        begun = self._payload.begun()
+        # The receiver takes nothing whose header it does not have.
+        return (events, begun) if not begun or self._channel.flush() else (events | select.POLLOUT, 0)
 
     def _has_said_bye(self) -> bool:
         """Whether the peer, which takes no more, has closed the edge in order."""

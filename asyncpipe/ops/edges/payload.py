@@ -15,9 +15,21 @@ from torch import Tensor
 
 from asyncpipe.ops.edges.channel import EdgeChannel, memory_at
 from asyncpipe.ops.edges.message import MessageLayout, TensorLayout
+from asyncpipe.ops.edges.pair_store import PairStore
 from asyncpipe.ops.edges.wire import STREAMED
 
-__all__ = ["PayloadIn", "PayloadOut", "SlotNews", "empty", "host_tensor", "inline", "read_inline", "write_to"]
+__all__ = [
+    "PayloadIn",
+    "PayloadOut",
+    "SlotNews",
+    "StreamedPayload",
+    "Transport",
+    "empty",
+    "host_tensor",
+    "inline",
+    "read_inline",
+    "write_to",
+]
 
 
 class SlotNews(NamedTuple):
@@ -29,7 +41,7 @@ class SlotNews(NamedTuple):
 
 
 class PayloadOut(Protocol):
-    """The sending side of a transport, for one edge. All but ``abort`` is called by one thread at a time."""
+    """The sending side of a transport, for one edge. All but ``settle`` and ``abort``: by one thread at a time."""
 
     inline_bytes: int
     """Messages of at most so many bytes go on the socket."""
@@ -45,7 +57,15 @@ class PayloadOut(Protocol):
         ...
 
     def follow(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> None:
-        """Send the tensors behind the header. May block until the receiver takes them."""
+        """Begin to send the tensors behind the header. Does not wait for the receiver."""
+        ...
+
+    def begun(self) -> int:
+        """How much ``follow`` has begun that nobody has waited for."""
+        ...
+
+    def settle(self, begun: int) -> None:
+        """Wait until the first ``begun`` have been sent, whose headers were. ``follow`` may be called meanwhile."""
         ...
 
     def returned(self, slots: Iterable[int]) -> None:
@@ -53,7 +73,7 @@ class PayloadOut(Protocol):
         ...
 
     def abort(self) -> None:
-        """End a blocked ``follow`` with an error; from any thread."""
+        """End a blocked ``settle`` with an error; from any thread."""
         ...
 
     def close(self) -> None: ...
@@ -82,6 +102,20 @@ class PayloadIn(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Makes the sides of a worker's edges. There is one for all edges of a worker."""
+
+    def sender(self, store: PairStore) -> PayloadOut:
+        """For one edge, made together with the receiver at the other end of ``store``."""
+        ...
+
+    def receiver(self, store: PairStore) -> PayloadIn: ...
+
+    def close(self) -> None:
+        """All edges are made: drop what is for making them."""
+        ...
 
 
 class StreamedPayload:

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from asyncpipe.ops.edges.channel import Memory
 from asyncpipe.ops.edges.message import MessageLayout
-from asyncpipe.ops.edges.payload import SlotNews, empty, write_to
+from asyncpipe.ops.edges.pair_store import PairStore
+from asyncpipe.ops.edges.payload import PayloadIn, PayloadOut, SlotNews, empty, write_to
 
-__all__ = ["SharedMemoryIn", "SharedMemoryOut"]
+__all__ = ["SharedMemory", "SharedMemoryIn", "SharedMemoryOut"]
 
 INLINE_BYTES = 1 << 12
 DIRECT_BYTES = 1 << 18
@@ -53,6 +54,19 @@ class _MappedSegment:
             os.close(self.descriptor)
             raise
         self.address = ctypes.addressof(self._memory)
+
+
+class SharedMemory:
+    """The transport."""
+
+    def sender(self, store: PairStore) -> PayloadOut:
+        return SharedMemoryOut()
+
+    def receiver(self, store: PairStore) -> PayloadIn:
+        return SharedMemoryIn()
+
+    def close(self) -> None:
+        pass
 
 
 class SharedMemoryOut:
@@ -108,6 +122,12 @@ class SharedMemoryOut:
         return news
 
     def follow(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> None:
+        pass
+
+    def begun(self) -> int:
+        return 0
+
+    def settle(self, begun: int) -> None:
         pass
 
     def returned(self, slots: Iterable[int]) -> None:

@@ -13,7 +13,7 @@ from edge_helpers import Inbox, folder, joined, message, nothing_left
 from thread_helpers import Threads, run_all
 
 from asyncpipe.errors import EdgeError, OptionError
-from asyncpipe.ops.edges.connect import Edges, connect
+from asyncpipe.ops.edges.connect import TRANSPORTS, Edges, connect
 
 
 @pytest.fixture
@@ -106,6 +106,27 @@ def test_a_worker_that_goes_away_while_it_is_greeted(place: str) -> None:
         (error,) = caller.join()
     os.unlink(f"{place}/1")
     assert str(error).startswith("worker 1 went away while edges were connected: ")
+    assert error.peers == (1,)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_worker_that_does_not_make_the_edge(place: str, transport: str, leaves: bool) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{place}/1")
+        listener.listen()
+        timeout = 10.0 if leaves else 0.2
+        caller = Threads(lambda: raised(lambda: begin(0, [(0, 1)], place, transport=transport, timeout=timeout)))
+        with listener.accept()[0] as connection:
+            connection.recv(1000)
+            connection.sendall(b"\x0f\0\0\0" + b'{"error": null}')
+            if not leaves:
+                (error,) = caller.join()
+        if leaves:
+            (error,) = caller.join()
+    os.unlink(f"{place}/1")
+    says = "worker 1 went away while" if leaves else "worker 1 did not come within 0.2 s; waiting for the edges 0 > 1"
+    assert str(error).startswith(says)
     assert error.peers == (1,)
 
 

@@ -76,7 +76,7 @@ def test_a_stopped_peer(transport: str) -> None:
         other.signal(signal.SIGSTOP)
         for task in range(300):
             other.out.send(message(task, torch.zeros(1000), meta=b"%d" % task))
-        other.out.send(message(300, torch.zeros(2 * LARGE)))
+        other.out.send(message(300, torch.zeros(64 * LARGE)))
         other.edges.close()
         assert other.inbox.empty
 

@@ -1,0 +1,173 @@
+"""The transport by gloo: a process group of two for each edge, the sender is rank 0. Tensors travel over the host.
+
+Each group has its own connection, over the loopback interface. Large tensors are sent one by one, from and into their
+own memory, all others of a message in one piece. A send ends only when the receiver has asked for it, so nothing waits
+for one whose header may not have been sent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from asyncpipe.errors import EdgeError
+from asyncpipe.ops.edges.message import MessageLayout
+from asyncpipe.ops.edges.pair_store import PairStore
+from asyncpipe.ops.edges.payload import PayloadIn, PayloadOut, StreamedPayload, empty, host_tensor
+
+__all__ = ["Gloo", "GlooIn", "GlooOut"]
+
+SENDER, RECEIVER = 0, 1
+LOOPBACK = "127.0.0.1"
+INLINE_BYTES = 1 << 20
+"""The edge's own socket is faster than gloo up to here."""
+DIRECT_BYTES = 1 << 19
+OWN_BYTES = 1 << 18
+"""Tensors of at least so many bytes are sent on their own: a copy costs more than another message."""
+FOREVER = timedelta(days=1000)
+"""A peer that is alive takes what is sent: its thread waits for nothing. One that is not is noticed, or ended."""
+_DATA, _ABORT = 0, 1
+
+
+class Gloo:
+    """The transport. Its groups share one device of gloo's, which is a thread."""
+
+    def __init__(self) -> None:
+        if not distributed.is_gloo_available():
+            raise EdgeError("this torch has no gloo; use the transport 'shared-memory'")
+        self._gloo: Any = distributed.ProcessGroupGloo
+        self._device: Any = self._gloo.create_device(hostname=LOOPBACK)
+
+    def sender(self, store: PairStore) -> PayloadOut:
+        return GlooOut(self._group(store, SENDER))
+
+    def receiver(self, store: PairStore) -> PayloadIn:
+        return GlooIn(self._group(store, RECEIVER))
+
+    def close(self) -> None:
+        self._device = None
+
+    def _group(self, store: PairStore, rank: int) -> Any:
+        options = self._gloo._Options()
+        options._devices = [self._device]
+        options._threads = 1
+        options._timeout = timedelta(seconds=store.seconds)
+        try:
+            return self._gloo(store, rank, 2, options)
+        finally:
+            del options  # It has sockets, and a traceback would keep it.
+
+
+class _GlooEnd(StreamedPayload):
+    """One end of a group of two."""
+
+    rank: int
+
+    def __init__(self, group: Any) -> None:
+        self._group: Any = group
+
+    def abort(self) -> None:
+        # A group has no other way to end what blocks: after a timeout of one operation gloo ends all of them.
+        if (group := self._group) is not None:
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1, dtype=torch.uint8)], 1 - self.rank, _ABORT).wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        self._group = None
+
+
+class GlooOut(_GlooEnd):
+    """The sender's end."""
+
+    rank = SENDER
+    inline_bytes = INLINE_BYTES
+    direct_bytes = DIRECT_BYTES
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self._begun: deque[tuple[Any, Tensor]] = deque()
+        """With the tensors, which gloo reads until it is done."""
+
+    def follow(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> None:
+        own, small = _parts(layout)
+        if small:
+            packed = torch.empty(sum(layout.sizes[each] for each in small), dtype=torch.uint8)
+            at = packed.data_ptr()
+            for each in small:
+                source = _source(layout, tensors, each)
+                ctypes.memmove(at, source.data_ptr(), layout.sizes[each])
+                at += layout.sizes[each]
+            self._begin(packed)
+        for each in own:
+            self._begin(_flat(_source(layout, tensors, each)))
+
+    def _begin(self, tensor: Tensor) -> None:
+        self._begun.append((self._group.send([tensor], RECEIVER, _DATA), tensor))
+
+    def begun(self) -> int:
+        return len(self._begun)
+
+    def settle(self, begun: int) -> None:
+        for _ in range(begun):
+            work, tensor = self._begun.popleft()
+            try:
+                work.wait(FOREVER)
+            finally:
+                del work, tensor  # A traceback would keep them.
+
+    def close(self) -> None:
+        super().close()
+        self._begun.clear()
+
+
+class GlooIn(_GlooEnd):
+    """The receiver's end."""
+
+    rank = RECEIVER
+
+    def take(self, layout: MessageLayout, slot: int) -> tuple[list[Tensor | None], torch.Event | None]:
+        tensors = [None if each is None else empty(each) for each in layout.tensors]
+        own, small = _parts(layout)
+        if small:
+            packed = torch.empty(sum(layout.sizes[each] for each in small), dtype=torch.uint8)
+            self._receive(packed)
+            at = packed.data_ptr()
+            for each in small:
+                target = tensors[each]
+                assert target is not None
+                ctypes.memmove(target.data_ptr(), at, layout.sizes[each])
+                at += layout.sizes[each]
+        for each in own:
+            target = tensors[each]
+            assert target is not None
+            self._receive(_flat(target))
+        return tensors, None
+
+    def _receive(self, tensor: Tensor) -> None:
+        self._group.recv([tensor], SENDER, _DATA).wait(FOREVER)
+
+
+def _source(layout: MessageLayout, tensors: Sequence[Tensor | None], each: int) -> Tensor:
+    described, tensor = layout.tensors[each], tensors[each]
+    assert described is not None
+    assert tensor is not None
+    return host_tensor(described, tensor)
+
+
+def _parts(layout: MessageLayout) -> tuple[list[int], list[int]]:
+    """Which tensors are sent on their own, and which together before them. Both ends see the same."""
+    own = [each for each, size in enumerate(layout.sizes) if size >= OWN_BYTES]
+    return own, [each for each, size in enumerate(layout.sizes) if 0 < size < OWN_BYTES]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The memory of ``tensor``, which has no gaps, as bytes: gloo does not know all types."""
+    with torch.no_grad():
+        return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,59 @@
+"""What is different where tensors travel by process groups."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from edge_helpers import joined, message, nothing_left
+from torch import distributed
+
+from asyncpipe.errors import EdgeError
+from asyncpipe.ops.edges.gloo import OWN_BYTES, GlooOut
+
+
+@pytest.mark.parametrize("sizes", [(OWN_BYTES - 1,), (OWN_BYTES,), (3, OWN_BYTES, 40_000, 0, OWN_BYTES + 1, 5)])
+def test_large_tensors_on_their_own_and_others_together(sizes: tuple[int, ...]) -> None:
+    tensors = [torch.randint(0, 256, (size,)).to(torch.uint8) for size in sizes]
+    with joined(transport="gloo") as pair:
+        pair.out.send(message(1, *tensors, None))
+        *received, none = pair.inbox.take().tensors
+        assert none is None
+        assert all(map(torch.equal, received, tensors))
+
+
+def test_closing_while_a_payload_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the sender were stopped between a header and its payload."""
+    monkeypatch.setattr(GlooOut, "follow", lambda *_: None)
+    with nothing_left(), joined(transport="gloo") as pair:
+        pair.out.send(message(1, torch.zeros(OWN_BYTES)))
+        pair.edges[1].close()
+        assert pair.inbox.empty
+
+
+def test_no_native_thread_is_left() -> None:
+    def native() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    with joined(transport="gloo"):
+        during = native()
+    # A joined thread is gone a moment later. Two ends of two edges have a thread of gloo's and of ours each; gloo's
+    # devices, one for each worker, have one, too.
+    while native() > during - 10:
+        os.sched_yield()
+
+
+def test_no_process_group_of_the_program_is_made() -> None:
+    with joined(transport="gloo"):
+        assert not distributed.is_initialized()
+
+
+def test_a_torch_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "is_gloo_available", lambda: False)
+    with (
+        pytest.raises(EdgeError, match="this torch has no gloo; use the transport 'shared-memory'"),
+        joined(transport="gloo"),
+    ):
+        pass
