@@ -43,6 +43,9 @@ class PoolOptions:
     """Where the devices' threads are: ``"threads"`` of this process, or worker ``"processes"`` of this machine, one for
     each accelerator and each logical CPU device. A mapping from device to the name of its worker makes other groups.
     With workers the loop is always the pool's own."""
+    transport: Literal["shared_memory", "gloo"] = "shared_memory"
+    """How tensors get from one worker to another, which changes no bit: by ``"shared_memory"`` of this machine, or by
+    ``"gloo"``, the process groups of ``torch.distributed``."""
     worker_path: Sequence[str] = ()
     """Folders in which workers look for modules before those of ``sys.path``."""
     executors: Callable[[str], Executor] | None = None
@@ -53,6 +56,9 @@ class PoolOptions:
         check_positive("intra_op_threads", self.intra_op_threads)
         if not isinstance(self.workers, Mapping):
             check_choice("workers", self.workers, ("threads", "processes"))
+        check_choice("transport", self.transport, ("shared_memory", "gloo"))
+        if not self.has_workers and self.transport != "shared_memory":
+            raise OptionError(f"transport={self.transport!r} is for workers; leave it out, or use workers='processes'")
         if self.has_workers and self.executors is not None:
             raise OptionError("executors run tasks in this process; leave them out, or use workers='threads'")
 

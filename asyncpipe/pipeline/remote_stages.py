@@ -134,6 +134,7 @@ class RemoteStages:
             me=numbers[name],
             pairs=self._pairs(),
             folder=folder,
+            transport=self._workers.transport,
             share=self._tenant.share,
             pool=self._workers.pool_options,
         )

@@ -49,6 +49,8 @@ class LoadPipeline:
     """The edges between workers, in one order for all."""
     folder: str
     """Where the workers meet to make them."""
+    transport: str
+    """How tensors travel on them."""
     share: Share
     pool: bytes = field(repr=False)
     """The options of the worker's pool, which its first pipeline makes."""

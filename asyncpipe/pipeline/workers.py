@@ -28,7 +28,7 @@ __all__ = ["Workers", "assign_workers"]
 
 ENTRY = "asyncpipe.pipeline.resident.serve:serve"
 
-_OF_THE_CONTROLLER = ("loop", "workers", "worker_path", "executors")
+_OF_THE_CONTROLLER = ("loop", "workers", "transport", "worker_path", "executors")
 """Options of a pool that a worker's pool does not have."""
 
 
@@ -82,6 +82,11 @@ class Workers:
     def worker_of(self, devices: Sequence[Device]) -> dict[str, str]:
         """As ``assign_workers``, by the pool's option."""
         return assign_workers(devices, self._options.workers)
+
+    @property
+    def transport(self) -> str:
+        """How tensors get from one worker to another."""
+        return self._options.transport
 
     async def admit(self, devices: Sequence[Device]) -> None:
         """Start the workers of these devices that are missing, or were lost. They start at the same time."""

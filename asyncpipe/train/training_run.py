@@ -245,7 +245,8 @@ class TrainingRun:
         recorders = [self._recorder] if observe.trace or observe.timeline else []
         own: dict[str, Any] = {}
         if self._in_workers and self._pool is None:
-            own = {"workers": table.workers, "worker_path": [str(self._job.path.resolve().parent)]}
+            folder = str(self._job.path.resolve().parent)
+            own = {"workers": table.workers, "transport": table.transport, "worker_path": [folder]}
         with blaming_key(self._job, "pipeline"):
             return Pipeline(
                 workload.model,

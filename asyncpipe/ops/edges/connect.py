@@ -29,7 +29,7 @@ __all__ = ["TRANSPORTS", "Edges", "Pair", "connect"]
 
 Pair = tuple[int, int]
 """The workers that an edge leads from and to."""
-TRANSPORTS: dict[str, Callable[[], Transport]] = {"shared-memory": SharedMemory, "gloo": Gloo}
+TRANSPORTS: dict[str, Callable[[], Transport]] = {"shared_memory": SharedMemory, "gloo": Gloo}
 VERSION = 1
 RETRY_SECONDS = 0.01
 _LENGTH = struct.Struct("<I")
@@ -73,7 +73,7 @@ def connect(
     on_message: Callable[[ReceivedMessage], None],
     on_broken: Callable[[EdgeError], None],
     window: int | Mapping[Pair, int] = 64,
-    transport: str | Mapping[Pair, str] = "shared-memory",
+    transport: str | Mapping[Pair, str] = "shared_memory",
     timeout: float = 60.0,
 ) -> Edges:
     """This worker's edges, connected and running, when the workers at their other ends have come.

@@ -41,7 +41,7 @@ class Gloo:
 
     def __init__(self) -> None:
         if not distributed.is_gloo_available():
-            raise EdgeError("this torch has no gloo; use the transport 'shared-memory'")
+            raise EdgeError("this torch has no gloo; use the transport 'shared_memory'")
         self._gloo: Any = distributed.ProcessGroupGloo
         self._device: Any = self._gloo.create_device(hostname=LOOPBACK)
 

@@ -87,6 +87,7 @@ class Resident:
                 load.pairs,
                 job=str(load.pipeline),
                 folder=load.folder,
+                transport=load.transport,
                 on_message=self._arrived,
                 on_broken=self._broken,
                 window=1,

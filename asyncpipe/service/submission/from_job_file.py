@@ -21,9 +21,8 @@ def read_submission(path: Path) -> tuple[dict[str, Any], list[str]]:
     job = load_job(path)
     tables = job.model_dump(mode="json", exclude_unset=True)
     ignored = [f"observe.{key}" for key in tables.pop("observe", {})]
-    if "workers" in tables["pipeline"]:
-        del tables["pipeline"]["workers"]
-        ignored.append("pipeline.workers")
+    here = [key for key in ("workers", "transport") if tables["pipeline"].pop(key, None) is not None]
+    ignored += [f"pipeline.{key}" for key in here]
     snapshots = tables.pop("snapshots", None) or {}
     ignored += [f"snapshots.{key}" for key in snapshots if key in SET_BY_SERVICE]
     submission = {"name": tables.pop("name"), **tables.pop("job"), **tables}

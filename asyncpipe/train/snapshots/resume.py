@@ -205,7 +205,8 @@ def with_chosen_schedule(job: Job, manifest: Manifest) -> Job:
     except ValidationError:
         return job
     same = (before.devices, before.microbatches) == (job.pipeline.devices, job.pipeline.microbatches)
-    before = before.model_copy(update={"workers": job.pipeline.workers})
+    here = {"workers": job.pipeline.workers, "transport": job.pipeline.transport}
+    before = before.model_copy(update=here)
     return job.model_copy(update={"pipeline": before}) if same and before.schedule != AUTO else job
 
 

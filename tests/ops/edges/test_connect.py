@@ -149,7 +149,7 @@ def test_a_stranger_at_the_door(place: str) -> None:
         ([(0, 0)], {}, "pairs must be of two different workers, each pair once"),
         ([(0, 1), (0, 1)], {}, "pairs must be of two different workers, each pair once"),
         ([(-1, 0)], {}, "pairs must be of two different workers, each pair once"),
-        ([(0, 1)], {"transport": "pigeon"}, "transport must be one of 'shared-memory'.*, got 'pigeon'"),
+        ([(0, 1)], {"transport": "pigeon"}, "transport must be one of 'shared_memory'.*, got 'pigeon'"),
         ([(1, 0)], {"window": 0}, "window must be a positive integer, got 0"),
     ],
 )

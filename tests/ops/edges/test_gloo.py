@@ -53,7 +53,7 @@ def test_no_process_group_of_the_program_is_made() -> None:
 def test_a_torch_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "is_gloo_available", lambda: False)
     with (
-        pytest.raises(EdgeError, match="this torch has no gloo; use the transport 'shared-memory'"),
+        pytest.raises(EdgeError, match="this torch has no gloo; use the transport 'shared_memory'"),
         joined(transport="gloo"),
     ):
         pass
