@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -36,6 +33,7 @@ from asyncpipe.pipeline.workers import Workers
 from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.parts_driver import PartsDriver, PartsExecution, PlacedPipeline
 from asyncpipe.runtime.workers.connection import WorkerConnection
+from asyncpipe.runtime.workers.held_folder import HeldFolder
 from asyncpipe.runtime.workers.packed import pack
 
 __all__ = ["PreparedWork", "RemoteStages"]
@@ -92,8 +90,8 @@ class RemoteStages:
             models = await asyncio.get_running_loop().run_in_executor(thread, self._ship, names)
         self._connections = {name: self._workers.connection(name) for name in names}
         self._is_loaded = True
-        folder = tempfile.mkdtemp(prefix="asyncpipe-edges-")
-        messages = [self._load_message(*each, options, folder) for each in zip(names, models, strict=True)]
+        folder = HeldFolder("asyncpipe-edges-")
+        messages = [self._load_message(*each, options, folder.path) for each in zip(names, models, strict=True)]
         asked = [
             asyncio.ensure_future(connection.ask(pack(message)))
             for connection, message in zip(self._connections.values(), messages, strict=True)
@@ -103,18 +101,18 @@ class RemoteStages:
         except BaseException:
             # Workers that wait for one which does not come see that the folder is gone. Who builds a model is not
             # waited for.
-            os.rename(folder, given_up := f"{folder}-given-up")
-            self._workers.begin(self._give_up(asked, given_up))
+            folder.rename()
+            self._workers.begin(self._give_up(asked, folder))
             raise
-        shutil.rmtree(folder)
+        folder.remove()
         forget_values(self._parts.module)
         links = {device: self._connections[worker] for device, worker in self._worker_of.items()}
         self._placed = PlacedPipeline(self._number, self._tenant, links)
 
-    async def _give_up(self, asked: Sequence[asyncio.Future[Any]], folder: str) -> None:
+    async def _give_up(self, asked: Sequence[asyncio.Future[Any]], folder: HeldFolder) -> None:
         """Leave nothing in workers of a pipeline that could not be loaded in all."""
         await asyncio.gather(*asked, return_exceptions=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
         await self.unload()
 
     def _ship(self, names: Sequence[str]) -> list[bytes]:

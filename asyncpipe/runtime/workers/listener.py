@@ -6,14 +6,13 @@ import asyncio
 import logging
 import os
 import secrets
-import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from asyncpipe.runtime.process import Process
 from asyncpipe.runtime.workers.handshake import TOKEN_BYTES, let_in
+from asyncpipe.runtime.workers.held_folder import HeldFolder
 from asyncpipe.runtime.workers.launcher import Address
 
 __all__ = ["ControlListener"]
@@ -32,8 +31,7 @@ LOOPBACK = ("127.0.0.1", 0)
 class ControlListener:
     """Listens while a worker is expected, on a loop that has ``add_reader``; used on its thread.
 
-    The socket is in a folder that only this user can enter. The folder is gone when all have connected, so that a
-    controller that is killed leaves none behind.
+    The socket is in a folder that only this user can enter, and that is gone when all have connected.
     """
 
     def __init__(self, secret: bytes, address: Address | None) -> None:
@@ -44,7 +42,7 @@ class ControlListener:
         self._handshakes: set[asyncio.Task[None]] = set()
         self._process = Process()
         self._socket: socket.socket | None = None
-        self._folder: str | None = None
+        self._folder: HeldFolder | None = None
 
     @contextmanager
     def expecting(self, connected: Callable[[socket.socket], None]) -> Iterator[tuple[Address, bytes]]:
@@ -64,8 +62,8 @@ class ControlListener:
     def _open(self) -> socket.socket:
         address = self._address
         if address is None:
-            self._folder = tempfile.mkdtemp(prefix="asyncpipe-")
-            address = os.path.join(self._folder, "control")
+            self._folder = HeldFolder("asyncpipe-control-")
+            address = os.path.join(self._folder.path, "control")
             if len(os.fsencode(address)) > LONGEST_PATH:
                 self._remove_folder()
                 address = LOOPBACK
@@ -97,7 +95,7 @@ class ControlListener:
 
     def _remove_folder(self) -> None:
         if self._folder is not None and self._process.is_this:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
         self._folder = None
 
     def _accept(self) -> None:
