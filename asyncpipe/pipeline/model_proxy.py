@@ -8,13 +8,16 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from asyncpipe.errors import MoveError, OptionError
+from asyncpipe.errors import MoveError, OptionError, PipelineClosedError
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
 from asyncpipe.ops.model.stage import Stage
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.remote_model import RemoteModel
 
-__all__ = ["ModelProxy"]
+__all__ = ["OPTIMIZER", "ModelProxy"]
+
+OPTIMIZER = "give the pipeline an optimizer= and use step()"
+"""In the place of an optimizer of the caller's own."""
 
 
 class ModelProxy:
@@ -60,17 +63,22 @@ class ModelProxy:
         if not stays:
             raise MoveError("a pipeline's stages stay on their devices; to() takes a dtype alone")
         self._parts.check_between_steps()
-        self._refuse_in_workers("to()")
+        self._refuse_in_workers("to()", "cast the model before you give it to the pipeline, or in its StageFactory")
         self.module.to(dtype)
         return self
 
-    def _refuse_in_workers(self, what: str) -> None:
+    def _refuse_in_workers(self, what: str, instead: str) -> None:
         """Raise ``OptionError`` if the stages live in workers; ``what`` needs them in this process."""
         if self._remote is not None:
             raise OptionError(
-                f"{what} needs the stages in this process, and they live in workers; give the pipeline an optimizer= "
-                "and use step(), or use workers='threads'"
+                f"{what} needs the stages in this process, and they live in workers; {instead}, or use "
+                "workers='threads'"
             )
+
+    @property
+    def _away(self) -> RemoteModel | None:
+        """Who has the values of the model, if this process has not. ``PipelineClosedError`` if nobody has them."""
+        return self._remote if self._remote is not None and self._remote.has_left else None
 
     def cuda(self, *_: Any) -> NoReturn:
         """Raises ``MoveError``."""
@@ -94,30 +102,31 @@ class ModelProxy:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The model's parameters, for an optimizer; ``OptionError`` if they are in workers."""
-        self._refuse_in_workers("parameters()")
+        self._refuse_in_workers("parameters()", OPTIMIZER)
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters under the unsplit model's names; as ``parameters``."""
-        self._refuse_in_workers("named_parameters()")
+        self._refuse_in_workers("named_parameters()", OPTIMIZER)
         return self.module.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """The state under the unsplit model's keys; tensors are where their stages are, or copies
         on the CPU if these are in workers.
 
-        Raises ``OverlapError`` between two results of ``steps``, while a later step computes.
+        Raises ``OverlapError`` between two results of ``steps``, while a later step computes. If the stages live in
+        workers, ``PipelineClosedError`` after closing, and for a ``StageFactory`` before opening.
         """
         self._parts.check_between_steps()
-        return self.module.state_dict() if self._remote is None else self._remote.state_dict()
+        return self.module.state_dict() if (away := self._away) is None else away.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
         """Load a state with the unsplit model's keys, from any device."""
         self._parts.check_between_steps()
-        if self._remote is None:
+        if (away := self._away) is None:
             self.module.load_state_dict(state, strict=strict)
         else:
-            self._remote.load_state_dict(state, strict=strict)
+            away.load_state_dict(state, strict=strict)
 
     def optimizer_states(self) -> dict[str, dict[str, Any]]:
         """What the pipeline's own optimizers remember, by the unsplit model's name of each parameter.
@@ -126,14 +135,18 @@ class ModelProxy:
         Tensors are where ``state_dict`` has those of the model; it raises as that.
         """
         self._parts.check_between_steps()
-        if self._remote is not None:
-            return self._remote.optimizer_states()
+        if (away := self._away) is not None:
+            return away.optimizer_states()
         return optimizer_states(self._parts.resources.optimizers.values(), self.module)
 
     def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Give the pipeline's own optimizers copies of what ``optimizer_states`` returned, from any device."""
         self._parts.check_between_steps()
-        if self._remote is not None:
-            self._remote.load_optimizer_states(states)
+        if (away := self._away) is not None:
+            away.load_optimizer_states(states)
+        elif self._remote is not None:
+            raise PipelineClosedError(
+                "optimizers are made in the workers when the pipeline opens; use 'async with' first"
+            )
         else:
             load_optimizer_states(self._parts.resources.optimizers.values(), self.module, states)

@@ -23,7 +23,7 @@ from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.build import build
 from asyncpipe.pipeline.call import call
 from asyncpipe.pipeline.device_notes import note_devices
-from asyncpipe.pipeline.model_proxy import ModelProxy
+from asyncpipe.pipeline.model_proxy import OPTIMIZER, ModelProxy
 from asyncpipe.pipeline.options import PipelineArguments
 from asyncpipe.pipeline.overlap import why_alone
 from asyncpipe.pipeline.pool import DevicePool, Tenancy
@@ -161,7 +161,7 @@ class Pipeline(ModelProxy):
         the gradients are what they were before. ``BackwardError`` says what autograd cannot do here: a second
         backward without ``retain_graph``, double backward.
         """
-        self._refuse_in_workers("pipe(x), whose loss and backward are the caller's,")
+        self._refuse_in_workers("pipe(x), whose loss and backward are the caller's,", OPTIMIZER)
         return call(self._parts, self._tenancy, Arguments(args, kwargs))
 
     # Schedule
@@ -224,7 +224,7 @@ class Pipeline(ModelProxy):
 
         Raises ``OptionError`` if the stages live in workers.
         """
-        self._refuse_in_workers("a copy of the pipeline")
+        self._refuse_in_workers("a copy of the pipeline", "copy state_dict() and optimizer_states()")
         optimizers = {stage: optimizer.state_dict() for stage, optimizer in self.optimizers.items()}
         return {"arguments": self._arguments.for_copy(), "optimizers": optimizers}
 
@@ -237,7 +237,7 @@ class Pipeline(ModelProxy):
     @property
     def optimizers(self) -> Mapping[int, torch.optim.Optimizer]:
         """The optimizers of the stages, if the pipeline updates them. ``OptionError`` if these live in workers."""
-        self._refuse_in_workers("optimizers")
+        self._refuse_in_workers("optimizers", "use optimizer_states(), and step(learning_rate=)")
         return self._parts.resources.optimizers
 
     @property

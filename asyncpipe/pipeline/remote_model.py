@@ -18,6 +18,11 @@ class RemoteModel:
         self._pool = pool
         self._stages = stages
 
+    @property
+    def has_left(self) -> bool:
+        """As ``RemoteStages.has_left``."""
+        return self._stages.has_left
+
     def state_dict(self) -> dict[str, Any]:
         """The state of the unsplit model, on the CPU."""
         self._pool.check()

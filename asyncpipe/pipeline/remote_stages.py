@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.errors import EdgeError, StateDictError, WorkerLostError
+from asyncpipe.errors import EdgeError, PipelineClosedError, StateDictError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.wire import from_buffers, from_wire, to_buffers, to_wire
-from asyncpipe.ops.model.shipping import first_names, forget_values, ship_model
+from asyncpipe.ops.model.shipping import forget_values, ship_model, state_names
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.step_inputs import StepInputs
 from asyncpipe.pipeline.wire_messages import (
@@ -211,13 +211,29 @@ class RemoteStages:
 
     # Between steps
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the values have been sent to the workers, or were made there. From any thread.
+
+        Raises ``PipelineClosedError`` if they are nowhere: not made yet, or gone with the pipeline.
+        """
+        if self._placed is None and self._parts.factory is not None:
+            raise PipelineClosedError(
+                f"{self._parts.factory} makes the stages in the workers when the pipeline opens; use 'async with' first"
+            )
+        if self._placed is not None and not self._is_loaded:
+            raise PipelineClosedError(
+                "the pipeline is closed, and its stages with all they held have ended in the workers; take its state "
+                "before it closes"
+            )
+        return self._placed is not None
+
     async def state(self) -> dict[str, Any]:
         """The state of the unsplit model, with its names in its order."""
         found = await self._gathered(GetState(self._number))
-        first = first_names(self._parts.module)
         state = self._parts.module.state_dict()
-        for name in state:
-            state[name] = found[first.get(name, name)]
+        for name, named in state_names(self._parts.staged).items():
+            state[name] = found[named.first]
         return state
 
     async def load_state(self, state: Mapping[str, Any], *, strict: bool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.call import call
-from asyncpipe.pipeline.model_proxy import ModelProxy
+from asyncpipe.pipeline.model_proxy import OPTIMIZER, ModelProxy
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.prepare import prepare_step
 from asyncpipe.pipeline.remote_model import RemoteModel
@@ -80,7 +80,7 @@ class SyncPipeline(ModelProxy):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as ``Pipeline.__call__``."""
-        self._refuse_in_workers("pipe(x), whose loss and backward are the caller's,")
+        self._refuse_in_workers("pipe(x), whose loss and backward are the caller's,", OPTIMIZER)
         return call(self._parts, self._tenancy, Arguments(args, kwargs))
 
     def close(self) -> None:

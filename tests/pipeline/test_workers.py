@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncpipe import DevicePool, Pipeline, TaskError, pop, skippable, stash
+from asyncpipe import DevicePool, Pipeline, StageFactory, TaskError, pop, skippable, stash
 from asyncpipe.errors import OptionError, PipelineClosedError, WorkerLostError
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.pipeline.workers import assign_workers
@@ -242,6 +242,8 @@ async def test_what_cannot_work_is_refused_with_what_to_do():
     pipe = Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, workers="processes", loss_fn=nn.functional.mse_loss)
     with pytest.raises(OptionError, match=r"parameters\(\) needs the stages in this process.*optimizer="):
         pipe.parameters()
+    with pytest.raises(OptionError, match=r"to\(\) needs the stages.*cast the model before you give it"):
+        pipe.to(torch.float64)
     with pytest.raises(PipelineClosedError):
         await pipe.step(x, x)
     with pytest.raises(OptionError, match=r"pipe\(x\).* needs the stages in this process"):
@@ -252,6 +254,57 @@ async def test_what_cannot_work_is_refused_with_what_to_do():
         DevicePool(workers="processes", transport="pigeon")
     with pytest.raises(OptionError, match=r"transport='gloo' is for workers; leave it out"):
         DevicePool(transport="gloo")
+
+
+class Counts(nn.Module):
+    """Remembers, outside of its tensors, how often it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x)
+
+    def get_extra_state(self):
+        return self.calls
+
+    def set_extra_state(self, calls):
+        self.calls = calls
+
+
+async def test_the_state_is_that_of_whoever_has_the_stage_before_opening_while_open_and_never_after(pool):
+    x, options = torch.randn(8, 4), {"microbatches": 2, "loss_fn": nn.functional.mse_loss, "checkpoint": "never"}
+    model, loaded = nn.Sequential(Counts(), Counts()), nn.Sequential(Counts(), Counts()).state_dict()
+    loaded["0._extra_state"], loaded["1._extra_state"] = 10, 20
+    sgd = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+    pipe = Pipeline(model, ["cpu:0", "cpu:1"], pool=pool, **options, **sgd)
+    assert torch.equal(pipe.state_dict()["1.linear.weight"], model[1].linear.weight)
+    assert pipe.optimizer_states() == {}
+    with pytest.raises(PipelineClosedError, match="optimizers are made in the workers when the pipeline opens"):
+        pipe.load_optimizer_states({})
+    pipe.load_state_dict(loaded)
+    async with pipe:
+        found = pipe.state_dict()
+        assert list(found) == list(loaded)
+        assert (found["0._extra_state"], found["1._extra_state"]) == (10, 20)
+        assert torch.equal(found["1.linear.weight"], loaded["1.linear.weight"])
+        await pipe.step(x, x)
+        found = pipe.state_dict()
+        assert (found["0._extra_state"], found["1._extra_state"]) == (12, 22)
+        pipe.load_state_dict(loaded)
+        found = pipe.state_dict()
+        assert (found["0._extra_state"], found["1._extra_state"]) == (10, 20)
+    with pytest.raises(PipelineClosedError, match="its stages with all they held have ended"):
+        pipe.state_dict()
+    built = Pipeline(StageFactory(make_counts, stages=2), ["cpu:0", "cpu:1"], pool=pool, **options)
+    with pytest.raises(PipelineClosedError, match=r"StageFactory\(make_counts\) makes the stages in the workers when"):
+        built.state_dict()
+
+
+def make_counts(stage):
+    return Counts()
 
 
 async def test_the_schedule_changes_and_a_state_is_loaded_between_two_steps(pool):

@@ -17,7 +17,7 @@ import io
 import pickle
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.wire import TensorPickler, from_wire, not_sendable, to_wire
 from asyncpipe.ops.model.stage import StagedModel
 
-__all__ = ["first_names", "forget_values", "receive_model", "ship_model"]
+__all__ = ["NamedState", "forget_values", "receive_model", "ship_model", "state_names"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,32 @@ def forget_values(module: nn.Module) -> None:
             part._flat_weights = [getattr(part, name) for name in part._flat_weights_names]
 
 
-def first_names(module: nn.Module) -> dict[str, str]:
-    """For every tensor in ``module``'s state: the first of the names that it has there."""
+class NamedState(NamedTuple):
+    """What a name in the state of an unsplit model stands for."""
+
+    stage: int
+    """The stage that owns it: of a tensor, the first that uses it; of a module's extra state, the first that has it."""
+    first: str
+    """The first name that it has there."""
+
+
+def state_names(model: StagedModel) -> dict[str, NamedState]:
+    """All names in the state of the unsplit model, in its order."""
+    owners = dict(_owners(model))
+    modules: dict[int, int] = {}
+    for stage, part in enumerate(model.stages):
+        for module in part.modules():
+            modules.setdefault(id(module), stage)
+    holders = {name: modules.get(id(each), 0) for name, each in model.module.named_modules(remove_duplicate=False)}
     first: dict[int, str] = {}
-    state = module.state_dict(keep_vars=True).items()
-    return {name: first.setdefault(id(value), name) for name, value in state if isinstance(value, Tensor)}
+    # A module makes its extra state when it is asked for it, so that is no tensor of a stage, or none at all.
+    return {
+        name: NamedState(
+            owners[id(value)] if id(value) in owners else holders.get(name.rpartition(".")[0], 0),
+            first.setdefault(id(value), name) if id(value) in owners else name,
+        )
+        for name, value in model.module.state_dict(keep_vars=True).items()
+    }
 
 
 def _takes_nothing(_: object) -> dict[int, Any]:

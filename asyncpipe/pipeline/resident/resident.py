@@ -24,7 +24,7 @@ from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
 from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
 from asyncpipe.ops.execute.step_tensors import StepTensors
-from asyncpipe.ops.model.shipping import first_names, receive_model
+from asyncpipe.ops.model.shipping import NamedState, receive_model, state_names
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.build import PipelineParts, build
@@ -237,12 +237,8 @@ class Resident:
     def state(self) -> bytes:
         """The own entries of the unsplit model's state; a tensor under its first name only."""
         self._check_idle()
-        first = first_names(self._parts.module)
-        state = {
-            name: value
-            for name, value in self._parts.module.state_dict().items()
-            if not (isinstance(value, Tensor) and value.is_meta) and first.get(name, name) == name
-        }
+        whole = self._parts.module.state_dict()
+        state = {name: whole[name] for name, named in self._own_names().items() if named.first == name}
         return to_wire(state, "the state of the model")
 
     def load_state(self, data: bytes) -> None:
@@ -252,8 +248,8 @@ class Resident:
         # along as it is, since batch norms make up what they miss.
         own = self._parts.module.state_dict()
         state: Mapping[str, Any] = from_wire(data)
-        for name, value in own.items():
-            if name in state and not (isinstance(value, Tensor) and value.is_meta):
+        for name in self._own_names():
+            if name in state:
                 own[name] = state[name]
         self._parts.module.load_state_dict(own)
 
@@ -273,6 +269,12 @@ class Resident:
         self._check_idle()
         parts = self._parts
         parts.graphs.change(from_wire(change.schedule), parts.options.microbatches, parts.checkpoint)
+
+    def _own_names(self) -> dict[str, NamedState]:
+        """Of what this worker's stages own in the unsplit model's state."""
+        stages = self._parts.resources.stages
+        names = state_names(self._parts.staged)
+        return {name: named for name, named in names.items() if not stages[named.stage].device.is_elsewhere}
 
     def _check_idle(self) -> None:
         if self._steps:
