@@ -76,6 +76,11 @@ class ModelProxy:
             )
 
     @property
+    def remote(self) -> RemoteModel | None:
+        """The model in its workers, if it lives there."""
+        return self._remote
+
+    @property
     def _away(self) -> RemoteModel | None:
         """Who has the values of the model, if this process has not. ``PipelineClosedError`` if nobody has them."""
         return self._remote if self._remote is not None and self._remote.has_left else None

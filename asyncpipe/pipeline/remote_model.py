@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from asyncpipe.ops.execute.stage_files import StoredStages
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.remote_stages import RemoteStages
 
@@ -42,6 +44,29 @@ class RemoteModel:
         """Give the optimizers what to remember, by name of the parameter."""
         self._pool.check()
         self._pool.call(self._stages.load_optimizer_states(states))
+
+    # Files of stages (``ops/execute/stage_files.py``) in a folder that all workers see
+
+    def copy_stages(self) -> None:
+        """Have each worker copy the states of its stages and of their optimizers, for ``write_copies``."""
+        self._pool.check()
+        self._pool.call(self._stages.copy_stages())
+
+    def write_copies(self, folder: Path) -> dict[str, str]:
+        """Have each worker write its copies; the SHA-256 of each file, by name. Steps go on meanwhile.
+
+        Returns when all are on disk. Raises the first error when nobody writes any more.
+        """
+        self._pool.check()
+        return self._pool.call(self._stages.write_copies(folder))
+
+    def read_stages(self, stored: StoredStages, state: Mapping[str, Any]) -> None:
+        """Have each worker read what its stages need of files, whatever stages these were written for.
+
+        ``state`` is that of the unsplit model in these files, of which only names and shapes are looked at here.
+        """
+        self._pool.check()
+        self._pool.call(self._stages.read_stages(stored, state))
 
     def change_schedule(self) -> None:
         """Have the workers follow the schedule that the controller follows now."""

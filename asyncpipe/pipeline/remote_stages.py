@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -15,19 +15,23 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import EdgeError, PipelineClosedError, StateDictError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.wire import from_buffers, from_wire, to_buffers, to_wire
+from asyncpipe.ops.execute.stage_files import StoredStages
 from asyncpipe.ops.model.shipping import forget_values, ship_model, state_names
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.step_inputs import StepInputs
 from asyncpipe.pipeline.wire_messages import (
     ChangeSchedule,
+    CopyStages,
     Flags,
     GetState,
     LoadPipeline,
     PartResult,
     PutState,
+    ReadStages,
     Scalars,
     StepWork,
     Unload,
+    WriteCopies,
 )
 from asyncpipe.pipeline.workers import Workers
 from asyncpipe.runtime.execution import Tenant
@@ -148,11 +152,11 @@ class RemoteStages:
         """Have the workers forget the pipeline."""
         if self._is_loaded:
             self._is_loaded = False
-            await self._ask_all(Unload(self._number), lost_is_fine=True)
+            await self._ask_all(Unload(self._number), raises=False)
 
-    async def _ask_all(self, message: object, *, lost_is_fine: bool = False) -> list[Any]:
+    async def _ask_all(self, message: object, *, raises: bool = True) -> list[Any]:
         asked = (connection.ask(message) for connection in self._connections.values())
-        answers = await asyncio.gather(*asked, return_exceptions=lost_is_fine)
+        answers = await asyncio.gather(*asked, return_exceptions=not raises)
         return list(answers)
 
     # Steps
@@ -238,6 +242,10 @@ class RemoteStages:
 
     async def load_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Load a state of the unsplit model."""
+        self._check_state(state, strict=strict)
+        await self._ask_all(PutState(self._number, to_wire(dict(state), "the state")))
+
+    def _check_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         known = self._parts.module.state_dict()
         if strict and known.keys() != state.keys():
             missing, more = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
@@ -246,21 +254,32 @@ class RemoteStages:
             shape = getattr(state.get(name), "shape", None)
             if name in state and shape != getattr(value, "shape", None):
                 raise StateDictError(f"{name!r} has the shape {shape} in the state, and {value.shape} in the model")
-        await self._ask_all(PutState(self._number, to_wire(dict(state), "the state")))
 
     async def optimizer_states(self) -> dict[str, dict[str, Any]]:
         """What the optimizers remember, by name of the parameter."""
         found = await self._gathered(GetState(self._number, optimizers=True))
-        return {
-            # As in one process, equal keys are one object: files of both are equal to the last byte.
-            name: {sys.intern(key): value for key, value in found[name].items()}
-            for name, _ in self._parts.module.named_parameters()
-            if name in found
-        }
+        return {name: found[name] for name, _ in self._parts.module.named_parameters() if name in found}
 
     async def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Give the optimizers what to remember, by name of the parameter."""
         await self._ask_all(PutState(self._number, to_wire(dict(states), "the state"), optimizers=True))
+
+    async def copy_stages(self) -> None:
+        """Have each worker copy the states of its stages."""
+        await self._ask_all(CopyStages(self._number))
+
+    async def write_copies(self, folder: Path) -> dict[str, str]:
+        """Have each worker write its copies; the SHA-256 of each file, by name. Nobody writes any more when it ends."""
+        answers = await self._ask_all(WriteCopies(self._number, folder), raises=False)
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        if errors:
+            raise errors[0]
+        return {name: sha256 for answer in answers for name, sha256 in answer.items()}
+
+    async def read_stages(self, stored: StoredStages, state: Mapping[str, Any]) -> None:
+        """Have each worker read what it needs. ``state`` is that of the unsplit model in the same files."""
+        self._check_state(state, strict=True)
+        await self._ask_all(ReadStages(self._number, stored))
 
     async def _gathered(self, message: GetState) -> dict[str, Any]:
         """What the workers have. One is asked at a time, since its answer is in memory twice until it is unpacked."""

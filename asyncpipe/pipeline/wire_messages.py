@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,18 +16,22 @@ from torch import Tensor
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.ops.autograd.caller_context import CallerContext
+from asyncpipe.ops.execute.stage_files import StoredStages
 from asyncpipe.ops.execute.step_tensors import StepPlan
 
 __all__ = [
     "ChangeSchedule",
+    "CopyStages",
     "Flags",
     "GetState",
     "LoadPipeline",
     "PartResult",
     "PutState",
+    "ReadStages",
     "Scalars",
     "StepWork",
     "Unload",
+    "WriteCopies",
 ]
 
 
@@ -78,6 +83,29 @@ class PutState:
     pipeline: int
     state: bytes = field(repr=False)
     optimizers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStages:
+    """Controller: copy the states of the own stages, for ``WriteCopies``. The answer is ``None``."""
+
+    pipeline: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCopies:
+    """Controller: write the copies to files in a folder. The answer is the SHA-256 of each file, by name."""
+
+    pipeline: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStages:
+    """Controller: take over what concerns the own stages of states in files. The answer is ``None``."""
+
+    pipeline: int
+    stored: StoredStages
 
 
 @dataclass(frozen=True, slots=True)

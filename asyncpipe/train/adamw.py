@@ -155,9 +155,7 @@ class StagedAdamW:
         for parameter, name in names.items():
             if name in states:
                 whole.state[parameter] = states[name]
-        for group in whole.param_groups:
-            group["lr"] = self._rate
-        return whole.state_dict()
+        return self._state_of(whole)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As ``ClippedAdamW.load_state_dict``."""
@@ -167,6 +165,24 @@ class StagedAdamW:
         self._pipe.load_optimizer_states(
             {name: whole.state[parameter] for parameter, name in names.items() if parameter in whole.state}
         )
+
+    def settings_dict(self) -> dict[str, Any]:
+        """As ``state_dict``, without what is remembered of the parameters."""
+        return self._state_of(self._whole()[0])
+
+    def names(self) -> list[str]:
+        """The names of the parameters, by their numbers in the state."""
+        whole, names = self._whole()
+        return [names[parameter] for group in whole.param_groups for parameter in group["params"]]
+
+    def check_settings(self, state: dict[str, Any]) -> None:
+        """Raise ``ValueError`` if ``state`` is that of an optimizer of other parameters."""
+        _load(self._whole()[0], {**state, "state": {}})
+
+    def _state_of(self, whole: torch.optim.Optimizer) -> dict[str, Any]:
+        for group in whole.param_groups:
+            group["lr"] = self._rate
+        return whole.state_dict()
 
     def _whole(self) -> tuple[torch.optim.Optimizer, dict[nn.Parameter, str]]:
         """One AdamW over stand-ins for all parameters, which may be in workers, and the names of these."""

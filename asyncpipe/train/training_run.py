@@ -40,6 +40,7 @@ from asyncpipe.train.randomness import RunRandom
 from asyncpipe.train.schedule_changes import ScheduleChanges
 from asyncpipe.train.snapshots.resume import ResumePoint, named_states, open_folder, with_chosen_schedule
 from asyncpipe.train.snapshots.run_state import RunState, schedule_sha256
+from asyncpipe.train.snapshots.stages_in_workers import StagesInWorkers
 from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.step_failures import StepRetries
 from asyncpipe.train.trace_files import TraceRecorder, WrittenFiles, make_folders
@@ -155,8 +156,7 @@ class TrainingRun:
         if not self._stopping and await self._choose_schedule(workload):
             snapshots = SnapshotWriter(self._job, self._collector, self._resumed, self._progress)
             try:
-                async with snapshots:
-                    evaluation, sample = await self._run_pipeline(workload, snapshots)
+                evaluation, sample = await self._run_pipeline(workload, snapshots)
                 snapshot = snapshots.last
             finally:
                 written = await in_thread(lambda: self._recorder.write(self._job, lambda: self._count_failure("trace")))
@@ -178,7 +178,7 @@ class TrainingRun:
 
     def _open_folders(self) -> None:
         make_folders(self._job)
-        self._resumed = open_folder(self._job)
+        self._resumed = open_folder(self._job, mapped=self._in_workers)
         if self._resumed is not None:
             self._job = with_chosen_schedule(self._job, self._resumed.manifest)
             self._meter.step = self._resumed.step
@@ -217,7 +217,8 @@ class TrainingRun:
             self._progress.entered("starting workers")
         # In a thread: lowering a large graph and moving a model to its devices take a while.
         staged = StagedAdamW(self._job.training) if self._job.training.overlap else None
-        async with await self._thread.run(lambda: self._pipeline(workload, staged)) as pipe:
+        # The pipeline closes last: its workers may write a snapshot.
+        async with await self._thread.run(lambda: self._pipeline(workload, staged)) as pipe, snapshots:
             self._progress.started(
                 RunStarted(
                     name=self._job.name,
@@ -292,8 +293,12 @@ class TrainingRun:
         source = await self._thread.run(lambda: self._source(workload))
         batches = BatchPrefetcher(self._thread, source, self._random)
         own: dict[str, Resumable] = {"model": pipe, "optimizer": optimizer}
+        stages = None
+        if pipe.remote is not None and staged is not None:
+            own, stages = {}, StagesInWorkers(pipe.remote, staged)
+            snapshots.leave_to(stages)
         states = named_states(own, workload.states, RunState(self._meter, batches), job)
-        await self._restore(pipe, states, snapshots)
+        await self._restore(pipe, states, stages, snapshots)
         make: Callable[..., TrainingLoop] = OverlappingSteps if staged is not None else StepByStep
         loop = make(
             job=job,
@@ -341,7 +346,13 @@ class TrainingRun:
         with self._random.drawing():
             return BatchSource(workload, self._job.training, self._is_stopping)
 
-    async def _restore(self, pipe: Pipeline, states: dict[str, Resumable], snapshots: SnapshotWriter) -> None:
+    async def _restore(
+        self,
+        pipe: Pipeline,
+        states: dict[str, Resumable],
+        stages: StagesInWorkers | None,
+        snapshots: SnapshotWriter,
+    ) -> None:
         """Restore the states, if the run resumes, and prepare the description for later snapshots."""
         identity = await self._describe_schedule(pipe, snapshots)
         resumed = self._resumed
@@ -354,7 +365,7 @@ class TrainingRun:
                 self._job.pipeline.schedule,
                 resumed.path,
             )
-        await self._thread.run(lambda: resumed.restore(states, self._job))
+        await self._thread.run(lambda: resumed.restore(states, self._job, stages))
 
     async def _describe_schedule(self, pipe: Pipeline, snapshots: SnapshotWriter) -> str:
         """Let later snapshots name the pipeline's schedule; returns its SHA-256."""

@@ -274,6 +274,7 @@ class Counts(nn.Module):
         self.calls = calls
 
 
+@pytest.mark.one_loop
 async def test_the_state_is_that_of_whoever_has_the_stage_before_opening_while_open_and_never_after(pool):
     x, options = torch.randn(8, 4), {"microbatches": 2, "loss_fn": nn.functional.mse_loss, "checkpoint": "never"}
     model, loaded = nn.Sequential(Counts(), Counts()), nn.Sequential(Counts(), Counts()).state_dict()

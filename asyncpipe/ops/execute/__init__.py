@@ -10,5 +10,6 @@ Imports the other folders of ``asyncpipe.ops`` and ``asyncpipe.core``. Where to 
 - ``caller_gradients``: gradients of the caller's own input tensors, gathered from those of the micro-batches;
 - ``gradient_guard``: a failed step leaves the parameters' gradients as they were; ``gradient_turn``: one step's or
   backward's at a time; ``parameter_hooks``: hooks see whole gradients;
+- ``optimizer_states`` and ``stage_files``: what stages and their optimizers have to remember, by name, and in files;
 - ``instruments``: names of tasks for profilers, samples of memory.
 """

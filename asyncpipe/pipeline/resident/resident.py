@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,17 +18,19 @@ from torch import Tensor
 
 from asyncpipe.core.graph.part import Departure, Part, part
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.errors import EdgeError, PipelineClosedError
+from asyncpipe.errors import EdgeError, OptionError, PipelineClosedError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.wire import from_buffers, from_wire, to_wire
 from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
 from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
+from asyncpipe.ops.execute.stage_files import StoredStages, copied_stages, stored_model, stored_optimizers
 from asyncpipe.ops.execute.step_tensors import StepTensors
 from asyncpipe.ops.model.shipping import NamedState, receive_model, state_names
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.stage_factory import StageFactory
+from asyncpipe.ops.model.state_files import write_state
 from asyncpipe.pipeline.build import PipelineParts, build
 from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.resident.part_step import PartStep
@@ -62,6 +66,8 @@ class Resident:
         self._tenancy = Tenancy(pool, self._own, Tenant(load.share), own=False)
         self._parts_of: WeakKeyDictionary[TaskGraph, Part] = WeakKeyDictionary()
         self._edges = Edges({}, {})
+        self._copies: dict[str, Any] = {}
+        """Copies of the own stages' states that are still to be written."""
         self._epoch = 0
         self._lock = threading.Lock()
         """Guards what follows, which edges use as well."""
@@ -241,16 +247,13 @@ class Resident:
         state = {name: whole[name] for name, named in self._own_names().items() if named.first == name}
         return to_wire(state, "the state of the model")
 
-    def load_state(self, data: bytes) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over what concerns the own stages."""
         self._check_idle()
         # What modules load depends on the versions that are noted beside their state. What other workers have goes
         # along as it is, since batch norms make up what they miss.
         own = self._parts.module.state_dict()
-        state: Mapping[str, Any] = from_wire(data)
-        for name in self._own_names():
-            if name in state:
-                own[name] = state[name]
+        own.update((name, state[name]) for name in self._own_names() if name in state)
         self._parts.module.load_state_dict(own)
 
     def optimizer_states(self) -> bytes:
@@ -259,10 +262,26 @@ class Resident:
         states = optimizer_states(self._parts.resources.optimizers.values(), self._parts.module)
         return to_wire(states, "the state of the optimizers")
 
-    def load_optimizer_states(self, data: bytes) -> None:
+    def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over those of the own stages."""
         self._check_idle()
-        load_optimizer_states(self._parts.resources.optimizers.values(), self._parts.module, from_wire(data))
+        load_optimizer_states(self._parts.resources.optimizers.values(), self._parts.module, states)
+
+    def copy_stages(self) -> None:
+        """Copy the states of the own stages, for ``write_copies``."""
+        self._check_idle()
+        stages = [stage.index for stage in self._parts.resources.stages if not stage.device.is_elsewhere]
+        self._copies = copied_stages(self._parts.staged, stages, self._parts.resources.optimizers)
+
+    async def write_copies(self, folder: Path) -> dict[str, str]:
+        """Write them to files in ``folder``; returns the SHA-256 of each, by name. Steps go on meanwhile."""
+        copies, self._copies = self._copies, {}
+        return await asyncio.to_thread(_write, folder, copies)
+
+    def read_stages(self, stored: StoredStages) -> None:
+        """Take over what concerns the own stages of states in files."""
+        self.load_state(stored_model(stored, self._own_names()))
+        self.load_optimizer_states(stored_optimizers(stored, self._parts.module))
 
     def change(self, change: ChangeSchedule) -> None:
         """Use another schedule."""
@@ -279,6 +298,13 @@ class Resident:
     def _check_idle(self) -> None:
         if self._steps:
             raise PipelineClosedError("a step is under way in this worker")
+
+
+def _write(folder: Path, states: dict[str, Any]) -> dict[str, str]:
+    """Write the states, each of which is released when it is written."""
+    if not folder.is_dir():
+        raise OptionError(f"a worker on {socket.gethostname()} has no {folder}; name a folder that all hosts share")
+    return {name: write_state(folder / name, states.pop(name)) for name in tuple(states)}
 
 
 def _model(load: LoadPipeline) -> StagedModel | StageFactory:

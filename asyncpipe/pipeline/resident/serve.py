@@ -10,7 +10,16 @@ from asyncpipe.ops.device.wire import from_wire
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.resident.part_step import PartStep
 from asyncpipe.pipeline.resident.resident import Resident
-from asyncpipe.pipeline.wire_messages import ChangeSchedule, GetState, LoadPipeline, PutState, Unload
+from asyncpipe.pipeline.wire_messages import (
+    ChangeSchedule,
+    CopyStages,
+    GetState,
+    LoadPipeline,
+    PutState,
+    ReadStages,
+    Unload,
+    WriteCopies,
+)
 from asyncpipe.runtime.part_messages import EndStep, PartEnded, StartPart, StopPart, portable
 from asyncpipe.runtime.workers.control_client import ControlClient
 
@@ -60,7 +69,13 @@ class _Server:
                 return resident.optimizer_states() if optimizers else resident.state()
             case PutState(pipeline=number, state=state, optimizers=optimizers):
                 resident = self._residents[number]
-                (resident.load_optimizer_states if optimizers else resident.load_state)(state)
+                (resident.load_optimizer_states if optimizers else resident.load_state)(from_wire(state))
+            case CopyStages(pipeline=number):
+                self._residents[number].copy_stages()
+            case WriteCopies(pipeline=number, folder=folder):
+                return self._residents[number].write_copies(folder)
+            case ReadStages(pipeline=number, stored=stored):
+                self._residents[number].read_stages(stored)
             case ChangeSchedule(pipeline=number):
                 self._residents[number].change(message)
         return None

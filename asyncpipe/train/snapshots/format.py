@@ -8,6 +8,12 @@
               NAME.pt         further states, which the workload adds
               snapshot.json   the manifest: a description, the SHA-256 of each other file, and a checksum of itself
 
+Where stages live in workers, each writes its own files, and readers put them together (format 2)::
+
+    step-N/   model-0.pt  model-1.pt  …   each stage's part of the model's state, with the same keys
+              optimizer-0.pt  …           what each stage's optimizer remembers, by name of the parameter
+              optimizer.pt                the rest of its state, and the names of parameters by their numbers
+
 A folder gets the name ``step-N`` by one rename, after all its files are on disk, so it is complete even after a crash.
 The checksums find later damage. Files are read by ``torch.load(weights_only=True)``, here and by anyone else, which
 executes nothing that is pickled in them; a state that it could not load is not written.
@@ -22,19 +28,20 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from asyncpipe.errors import AsyncpipeError, OptionError
+from asyncpipe.ops.model.state_files import read_state, write_state
 
 __all__ = [
     "INCOMPLETE_NAME",
+    "NAMES",
     "SNAPSHOT_NAME",
     "STATE_NAME",
     "FolderError",
@@ -47,17 +54,21 @@ __all__ = [
     "write_snapshot",
 ]
 
-FORMAT: Final = 1
-"""Version of the format; it changes when a reader of this version would misread a snapshot."""
+WHOLE: Final = 1
+BY_STAGE: Final = 2
+"""Versions of the format: that of a file for each state, and that where stages have files of their own. Another one is
+needed when a reader of these would misread a snapshot."""
 
 SNAPSHOT_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 INCOMPLETE_NAME = re.compile(r"step-[0-9]+\.incomplete")
+FILE_NAME = re.compile(r"([A-Za-z][A-Za-z0-9_]*)(?:-(0|[1-9][0-9]*))?\.pt")
+"""The allowed names of files of states: ``NAME.pt``, or ``NAME-3.pt`` for what is of stage 3."""
 STATE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 """The allowed names of states; the file of a state is ``NAME.pt``."""
 
 _MANIFEST = "snapshot.json"
-_ZIP_MAGIC = b"PK\x03\x04"
-"""The first bytes of a file that ``torch.save`` has written."""
+NAMES: Final = "names"
+"""The key in ``optimizer.pt`` of the names of parameters by their numbers, where stages have files of their own."""
 
 
 class FolderError(AsyncpipeError, OSError):
@@ -69,7 +80,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True)
 
-    format: Literal[1] = FORMAT
+    format: Literal[1, 2] = WHOLE
     step: int = Field(ge=0)
     """Number of finished steps."""
     number: int = Field(default=0, ge=0)
@@ -81,7 +92,7 @@ class Manifest(BaseModel):
     parameters: dict[str, Any] = {}
     """The tables of the job file, as JSON, for comparison with the job that resumes."""
     versions: dict[str, str] = {}
-    sha256: dict[Annotated[str, Field(pattern=rf"^{STATE_NAME.pattern}\.pt$")], str] = {}
+    sha256: dict[Annotated[str, Field(pattern=rf"^{FILE_NAME.pattern}$")], str] = {}
     """The SHA-256 of each other file, by file name."""
 
 
@@ -94,27 +105,28 @@ class Snapshot:
     states: dict[str, Any] = field(repr=False)
     """The states by name, with tensors on the CPU."""
 
+    def files(self, name: str) -> list[Path]:
+        """Where the state of this name is: in one file, or one for each stage."""
+        found = [(match, file) for file in self.manifest.sha256 if (match := FILE_NAME.fullmatch(file))]
+        mine = [(int(match[2] or -1), file) for match, file in found if match[1] == name]
+        return [self.path / file for _, file in sorted(mine)]
+
     @property
     def step(self) -> int:
         """Number of finished steps."""
         return self.manifest.step
 
 
-class _HashingFile(BufferedWriter):
-    """A new file that computes the SHA-256 of what is written. Neither hashing nor writing holds the GIL."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(FileIO(path, "xb"))
-        self.sha256 = hashlib.sha256()
-
-    def write(self, data: Any, /) -> int:
-        """Write all of ``data``."""
-        self.sha256.update(data)
-        return super().write(data)
-
-
-def write_snapshot(final: Path, states: Mapping[str, Any], manifest: Manifest) -> Path:
+def write_snapshot(
+    final: Path,
+    states: Mapping[str, Any],
+    manifest: Manifest,
+    write_stages: Callable[[Path], Mapping[str, str]] | None = None,
+) -> Path:
     """Write a snapshot to ``final``: a file per state, and the manifest with their checksums; returns ``final``.
+
+    ``write_stages`` writes files of the stages to a folder, and returns their checksums when nobody writes there any
+    more, as it also raises only then.
 
     Blocks until everything is on disk. Raises ``OSError``, or ``TypeError`` for a state that could not be loaded
     safely; an incomplete snapshot is then removed.
@@ -122,8 +134,11 @@ def write_snapshot(final: Path, states: Mapping[str, Any], manifest: Manifest) -
     incomplete = final.with_name(f"{final.name}.incomplete")
     incomplete.mkdir()
     try:
-        sums = {f"{name}.pt": _write_state(incomplete / f"{name}.pt", state) for name, state in states.items()}
-        about = manifest.model_copy(update={"sha256": sums}).model_dump(mode="json")
+        sums = {f"{name}.pt": write_state(incomplete / f"{name}.pt", state) for name, state in states.items()}
+        if write_stages is not None:
+            sums.update(write_stages(incomplete))
+        form = WHOLE if write_stages is None else BY_STAGE
+        about = manifest.model_copy(update={"format": form, "sha256": sums}).model_dump(mode="json")
         with (incomplete / _MANIFEST).open("x", encoding="utf-8") as file:
             json.dump({**about, "checksum": manifest_checksum(about)}, file, indent=2)
             file.write("\n")
@@ -136,18 +151,6 @@ def write_snapshot(final: Path, states: Mapping[str, Any], manifest: Manifest) -
         shutil.rmtree(incomplete, ignore_errors=True)
         raise
     return final
-
-
-def _write_state(path: Path, state: Any) -> str:
-    """Write ``state`` to disk; returns the SHA-256 of the file."""
-    with _HashingFile(path) as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-        sha256 = file.sha256.hexdigest()
-    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(path):
-        raise TypeError(f"{path.stem} holds {', '.join(sorted(unsafe))}; use tensors and plain Python values only")
-    return sha256
 
 
 def manifest_checksum(about: Mapping[str, Any]) -> str:
@@ -169,15 +172,18 @@ def _sync_folder(folder: Path) -> None:
 # Reading
 
 
-def read_snapshot(path: Path, needed: Iterable[str] = ()) -> Snapshot:
+def read_snapshot(path: Path, needed: Iterable[str] = (), *, mapped: bool = False) -> Snapshot:
     """The snapshot at ``path``, with all checksums verified. Blocks; executes no code from the files.
+
+    ``mapped``: tensors take no memory, since their values stay in the files until they are used.
 
     Raises ``OptionError`` with a line that says what is wrong: a file is missing, truncated or changed, holds more than
     tensors and plain values, one of the states ``needed`` is missing, or the format is another one. Raises
     ``FolderError`` if the system cannot read the files now, which says nothing about the snapshot.
     """
     manifest = read_manifest(path)
-    if missing := [f"{name}.pt" for name in needed if f"{name}.pt" not in manifest.sha256]:
+    there = {match[1] for name in manifest.sha256 if (match := FILE_NAME.fullmatch(name))}
+    if missing := [f"{name}.pt" for name in needed if name not in there]:
         raise OptionError(f"{path}: has no {', '.join(missing)}")
     for name, expected in manifest.sha256.items():
         try:
@@ -187,7 +193,28 @@ def read_snapshot(path: Path, needed: Iterable[str] = ()) -> Snapshot:
             raise _unreadable(path, name, error) from error
         if not intact:
             raise OptionError(f"{path}: {name} is damaged: its SHA-256 is not the one that it was written with")
-    return Snapshot(path, manifest, {name.removesuffix(".pt"): _read_state(path, name) for name in manifest.sha256})
+    files = {name.removesuffix(".pt"): _read_state(path, name, mapped=mapped) for name in manifest.sha256}
+    return Snapshot(path, manifest, files if manifest.format == WHOLE else _put_together(path, files))
+
+
+def _put_together(path: Path, files: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of a snapshot whose stages have files of their own, as one file each would have them."""
+    states = {name: state for name, state in files.items() if "-" not in name}
+    model: Any = OrderedDict()
+    try:
+        optimizer = dict(states["optimizer"])
+        remembered: dict[int, Any] = {}
+        numbers = {name: number for number, name in enumerate(optimizer.pop(NAMES))}
+        for name, state in files.items():
+            if name.startswith("model-"):
+                model.update(state)
+                model._metadata = state._metadata  # The versions of all modules.
+            elif name.startswith("optimizer-"):
+                remembered.update((numbers[parameter], entry) for parameter, entry in state.items())
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise OptionError(f"{path}: the files of its stages do not belong together") from error
+    optimizer["state"] = dict(sorted(remembered.items()))
+    return {**states, "model": model, "optimizer": optimizer}
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -199,8 +226,8 @@ def read_manifest(path: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise OptionError(f"{path}: {_MANIFEST} is damaged: {type(error).__name__}") from error
     version = about.get("format") if isinstance(about, dict) else None
-    if type(version) is int and version != FORMAT:
-        problem = f"is written in format {version}, this version of asyncpipe reads format {FORMAT}"
+    if type(version) is int and version not in (WHOLE, BY_STAGE):
+        problem = f"is written in format {version}, this version of asyncpipe reads formats {WHOLE} and {BY_STAGE}"
         raise OptionError(f"{path}: {problem}")
     if not isinstance(about, dict) or about.pop("checksum", None) != manifest_checksum(about):
         raise OptionError(f"{path}: {_MANIFEST} is damaged: it does not match its checksum")
@@ -224,12 +251,9 @@ def _unreadable(path: Path, name: str, error: OSError) -> AsyncpipeError:
     return OptionError(problem) if is_damage else FolderError(problem)
 
 
-def _read_state(path: Path, name: str) -> Any:
+def _read_state(path: Path, name: str, *, mapped: bool) -> Any:
     try:
-        with (path / name).open("rb") as file:
-            if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
-                raise pickle.UnpicklingError  # A bare pickle, which torch would load; we never write one.
-        return torch.load(path / name, map_location="cpu", weights_only=True)
+        return read_state(path / name, mapped=mapped)
     except MemoryError:
         raise
     except OSError as error:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import OptionError, WorkerLostError
 from asyncpipe.train.batches import DataError
 from asyncpipe.train.job_file import AUTO, Job, PipelineTable, SnapshotTable, job_file_error
 from asyncpipe.train.snapshots.format import (
@@ -34,6 +35,7 @@ from asyncpipe.train.snapshots.format import (
     read_manifest,
     read_snapshot,
 )
+from asyncpipe.train.snapshots.stages_in_workers import StagesInWorkers
 from asyncpipe.train.workload import Resumable
 
 __all__ = [
@@ -69,28 +71,39 @@ class ResumePoint(Snapshot):
         """Whether the run that wrote the snapshot had the same ``[pipeline]``."""
         return bool(self.manifest.parameters.get("pipeline") == job.pipeline.model_dump(mode="json"))
 
-    def restore(self, states: Mapping[str, Resumable], job: Job) -> None:
-        """Restore all ``states``, in their order. Blocks.
+    def restore(self, states: Mapping[str, Resumable], job: Job, stages: StagesInWorkers | None = None) -> None:
+        """Restore all ``states``, in their order, and before them those that workers read. Blocks.
 
         Raises ``JobFileError`` if a state does not fit the job, and ``DataError`` if the job's data fails meanwhile.
         """
         if missing := sorted(states.keys() - self.states.keys()):
             raise job_file_error(job.path, f"snapshots.resume: {self.path} has no state of {', '.join(missing)}")
+        if stages is not None:
+            with self._fitting("what the stages need", job):
+                stages.read(self)
         saved = dict(self.states)
         self.states.clear()
         for name, state in states.items():
-            try:
+            with self._fitting(f"{name}.pt", job):
                 state.load_state_dict(saved.pop(name))  # Popped, so that its memory is released as soon as possible.
-            except DataError:
-                raise
-            except Exception as error:
-                reason = " ".join(str(error).split())  # torch's message has a line for each key.
-                problem = f"{name}.pt of {self.path} does not fit this job: {type(error).__name__}: {reason}"
-                raise job_file_error(job.path, f"snapshots.resume: {problem}") from error
+
+    @contextmanager
+    def _fitting(self, what: str, job: Job) -> Iterator[None]:
+        """Say of an error in the block that ``what`` does not fit the job."""
+        try:
+            yield
+        except (DataError, WorkerLostError):
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split())  # torch's message has a line for each key.
+            problem = f"{what} of {self.path} does not fit this job: {type(error).__name__}: {reason}"
+            raise job_file_error(job.path, f"snapshots.resume: {problem}") from error
 
 
-def open_folder(job: Job) -> ResumePoint | None:
+def open_folder(job: Job, *, mapped: bool = False) -> ResumePoint | None:
     """Create the folder for the job's snapshots, if it wants some, and find the snapshot that the run continues from.
+
+    ``mapped`` as in ``read_snapshot``.
 
     Removes incomplete snapshots of a killed process. If the run resumes, damaged snapshots that are newer than the
     returned one become ``step-N.unusable``. Raises ``JobFileError`` if the folder cannot be used, holds snapshots of
@@ -107,7 +120,7 @@ def open_folder(job: Job) -> ResumePoint | None:
             problem = f"{folder} holds snapshots of another run, up to {existing[-1].name}"
             hint = "move them away or name another one, or go on from them with --resume"
             raise job_file_error(job.path, f"snapshots.folder: {problem}; {hint}")
-        snapshot = newest_snapshot(folder, OWN_STATES)
+        snapshot = newest_snapshot(folder, OWN_STATES, mapped=mapped)
         resumed = None if snapshot is None else _resume_point(snapshot, job, job.snapshots, existing)
         for path in folder.iterdir():
             if INCOMPLETE_NAME.fullmatch(path.name):
@@ -131,7 +144,7 @@ def snapshots_in(folder: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if SNAPSHOT_NAME.fullmatch(path.name)), key=_step_of)
 
 
-def newest_snapshot(folder: Path, needed: Sequence[str] = ()) -> Snapshot | None:
+def newest_snapshot(folder: Path, needed: Sequence[str] = (), *, mapped: bool = False) -> Snapshot | None:
     """The newest intact snapshot in ``folder`` that has all states ``needed``, or ``None`` if there are none at all.
 
     Unusable newer ones are logged. Raises ``OptionError`` if none is usable, ``FolderError`` if that may pass. Blocks.
@@ -139,7 +152,7 @@ def newest_snapshot(folder: Path, needed: Sequence[str] = ()) -> Snapshot | None
     problem, disk_failed = None, False
     for path in reversed(snapshots_in(folder)):
         try:
-            snapshot = read_snapshot(path, needed)
+            snapshot = read_snapshot(path, needed, mapped=mapped)
             if snapshot.step == _step_of(path):
                 return snapshot
             raise OptionError(f"{path}: is the snapshot of step {snapshot.step}")

@@ -6,6 +6,8 @@ Training waits for a copy of the state in host memory, but not for the disk::
                           │
     a thread              └─▶ step-N.incomplete/ ─▶ fsync ─▶ rename: step-N/ ─▶ remove the oldest
 
+Where stages live in workers, each worker copies and writes what it has; here the rest is written, the manifest last.
+
 Only one snapshot is written at a time, so that there is at most one copy of the state. If the disk is slower than the
 interval, the next snapshot is taken after the first step that finds the previous one finished. A snapshot that cannot
 be written is logged, reported to the progress sink and counted; the next one is tried when it is due.
@@ -20,22 +22,22 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Mapping
-from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from asyncpipe import __version__
 from asyncpipe.observe.metrics import PipelineCollector
+from asyncpipe.ops.model.state_files import copied_to_cpu
 from asyncpipe.runtime.thread_calls import wait_to_end
 from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import ProgressSink
 from asyncpipe.train.snapshots.format import Manifest, write_snapshot
 from asyncpipe.train.snapshots.resume import ResumePoint, is_kept_forever
+from asyncpipe.train.snapshots.stages_in_workers import StagesInWorkers
 from asyncpipe.train.workload import Resumable
 
 __all__ = ["SnapshotWriter"]
@@ -61,6 +63,7 @@ class SnapshotWriter:
         self._table = job.snapshots
         self._job = job
         self._schedule_sha256: str | None = None
+        self._stages: StagesInWorkers | None = None
         self._collector = collector
         self._progress = progress if progress is not None else ProgressSink()
         self._begun = 0 if resumed is None else resumed.step
@@ -80,6 +83,13 @@ class SnapshotWriter:
     def describe(self, job: Job, schedule_sha256: str) -> None:
         """Write this description into the manifest of each snapshot from now on."""
         self._job, self._schedule_sha256 = job, schedule_sha256
+
+    def leave_to(self, stages: StagesInWorkers) -> None:
+        """Let workers write the states of model and optimizer, which are then not among those that are given here.
+
+        They must live until this is left.
+        """
+        self._stages = stages
 
     async def after_step(self, step: int, states: Mapping[str, Resumable]) -> None:
         """Take a snapshot if one is due after ``step`` steps and none is being written; each of ``states`` is a file.
@@ -125,7 +135,7 @@ class SnapshotWriter:
         self._begun = step
         started = time.perf_counter()
         try:
-            copied = await in_thread(lambda: _copy_states(states))
+            copied = await in_thread(lambda: _copy_states(states, self._stages))
         except Exception as error:  # noqa: BLE001 - reported and counted
             self._report_failure(step, self._table.folder, error)
             return
@@ -148,7 +158,8 @@ class SnapshotWriter:
     async def _save(self, path: Path, states: dict[str, Any], manifest: Manifest, started: float) -> None:
         assert self._table is not None
         try:
-            await in_thread(lambda: write_snapshot(path, states, manifest))
+            stages = self._stages
+            await in_thread(lambda: write_snapshot(path, states, manifest, stages.write if stages else None))
         except Exception as error:  # noqa: BLE001 - reported and counted
             self._report_failure(manifest.step, path.parent, error)
             return
@@ -180,35 +191,14 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-_CopiedTensors = dict[tuple[object, ...], Tensor]
-
-
-def _copy_states(states: Mapping[str, Resumable]) -> dict[str, Any]:
+def _copy_states(states: Mapping[str, Resumable], stages: StagesInWorkers | None) -> dict[str, Any]:
     """The states, copied to the CPU. Blocks."""
     # All states are collected before the first is copied, so that no two tensors can have the same address in turn.
     collected = {name: state.state_dict() for name, state in states.items()}
-    copied: dict[str, Any] = _on_cpu(collected, {})
+    if stages is not None:
+        collected["optimizer"] = stages.copy()
+    copied: dict[str, Any] = copied_to_cpu(collected)
     return copied
-
-
-def _on_cpu(value: Any, copies: _CopiedTensors) -> Any:
-    """A deep copy of ``value`` with its tensors on the CPU; a tensor that occurs twice is copied once."""
-    if isinstance(value, Tensor):
-        if value.layout is not torch.strided:
-            return value.detach().to("cpu", copy=True)
-        key = (value.device, value.dtype, value.data_ptr(), value.shape, value.stride())
-        if key not in copies:
-            copies[key] = value.detach().to("cpu", copy=True)
-        return copies[key]
-    if isinstance(value, dict):
-        copied = copy(value)  # Keeps the attribute in which the state of a module has its versions.
-        copied.update((key, _on_cpu(entry, copies)) for key, entry in value.items())
-        return copied
-    if isinstance(value, list):
-        return [_on_cpu(entry, copies) for entry in value]
-    if type(value) is tuple:
-        return tuple(_on_cpu(entry, copies) for entry in value)
-    return deepcopy(value)
 
 
 def _remove(snapshot: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from resume_helpers import make_job, make_workload, names
 
 from asyncpipe.errors import AsyncpipeError, JobFileError, OptionError
+from asyncpipe.ops.model.state_files import write_state
 from asyncpipe.service.jobs.job_run import is_permanent
 from asyncpipe.train.snapshots import format as snapshot_files
 from asyncpipe.train.snapshots.format import FolderError, Manifest, read_manifest, read_snapshot, write_snapshot
@@ -43,11 +45,11 @@ def rewrite(snapshot: Path, **changes: Any) -> None:
     (snapshot / "snapshot.json").write_text(json.dumps(about))
 
 
-def replace_model(snapshot: Path, content: bytes) -> None:
-    """By one that has the right sum."""
-    (snapshot / "model.pt").write_bytes(content)
+def replace(snapshot: Path, name: str, content: bytes) -> None:
+    """By a file that has the right sum."""
+    (snapshot / name).write_bytes(content)
     about = json.loads((snapshot / "snapshot.json").read_text())
-    rewrite(snapshot, sha256=about["sha256"] | {"model.pt": hashlib.sha256(content).hexdigest()})
+    rewrite(snapshot, sha256=about["sha256"] | {name: hashlib.sha256(content).hexdigest()})
 
 
 def flip(path: Path, position: int) -> None:
@@ -66,14 +68,14 @@ class Malicious:
         return os.mkdir, (str(self.made),)
 
 
-def malicious(snapshot: Path, *, zipped: bool) -> None:
+def malicious(snapshot: Path, *, zipped: bool, name: str = "model.pt") -> None:
     if zipped:
         torch.save({"weight": Malicious(snapshot.parent / "executed")}, snapshot / "new.pt")
         content = (snapshot / "new.pt").read_bytes()
         (snapshot / "new.pt").unlink()
     else:
         content = pickle.dumps(Malicious(snapshot.parent / "executed"))
-    replace_model(snapshot, content)
+    replace(snapshot, name, content)
 
 
 def torn(path: Path) -> None:
@@ -116,8 +118,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "does not match its checksum",
     ),
     "a newer format": (
-        lambda path: rewrite(path, format=2),
-        "is written in format 2, this version of asyncpipe reads format 1",
+        lambda path: rewrite(path, format=3),
+        "is written in format 3, this version of asyncpipe reads formats 1 and 2",
     ),
     "another snapshot's": (lambda path: rewrite(path, step=7), "is the snapshot of step 7"),
     "no step": (lambda path: rewrite(path, step=None), "does not describe a snapshot"),
@@ -125,8 +127,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a state less": (lambda path: rewrite(path, sha256={}), "has no model.pt, optimizer.pt, run.pt"),
     "malicious": (lambda path: malicious(path, zipped=True), "model.pt is refused: it holds more than tensors and"),
     "malicious pickle": (lambda path: malicious(path, zipped=False), "model.pt is refused"),
-    "no archive": (lambda path: replace_model(path, b"PK\x03\x04nonsense"), "model.pt is"),
-    "another archive": (lambda path: replace_model(path, zip_of_nothing(path)), "model.pt is no file of torch.save"),
+    "no archive": (lambda path: replace(path, "model.pt", b"PK\x03\x04nonsense"), "model.pt is"),
+    "another archive": (
+        lambda path: replace(path, "model.pt", zip_of_nothing(path)),
+        "model.pt is no file of torch.save",
+    ),
 }
 
 
@@ -144,6 +149,50 @@ def test_a_damaged_one_is_told_and_the_one_before_it_is_used(tmp_path, caplog, d
     assert told in message
     assert (record.levelno, "\n" in message, record.exc_info) == (logging.WARNING, False, None)
     assert names(tmp_path) == ["step-2", "step-3.unusable"]
+
+
+def make_by_stage(folder: Path, *steps: int) -> list[Path]:
+    """As ``make_snapshots``, of two stages that were in workers."""
+
+    def write(into: Path) -> dict[str, str]:
+        files: dict[str, Any] = {"optimizer-0.pt": {"weight": {"moment": torch.zeros(10)}}, "optimizer-1.pt": {}}
+        for stage, name in enumerate(("weight", "bias")):
+            files[f"model-{stage}.pt"] = state = OrderedDict({name: torch.ones(500)})
+            state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+        return {name: write_state(into / name, state) for name, state in files.items()}
+
+    states = {"optimizer": {"state": {}, "param_groups": [], "names": ["bias", "weight"]}, "run": {"step": 0}}
+    return [write_snapshot(folder / f"step-{step}", states, Manifest(job="linear", step=step), write) for step in steps]
+
+
+STAGE_DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a stage less": (lambda path: (path / "model-1.pt").unlink(), "model-1.pt cannot be read: No such file"),
+    "a flipped bit": (lambda path: flip(path / "optimizer-0.pt", 300), "optimizer-0.pt is damaged"),
+    "of another model": (
+        lambda path: replace(path, "optimizer.pt", (path / "run.pt").read_bytes()),
+        "the files of its stages do not belong together",
+    ),
+    "malicious": (lambda path: malicious(path, zipped=True, name="model-1.pt"), "model-1.pt is refused"),
+}
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("damage", STAGE_DAMAGES)
+def test_a_damaged_file_of_a_stage_is_told_and_the_snapshot_before_is_used(tmp_path, caplog, damage, mapped):
+    newest = make_by_stage(tmp_path, 2, 3)[-1]
+    do, told = STAGE_DAMAGES[damage]
+    do(newest)
+    resumed = open_folder(make_job(tmp_path), mapped=mapped)
+    assert resumed is not None
+    assert resumed.step == 2
+    assert told in caplog.records[0].getMessage()
+    assert list(resumed.states["model"]) == ["weight", "bias"]
+    assert (resumed.states["model"]._metadata, resumed.states["optimizer"].keys()) == (
+        {"": {"version": 1}},
+        {"state", "param_groups"},
+    )
+    assert list(resumed.states["optimizer"]["state"]) == [1]
+    assert [path.name for path in resumed.files("optimizer")] == ["optimizer.pt", "optimizer-0.pt", "optimizer-1.pt"]
 
 
 def test_a_pickle_in_a_snapshot_would_have_been_executed_by_others(tmp_path):

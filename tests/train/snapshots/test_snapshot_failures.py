@@ -14,6 +14,7 @@ import torch
 from resume_helpers import Part, make_job, names
 
 from asyncpipe.errors import JobFileError
+from asyncpipe.ops.model import state_files
 from asyncpipe.train.snapshots import format as module
 from asyncpipe.train.snapshots.resume import open_folder
 from asyncpipe.train.snapshots.writer import SnapshotWriter
@@ -71,16 +72,16 @@ def test_a_folder_that_is_not_there_is_made(tmp_path):
 
 def full_after(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """A disk with room for ``limit`` more bytes in each of our files."""
-    real = module.FileIO.write
+    real = state_files.FileIO.write
 
-    class Full(module.FileIO):
+    class Full(state_files.FileIO):
         def write(self, data: Any, /) -> int:
             if self.tell() + len(data) <= limit:
                 return real(self, data)
             real(self, data[: max(limit - self.tell(), 0)])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(module, "FileIO", Full)
+    monkeypatch.setattr(state_files, "FileIO", Full)
 
 
 def failing(number: int) -> Any:
