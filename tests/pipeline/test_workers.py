@@ -356,8 +356,12 @@ def spread(x):
     return x.mean(-1, keepdim=True).expand(*x.shape[:-1], 6)
 
 
+def behind(x):
+    return torch.cat([x.detach().reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape)
+
+
 def with_strides(x):
-    return x + 1000 * torch.tensor([x.stride()]).sum()
+    return x + 1000 * torch.tensor([*x.stride(), x.data_ptr() % 64]).sum()
 
 
 def twice(x):
@@ -390,16 +394,17 @@ OPTIONS = {"loss_fn": nn.functional.mse_loss, "optimizer": sgd}
 
 
 @pytest.mark.one_loop
-@pytest.mark.parametrize("shape", ["with_gaps", "spread"])
-async def test_tensors_keep_their_strides_on_the_way_to_another_worker(pool, shape):
-    x, ends = torch.randn(8, 6), []
+@pytest.mark.parametrize("shape", ["with_gaps", "spread", "behind"])
+async def test_tensors_keep_their_strides_and_their_alignment_on_the_way_to_a_worker(pool, shape):
+    x, ends = torch.randn(49)[1:].view(6, 8).T, []
     for where in (None, pool):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 6), Apply(shape), Apply("with_strides"), nn.Linear(6, 6))
+        first = Apply("with_strides")
+        model = nn.Sequential(first, nn.Linear(6, 6), Apply(shape), Apply("with_strides"), nn.Linear(6, 6))
         async with Pipeline(
-            model, ["cpu:0", "cpu:1"], balance=[2, 2], microbatches=3, checkpoint="never", pool=where, **OPTIONS
+            model, ["cpu:0", "cpu:1"], balance=[3, 2], microbatches=3, checkpoint="never", pool=where, **OPTIONS
         ) as pipe:
-            ends.append((await pipe.step(x.T.contiguous().T, torch.zeros(8, 6))).outputs)
+            ends.append((await pipe.step(x, torch.zeros(8, 6))).outputs)
     assert torch.equal(*ends)
 
 

@@ -8,7 +8,7 @@ Imports ``asyncpipe.core`` and torch, and no other folder of ``asyncpipe.ops``. 
 - ``lent_streams``: where streams come from, and how many a process uses;
 - ``device_clock``: times on a device as times of the host;
 - ``copies``: how a tensor gets from one lane's device to another's;
-- ``strides``: how a tensor lies in its memory;
+- ``memory_layout``: how a tensor lies in its memory;
 - ``wire``: values, tensors included, as bytes for another process;
 - ``device_errors``: how an error of a device is told from one of the code;
 - ``memory``: bytes that a device has, holds and has held;

@@ -1,8 +1,8 @@
 """Values as bytes for another process of the same job, tensors included.
 
-Tensors go as their own elements: of a view no more than what it shows. They keep their strides. Everything else is
-pickled by ``cloudpickle``, which also takes lambdas, and what a script or a notebook has defined. ``to_buffers`` leaves
-the memory of large tensors where it is, for whoever sends it.
+Tensors go as their own elements: of a view no more than what it shows. They arrive as they lay in memory
+(``memory_layout.py``). Everything else is pickled by ``cloudpickle``, which also takes lambdas, and what a script or a
+notebook has defined. ``to_buffers`` leaves the memory of large tensors where it is, for whoever sends it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncpipe.errors import OptionError
-from asyncpipe.ops.device.strides import Strides, strides_of
+from asyncpipe.ops.device.memory_layout import ALIGNMENT, MemoryLayout, layout_in_memory
 
 __all__ = ["TensorPickler", "from_buffers", "from_wire", "not_sendable", "to_buffers", "to_wire"]
 
@@ -89,8 +89,10 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Tensor and value.layout is torch.strided and not value.is_quantized and not value.is_meta:
-            plain, strides = value.detach().cpu().resolve_conj().resolve_neg(), strides_of(value)
-            packed = plain.contiguous() if strides is None else strides.packed(plain)
+            plain, layout = value.detach().cpu().resolve_conj().resolve_neg(), layout_in_memory(value)
+            if layout is not None and layout.overlaps and plain.stride() != layout.stride:
+                layout = None
+            packed = plain.contiguous() if layout is None else layout.packed(plain)
             # Not ``reshape``: a tensor with one element may have any strides, and counts as contiguous.
             flat = packed.as_strided((packed.numel(),), (1,))
             elements: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
@@ -98,17 +100,20 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 pickle.PickleBuffer(elements),
                 value.dtype,
                 tuple(packed.shape),
-                strides,
+                layout,
                 value.requires_grad and value.is_leaf,
             )
         return super().reducer_override(value)
 
 
 def _tensor(
-    elements: Any, dtype: torch.dtype, shape: tuple[int, ...], strides: Strides | None, requires_grad: bool
+    elements: Any, dtype: torch.dtype, shape: tuple[int, ...], layout: MemoryLayout | None, requires_grad: bool
 ) -> Tensor:
     # The tensor may be written to.
     own = bytearray(elements) if memoryview(elements).readonly else elements
-    flat = torch.frombuffer(own, dtype=torch.uint8).view(dtype) if own else torch.empty(0, dtype=dtype)
-    packed = flat.view(shape)
-    return (packed if strides is None else strides.laid_out(packed)).requires_grad_(requires_grad)
+    memory = torch.frombuffer(own, dtype=torch.uint8) if own else torch.empty(0, dtype=torch.uint8)
+    if layout is None and memory.data_ptr() % ALIGNMENT:
+        memory = memory.clone()
+    # No view of it, for autograd, and not copied as ``dtype``, which few kernels may know.
+    packed = torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), 0, shape)  # type: ignore[call-overload]
+    return (packed if layout is None else layout.laid_out(packed)).requires_grad_(requires_grad)

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from asyncpipe.errors import ArgumentTypeError
-from asyncpipe.ops.device.strides import fills_its_memory
+from asyncpipe.ops.device.memory_layout import ALIGNMENT, fills_its_memory
 
 __all__ = ["EdgeHeader", "EdgeMessage", "MessageLayout", "ReceivedMessage", "TensorLayout", "layout_of"]
 
-ALIGNMENT = 64
-"""Bytes. Tensors in one piece of memory begin at multiples of it, as those of torch's allocator do."""
 _JSON_BYTES = struct.Struct("<I")
 
 
@@ -87,7 +85,7 @@ class MessageLayout:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Where each tensor begins in one piece of memory, and at last how large that is."""
+        """Where each tensor begins in one piece of memory, as from torch's allocator, and at last how large that is."""
         offsets = [0]
         for size in self.sizes:
             offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)

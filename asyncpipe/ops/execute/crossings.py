@@ -9,9 +9,8 @@ the sender's stage were here::
 
 Any other dependency between workers is a message without tensors.
 
-A tensor arrives with the strides that it had, with its gaps as well, since kernels may add in another order where
-strides differ. Who else reads the same memory goes along: a stage that overwrites it is refused, as on threads
-(``shared_values.py``).
+A tensor arrives with the strides and the alignment that it had (``memory_layout.py``). Who else reads the same memory
+goes along: a stage that overwrites it is refused, as on threads (``shared_values.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from asyncpipe.core.graph.part import Departure, Part
 from asyncpipe.core.graph.task import WHOLE_STEP, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
-from asyncpipe.ops.device.strides import Strides, fills_its_memory, strides_of
+from asyncpipe.ops.device.memory_layout import ALIGNMENT, MemoryLayout, fills_its_memory, layout_in_memory
 from asyncpipe.ops.execute.shared_values import Readers
 from asyncpipe.ops.execute.step_tensors import StepTensors
 from asyncpipe.ops.model.microbatch import Packet
@@ -38,7 +37,7 @@ __all__ = ["Crossings", "Send"]
 _COUNTED = b"counted"
 """For gradients that come with the count of their micro-batch's loss, as the last tensor."""
 _MORE = b"more"
-"""Before a pickled tuple (meta, strides, readers), where there is more to tell than the meta."""
+"""Before a pickled tuple (meta, layouts, readers), where there is more to tell than the meta."""
 
 Send = Callable[[Departure, bytes, Sequence[Tensor | None], torch.Event | None], None]
 """Sends what belongs to a departure, once the event has happened. Must not block."""
@@ -92,8 +91,8 @@ class Crossings:
         source, user, i = waiting.source, waiting.stage, waiting.microbatch
         if i == WHOLE_STEP:
             if waiting.is_gradient_copy:
-                return b"", self._ties.take_gradients(user, source)
-            return b"", self._ties.values(source, user)
+                return _packed(b"", self._ties.take_gradients(user, source))
+            return _packed(b"", self._ties.values(source, user))
         if not waiting.is_gradient_copy:
             packet = self._tensors.activations.pop((i, source, user))
             readers = self._tensors.readers.pop((i, source, user), None)
@@ -117,8 +116,8 @@ class Crossings:
         source, user, i = waiting.source, waiting.stage, waiting.microbatch
         if meta.startswith(_MORE):
             # From another worker of this pipeline.
-            meta, strides, readers = pickle.loads(meta[len(_MORE) :])  # noqa: S301
-            tensors = [_laid_out(tensor, each) for tensor, each in zip(tensors, strides, strict=True)]
+            meta, layouts, readers = pickle.loads(meta[len(_MORE) :])  # noqa: S301
+            tensors = [_laid_out(tensor, each) for tensor, each in zip(tensors, layouts, strict=True)]
             if readers is not None:
                 self._tensors.readers[i, source, user] = readers
         if i == WHOLE_STEP:
@@ -141,23 +140,26 @@ def _present(tensors: Iterable[Tensor | None]) -> Iterable[Tensor]:
 def _packed(
     meta: bytes, tensors: Sequence[Tensor | None], readers: Readers | None = None
 ) -> tuple[bytes, list[Tensor | None]]:
-    """What edges are to carry: tensors without gaps, and a meta that says where the gaps were."""
-    strides = [_gaps(tensor) for tensor in tensors]
-    if readers is None and not any(strides):
+    """What edges are to carry, and a meta that says how it lay in memory where edges would not keep that."""
+    layouts = [_layout(tensor) for tensor in tensors]
+    if readers is None and not any(layouts):
         return meta, list(tensors)
     packed = [
-        each.packed(tensor) if each is not None and tensor is not None else tensor
-        for tensor, each in zip(tensors, strides, strict=True)
+        layout.packed(tensor) if layout is not None and tensor is not None else tensor
+        for tensor, layout in zip(tensors, layouts, strict=True)
     ]
-    return _MORE + pickle.dumps((meta, strides, readers)), packed
+    return _MORE + pickle.dumps((meta, layouts, readers)), packed
 
 
-def _gaps(tensor: Tensor | None) -> Strides | None:
-    """The strides of a tensor that edges would send without its gaps."""
-    if tensor is None or tensor.is_contiguous() or fills_its_memory(tensor):
+def _layout(tensor: Tensor | None) -> MemoryLayout | None:
+    """The layout of a tensor that edges would send in another one."""
+    if tensor is None or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
+        # Packing would run on another stream of an accelerator than what makes the tensor.
         return None
-    return strides_of(tensor)
+    if not tensor.data_ptr() % ALIGNMENT and (tensor.is_contiguous() or fills_its_memory(tensor)):
+        return None
+    return layout_in_memory(tensor)
 
 
-def _laid_out(tensor: Tensor | None, strides: Strides | None) -> Tensor | None:
-    return tensor if tensor is None or strides is None else strides.laid_out(tensor)
+def _laid_out(tensor: Tensor | None, layout: MemoryLayout | None) -> Tensor | None:
+    return tensor if tensor is None or layout is None else layout.laid_out(tensor)

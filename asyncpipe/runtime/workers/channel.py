@@ -16,6 +16,7 @@ sender copies nothing, and the receiver once.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import mmap
 import socket
 import struct
@@ -26,7 +27,7 @@ from collections.abc import Generator, Iterator, Sequence
 from enum import IntEnum
 from typing import Protocol
 
-from asyncpipe.runtime.workers.packed import EMPTY, Packed
+from asyncpipe.runtime.workers.packed import EMPTY, SMALLEST_OUT_OF_BAND, Packed
 
 __all__ = ["Channel", "Receiver", "Role"]
 
@@ -40,6 +41,8 @@ READS_PER_TURN = FRAMES_PER_TURN = 32
 """How often a channel reads, or sends, before other work of its loop has its turn."""
 SMALLEST_MAPPED = 1 << 20
 """Bytes. Larger parts are received in mapped memory, which nobody must fill with zeros first."""
+ALIGNMENT = 64
+"""Bytes. Large parts begin at multiples of it, or tensors in them would be copied to where they begin as theirs did."""
 
 _FRAME = struct.Struct("!BBI")
 _BEGIN = struct.Struct("!BQ")
@@ -254,9 +257,13 @@ class _Arriving:
 
 
 def _memory(size: int) -> memoryview:
-    if size < SMALLEST_MAPPED:
+    if size >= SMALLEST_MAPPED:
+        return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    if size < SMALLEST_OUT_OF_BAND:
         return memoryview(bytearray(size))
-    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    room = bytearray(size + ALIGNMENT)
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % ALIGNMENT
+    return memoryview(room)[begin : begin + size]
 
 
 def _frames(stream: int, role: Role, number: int, parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:

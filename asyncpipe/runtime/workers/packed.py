@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from asyncpipe.errors import MessageError
 
-__all__ = ["EMPTY", "Packed", "pack", "unpack"]
+__all__ = ["EMPTY", "SMALLEST_OUT_OF_BAND", "Packed", "pack", "unpack"]
 
 SMALLEST_OUT_OF_BAND = 1 << 16
 """Bytes. A smaller buffer costs less inside the pickle than in a frame of its own."""

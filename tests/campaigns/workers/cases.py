@@ -150,7 +150,7 @@ def _draw_plan(seed: int, chance: random.Random, job: int) -> Plan:
         pieces=pieces,
         microbatches=microbatches,
         checkpoint=chance.choice(["always", "except_last", "never"]),
-        carrier=chance.choice(["tensor", "tensor", "tuple", "dict", "dataclass"]),
+        carrier=chance.choice(["tensor", "tensor", "tuple", "dict", "dataclass", "aliases"]),
         dtype="float64" if loose or (chance.random() < 0.4 and not autocast) else "float32",
         length=length,
         samples=samples,

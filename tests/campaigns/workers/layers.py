@@ -1,6 +1,7 @@
 """Layers of random models. All are importable, so workers can unpickle them, and all pass a carrier on.
 
-A carrier is what stages send: a tensor, or a tuple, dict or dataclass with it and with an integer tensor beside it.
+A carrier is what stages send: a tensor, or a tuple, dict or dataclass with it and with an integer tensor beside it, or
+a tuple with views of it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def wrap(x: Tensor, carrier: str) -> Any:
     """``x`` as what stages send, with an integer tensor, and one without elements."""
     if carrier == "tensor":
         return x
+    if carrier == "aliases":
+        return x, None, x, x[..., 1:]
     count = torch.arange(x.numel() // WIDTH).reshape(x.shape[:-1]).to(torch.int32)
     if carrier == "tuple":
         return x, (count, count[:0]), 3
@@ -54,6 +57,8 @@ def opened(value: Any) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Any]]:
     """The tensor in a carrier, what is beside it, and what makes a carrier of another tensor."""
     if isinstance(value, Tensor):
         return value, None, lambda x: x
+    if isinstance(value, tuple) and value[1] is None:
+        return value[0], None, lambda x: wrap(x, "aliases")
     if isinstance(value, tuple):
         return value[0], value[1][0], lambda x: (x, *value[1:])
     if isinstance(value, dict):
@@ -75,6 +80,8 @@ class Layer(nn.Module):
         y = self.module(x)
         if count is not None:
             y = y + count.to(y.dtype).remainder(2).unsqueeze(-1) * 0.125
+        elif not isinstance(value, Tensor):
+            y = y + 0.01 * value[2] - 0.02 * value[3].sum(-1, keepdim=True)
         if self.is_last:
             return y
         return wrap(y, self.carrier) if self.carrier else closed(y)
@@ -105,6 +112,23 @@ def with_gaps(x: Tensor) -> Tensor:
 def shifted(x: Tensor) -> Tensor:
     """The same, not at the beginning of its memory."""
     return torch.cat([x[:1].detach(), x])[1:]
+
+
+def between(x: Tensor) -> Tensor:
+    """The same, between others, where no vector of a processor begins."""
+    return torch.cat([x[..., :1].detach(), x, x[..., :2].detach()], -1)[..., 1:-2]
+
+
+def behind(x: Tensor) -> Tensor:
+    """The same, behind another number."""
+    return torch.cat([x.detach().reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape)
+
+
+def overlapping(x: Tensor) -> Tensor:
+    """Rows of which each begins in the middle of the one before."""
+    flat = torch.cat([x.reshape(-1), x.reshape(-1)[:WIDTH]])
+    length = x.shape[1] if x.dim() == 3 else 1
+    return flat.as_strided(x.shape, (length * WIDTH // 2, WIDTH // 2, 1)[-x.dim() :])
 
 
 def spread(x: Tensor) -> Tensor:
@@ -228,7 +252,7 @@ class Up(nn.Module):
 
 
 PLAIN = ("linear", "linear", "linear", "tanh", "relu", "layer norm", "dropout", "dropout", "frozen", "nothing")
-VIEWS = ("turned", "with_gaps", "shifted", "spread")
+VIEWS = ("turned", "with_gaps", "shifted", "between", "behind", "overlapping", "spread")
 HEAVY = ("recurrent", "transformer", "pictures", "tied", "tied", "shared buffer", "skip", "skip", "overwrite")
 
 

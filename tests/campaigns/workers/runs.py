@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,10 +81,7 @@ class _Run:
 
         def pair(samples: int, length: int) -> tuple[Tensor, Tensor]:
             shape = (samples, length, WIDTH) if plan.length else (samples, WIDTH)
-            return (
-                torch.randn(shape, generator=chance, dtype=torch.float64).to(self.dtype),
-                torch.randn(shape, generator=chance, dtype=torch.float64).to(self.dtype),
-            )
+            return self._drawn(shape, chance), self._drawn(shape, chance)
 
         if plan.ready_made:
             pairs = [pair(2 + (plan.seed + i) % 3, plan.length + (i + step) % 2) for i in range(plan.microbatches)]
@@ -94,6 +92,15 @@ class _Run:
         if fails >= 0:
             x[fails % len(x)] = torch.nan
         return x, target
+
+    def _drawn(self, shape: tuple[int, ...], chance: torch.Generator) -> Tensor:
+        # It may begin anywhere in its memory.
+        begin = self.plan.seed % 5
+        return (
+            torch.randn(math.prod(shape) + begin, generator=chance, dtype=torch.float64)
+            .to(self.dtype)[begin:]
+            .view(shape)
+        )
 
     async def run(self, pool: DevicePool) -> Trace:
         plan = self.plan

@@ -99,8 +99,9 @@ def test_buffers_are_the_memory_of_large_tensors_and_of_those_received():
     pickled, *buffers = to_buffers({"pieces": whole.chunk(4), "small": torch.ones(2)}, "the batch")
     assert [buffer.raw().nbytes for buffer in buffers] == [4 * 4096] * 4
     assert len(pickled.raw()) < 4096
-    # As a read-only view the first one stands for memory that is not the receiver's own.
-    received = [bytes(pickled), bytes(buffers[0]), *(bytearray(buffer) for buffer in buffers[1:])]
+    # As a read-only view the first one stands for memory that is not the receiver's own. Others begin where tensors do.
+    own = [torch.frombuffer(bytearray(buffer), dtype=torch.uint8).clone().numpy() for buffer in buffers[1:]]
+    received = [bytes(pickled), bytes(buffers[0]), *map(memoryview, own)]
     found = from_buffers(received)
     assert torch.equal(torch.cat(found["pieces"]), whole)
     for piece in (*found["pieces"], found["small"]):

@@ -7,10 +7,11 @@ import gc
 import pytest
 import torch
 
-from asyncpipe.ops.device.strides import strides_of
+from asyncpipe.ops.device.memory_layout import ALIGNMENT
 from asyncpipe.ops.device.wire import from_buffers, from_wire, to_buffers, to_wire
 
 WHOLE = torch.arange(60.0).reshape(3, 4, 5)
+LARGE = torch.arange(100_000.0)
 
 
 @pytest.mark.parametrize(
@@ -26,26 +27,31 @@ WHOLE = torch.arange(60.0).reshape(3, 4, 5)
         WHOLE[:0].transpose(0, 1),
         torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
         torch.randn(6, 4, dtype=torch.complex64)[::2].conj(),
+        WHOLE[1:],
+        LARGE[1:],
+        LARGE[::2],
+        LARGE.unfold(0, 40, 20)[1:],
+        torch.arange(10.0).unfold(0, 4, 2),
+        WHOLE[1, 2, 3],
+        (torch.arange(9) > 3)[3:],
     ],
 )
-def test_a_tensor_keeps_its_strides(tensor):
+def test_a_tensor_keeps_its_strides_and_its_alignment(tensor):
     for there in (from_wire(to_wire(tensor, "it")), *from_buffers(to_buffers([tensor], "it"))):
         assert torch.equal(there, tensor)
         assert there.stride() == tensor.stride() or tensor.is_contiguous()
-
-
-def test_elements_that_overlap_arrive_side_by_side():
-    tensor = torch.arange(10.0).unfold(0, 4, 2)
-    assert strides_of(tensor) is None
-    there = from_wire(to_wire(tensor, "it"))
-    assert torch.equal(there, tensor)
-    assert there.is_contiguous()
+        assert (there.data_ptr() - tensor.data_ptr()) % ALIGNMENT == 0 or not tensor.numel()
+        assert not there._is_view()
 
 
 def test_no_memory_is_sent_for_what_a_view_does_not_show():
     large = torch.zeros(1000, 1000)
-    assert len(to_wire(large[:, 0], "it")) < 10_000
+    for view in (large[:, 0], large[:1].expand(1000, 1000), large.as_strided((2, 900, 900), (900_000, 1, 1))[:, 1:]):
+        assert len(to_wire(view, "it")) < 4 * view.numel() + 10_000
     assert len(to_wire(large[:1].expand(1000, 1000), "it")) < 10_000
+    gaps = large.as_strided((9, 2, 2), (100_000, 1, 1))
+    assert len(to_wire(gaps, "it")) < 10_000
+    assert torch.equal(from_wire(to_wire(gaps, "it")), gaps)
 
 
 def test_buffers_may_be_garbage_in_a_cycle():
