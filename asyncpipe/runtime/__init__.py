@@ -7,6 +7,7 @@ In the order of a step:
 ``executor.py``    the seam: what an executor is given, and what it reports
 ``program_run.py``  one device's program in one step: how far it has come, and who is told
 ``device_thread.py``  what a device's thread does: single tasks and programs
+``arrivals.py``    where a device's thread waits for what other processes send, which it takes itself
 ``thread_executor.py``  the executor of a pipeline: its threads, and their successors when a task hangs
 ``inline.py``      runs a graph inside a task of another one, on its thread
 ``observers.py``   calls observers with the records of completed steps

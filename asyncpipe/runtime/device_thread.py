@@ -1,7 +1,7 @@
 """What a device's thread does: single tasks as they come, and programs as far as they get.
 
-Everything reaches the thread by one queue, in which it also waits. A program that has to wait for another device gives
-way to what has come meanwhile::
+Everything reaches the thread by one queue, in which it also waits; in a worker it waits for messages of others at the
+same time (``arrivals.py``). A program that has to wait for another device gives way to what has come meanwhile::
 
     queue ──▶ assignments ──▶ run, in the order in which they came
           ──▶ programs    ──▶ the first one that can go on runs, until it has to wait
@@ -17,10 +17,11 @@ import traceback
 import weakref
 from collections import deque
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from asyncpipe.core.engine.events import Event, TaskCompleted, TaskDropped, TaskFailed, TaskIssued
+from asyncpipe.runtime.arrivals import Arrivals
 from asyncpipe.runtime.executor import (
     Assignment,
     Completion,
@@ -59,6 +60,8 @@ class _Inbox:
         self.runs: list[ProgramRun] = []
         """Programs that are not at their end, oldest first."""
         self.is_closing = False
+        self.arrivals: Arrivals | None = None
+        """What else the thread waits for, once there is something."""
 
 
 class DeviceWork:
@@ -76,6 +79,25 @@ class DeviceWork:
         self._inbox = inbox or _Inbox()
         self._batch, self._runs = self._inbox.batch, self._inbox.runs
         self.queue = self._inbox.queue
+
+    def put(self, item: Item) -> None:
+        """Let the thread have ``item``. From any thread; never blocks."""
+        self.queue.put(item)
+        if (arrivals := self._inbox.arrivals) is not None:
+            arrivals.ring()
+
+    def arrivals(self) -> Arrivals:
+        """What the thread waits for besides the queue, from now on. On the loop's thread."""
+        if self._inbox.arrivals is None:
+            self._inbox.arrivals = Arrivals()
+            self.queue.put([])  # It may wait for the queue alone.
+        return self._inbox.arrivals
+
+    def close(self) -> None:
+        """The thread has ended, and its queue is empty."""
+        if (arrivals := self._inbox.arrivals) is not None:
+            self._inbox.arrivals = None
+            arrivals.close()
 
     def successor(self) -> DeviceWork:
         """What the next thread works on, if this one hangs in a task that was given up."""
@@ -96,10 +118,26 @@ class DeviceWork:
             elif self._inbox.is_closing and not self._runs:
                 return True
             else:
-                self._take(self.queue.get())
+                self._take(self._next())
             del run  # It must not live while this waits.
+            if self._batch and (arrivals := self._inbox.arrivals) is not None:
+                # Between two tasks that the scheduler has chosen, which may choose what arrives.
+                arrivals.look()
             while not self.queue.empty():
                 self._take(self.queue.get_nowait())
+
+    def _next(self) -> Item:
+        """What comes next by the queue, which is waited for."""
+        while True:
+            arrivals = self._inbox.arrivals
+            if arrivals is None:
+                return self.queue.get()
+            with suppress(Empty):
+                return self.queue.get_nowait()
+            arrivals.wait(self._has_items)
+
+    def _has_items(self) -> bool:
+        return not self.queue.empty()
 
     def _take(self, item: Item) -> None:
         if isinstance(item, tuple):
@@ -156,7 +194,7 @@ class DeviceWork:
                     return True
                 if not run.can_go_on and len(self._runs) == 1 and not self._inbox.is_closing:
                     # Nothing else is to be done here.
-                    self._take(self.queue.get())
+                    self._take(self._next())
             return True
         finally:
             if entered:

@@ -36,6 +36,7 @@ from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.graph.programs import Programs, programs
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.errors import InvalidTransition, PipelineClosedError
+from asyncpipe.runtime.arrivals import Arrivals, Listens
 from asyncpipe.runtime.execution import Around, Bind, Execution, Gates, RunningTask, Tenant, nothing_around
 from asyncpipe.runtime.executor import Assignment, Executor, Replaceable
 from asyncpipe.runtime.portal import wait_uncancelled
@@ -103,6 +104,11 @@ class Driver:
         """Start one more executor, for the device ``name``, on a driver that is open."""
         self._executors[name] = executor
         executor.start(self._post)
+
+    def listener(self, device: str) -> Listens | None:
+        """The executor for ``device``, if its thread takes what arrives for it."""
+        executor = self._executors[device]
+        return executor if Arrivals.AVAILABLE and isinstance(executor, Listens) else None
 
     def __contains__(self, device: str) -> bool:
         """Whether there is an executor for this device."""

@@ -23,7 +23,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
-from asyncpipe.runtime.device_thread import AwaitedCompletion, CompletionWork, DeviceWork, Item, take
+from asyncpipe.runtime import device_thread
+from asyncpipe.runtime.arrivals import Take
+from asyncpipe.runtime.device_thread import AwaitedCompletion, CompletionWork, DeviceWork, Item
 from asyncpipe.runtime.executor import Assignment, CurrentTask, PostEvent
 from asyncpipe.runtime.program_run import Message, ProgramRun
 from asyncpipe.runtime.task_board import TaskBoard
@@ -37,7 +39,7 @@ _Work = TypeVar("_Work", DeviceWork, CompletionWork)
 
 
 class ThreadExecutor:
-    """``Executor``, ``Replaceable`` and ``TakesPrograms`` for a device."""
+    """``Executor``, ``Replaceable``, ``TakesPrograms`` and ``Listens`` for a device."""
 
     def __init__(
         self, device: str, *, on_start: Callable[[], None] | None = None, board: TaskBoard | None = None
@@ -89,10 +91,20 @@ class ThreadExecutor:
 
     def _put(self, item: Item) -> None:
         assert self._tasks is not None
-        self._tasks.work.queue.put(item)
+        self._tasks.work.put(item)
+
+    def listen(self, descriptor: int, take: Take) -> None:
+        """As ``Listens.listen``."""
+        assert self._tasks is not None
+        self._tasks.work.arrivals().add(descriptor, take)
+
+    def ignore(self, descriptor: int, take: Take) -> None:
+        """As ``Listens.ignore``."""
+        assert self._tasks is not None
+        self._tasks.work.arrivals().discard(descriptor, take)
 
     def give_up(self, current: CurrentTask, fail: Callable[[], None]) -> bool:
-        if not take(current[3]):
+        if not device_thread.take(current[3]):
             return False
         try:
             fail()
@@ -174,6 +186,7 @@ def _serve_device(completions: _CompletionThreads, on_start: Callable[[], None] 
         on_start()
     if work.serve():
         completions.close()
+        work.close()
 
 
 def _serve_completions(board: TaskBoard | None, work: CompletionWork) -> None:

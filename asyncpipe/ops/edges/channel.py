@@ -68,8 +68,9 @@ class EdgeChannel:
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self._socket = connected
-        self._buffer = bytearray(_BUFFER_SIZE)
-        self._view = memoryview(self._buffer)
+        self.descriptor = connected.fileno()
+        """The socket's, to wait for what comes elsewhere."""
+        self._view = memoryview(bytearray(_BUFFER_SIZE))
         self._start = self._end = 0
         self._descriptors: deque[int] = deque()
         self._writing = threading.Lock()
@@ -142,7 +143,7 @@ class EdgeChannel:
         """Receive what is there; ``False`` if there is nothing."""
         if self._start == self._end:
             self._start = self._end = 0
-        elif self._end == _BUFFER_SIZE:
+        elif self._end == len(self._view):
             kept = self.buffered
             self._view[:kept] = bytes(self._view[self._start : self._end])
             self._start, self._end = 0, kept
@@ -158,6 +159,17 @@ class EdgeChannel:
         self._end += count
         return True
 
+    def has(self, count: int) -> bool:
+        """Whether the next ``count`` bytes are here; receives what is there of them."""
+        if count > len(self._view):
+            larger = memoryview(bytearray(count))
+            larger[: self.buffered] = self._view[self._start : self._end]
+            self._view, self._start, self._end = larger, 0, self.buffered
+        while self.buffered < count:
+            if not self.fill():
+                return False
+        return True
+
     def take(self, count: int) -> memoryview:
         """The next ``count`` bytes of what is buffered, valid until ``fill`` is called."""
         start = self._start
@@ -170,7 +182,7 @@ class EdgeChannel:
 
     def read(self, count: int, deadline: float | None = None) -> memoryview | bytes:
         """The next ``count`` bytes, which are waited for. At ``deadline``, a monotonic time: ``TimeoutError``."""
-        if count > _BUFFER_SIZE:
+        if count > len(self._view):
             large = memoryview(bytearray(count))
             self.read_into(large)
             return large
@@ -196,7 +208,7 @@ class EdgeChannel:
                 raise EOFError("the other end has closed the connection")
             done += count
 
-    def descriptor(self) -> int:
+    def take_descriptor(self) -> int:
         """The next file descriptor that the peer has sent; the caller's to close."""
         return self._descriptors.popleft()
 

@@ -74,6 +74,7 @@ def connect(
     on_broken: Callable[[EdgeError], None],
     window: int | Mapping[Pair, int] = 64,
     transport: str | Mapping[Pair, str] = "shared_memory",
+    shared: bool = False,
     timeout: float = 60.0,
 ) -> Edges:
     """This worker's edges, connected and running, when the workers at their other ends have come.
@@ -82,6 +83,7 @@ def connect(
     ``job``; ``me`` is this worker's number. ``folder`` must be this user's alone: who can write to it can be a worker.
     Nothing is left in it. ``on_message`` and ``on_broken`` are called on the edges' threads: see ``EdgeIn`` and
     ``EdgeOut``. ``window`` is how many messages of an edge may wait to be released; that of the receiver counts.
+    ``shared`` as for ``EdgeIn``.
 
     Raises ``OptionError`` for wrong arguments, and ``EdgeError``, which names the workers that have not come within
     ``timeout`` seconds, or that refuse. Nothing is left then.
@@ -114,7 +116,9 @@ def connect(
                 else:
                     payload_in = by.receiver(store)
                     undo.callback(payload_in.close)
-                    into[sender] = EdgeIn(me, sender, channels[pair], payload_in, windows[pair], on_message, on_broken)
+                    into[sender] = EdgeIn(
+                        me, sender, channels[pair], payload_in, windows[pair], on_message, on_broken, shared=shared
+                    )
         undo.pop_all()
     edges = Edges(out, into)
     edges.start()

@@ -21,6 +21,8 @@ __all__ = ["EdgeIn", "EdgeInCounters"]
 FREED_TOGETHER = 8
 """So many free slots are told of without a credit to tell."""
 FREED_AT_MOST = 1024
+LEFT_SECONDS = 0.02
+"""What nobody else has taken for so long is taken by the edge's thread."""
 
 
 class EdgeInCounters(NamedTuple):
@@ -41,6 +43,9 @@ class EdgeIn:
     epoch than this side has are kept until ``advance``; those of an older one are dropped. At most ``window`` messages
     that were not released are here. ``on_broken`` is called once, on the edge's thread, if the peer is gone without
     having closed the edge, or if ``on_message`` raises.
+
+    With ``shared`` others may ``take`` what has come: who waits for a message anyway has it sooner than through another
+    thread. What nobody takes, because all that might are in tasks, the edge's thread takes after a while.
     """
 
     def __init__(
@@ -52,6 +57,8 @@ class EdgeIn:
         window: int,
         on_message: Callable[[ReceivedMessage], None],
         on_broken: Callable[[EdgeError], None],
+        *,
+        shared: bool = False,
     ) -> None:
         self.me = me
         self.peer = peer
@@ -59,6 +66,14 @@ class EdgeIn:
         self._payload = payload
         self._on_message = on_message
         self._on_broken = on_broken
+        self.is_shared = shared and payload.takes_at_once
+        """Whether ``take`` may be called."""
+        self.descriptor = channel.descriptor
+        """Where there is something to read when there is something to ``take``."""
+        self._taking = threading.Lock()
+        """Held by who takes what has come."""
+        self._failure: Exception | None = None
+        """Why nothing can be taken any more; told by the edge's thread."""
         self._layouts: dict[int, MessageLayout] = {}
         self._delivering = threading.Lock()
         """Held while a message is delivered, and while the epoch changes. Never taken by ``release``."""
@@ -121,6 +136,8 @@ class EdgeIn:
         try:
             with self._lock:
                 self._tell()
+            if self.is_shared:
+                self._take_what_is_left()
             while not self._closing:
                 self._receive(Frame.decode(self._channel.read(HEADER_SIZE)))
         except (StoppedError, ClosedByPeerError):
@@ -131,13 +148,53 @@ class EdgeIn:
         if error is not None and not self._closing:
             self._on_broken(broken(f"{self.peer} > {self.me}", self.peer, error))
 
+    def _take_what_is_left(self) -> None:
+        while not self._closing:
+            self.take()
+            if self._failure is not None:
+                raise self._failure
+            self._channel.wait(0, LEFT_SECONDS)
+
+    def take(self) -> bool:
+        """Take what has come, on any thread; never waits. False if nothing will come any more."""
+        if not self._taking.acquire(blocking=False):
+            return True  # Somebody does.
+        try:
+            if self._failure is not None or self._over:
+                return False
+            while (frame := self._whole_frame()) is not None:
+                self._receive(frame)
+        except Exception as error:  # noqa: BLE001 - the edge's thread tells it
+            self._failure = error
+            self._channel.ring()
+            return False
+        finally:
+            self._taking.release()
+        return True
+
+    def _whole_frame(self) -> Frame | None:
+        """The next frame, if everything that follows its header is here as well."""
+        channel = self._channel
+        if not channel.has(HEADER_SIZE):
+            return None
+        frame = Frame.decode(channel.peek(HEADER_SIZE))
+        follows = 0
+        if frame.kind == EdgeFrameKind.LAYOUT:
+            follows = frame.size
+        elif frame.kind == EdgeFrameKind.MESSAGE and frame.slot == INLINE:
+            follows = self._layouts[frame.layout].size
+        if follows and not channel.has(HEADER_SIZE + follows):
+            return None
+        channel.take(HEADER_SIZE)
+        return frame
+
     def _receive(self, frame: Frame) -> None:
         if frame.kind == EdgeFrameKind.MESSAGE:
             self._arrive(frame)
         elif frame.kind == EdgeFrameKind.LAYOUT:
             self._layouts[frame.layout] = MessageLayout.decode(bytes(self._channel.read(frame.size)))
         elif frame.kind == EdgeFrameKind.SLOT:
-            descriptor = self._channel.descriptor() if frame.size else None
+            descriptor = self._channel.take_descriptor() if frame.size else None
             self._payload.hear(SlotNews(frame.slot, frame.size, descriptor))
         elif frame.kind == EdgeFrameKind.BYE:
             raise ClosedByPeerError
@@ -175,7 +232,7 @@ class EdgeIn:
             self._on_message(message)
 
     def _end(self) -> None:
-        with self._lock:
+        with self._taking, self._lock:
             if self._over:
                 return
             self._over = True

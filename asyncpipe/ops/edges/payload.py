@@ -86,6 +86,9 @@ class PayloadIn(Protocol):
         """Take over a slot, with its descriptor."""
         ...
 
+    takes_at_once: bool
+    """Whether ``take`` never blocks."""
+
     def take(self, layout: MessageLayout, slot: int) -> tuple[list[Tensor | None], torch.Event | None]:
         """The tensors of the message announced last, and the event behind which they can be read, if there is one.
 
@@ -120,6 +123,8 @@ class Transport(Protocol):
 
 class StreamedPayload:
     """What transports have in common that use no slots."""
+
+    takes_at_once = False
 
     def place(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> int:
         return STREAMED

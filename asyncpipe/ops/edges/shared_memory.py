@@ -151,6 +151,8 @@ class SharedMemoryOut:
 class SharedMemoryIn:
     """The receiver's views of the sender's segments. Tensors keep theirs alive, also after ``close``."""
 
+    takes_at_once = True
+
     def __init__(self) -> None:
         self._maps: dict[int, memoryview] = {}
         self._leases: dict[int, weakref.ref[memoryview]] = {}

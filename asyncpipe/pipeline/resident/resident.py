@@ -22,6 +22,7 @@ from asyncpipe.errors import EdgeError, OptionError, PipelineClosedError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.wire import from_buffers, from_wire, to_wire
 from asyncpipe.ops.edges.connect import Edges, connect
+from asyncpipe.ops.edges.edge_in import EdgeIn
 from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
 from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
@@ -36,6 +37,7 @@ from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.resident.part_step import PartStep
 from asyncpipe.pipeline.step_inputs import StepInputs, StepOptions
 from asyncpipe.pipeline.wire_messages import ChangeSchedule, Flags, LoadPipeline, StepWork
+from asyncpipe.runtime.arrivals import Listens
 from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.part_messages import StartPart
 
@@ -68,6 +70,8 @@ class Resident:
         self._edges = Edges({}, {})
         self._copies: dict[str, Any] = {}
         """Copies of the own stages' states that are still to be written."""
+        self._listener: Listens | None = None
+        """Whose thread takes messages itself."""
         self._epoch = 0
         self._lock = threading.Lock()
         """Guards what follows, which edges use as well."""
@@ -86,6 +90,10 @@ class Resident:
         """Connect to the other workers, and start the devices' threads."""
         await self._tenancy.open()
         load = self._load
+        # Where a worker has one device, it is this device that waits for messages. Where jobs share it, it may be busy
+        # with others all the time.
+        is_alone = len(self._own) == 1 and not (load.share.job or load.share.background)
+        self._listener = self._tenancy.pool.threads.listener(self._own[0].name) if is_alone else None
         if load.pairs:
             self._edges = await asyncio.to_thread(
                 connect,
@@ -97,11 +105,22 @@ class Resident:
                 on_message=self._arrived,
                 on_broken=self._broken,
                 window=1,
+                shared=self._listener is not None,
             )
+        if self._listener is not None:
+            for incoming in self._shared_edges():
+                self._listener.listen(incoming.descriptor, incoming.take)
+
+    def _shared_edges(self) -> list[EdgeIn]:
+        """Those from which the device takes messages itself."""
+        return [incoming for incoming in self._edges.into.values() if incoming.is_shared]
 
     async def close(self) -> None:
         """Wait for steps under way, and end what belongs to the pipeline."""
         await self._tenancy.aclose()
+        if self._listener is not None:
+            for incoming in self._shared_edges():
+                self._listener.ignore(incoming.descriptor, incoming.take)
         await asyncio.to_thread(self._edges.close)
 
     # Steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from thread_helpers import Threads, run_all
 from torch import Tensor
 
 from asyncpipe.errors import ArgumentTypeError, EdgeError, OptionError
-from asyncpipe.ops.edges import channel, edge_out
+from asyncpipe.ops.edges import channel, edge_in, edge_out
 from asyncpipe.ops.edges.connect import TRANSPORTS
 from asyncpipe.ops.edges.message import EdgeMessage
 
@@ -423,3 +424,54 @@ def test_what_on_message_raises_breaks_the_edge(transport: str) -> None:
             (0,),
         )
         assert isinstance(error.__cause__, ZeroDivisionError)
+
+
+# Others take what has come
+
+
+def test_others_take_messages_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the thread that calls, as they come; tensors in the message, in memory and of new layouts."""
+    monkeypatch.setattr(edge_in, "LEFT_SECONDS", 1000.0)
+    threads: list[int] = []
+    inboxes = [Inbox(), Inbox()]
+    put = inboxes[1].on_message
+    inboxes[1].on_message = lambda each: (put(each), threads.append(threading.get_ident()))
+    # More than a channel's buffer has room for.
+    meta = bytes(300_000)
+    sent = [
+        message(task, torch.full((size,), task), meta=meta if task == 3 else b"")
+        for task, size in enumerate([0, 10, 5000, 10, 100_000, 5000])
+    ]
+    with joined(shared=True, window=64, inboxes=inboxes) as pair:
+        assert pair.into.is_shared
+        for each in sent:
+            pair.out.send(each)
+        while len(threads) < len(sent):
+            assert select.select([pair.into.descriptor], [], [], SECONDS)[0]
+            assert pair.into.take()
+        assert set(threads) == {threading.get_ident()}
+        assert all(same(pair.inbox.take(), each) for each in sent)
+        pair.edges[0].close()
+        assert not taken_to_the_end(pair)
+
+
+def taken_to_the_end(pair: Joined) -> bool:
+    while pair.into.take():
+        select.select([pair.into.descriptor], [], [], SECONDS)
+    return False
+
+
+def test_what_nobody_takes_the_edge_takes() -> None:
+    with joined(shared=True) as pair:
+        pair.out.send(message(5))
+        assert pair.inbox.take().header.task == 5
+
+
+def test_what_on_message_raises_is_told_by_the_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge_in, "LEFT_SECONDS", 1000.0)
+    inboxes = [Inbox(), Inbox()]
+    inboxes[1].on_message = lambda each: 1 // each.header.task
+    with joined(shared=True, inboxes=inboxes) as pair:
+        pair.out.send(message(0))
+        assert not taken_to_the_end(pair)
+        assert isinstance(inboxes[1].error().__cause__, ZeroDivisionError)
