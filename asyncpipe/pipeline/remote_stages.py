@@ -16,8 +16,9 @@ from asyncpipe.errors import EdgeError, PipelineClosedError, StateDictError, Wor
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.wire import from_buffers, from_wire, to_buffers, to_wire
 from asyncpipe.ops.execute.stage_files import StoredStages
-from asyncpipe.ops.model.shipping import forget_values, ship_model, state_names
+from asyncpipe.ops.model.shipping import forget_values, refuse_what_trains, ship_model, state_names
 from asyncpipe.pipeline.build import PipelineParts
+from asyncpipe.pipeline.options import PipelineOptions
 from asyncpipe.pipeline.step_inputs import StepInputs
 from asyncpipe.pipeline.wire_messages import (
     ChangeSchedule,
@@ -59,7 +60,11 @@ class RemoteStages:
     """Used on the pool's loop, but for ``work``, which the caller's thread calls."""
 
     def __init__(self, parts: PipelineParts, devices: Sequence[Device], tenant: Tenant, workers: Workers) -> None:
-        """``devices`` are those of the workers; in ``parts`` all of them are elsewhere."""
+        """``devices`` are those of the workers; in ``parts`` all of them are elsewhere.
+
+        Raises ``OptionError`` for functions that would have copies of parameters in workers.
+        """
+        _refuse_parameters(parts.options)
         self._parts = parts
         self._devices = devices
         self._tenant = tenant
@@ -310,6 +315,13 @@ async def _all_answer(asked: Iterable[asyncio.Future[Any]]) -> None:
 
 def _errors(answered: Iterable[asyncio.Future[Any]]) -> list[BaseException]:
     return [error for each in answered if (error := each.exception()) is not None]
+
+
+def _refuse_parameters(options: PipelineOptions) -> None:
+    instead = "have the model's last stage compute with it, freeze it (requires_grad_(False))"
+    refuse_what_trains(options.loss_fn, "loss_fn", instead)
+    instead = "tell parameters apart by what they are (p.dim() < 2, for instance)"
+    refuse_what_trains(options.optimizer, "optimizer", instead)
 
 
 def _flags(module: nn.Module) -> Flags:

@@ -250,6 +250,15 @@ async def test_what_cannot_work_is_refused_with_what_to_do():
         pipe(x)
     with pytest.raises(OptionError, match="executors run tasks in this process"):
         DevicePool(workers="processes", executors=InlineExecutor)
+    head, frozen = nn.Linear(4, 1), nn.Linear(4, 1).requires_grad_(False)
+    for name, function in {
+        "loss_fn": lambda y, _: head(y).sum(),
+        "optimizer": lambda _: torch.optim.SGD([head.bias]),
+    }.items():
+        with pytest.raises(OptionError, match=rf"{name} refers to a tensor of shape .* requires a gradient.*threads"):
+            Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, workers="processes", **{name: function})
+        Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, **{name: function})
+    Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, workers="processes", loss_fn=lambda y, _: frozen(y).sum())
     with pytest.raises(OptionError, match=r"transport must be one of 'shared_memory', 'gloo'.* got 'pigeon'"):
         DevicePool(workers="processes", transport="pigeon")
     with pytest.raises(OptionError, match=r"transport='gloo' is for workers; leave it out"):

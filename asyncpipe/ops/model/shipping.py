@@ -16,9 +16,11 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import cloudpickle  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -27,7 +29,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.wire import TensorPickler, from_wire, not_sendable, to_wire
 from asyncpipe.ops.model.stage import StagedModel
 
-__all__ = ["NamedState", "forget_values", "receive_model", "ship_model", "state_names"]
+__all__ = ["NamedState", "forget_values", "receive_model", "refuse_what_trains", "ship_model", "state_names"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,22 @@ class NamedState(NamedTuple):
     """The first name that it has there."""
 
 
+def refuse_what_trains(value: object, name: str, instead: str) -> None:
+    """Raise ``OptionError`` if ``value`` refers to a tensor that requires a gradient: its copies would be strangers.
+
+    ``name`` is what the caller calls it, ``instead`` what to do. Looks where pickling would, and copies no tensors.
+    """
+    finder = _Finder(io.BytesIO(), protocol=5)
+    # What cannot be pickled is told of when it is sent.
+    with suppress(Exception):
+        finder.dump(value)
+    if (found := finder.found) is not None:
+        raise OptionError(
+            f"{name} refers to a tensor of shape {tuple(found.shape)} that requires a gradient, and workers would have "
+            f"copies of it, which nobody trains; {instead}, or use workers='threads'"
+        )
+
+
 def state_names(model: StagedModel) -> dict[str, NamedState]:
     """All names in the state of the unsplit model, in its order."""
     owners = dict(_owners(model))
@@ -149,6 +167,20 @@ class _Pickler(TensorPickler):
             self._places[id(value)] = len(self.shipped)
             self.shipped.append(_shipped(value, whole=owner in self._stages))
         return self._places[id(value)]
+
+
+class _Finder(cloudpickle.Pickler):  # type: ignore[misc]
+    """Finds a tensor that requires a gradient."""
+
+    found: Tensor | None = None
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        if value.requires_grad:
+            self.found = value
+            raise pickle.PicklingError
+        return 0
 
 
 class _Unpickler(pickle.Unpickler):
