@@ -1,7 +1,7 @@
 """The dashboard *Pipeline*: which stage holds the pipeline back, and why.
 
 It is read from the top: six numbers, then which devices compute and what the others wait for. Details of tasks, steps
-and devices are below (``details.py``).
+and devices are below (``details.py``), and workers, where there are some (``workers.py``).
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from dashboards.details import devices, steps, tasks
 from dashboards.panels import PanelOptions, Query, bars, columns, lines, number, state_styles, states
 from dashboards.queries import mean, rate, series, total
 from dashboards.states import BUSY, ORANGE, STATES, WAITING, dominating_code, in_steps, share, waiting
+from dashboards.workers import workers
 
 __all__ = ["UID", "pipeline"]
 
 UID = "asyncpipe-pipeline"
-ABOUT = "Which stage holds the pipeline back, and why: waiting for data, for a copy, for the scheduler, or unbalanced."
-REASONS = ("Waiting for data", "Waiting for a copy", "Waiting for the scheduler", "Drain")
+ABOUT = (
+    "Which stage holds the pipeline back, and why: waiting for data, for an edge, for a copy, for the scheduler, or "
+    "unbalanced."
+)
+REASONS = ("Waiting for data", "Waiting for an edge", "Waiting for a copy", "Waiting for the scheduler", "Drain")
 OF_JOB = " ${__field.labels.job}"
 IDEAL = f"max by (job) ({series('ideal_bubble_ratio')})"
 
@@ -32,6 +36,7 @@ def pipeline() -> Dashboard:
         Section("Tasks", tasks()),
         Section("Steps", steps()),
         Section("Devices", devices()),
+        Section("Workers", workers()),
     )
     return board(UID, "asyncpipe: Pipeline", ABOUT, sections, (kind,))
 

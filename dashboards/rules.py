@@ -140,15 +140,17 @@ sum by (job, stage, device, reason) (rate(asyncpipe_stage_idle_seconds_total[WIN
         "max by (job) (device:asyncpipe_busy:ratio) / avg by (job) (device:asyncpipe_busy:ratio)"
     ),
     # The time for which a device waits for data, less what other causes explain: the schedule's own bubble, a busier
-    # device, and waits for copies or dispatch on any device, which make other devices wait for data.
+    # device, and waits for edges, copies or dispatch on any device, which make other devices wait for data.
     "device:asyncpipe_starved:ratio": """\
 device:asyncpipe_idle:ratio{reason="dependency"}
   - on (job) group_left () max by (job) (asyncpipe_ideal_bubble_ratio)
-  - on (job) group_left () sum by (job) (avg by (job, reason) (device:asyncpipe_idle:ratio{reason=~"copy|dispatch"}))
+  - on (job) group_left () sum by (job) (
+    avg by (job, reason) (device:asyncpipe_idle:ratio{reason=~"copy|dispatch|edge"})
+  )
   - on (job, device) group_left () (
     max by (job) (device:asyncpipe_busy:ratio) - on (job) group_right () device:asyncpipe_busy:ratio
   )
-or device:asyncpipe_idle:ratio{reason="copy"}""",
+or device:asyncpipe_idle:ratio{reason=~"copy|edge"}""",
     "job:asyncpipe_dispatch:ratio": 'avg by (job) (device:asyncpipe_idle:ratio{reason="dispatch"})',
     "job:asyncpipe_recompute:ratio": f"""\
 sum by (job) (rate(asyncpipe_task_duration_seconds_sum{{kind="R"}}[WINDOW]))
@@ -303,8 +305,21 @@ time() - max by (job) (
         summary="an observer of {{ $labels.job }} fails ({{ $labels.reason }})",
         description="Training goes on, but an observer of {{ $labels.job }} fails: {{ $labels.reason }}.",
     ),
-    # About a service. Rare events are counted within the last hour, so that an alert lasts long enough to be noticed.
-    # These counts are not integers, because ``increase`` extrapolates a little beyond the samples.
+    # Rare events are counted within the last hour, so that an alert lasts long enough to be noticed. These counts are
+    # not integers, because ``increase`` extrapolates a little beyond the samples.
+    Alert(
+        name="AsyncpipeWorkerLost",
+        value="sum by (job, worker) (increase(asyncpipe_worker_losses_total[1h]))",
+        threshold=0,
+        hold=0,
+        severity="critical",
+        summary="{{ $labels.job }} has lost worker {{ $labels.worker }}",
+        description=(
+            "Within the last hour worker {{ $labels.worker }} of {{ $labels.job }} ended, was killed or did not "
+            "answer; the log says how, and what ran there."
+        ),
+    ),
+    # About a service.
     Alert(
         name="AsyncpipeServiceNotReady",
         value=_READY,

@@ -1,11 +1,11 @@
 """How a device spends its time: the names, colours and queries that all panels use.
 
 The busy and idle seconds of a device add up to the time of its steps. The rest of each second is time between steps:
-the optimizer, loading of data, or a pipeline that nobody calls. The six shares add up to one::
+the optimizer, loading of data, or a pipeline that nobody calls. The seven shares add up to one::
 
-    │ busy │ waiting for data │ for a copy │ for the scheduler │ drain │ between steps │
-    └──────────────────────────── in steps ───────────────────────────┘
-    0                                                                                  1
+    │ busy │ waiting for data │ for an edge │ for a copy │ for the scheduler │ drain │ between steps │
+    └─────────────────────────────────── in steps ──────────────────────────────────┘
+    0                                                                                                1
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ __all__ = [
     "GREY",
     "ORANGE",
     "PURPLE",
+    "SKY",
     "VERMILION",
     "BETWEEN",
     "BUSY",
@@ -38,6 +39,7 @@ BLUE = "#0072B2"
 VERMILION = "#D55E00"
 GREY = "#8C8C8C"
 PURPLE = "#CC79A7"
+SKY = "#56B4E9"
 """The colours of Okabe and Ito, which colour-blind readers can distinguish, and a grey."""
 
 
@@ -55,11 +57,12 @@ class State(NamedTuple):
 BUSY = State("busy", 1, "Busy", GREEN)
 WAITING = (
     State("dependency", 2, "Waiting for data", ORANGE),
-    State("copy", 3, "Waiting for a copy", BLUE),
-    State("dispatch", 4, "Waiting for the scheduler", VERMILION),
-    State("drain", 5, "Drain", GREY),
+    State("edge", 3, "Waiting for an edge", SKY),
+    State("copy", 4, "Waiting for a copy", BLUE),
+    State("dispatch", 5, "Waiting for the scheduler", VERMILION),
+    State("drain", 6, "Drain", GREY),
 )
-BETWEEN = State("between", 6, "Between steps", PURPLE)
+BETWEEN = State("between", 7, "Between steps", PURPLE)
 STATES = (BUSY, *WAITING, BETWEEN)
 
 

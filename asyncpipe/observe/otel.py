@@ -112,7 +112,7 @@ def _describe(span: Span, record: StepRecord, to_wall: int) -> float:
     span.set_attribute("asyncpipe.tasks_completed", completed)
     if record.outcome is Outcome.OK:
         seconds = last - begin
-        computed = dict.fromkeys(graph.devices, 0.0)
+        computed = dict.fromkeys(graph.own_devices, 0.0)
         for lane, taken in zip(graph.lanes, busy, strict=True):
             if lane.queue is Queue.COMPUTE:
                 computed[lane.device] += taken

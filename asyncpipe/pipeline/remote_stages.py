@@ -117,6 +117,7 @@ class RemoteStages:
         forget_values(self._parts.module)
         links = {device: self._connections[worker] for device, worker in self._worker_of.items()}
         self._placed = PlacedPipeline(self._number, self._tenant, links)
+        self.driver.place(self._placed, self._workers.take_restarted(names))
 
     async def _give_up(self, asked: Sequence[asyncio.Future[Any]], folder: HeldFolder) -> None:
         """Leave nothing in workers of a pipeline that could not be loaded in all."""
@@ -138,6 +139,7 @@ class RemoteStages:
             options=options,
             devices=[(device.name, str(device.physical)) for device in self._devices],
             workers=[numbers[self._worker_of[device.name]] for device in self._devices],
+            names={numbers[each]: each for each in self._owned},
             me=numbers[name],
             pairs=self._pairs(),
             folder=folder,
@@ -157,6 +159,8 @@ class RemoteStages:
         """Have the workers forget the pipeline."""
         if self._is_loaded:
             self._is_loaded = False
+            if self._placed is not None:
+                self.driver.forget(self._placed)
             await self._ask_all(Unload(self._number), raises=False)
 
     async def _ask_all(self, message: object, *, raises: bool = True) -> list[Any]:

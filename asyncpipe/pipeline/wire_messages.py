@@ -49,6 +49,8 @@ class LoadPipeline:
     """(name, physical device) of all devices of the pipeline."""
     workers: Sequence[int]
     """The worker of each."""
+    names: Mapping[int, str]
+    """Of these workers."""
     me: int
     pairs: Sequence[tuple[int, int]]
     """The edges between workers, in one order for all."""

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import count
 from typing import Any
@@ -63,6 +63,8 @@ class Workers:
         self._turn = asyncio.Lock()
         """Held while workers start: of two pipelines that need the same one, the second waits for it."""
         self._connections: dict[str, WorkerConnection] = {}
+        self._restarted: set[str] = set()
+        """Those that took the place of lost ones, until a pipeline is loaded there."""
         self._under_way: set[asyncio.Task[None]] = set()
 
     def new_pipeline(self) -> int:
@@ -96,6 +98,8 @@ class Workers:
                 self._is_open = True
             missing = [name for name in dict.fromkeys(self.worker_of(devices).values()) if name not in self.up]
             for connection in await self._group.start(*missing) if missing else ():
+                if connection.name in self._connections:
+                    self._restarted.add(connection.name)
                 self._connections[connection.name] = connection
                 self.numbers.setdefault(connection.name, len(self.numbers))
 
@@ -107,6 +111,12 @@ class Workers:
     def connection(self, worker: str) -> WorkerConnection:
         """The worker that has this name now. A pipeline stays with those that it was loaded into."""
         return self._connections[worker]
+
+    def take_restarted(self, workers: Iterable[str]) -> set[str]:
+        """Of these workers, those that have taken the place of lost ones. Each is told once."""
+        found = self._restarted.intersection(workers)
+        self._restarted -= found
+        return found
 
     def begin(self, clearing: Coroutine[Any, Any, None]) -> None:
         """Clear something away that nobody waits for; it ends when the workers do."""

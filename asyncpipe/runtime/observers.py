@@ -23,6 +23,7 @@ from queue import SimpleQueue
 from threading import Thread
 
 from asyncpipe.core.engine.events import FailureCounter, Observer, StepNotes, StepRecord
+from asyncpipe.core.engine.worker_notes import WorkerChange, WorkerWatcher
 
 __all__ = ["Observers"]
 
@@ -65,6 +66,16 @@ class Observers:
                 self._count("dropped")
         for removed in self._threads.keys() - {id(observer) for observer in self.shown}:
             self._threads.pop(removed).close()
+
+    def worker_changed(self, change: WorkerChange) -> None:
+        """Tell the observers that watch workers."""
+        for observer in tuple(self.shown):
+            if isinstance(observer, WorkerWatcher):
+                try:
+                    observer.worker_changed(change)
+                except Exception:
+                    _logger.exception(_FAILED, observer)
+                    self.remove(observer)
 
     def close(self) -> None:
         """Let the threads end after the records that are queued. May be called again."""

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncpipe.core.engine.events import StepNotes, TaskFailed
+from asyncpipe.core.engine.events import StepNotes, TaskCompleted, TaskFailed
 from asyncpipe.core.engine.parts_record import TaskEvent
+from asyncpipe.core.engine.worker_notes import WorkerUse
 from asyncpipe.errors import RemoteError
 from asyncpipe.runtime.workers.remote_errors import with_remote_text
 
-__all__ = ["EndStep", "PartEnded", "StartPart", "StopPart", "portable", "received"]
+__all__ = ["EndStep", "PartEnded", "StartPart", "StopPart", "on_clock", "portable", "received"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class PartEnded:
     """What it has left for the caller of the step, if it has."""
     tracebacks: Sequence[str] = field(default=(), repr=False)
     """In the worker, of the errors above in their order."""
+    use: WorkerUse | None = None
+    """What the worker tells of itself, if somebody is to see it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,24 @@ def received(worker: str, ended: PartEnded) -> PartEnded:
     """What ``portable`` has made, in the controller: its errors have their tracebacks in ``worker`` as their causes."""
     texts = iter(ended.tracebacks)
     return _with_errors(ended, lambda error: with_remote_text(worker, error, next(texts)), ())
+
+
+def on_clock(ended: PartEnded, offset: float) -> PartEnded:
+    """``ended`` with times that are ``offset`` seconds less: those of the controller's clock."""
+    if not offset:
+        return ended
+
+    def moved(event: TaskEvent) -> TaskEvent:
+        if isinstance(event, TaskCompleted):
+            return event._replace(started=event.started - offset, ended=event.ended - offset)
+        return event
+
+    notes = replace(
+        ended.notes,
+        samples=[(at - offset, device, held) for at, device, held in ended.notes.samples],
+        arrived={task: at - offset for task, at in ended.notes.arrived.items()},
+    )
+    return replace(ended, events=[(at - offset, moved(event)) for at, event in ended.events], notes=notes)
 
 
 def _with_errors(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
@@ -31,11 +31,12 @@ from asyncpipe.core.engine.events import (
 )
 from asyncpipe.core.engine.jobs import JobAccount
 from asyncpipe.core.engine.parts_record import WorkerPart, parts_record
+from asyncpipe.core.engine.worker_notes import WorkerChange, WorkerNotes, WorkerState
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import PipelineClosedError, WorkerLostError
 from asyncpipe.runtime.execution import Tenant
-from asyncpipe.runtime.part_messages import EndStep, PartEnded, StartPart, StopPart
+from asyncpipe.runtime.part_messages import EndStep, PartEnded, StartPart, StopPart, on_clock
 from asyncpipe.runtime.portal import wait_uncancelled
 from asyncpipe.runtime.task_board import ShownTask
 from asyncpipe.runtime.under_way import raise_for
@@ -51,8 +52,20 @@ class WorkerLink(Protocol):
     """Set when it is gone."""
 
     @property
+    def pid(self) -> int:
+        """The number of its process."""
+
+    @property
     def silent_seconds(self) -> float:
         """How long nothing has come from it. It is asked for a sign of life all the time."""
+
+    @property
+    def round_trip(self) -> float:
+        """Seconds of the shortest of the last messages to it and back."""
+
+    @property
+    def clock_offset(self) -> float:
+        """Seconds to take off its times to have this process's."""
 
     def send(self, message: object) -> None:
         """Send a message to it; never blocks. Raises ``WorkerLostError`` if it is gone."""
@@ -74,6 +87,13 @@ class PlacedPipeline:
         self.workers = workers
         self.times = JobAccount(tenant.share.job, True, tenant.share)
         """How long its tasks take."""
+
+    def tell(self, worker: WorkerLink, *, is_restart: bool = False) -> None:
+        """Tell the pipeline's observers what has become of ``worker``."""
+        state, how = (WorkerState.UP, "") if worker.lost is None else (WorkerState.LOST, worker.lost.how)
+        devices = tuple(device for device, other in self.workers.items() if other is worker)
+        change = WorkerChange(worker.name, state, worker.pid, devices, is_restart, how)
+        self.tenant.observers.worker_changed(change)
 
 
 @dataclass(eq=False, repr=False)
@@ -156,6 +176,8 @@ class PartsDriver:
         self._clock = clock
         self._given_up: set[WorkerLink] = set()
         """Those that the watchdog has killed, and that are not gone yet."""
+        self._pipelines: set[PlacedPipeline] = set()
+        """Those whose observers are told of losses."""
         self._executions: dict[int, PartsExecution] = {}
         self._steps = 0
         self._draining = False
@@ -170,6 +192,16 @@ class PartsDriver:
     def takes(self, tenant: Tenant) -> bool:
         """Whether steps of ``tenant`` may begin. From any thread."""
         return not (self.is_closed or self._draining or tenant.leaving)
+
+    def place(self, pipeline: PlacedPipeline, restarted: Collection[str]) -> None:
+        """A pipeline is loaded; of its workers, those that are ``restarted`` have taken the places of lost ones."""
+        self._pipelines.add(pipeline)
+        for worker in dict.fromkeys(pipeline.workers.values()):
+            pipeline.tell(worker, is_restart=worker.name in restarted)
+
+    def forget(self, pipeline: PlacedPipeline) -> None:
+        """It is unloaded."""
+        self._pipelines.discard(pipeline)
 
     def start(
         self,
@@ -262,7 +294,7 @@ class PartsDriver:
         execution = self._executions.get(part.step)
         if execution is None or worker in execution.ended:
             return
-        execution.ended[worker] = part
+        execution.ended[worker] = part = on_clock(part, execution.workers[worker].clock_offset)
         if part.error is not None and execution.error is None:
             execution.error = part.error
         if part.error is not None or any(isinstance(event, TaskFailed) for _, event in part.events):
@@ -273,6 +305,9 @@ class PartsDriver:
     def worker_lost(self, worker: WorkerLink, error: WorkerLostError) -> None:
         """``worker`` is gone: end the steps that it has a part of."""
         self._given_up.discard(worker)
+        for pipeline in self._pipelines:
+            if worker in pipeline.workers.values():
+                pipeline.tell(worker)
         ran = self._tasks_in(worker)
         for execution in tuple(self._executions.values()):
             if execution.workers.get(worker.name) is worker and worker.name not in execution.ended:
@@ -317,7 +352,7 @@ class PartsDriver:
         record = parts_record(
             execution.number, execution.graph, execution.tenant.share, execution.started, parts, self._clock()
         )
-        record = _with_notes(record, [part.notes for part in execution.ended.values()])
+        record = replace(record, notes=_notes(execution))
         end = next(event for _, event in reversed(record.journal) if isinstance(event, StepCompleted))
         del self._executions[execution.number]
         execution.later = None
@@ -344,24 +379,48 @@ def _tell(execution: PartsExecution, message: object, names: Iterable[str]) -> N
             execution.workers[name].send(message)
 
 
-def _with_notes(record: StepRecord, notes: Sequence[StepNotes]) -> StepRecord:
-    """``record`` with what all workers have noted. Devices of the same name in several workers are added up."""
+def _notes(execution: PartsExecution) -> StepNotes:
+    """What all workers have noted. Devices of the same name in several workers are added up."""
+    notes = {name: part.notes for name, part in execution.ended.items()}
     memory: dict[str, DeviceMemory] = {}
     streams: dict[str, int] = {}
-    for each in notes:
+    for each in notes.values():
         for device, found in each.memory.items():
             before = memory.get(device)
             memory[device] = found if before is None else _added(before, found)
         for device, count in each.streams.items():
             streams[device] = streams.get(device, 0) + count
-    together = StepNotes(
-        {task: size for each in notes for task, size in each.copied.items()},
+    return StepNotes(
+        {task: size for each in notes.values() for task, size in each.copied.items()},
         memory,
         streams,
-        sorted(sample for each in notes for sample in each.samples),
-        [wakeup for each in notes for wakeup in each.wakeups],
+        list(_samples(notes)),
+        [wakeup for each in notes.values() for wakeup in each.wakeups],
+        {task: at for each in notes.values() for task, at in each.arrived.items()},
+        {name: _worker_notes(execution, worker) for name, worker in execution.workers.items()},
     )
-    return replace(record, notes=together)
+
+
+def _samples(notes: Mapping[str, StepNotes]) -> Iterator[tuple[float, str, int]]:
+    """Samples of all workers: each is what all of them together hold of a device then, as far as they have told."""
+    held: dict[str, dict[str, int]] = {}
+    for at, device, worker, size in sorted(
+        (at, device, worker, size) for worker, each in notes.items() for at, device, size in each.samples
+    ):
+        of_workers = held.setdefault(device, {})
+        of_workers[worker] = size
+        yield at, device, sum(of_workers.values())
+
+
+def _worker_notes(execution: PartsExecution, worker: WorkerLink) -> WorkerNotes:
+    return WorkerNotes(
+        state=WorkerState.UP if worker.lost is None else WorkerState.LOST,
+        pid=worker.pid,
+        devices=tuple(device for device, other in execution.pipeline.workers.items() if other is worker),
+        round_trip=worker.round_trip,
+        clock_offset=worker.clock_offset,
+        use=execution.ended[worker.name].use,
+    )
 
 
 def _added(one: DeviceMemory, other: DeviceMemory) -> DeviceMemory:

@@ -269,11 +269,17 @@ def test_states_are_what_devices_spend_most_time_in(promtool, tmp_path):
     ):
         place = {"stage": device[1:], "device": device}
         input_series.append(counter("stage_busy_seconds_total", busy, **place))
-        for reason, seconds in (("dependency", dependency), ("copy", copy), ("drain", drain), ("dispatch", 0)):
+        for reason, seconds in (
+            ("dependency", dependency),
+            ("copy", copy),
+            ("drain", drain),
+            ("dispatch", 0),
+            ("edge", 0),
+        ):
             input_series.append(counter("stage_idle_seconds_total", seconds, reason=reason, **place))
     whole = " + ".join(f"({share(state)})" for state in STATES)
     [most_idle] = (found.expr for found in EXPRESSIONS if found.panel == "Most idle time")
-    codes = dict(zip(("d0", "d1", "d2", "d3"), (1, 3, 2, 6), strict=True))
+    codes = dict(zip(("d0", "d1", "d2", "d3"), (1, 4, 2, 7), strict=True))
     wanted = {
         dominating_code(): [(f'{{job="j",device="{device}"}}', code) for device, code in codes.items()],
         whole: [(f'{{job="j",device="{device}"}}', 1) for device in codes],

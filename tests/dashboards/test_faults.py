@@ -34,6 +34,7 @@ from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.observe.metrics import MergedCollector, PipelineCollector, serve_metrics
+from asyncpipe.observe.metrics.idle_time import IdleReason
 from asyncpipe.testing import EmulatedExecutor
 from dashboards.rules import ALERTS, rules_yaml
 
@@ -218,7 +219,7 @@ async def test_busy_and_idle_seconds_add_up_to_devices_times_the_step_time() -> 
     assert found.seconds <= took
     for device in DEVICES:
         reasons = [share for (name, _), share in found.idle.items() if name == device]
-        assert len(reasons) == 4
+        assert len(reasons) == len(IdleReason)
         assert found.busy[device] + sum(reasons) == pytest.approx(1, rel=0.01)
 
 

@@ -27,14 +27,15 @@ WINDOW = "5s"
 PATIENCE = 25.0
 """Seconds in which everything must have data: a window, a snapshot, and what a busy machine takes."""
 
-DEVICES = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+DEVICES = ["cpu:0", "cpu:1"]
 JOB = {
     "name": "charlm",
     "entry": "charlm:build",
     "parameters": {"width": 8, "blocks": 4, "heads": 2, "context": 16, "max_bytes": 20_000},
     "pipeline": {"devices": DEVICES, "microbatches": 4},
-    "training": {"steps": 1_000_000, "batch_size": 8, "learning_rate": 1e-2},
-    "snapshots": {"every": 20},
+    "training": {"steps": 1_000_000, "batch_size": 8, "learning_rate": 1e-2, "overlap": True},
+    "faults": {"step_retries": 0},
+    "snapshots": {"every": 2},
 }
 SHORT = {**JOB, "name": "short", "training": {**JOB["training"], "steps": 2}}
 
@@ -48,10 +49,10 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, prometheus_program: str) -> Iterator[Served]:
-    """A service that trains the example."""
+    """A service that trains the example, in workers."""
     folder: Path = tmp_path_factory.mktemp("run")
     command = [sys.executable, "-m", "asyncpipe", "serve", "--devices", ",".join(DEVICES), "--entry", "charlm:build"]
-    command += ["--entry-path", str(CHARLM), "--port", "0", "--metrics-port", "0"]
+    command += ["--entry-path", str(CHARLM), "--port", "0", "--metrics-port", "0", "--workers", "processes"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCPIPE_")}
     log = folder / "stderr"
     with (

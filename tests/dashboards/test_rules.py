@@ -34,9 +34,11 @@ NAMES = {
     "AsyncpipeJobsWaitTooLong",
     "AsyncpipeJobRetries",
     "AsyncpipeHungTasks",
+    "AsyncpipeWorkerLost",
 }
 PLACES = (
     "Waiting for data",
+    "Waiting for an edge",
     "Waiting for a copy",
     "Waiting for the scheduler",
     "Unbalanced stages",

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from asyncpipe import DevicePool, Pipeline, StageFactory, TaskError, pop, skippable, stash
+from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.errors import OptionError, PipelineClosedError, WorkerLostError
+from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.pipeline.workers import assign_workers
 from asyncpipe.testing import InlineExecutor
@@ -153,6 +155,43 @@ async def test_a_task_that_raises_is_the_same_error_and_the_step_is_undone(pool)
         assert not torch.equal(pipe.state_dict()["0.weight"], before["0.weight"])
 
 
+class Watcher:
+    """Keeps what observers are told."""
+
+    def __init__(self):
+        self.records, self.changes = [], []
+
+    def step_completed(self, record):
+        self.records.append(record)
+
+    def worker_changed(self, change):
+        self.changes.append((change.worker, change.state, change.devices, change.is_restart))
+
+
+async def test_what_observers_see_of_workers(pool):
+    watcher, collector = Watcher(), PipelineCollector()
+    await train(pool, overlap=True, observers=[watcher, collector])
+    assert watcher.changes == [(name, "up", (name,), False) for name in ("cpu:0", "cpu:1")]
+    for record in watcher.records:
+        notes = record.notes
+        assert notes.workers.keys() == {"cpu:0", "cpu:1"}
+        assert {notes.workers[name].pid for name in notes.workers} == {each.pid for each in pool.workers.up.values()}
+        copies = {task.number for task in record.graph.tasks if task.source is not None}
+        assert copies <= notes.arrived.keys()
+        began = {event.task: event.started for _, event in record.journal if isinstance(event, TaskCompleted)}
+        for task, arrived in notes.arrived.items():
+            # A task ends when what it has made is sent, so the message may be there before.
+            assert min(began[other] for other in record.graph.dependencies[task]) < arrived <= began[task]
+        assert all(notes.workers[name].use.resident_bytes > 1 << 20 for name in notes.workers)
+    totals = collector.snapshot()
+    copied = totals.counters["copy_bytes"]
+    crossings = sum(len(record.notes.arrived) for record in watcher.records)
+    assert copied.keys() == {("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")}
+    for way in copied:
+        assert totals.counters["edge_bytes"][way] == copied[way] > 0
+    assert sum(totals.counters["edge_messages"].values()) == crossings
+
+
 async def test_a_cancelled_step_ends_in_all_workers(pool):
     async with Pipeline(
         make_model(), ["cpu:0", "cpu:1"], microbatches=4, pool=pool, balance=[4, 4],
@@ -176,7 +215,8 @@ async def lose_and_replace():
     threads = threading.active_count()
     options = {"loss_fn": nn.functional.mse_loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
     x, devices = torch.randn(8, 4), ["cpu:0", "cpu:1"]
-    never = options | {"microbatches": 4, "checkpoint": "never"}
+    watcher = Watcher()
+    never = options | {"microbatches": 4, "checkpoint": "never", "observers": [watcher]}
     async with DevicePool(workers="processes") as pool:
         beside = Pipeline(nn.Sequential(nn.Linear(4, 4)), ["cpu:0"], microbatches=4, pool=pool, **options)
         async with beside:
@@ -200,6 +240,11 @@ async def lose_and_replace():
                             pipe.state_dict()
                         await successor.step(x, x)
                         await beside.step(x, x)
+    here, there = (("cpu:0", "up", ("cpu:0",), False), ("cpu:1", "up", ("cpu:1",), False))
+    gone = ("cpu:1", "lost", ("cpu:1",), False)
+    # The second worker is started anew for the successor, which has no observers.
+    assert watcher.changes == [here, there, gone, here, there, gone]
+    assert [record.notes.workers["cpu:1"].state for record in watcher.records] == ["lost", "lost"]
     assert threading.active_count() == threads
 
 

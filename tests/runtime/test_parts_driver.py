@@ -12,12 +12,14 @@ import pytest
 
 from asyncpipe.core.engine.events import StepNotes, TaskCompleted, TaskFailed, TaskIssued
 from asyncpipe.core.engine.share import Share
+from asyncpipe.core.engine.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import WorkerLostError
 from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.executor import Assignment
+from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.part_messages import PartEnded
 from asyncpipe.runtime.parts_driver import PartsDriver, PlacedPipeline
 from asyncpipe.runtime.task_board import ShownTask, TaskBoard, new_board_file
@@ -38,6 +40,8 @@ class Link:
     def __init__(self, name):
         self.name = name
         self.lost = None
+        self.pid = ord(name)
+        self.round_trip, self.clock_offset = 0.25, 0.0
         self.heard_at = 0.0
         self.shown = []
         self.sent = []
@@ -111,6 +115,54 @@ async def test_a_loss_names_what_ran_there_and_whose_it_was(driver, links):
     assert raised.value.running == (first, "F(1,1) on cpu:1 of another pipeline")
     with pytest.raises(WorkerLostError, match=r"SIGKILL$"):
         start(driver, links, job)
+
+
+class Watcher:
+    def __init__(self):
+        self.records, self.changes = [], []
+
+    def step_completed(self, record):
+        self.records.append(record)
+
+    def worker_changed(self, change):
+        self.changes.append(change)
+
+
+async def test_records_are_on_one_clock_and_observers_are_told_of_workers(driver, links):
+    links[1].clock_offset = 1000.0
+    watcher = Watcher()
+    tenant = Tenant(observers=Observers([watcher]))
+    pipeline = PlacedPipeline(0, tenant, dict(zip(["cpu:0", "cpu:1"], links, strict=True)))
+    driver.place(pipeline, {"b"})
+    first, second = (
+        WorkerChange(name, WorkerState.UP, ord(name), (device,), is_restart=name == "b")
+        for name, device in (("a", "cpu:0"), ("b", "cpu:1"))
+    )
+    assert watcher.changes == [first, second]
+    step = start(driver, links, pipeline)
+    forward, copy = (next(task.number for task in GRAPH.tasks if task.id == name) for name in ("F(0,0)", "C(0,0>1)"))
+    sent = WorkerUse(10, {"b": EdgeTraffic(1, 2, 0.0)})
+    done = [(101.0, TaskCompleted(step.number, forward, 100.0, 101.0))]
+    driver.part_ended("a", PartEnded(step.number, done, StepNotes(samples=[(101.0, "cpu", 5)]), use=sent))
+    done = [(1102.5, TaskCompleted(step.number, copy, 1102.0, 1102.5))]
+    notes = StepNotes(arrived={copy: 1101.5}, samples=[(1100.5, "cpu", 3), (1102.5, "cpu", 4)])
+    driver.part_ended("b", PartEnded(step.number, done, notes))
+    (record,) = watcher.records
+    ran = {event.task: event[2:] for _, event in record.journal if isinstance(event, TaskCompleted)}
+    assert ran == {forward: (100.0, 101.0), copy: (102.0, 102.5)}
+    assert record.notes.arrived == {copy: 101.5}
+    assert record.notes.samples == [(100.5, "cpu", 3), (101.0, "cpu", 8), (102.5, "cpu", 9)]
+    assert record.notes.workers == {
+        "a": WorkerNotes(WorkerState.UP, ord("a"), ("cpu:0",), 0.25, 0.0, sent),
+        "b": WorkerNotes(WorkerState.UP, ord("b"), ("cpu:1",), 0.25, 1000.0),
+    }
+    links[1].lost = WorkerLostError("b", "was killed by SIGKILL", -9)
+    driver.worker_lost(links[1], links[1].lost)
+    lost = WorkerChange("b", WorkerState.LOST, ord("b"), ("cpu:1",), how="was killed by SIGKILL")
+    assert watcher.changes[2:] == [lost]
+    driver.forget(pipeline)
+    driver.worker_lost(links[1], links[1].lost)
+    assert watcher.changes[2:] == [lost]
 
 
 async def test_the_worker_of_a_task_that_hangs_is_killed_once(driver, links, caplog):

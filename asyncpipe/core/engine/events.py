@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from asyncpipe.core.engine.share import Share
+from asyncpipe.core.engine.worker_notes import WorkerNotes
 from asyncpipe.core.graph.task_graph import TaskGraph
 
 __all__ = [
@@ -208,6 +209,10 @@ class StepNotes:
     """(time, device, bytes allocated on it) after each task, where the pipeline was asked to sample memory."""
     wakeups: list[tuple[float, float]] = field(default_factory=list)
     """(seconds that the loop was late, seconds that the scheduler took), of every wake-up since the last record."""
+    arrived: dict[int, float] = field(default_factory=dict)
+    """By task that waits for other workers: when the last message that it needs of them came."""
+    workers: dict[str, WorkerNotes] = field(default_factory=dict)
+    """Those that ran a part of the step, by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

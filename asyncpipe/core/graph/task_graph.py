@@ -118,6 +118,11 @@ class TaskGraph:
         """The kinds of tasks after which what a micro-batch's forward kept at a stage is dropped."""
         return RELEASING_KINDS if self.training else (TaskKind.FORWARD,)
 
+    @property
+    def own_devices(self) -> tuple[str, ...]:
+        """The devices that it has lanes of: all of them, unless it is a part of a step (``part.py``)."""
+        return tuple(dict.fromkeys(lane.device for lane in self.lanes))
+
     def edges(self) -> Iterator[Edge]:
         """Every edge, in the order of the tasks that wait."""
         for task, dependencies in zip(self.tasks, self.dependencies, strict=True):

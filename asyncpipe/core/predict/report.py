@@ -38,7 +38,10 @@ class TaskTime:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How the time of one step was used. Times are in seconds; ratios are between 0 and 1."""
+    """How the time of one step was used, or of a part of one, with the devices of that part.
+
+    Times are in seconds; ratios are between 0 and 1.
+    """
 
     step: int
     seconds: float
@@ -57,6 +60,9 @@ class Report:
     """The length of the longest chain of dependent tasks."""
     gates_opened: dict[int, float]
     """For each task at a gate, when the last gate that held it opened: in a backward, when its gradient came."""
+    arrived: dict[int, float]
+    """For each task that waited for other workers, when the last message that it needed came. What it waits for was
+    computed before; the time between is the *edge*."""
     began: float = 0.0
     """When the step began, on the clock of its tasks."""
 
@@ -150,7 +156,7 @@ def _report(record: StepRecord, origin: float) -> Report:
         for _, event in record.journal
         if isinstance(event, TaskCompleted)
     ]
-    device_busy = dict.fromkeys(graph.devices, 0.0)
+    device_busy = dict.fromkeys(graph.own_devices, 0.0)
     stage_busy = [0.0] * graph.shape.stages
     seconds = {time.task.number: time.seconds for time in times}
     for time in times:
@@ -168,6 +174,7 @@ def _report(record: StepRecord, origin: float) -> Report:
         gates_opened={
             graph.gates[event.gate]: at - origin for at, event in record.journal if isinstance(event, GateOpened)
         },
+        arrived={task: at - origin for task, at in record.notes.arrived.items()},
         began=began,
     )
 

@@ -6,8 +6,8 @@ import { Curve, Timeline, duration, spark } from './live_draw.js';
 const $ = id => document.getElementById(id);
 const timeline = new Timeline($('timeline')), curve = new Curve($('curve'), 260), tip = $('tip');
 const REASONS = {
-  busy: 'busy', dependency: 'waits for data', copy: 'waits for a copy', dispatch: 'waits for the scheduler',
-  drain: 'has finished the step',
+  busy: 'busy', dependency: 'waits for data', edge: 'waits for data on its way', copy: 'waits for a copy',
+  dispatch: 'waits for the scheduler', drain: 'has finished the step',
 };
 let state = null, heard = 0;
 
@@ -120,7 +120,40 @@ function legend(list, entries) {
   }));
 }
 
-function showStages({ step }) {
+// A table row for each worker; without workers there is no table.
+function showWorkers({ workers }) {
+  $('workers').hidden = !workers;
+  const shown = JSON.stringify(workers), list = $('workers-rows');
+  if (!workers || list.dataset.shown === shown) return;
+  list.dataset.shown = shown;
+  list.replaceChildren(...workers.map(worker => {
+    const row = document.createElement('tr'), sent = document.createElement('td');
+    const cells = [worker.name, worker.state, worker.pid, worker.devices.join(', '), size(worker.resident),
+      duration(worker.round_trip)];
+    row.append(...cells.map(text => {
+      const cell = document.createElement('td');
+      cell.textContent = text;
+      return cell;
+    }), sent);
+    row.children[1].dataset.state = worker.state;
+    row.children[1].title = worker.how;
+    sent.append(...worker.sent.map(({ to, messages, bytes, waited }) => {
+      const line = document.createElement('div');
+      const blocked = waited > 0 ? `, ${duration(waited)} without credit` : '';
+      line.textContent = `→ ${to}: ${size(bytes)} in ${count(messages, 'message')}${blocked}`;
+      return line;
+    }));
+    return row;
+  }));
+}
+
+function size(bytes) {
+  if (bytes === null) return '–';
+  const power = Math.min(Math.floor(Math.log2(Math.max(bytes, 1)) / 10), 4);
+  return `${+(bytes / 1024 ** power).toPrecision(3)} ${['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}`;
+}
+
+function showStages({ step, workers }) {
   const list = $('stages'), stages = step?.stages ?? [];
   while (list.children.length > stages.length) list.lastElementChild.remove();
   while (list.children.length < stages.length) list.append(stageRow(list.children.length));
@@ -130,17 +163,20 @@ function showStages({ step }) {
     row.querySelector('.share').textContent = percent(stage.busy);
     for (const part of row.querySelectorAll('i')) part.style.width = `${(shares[part.dataset.reason] ?? 0) * 100}%`;
     row.querySelector('.bar').title = [
-      ...Object.entries(shares).map(([reason, share]) => `${REASONS[reason]}: ${percent(share)}`),
+      ...told(shares, workers).map(([reason, share]) => `${REASONS[reason]}: ${percent(share)}`),
       ...(stage.in_flight === null ? [] : [`${stage.in_flight} in flight at most`]),
     ].join('\n');
     row.querySelector('.bar').setAttribute('aria-label', `Stage ${index} on ${stage.device}: ` +
-      Object.entries(shares).map(([reason, share]) => `${REASONS[reason]} ${percent(share)}`).join(', '));
+      told(shares, workers).map(([reason, share]) => `${REASONS[reason]} ${percent(share)}`).join(', '));
   });
   write('finding', step ? finding(step) : '');
   if (!step) return;
   const shared = stages.length > step.devices.length ? [['var(--track)', 'its device runs another stage']] : [];
-  legend($('reasons'), [...Object.entries(REASONS).map(([reason, name]) => [`var(--${reason})`, name]), ...shared]);
+  legend($('reasons'), [...told(REASONS, workers).map(([reason, name]) => [`var(--${reason})`, name]), ...shared]);
 }
+
+// Entries by reason; on threads nothing is on its way.
+const told = (reasons, workers) => Object.entries(reasons).filter(([reason]) => workers || reason !== 'edge');
 
 function stageRow(index) {
   const row = document.createElement('li'), who = document.createElement('span'), bar = document.createElement('span');
@@ -188,6 +224,7 @@ function show(next) {
   showHead(state);
   showTiles(state);
   showStages(state);
+  showWorkers(state);
   showCurve(state);
   // A picture that changes under the pointer cannot be read, so it is updated when the pointer has left.
   if (held()) write('timeline-about', 'paused while the pointer is on it');

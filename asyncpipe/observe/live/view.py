@@ -18,9 +18,11 @@ from threading import Lock
 from typing import Any
 
 from asyncpipe.core.engine.events import Outcome, StepCompleted, StepRecord
+from asyncpipe.core.engine.worker_notes import WorkerChange
 from asyncpipe.core.predict.report import report
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.live.step_data import rounded, step_data, timeline_data
+from asyncpipe.observe.live.workers_data import SeenWorkers
 from asyncpipe.observe.metrics.graph_arrays import GraphArraysCache
 
 __all__ = ["LiveView", "Series"]
@@ -34,9 +36,9 @@ RECENT = 20
 class LiveView:
     """An observer of one run whose ``snapshot()`` is what a live page shows.
 
-    ``steps`` is the number of training steps of the run, if known. ``step_completed``, ``training_step`` and ``end``
-    are quick, and each is called by one thread at a time; ``snapshot`` may be called from any thread. At most one
-    step's record is kept, and no tensor.
+    ``steps`` is the number of training steps of the run, if known. ``step_completed``, ``training_step``,
+    ``worker_changed`` and ``end`` are quick; ``snapshot`` may be called from any thread. The first and the third come
+    from one thread, the driver's loop. At most one step's record is kept, and no tensor.
     """
 
     def __init__(self, job: str = "", *, steps: int | None = None) -> None:
@@ -46,6 +48,8 @@ class LiveView:
         self._steps = steps
         self._newest: tuple[int, StepRecord] | None = None
         """How many steps succeeded, and the last of them."""
+        self._workers = SeenWorkers()
+        """What is known of workers: replaced whenever something new is."""
         self._spoiled: tuple[int, int, str] = (0, 0, "")
         """How many steps failed, how many were cancelled, and a sentence about the last of these."""
         self._recent: tuple[tuple[int, float, float, int, int], ...] = ()
@@ -63,6 +67,8 @@ class LiveView:
 
     def step_completed(self, record: StepRecord) -> None:
         """Keep ``record`` until the next one; of a step that failed or was cancelled, keep a sentence."""
+        if record.notes.workers:
+            self._workers = self._workers.noted(record.notes.workers)
         if record.outcome is Outcome.OK:
             self._newest = ((self._newest[0] if self._newest else 0) + 1, record)
         else:
@@ -77,6 +83,10 @@ class LiveView:
         self._history.add(*point)
         self._recent = (*self._recent[1 - RECENT :], point)
 
+    def worker_changed(self, change: WorkerChange) -> None:
+        """Show that a worker has come up for this run, or was lost."""
+        self._workers = self._workers.changed(change)
+
     def end(self) -> None:
         """Mark the run as ended: nothing new will come. May be called twice."""
         self._ended = True
@@ -90,7 +100,8 @@ class LiveView:
     def version(self) -> tuple[int, ...]:
         """Changes whenever there is something new to show; cheap."""
         failed, cancelled, _ = self._spoiled
-        return (self._newest[0] if self._newest else 0, failed, cancelled, self._done, int(self._ended))
+        steps = self._newest[0] if self._newest else 0
+        return (steps, failed, cancelled, self._done, self._workers.changes, int(self._ended))
 
     @property
     def _done(self) -> int:
@@ -102,9 +113,10 @@ class LiveView:
 
         ``step`` and ``timeline`` describe the last step that succeeded, ``training`` the last ``training_step``; each
         is ``None`` before the first one. Shares are of the step's time, from 0 to 1. The first snapshot after a step
-        takes 4 to 12 µs a task (and 20 more if the graph is new); others are cheap.
+        takes 4 to 12 µs a task (and 20 more if the graph is new); others are cheap. ``workers`` is ``None`` where the
+        devices are threads.
         """
-        ended, recent, newest = self._ended, self._recent, self._newest
+        ended, recent, newest, workers = self._ended, self._recent, self._newest, self._workers
         failed, cancelled, sentence = self._spoiled
         with self._lock:
             number, step, timeline = self._shown
@@ -123,6 +135,7 @@ class LiveView:
             "training": _training_data(recent) if recent else None,
             "step": step,
             "timeline": timeline,
+            "workers": workers.data(),
             "history": [_history_row(*point) for point in self._history.points()],
             "bubbles": [[rounded(x, 7), rounded(bubble)] for x, bubble in bubbles],
         }

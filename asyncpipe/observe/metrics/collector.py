@@ -31,6 +31,7 @@ from prometheus_client.registry import Collector
 
 from asyncpipe import __version__
 from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.engine.worker_notes import WorkerChange, WorkerState
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics.fold import fold
@@ -55,9 +56,9 @@ STACK = 16_384
 class PipelineCollector(Collector):
     """An observer of the steps of one job that is also a Prometheus collector.
 
-    Labels are job, stage, device, kind, reason, src, dst and outcome. A registry accepts one such collector, because an
-    exposition may name a metric only once; for several jobs use a ``MergedCollector``. All methods may be called from
-    any thread.
+    Labels are job, stage, device, worker, kind, reason, src, dst and outcome. A registry accepts one such collector,
+    because an exposition may name a metric only once; for several jobs use a ``MergedCollector``. All methods may be
+    called from any thread.
     """
 
     def __init__(self, job: str = "") -> None:
@@ -102,6 +103,15 @@ class PipelineCollector(Collector):
         """Count a snapshot that could not be taken."""
         with self._lock:
             self._totals.add("snapshots", ("failed",), 1)
+
+    def worker_changed(self, change: WorkerChange) -> None:
+        """Count a worker that has come up for the job, or was lost."""
+        is_up = change.state is WorkerState.UP
+        with self._lock:
+            _, before = self._totals.gauges.get("worker_up", (0.0, {}))
+            self._totals.set("worker_up", {**before, (change.worker,): float(is_up)}, time.time())
+            self._totals.add("worker_losses", (change.worker,), not is_up)
+            self._totals.add("worker_restarts", (change.worker,), change.is_restart)
 
     def observer_failed(self, reason: str) -> None:
         """Count a failure of an observer; raises ``OptionError`` unless ``reason`` is one of ``FAILURES``."""

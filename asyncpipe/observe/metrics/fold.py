@@ -12,15 +12,16 @@ in ``GraphArrays``, so a label is looked up once a series and not once a task.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncpipe.core.engine.events import Outcome
+from asyncpipe.core.engine.worker_notes import WorkerNotes, WorkerState
 from asyncpipe.observe.metrics.graph_arrays import Floats, GraphArrays, Numbers, in_order, summed
-from asyncpipe.observe.metrics.idle_time import device_time
+from asyncpipe.observe.metrics.idle_time import InputTimes, device_time
 from asyncpipe.observe.metrics.metric_table import HISTOGRAMS, Labels
 from asyncpipe.observe.metrics.step_arrays import StepArrays
 from asyncpipe.observe.metrics.totals import Totals, bucket_of
@@ -45,11 +46,11 @@ def fold(steps: Sequence[StepArrays], arrays: GraphArrays) -> Totals:
     """What ``steps`` add to the totals; ``arrays`` are those of the graph that all of them ran."""
     change = Totals()
     started, ended = _stacked(steps, "started", inf), _stacked(steps, "ended", -inf)
-    produced, sent, arrived = _input_times(steps, arrays, started, ended)
-    times = _TaskTimes(started, ended, arrived)
+    inputs = _input_times(steps, arrays, started, ended)
+    times = _TaskTimes(started, ended, inputs.arrived)
     _count(change, steps, arrays, times)
     _add_seconds(change, steps, arrays, times)
-    busy, idle = device_time(arrays, started, ended, produced, sent, arrived)
+    busy, idle = device_time(arrays, started, ended, inputs)
     _add(change, "stage_busy_seconds", arrays.places, busy)
     for reason, seconds in idle.items():
         _add(change, "stage_idle_seconds", [(*place, reason.value) for place in arrays.places], seconds)
@@ -66,13 +67,11 @@ def _stacked(steps: Sequence[StepArrays], name: str, missing: float) -> Floats:
     return stack
 
 
-def _input_times(
-    steps: Sequence[StepArrays], arrays: GraphArrays, started: Floats, ended: Floats
-) -> tuple[Floats, Floats, Floats]:
-    """When the inputs of each task were produced, sent and had arrived, in seconds since the step's submission.
+def _input_times(steps: Sequence[StepArrays], arrays: GraphArrays, started: Floats, ended: Floats) -> InputTimes:
+    """The times of each task's inputs, in seconds since the step's submission.
 
-    The result of a copy counts as produced when the input of the copy was there. Dependencies that did not complete
-    are ignored.
+    The result of a copy counts as produced when the input of the copy was computed, and as landed when that had come
+    from the other worker. Dependencies that did not complete are ignored.
     """
     arrived = np.zeros_like(ended)
     np.maximum(arrays.reads.latest(ended), 0.0, out=arrived[:, :-1])
@@ -80,15 +79,30 @@ def _input_times(
     made[:, arrays.copies] = arrived[:, arrays.copies]
     produced = arrived.copy()
     produced[:, arrays.fed] = np.maximum(arrays.fed_reads.latest(made), 0.0)
+    landed = None
+    if any(len(step.waited) for step in steps):
+        came = _messages_came(steps, ended)
+        np.maximum(arrived, came, out=arrived)
+        made[:, arrays.copies] = arrived[:, arrays.copies]
+        landed = np.maximum(produced, came)
+        landed[:, arrays.fed] = np.maximum(arrays.fed_reads.latest(made), landed[:, arrays.fed])
     made[:, arrays.copies] = _copies_begun(arrays, started, ended, arrived)
-    sent = produced.copy()
-    sent[:, arrays.fed] = np.maximum(arrays.fed_reads.latest(made), produced[:, arrays.fed])
+    sent = (produced if landed is None else landed).copy()
+    sent[:, arrays.fed] = np.maximum(arrays.fed_reads.latest(made), sent[:, arrays.fed])
     for row, step in enumerate(steps):
         for task, opened in step.opened:
             since = opened - step.submitted
             produced[row, task] = max(produced[row, task], since)
             arrived[row, task] = max(arrived[row, task], since)
-    return produced, sent, arrived
+    return InputTimes(produced, landed, sent, arrived)
+
+
+def _messages_came(steps: Sequence[StepArrays], ended: Floats) -> Floats:
+    """When the last message from another worker came for each task, in seconds since the step's submission."""
+    came = np.full_like(ended, -inf)
+    for row, step in zip(came, steps, strict=True):
+        row[step.waited] = step.came - step.submitted
+    return came
 
 
 def _copies_begun(arrays: GraphArrays, started: Floats, ended: Floats, arrived: Floats) -> Floats:
@@ -155,11 +169,17 @@ def _add_seconds(change: Totals, steps: Sequence[StepArrays], arrays: GraphArray
 
 
 def _add_notes(change: Totals, steps: Sequence[StepArrays], arrays: GraphArrays) -> None:
-    """Add what was noted beside the journals: bytes of copies, wake-ups of the scheduler."""
+    """Add what was noted beside the journals: bytes of copies and edges, wake-ups of the scheduler."""
     copied = np.concatenate([step.copied for step in steps])
     sizes = np.concatenate([step.copied_bytes for step in steps])
     route = arrays.route[np.searchsorted(arrays.copies, copied)]
     _add(change, "copy_bytes", arrays.routes, summed(sizes, route, len(arrays.routes)))
+    for step in steps:
+        for source, worker in step.workers.items():
+            for receiver, sent in worker.use.sent.items() if worker.use is not None else ():
+                change.add("edge_messages", (source, receiver), sent.messages)
+                change.add("edge_bytes", (source, receiver), sent.bytes)
+                change.add("edge_waiting_seconds", (source, receiver), sent.waited_seconds)
     wakeups = np.concatenate([step.wakeups for step in steps])
     if len(wakeups):
         change.observe("scheduler_loop_lag_seconds", (), wakeups[:, 0])
@@ -177,6 +197,8 @@ def _set_gauges(change: Totals, steps: Sequence[StepArrays], arrays: GraphArrays
             change.set(f"memory_{name}_bytes", found, step.at)
         if step.streams:
             change.set("streams", {(device,): float(count) for device, count in step.streams.items()}, step.at)
+        if step.workers:
+            _set_workers(change, step.workers, step.at)
     whole = [row for row, step in enumerate(steps) if step.outcome is Outcome.OK]
     row = max(whole, key=lambda row: steps[row].at, default=None)
     if row is None:
@@ -190,6 +212,20 @@ def _set_gauges(change: Totals, steps: Sequence[StepArrays], arrays: GraphArrays
     if len(arrays.releases):
         peaks = _peaks(arrays, times.started[row], times.ended[row])
         change.set("inflight_microbatches", {(str(stage),): float(peak) for stage, peak in enumerate(peaks)}, at)
+
+
+def _set_workers(change: Totals, workers: Mapping[str, WorkerNotes], at: float) -> None:
+    def values(value: Callable[[WorkerNotes], float]) -> dict[Labels, float]:
+        return {(name,): value(notes) for name, notes in workers.items()}
+
+    change.set("worker_up", values(lambda notes: float(notes.state is WorkerState.UP)), at)
+    change.set("worker_round_trip_seconds", values(lambda notes: notes.round_trip), at)
+    change.set("worker_clock_offset_seconds", values(lambda notes: notes.clock_offset), at)
+    told: dict[Labels, float] = {
+        (name,): float(notes.use.resident_bytes) for name, notes in workers.items() if notes.use is not None
+    }
+    if told:
+        change.set("worker_resident_bytes", told, at)
 
 
 def _peaks(arrays: GraphArrays, started: Floats, ended: Floats) -> list[int]:

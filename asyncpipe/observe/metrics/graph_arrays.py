@@ -61,14 +61,16 @@ class GraphArrays:
         copied = {task.number for task, _ in copies}
         reads = [graph.read_by(number) for number in range(count)]
         fed = [number for number, row in enumerate(reads) if not copied.isdisjoint(row)]
-        on = [graph.devices.index(lane.device) for lane in graph.lanes]
+        devices = graph.own_devices
+        on = [devices.index(lane.device) for lane in graph.lanes]
         self.kind, self.kinds = _positions(task.kind.value for task in tasks)
         self.sort, self.sorts = _positions((str(task.stage), task.kind.value) for task in tasks)
         """(stage, kind)"""
         self.device = _numbers(on[lane] for lane in graph.lane_of)
-        self.devices = tuple((device,) for device in graph.devices)
-        firsts = [graph.placement.index(k) if k in graph.placement else 0 for k in range(len(graph.devices))]
-        self.home, homes = _positions(zip(map(str, firsts), graph.devices, strict=True))
+        self.devices = tuple((device,) for device in devices)
+        numbers = [graph.devices.index(device) for device in devices]
+        firsts = [graph.placement.index(k) if k in graph.placement else 0 for k in numbers]
+        self.home, homes = _positions(zip(map(str, firsts), devices, strict=True))
         """For each device the place of its first stage; of stage 0 where there is none."""
         place, self.places = _positions(((str(task.stage), task.lane.device) for task in tasks), homes)
         """(stage, device) of everything that computes, and a stage for each device that computes nothing."""

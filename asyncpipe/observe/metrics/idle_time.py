@@ -1,25 +1,26 @@
 """Why devices were idle: every gap of a compute lane, split by what the next task waited for.
 
-The copies that a task reads divide the gap before it into four parts::
+The copies that a task reads divide the gap before it into parts::
 
-    before ends      producer ends   copy begins   copy ends      task starts
-    ─────┤                 ┊               ┊            ┊              ├─────
-         │◀─ dependency ──▶│◀─ dispatch ──▶│◀── copy ──▶│◀─ dispatch ─▶│
+    before ends      producer ends   message is here   copy begins   copy ends      task starts
+    ─────┤                 ┊              ┊                ┊            ┊              ├─────
+         │◀─ dependency ──▶│◀─── edge ───▶│◀── dispatch ──▶│◀── copy ──▶│◀─ dispatch ─▶│
 
-A copy begins when it is dispatched, even if it then waits for earlier copies of its lane. The time after the last task
-of a device is the drain. Busy and idle seconds of a device add up to the step. A gap is counted for the stage of the
-task that ends it, the drain for the stage of the last task.
+Only what another worker has made has an edge to cross. A copy begins when it is dispatched, even if it then waits for
+earlier copies of its lane. The time after the last task of a device is the drain. Busy and idle seconds of a device add
+up to the step. A gap is counted for the stage of the task that ends it, the drain for the stage of the last task.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
 from asyncpipe.observe.metrics.graph_arrays import Floats, GraphArrays, Numbers, in_order, summed
 
-__all__ = ["IdleReason", "device_time"]
+__all__ = ["IdleReason", "InputTimes", "device_time"]
 
 
 class IdleReason(StrEnum):
@@ -27,6 +28,8 @@ class IdleReason(StrEnum):
 
     DEPENDENCY = "dependency"
     """Another device, or the caller's part of a backward, had not yet computed what the next task reads."""
+    EDGE = "edge"
+    """It was computed in another worker and on its way to this one."""
     COPY = "copy"
     """It was computed and being copied."""
     DISPATCH = "dispatch"
@@ -35,21 +38,35 @@ class IdleReason(StrEnum):
     """The device had no task left in this step."""
 
 
+class InputTimes(NamedTuple):
+    """When the last input of each task was where."""
+
+    produced: Floats
+    """Computed."""
+    landed: Floats | None
+    """In the task's worker; ``None`` if that is so at once, as nothing comes from another one."""
+    sent: Floats
+    """Taken by its copy."""
+    arrived: Floats
+    """On the task's device."""
+
+
 def device_time(
-    arrays: GraphArrays, started: Floats, ended: Floats, produced: Floats, sent: Floats, arrived: Floats
+    arrays: GraphArrays, started: Floats, ended: Floats, inputs: InputTimes
 ) -> tuple[Floats, dict[IdleReason, Floats]]:
     """Busy and idle seconds of the devices, summed over k steps of one graph, by position in ``GraphArrays.places``.
 
     All arrays have the shape (k, tasks + 1), in seconds since each step was submitted: when tasks ``started`` (∞ for
-    never) and ``ended`` (-∞), and when their last input was ``produced``, ``sent`` by its copy, and had ``arrived`` on
-    their device. The last column means "no task"; the rows of ``arrays.compute`` are filled up with it.
+    never) and ``ended`` (-∞), and those of ``inputs``. The last column means "no task"; the rows of ``arrays.compute``
+    are filled up with it.
     """
     tasks, cells, before, after = in_order(arrays.compute, started, ended)
     # Clocks of threads and devices differ a little: time in which two tasks seem to overlap is counted once.
     begin = np.minimum(np.maximum(started.ravel()[cells], before), after)
-    made = np.minimum(np.maximum(produced.ravel()[cells], before), begin)
-    there = np.minimum(np.maximum(arrived.ravel()[cells], made), begin)
-    left = np.minimum(np.maximum(sent.ravel()[cells], made), there)
+    made = np.minimum(np.maximum(inputs.produced.ravel()[cells], before), begin)
+    there = np.minimum(np.maximum(inputs.arrived.ravel()[cells], made), begin)
+    landed = made if inputs.landed is None else np.minimum(np.maximum(inputs.landed.ravel()[cells], made), there)
+    left = np.minimum(np.maximum(inputs.sent.ravel()[cells], landed), there)
     places = arrays.place[tasks].ravel()
 
     def total(seconds: Floats) -> Floats:
@@ -57,8 +74,9 @@ def device_time(
 
     return total(after - begin), {
         IdleReason.DEPENDENCY: total(made - before),
+        IdleReason.EDGE: np.zeros(len(arrays.places)) if landed is made else total(landed - made),
         IdleReason.COPY: total(there - left),
-        IdleReason.DISPATCH: total(left - made) + total(begin - there),
+        IdleReason.DISPATCH: total(left - landed) + total(begin - there),
         IdleReason.DRAIN: _drained(arrays, tasks, ended, after[:, :, -1]),
     }
 

@@ -1,7 +1,7 @@
 """The table of the metrics of a job: names without the prefix ``asyncpipe_``, help texts and labels.
 
 A new metric takes a row here and the line that adds to it: in ``fold.py`` if it comes from steps, in ``collector.py``
-if the training loop reports it. The collector and the dashboards read the table.
+if the training loop or a worker's end reports it. The collector and the dashboards read the table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ COUNTERS: dict[str, tuple[str, Labels]] = {
     "stage_busy_seconds": ("Seconds that a device computed for a stage.", ("stage", "device")),
     "stage_idle_seconds": (
         "Seconds inside steps that a device stood idle before a task of a stage, by reason: dependency (not yet "
-        "computed elsewhere), copy (on its way), dispatch (there, but not begun), drain (after its last task).",
+        "computed elsewhere), edge (on its way from another worker), copy (being copied), dispatch (there, but not "
+        "begun), drain (after its last task).",
         ("stage", "device", "reason"),
     ),
     "executor_busy_seconds": (
@@ -29,6 +30,14 @@ COUNTERS: dict[str, tuple[str, Labels]] = {
         ("src", "dst"),
     ),
     "copy_seconds": ("Seconds that copies from one logical device to another took.", ("src", "dst")),
+    "edge_messages": ("Messages that one worker sent to another.", ("src", "dst")),
+    "edge_bytes": ("Bytes of tensors that one worker sent to another.", ("src", "dst")),
+    "edge_waiting_seconds": (
+        "Seconds in which one worker had a message for another that held as many as it may (no credit was left).",
+        ("src", "dst"),
+    ),
+    "worker_losses": ("Workers that were lost: they ended, were killed, or did not answer.", ("worker",)),
+    "worker_restarts": ("Workers that were started in the place of a lost one.", ("worker",)),
     "samples": ("Training samples consumed.", ()),
     "tokens": ("Training tokens consumed.", ()),
     "training_seconds": ("Seconds of training steps, optimizer and data included.", ()),
@@ -61,6 +70,13 @@ GAUGES: dict[str, tuple[str, Labels]] = {
     "streams": (
         "Streams of a physical device that this process used after the last step, in all its jobs; 0 for the CPU.",
         ("device",),
+    ),
+    "worker_up": ("1 if a worker is up, 0 if it was lost and no other has taken its place.", ("worker",)),
+    "worker_resident_bytes": ("Resident memory of a worker's process after the last step.", ("worker",)),
+    "worker_round_trip_seconds": ("Seconds of the shortest of the last pings to a worker and back.", ("worker",)),
+    "worker_clock_offset_seconds": (
+        "Seconds that are taken off a worker's times to have the controller's; 0 on one host.",
+        ("worker",),
     ),
     "last_step_timestamp_seconds": ("Unix time at which the last step ended.", ()),
     "last_snapshot_timestamp_seconds": ("Unix time at which the last snapshot was taken.", ()),

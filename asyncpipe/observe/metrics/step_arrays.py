@@ -57,6 +57,10 @@ class StepArrays:
         all."""
         self.opened = [(gates[event.gate], when) for when, event in others if isinstance(event, GateOpened)]
         """(gated task, time at which what it waits for arrived from outside: a gradient of the caller's)"""
+        self.waited = np.fromiter(notes.arrived.keys(), np.intp, len(notes.arrived))
+        """The tasks that waited for other workers."""
+        self.came = np.fromiter(notes.arrived.values(), np.float64, len(notes.arrived))
+        """When the last message for each of them came."""
         self.lost = [
             (event.task, _LOST[type(event)]) for _, event in others if isinstance(event, TaskFailed | TaskDropped)
         ]
@@ -66,7 +70,7 @@ class StepArrays:
         self.copied_bytes = np.fromiter(notes.copied.values(), np.float64, len(notes.copied))
         self.wakeups = np.fromiter(chain.from_iterable(notes.wakeups), np.float64).reshape(-1, 2)
         """(seconds that the loop was late, seconds that the scheduler took) for each wake-up."""
-        self.memory, self.streams = notes.memory, notes.streams
+        self.memory, self.streams, self.workers = notes.memory, notes.streams, notes.workers
 
 
 def _floats(values: list[float]) -> Floats:

@@ -9,6 +9,7 @@
     cpu:1       compute                │ F(0,1) │ B(0,1) ↗              arrows: producer → copy → consumer
     cpu memory  memory …      ▁▁▂▂▂▂▂▂▃▃▃▃▃▃▃▃▄▄▄▄▄▃▃▃▃▃▂▂▂▂            what the process holds of a physical device
 
+Where the devices are in workers, the processes are these, and their threads the devices with their lanes.
 Steps are on the clock of their journals, which begins at 0 here. Steps that overlap have rows of their own, and a mark
 on each device shows where it begins the later one. Times are microseconds, to the nanosecond. A trace of
 CUDA devices costs them nothing more: the journal has the times of events that were recorded on the lane's stream, read
@@ -124,6 +125,7 @@ def _step_arguments(record: StepRecord) -> TraceEvent:
 def _slices(record: StepRecord, tracks: TraceTracks) -> dict[int, TraceEvent]:
     """The slice of every completed task, by the task's number."""
     slices = {}
+    edges = _edges(record, tracks)
     for _, event in record.journal:
         if isinstance(event, TaskCompleted):
             task = record.graph.tasks[event.task]
@@ -134,9 +136,23 @@ def _slices(record: StepRecord, tracks: TraceTracks) -> dict[int, TraceEvent]:
                 "cname": task.kind.trace_colour,
                 **tracks.lane(task.lane),
                 **tracks.span(event.started, event.ended),
-                "args": _arguments(record, task),
+                "args": {**_arguments(record, task), **edges.get(event.task, {})},
             }
     return slices
+
+
+def _edges(record: StepRecord, tracks: TraceTracks) -> dict[int, TraceEvent]:
+    """For tasks that waited for other workers: how long what they need was computed and not here yet."""
+    if not record.notes.arrived:
+        return {}
+    ended = {event.task: event.ended for _, event in record.journal if isinstance(event, TaskCompleted)}
+    found = {}
+    for task, arrived in record.notes.arrived.items():
+        made = max(
+            [record.journal[0][0], *(ended[other] for other in record.graph.dependencies[task] if other in ended)]
+        )
+        found[task] = {"edge_us": tracks.span(made, arrived)["dur"]}
+    return found
 
 
 def _arguments(record: StepRecord, task: Task) -> TraceEvent:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncpipe.core.engine.events import StepRecord, TaskCompleted
-from asyncpipe.core.graph.task import Lane
+from asyncpipe.core.graph.task import Lane, Queue
 
 __all__ = ["TraceEvent", "TraceTracks"]
 
@@ -17,10 +17,11 @@ TraceEvent = dict[str, Any]
 class TraceTracks:
     """The numbers of processes (``pid``) and threads (``tid``) in a trace, and its clock.
 
-    There is a process for each logical device, for each physical device with measured memory (unless a logical device
-    has its name), and for the steps, which are shown on top. Threads are numbered from 1, because viewers treat 0
-    specially, and through all processes, because some viewers expect unique numbers. Processes have the numbers after
-    those of the threads, because Perfetto takes a thread with its process's number for the main thread.
+    There is a process for each logical device, or for each worker, which has the threads of all its devices. There is
+    one for each physical device with measured memory (unless a logical device has its name), and for the steps, which
+    are shown on top. Threads are numbered from 1, because viewers treat 0 specially, and through all processes, because
+    some viewers expect unique numbers. Processes have the numbers after those of the threads, because Perfetto takes a
+    thread with its process's number for the main thread.
 
     Times are microseconds since the earliest of the journals, to the nanosecond. ``unit`` is how many seconds a unit of
     the journals' time stands for.
@@ -37,8 +38,16 @@ class TraceTracks:
         logical = dict.fromkeys(lane.device for lane in lanes)
         measured = {name for record in records for name in record.notes.memory}
         measured |= {name for record in records for _, name, _ in record.notes.samples}
-        self._memories = measured - logical.keys()
-        self._devices = {name: pid for pid, name in enumerate([*logical, *sorted(self._memories)], self._rows.stop + 1)}
+        self._workers = {
+            device: f"worker {name} (pid {worker.pid})"
+            for record in records
+            for name, worker in record.notes.workers.items()
+            for device in worker.devices
+        }
+        place = {device: self._workers.get(device, device) for device in logical}
+        place |= {device: f"{device} memory" for device in sorted(measured - logical.keys())}
+        self._processes = {name: pid for pid, name in enumerate(dict.fromkeys(place.values()), self._rows.stop + 1)}
+        self._devices = {device: self._processes[name] for device, name in place.items()}
         self.steps = [
             {"pid": self._rows.stop, "tid": self._rows[row], **span} for row, span in zip(rows, spans, strict=True)
         ]
@@ -65,14 +74,18 @@ class TraceTracks:
         """The events that name processes and threads and put them in order."""
         if self._rows:
             yield from _named("process", {"pid": self._rows.stop}, "steps", 1)
-        for device, pid in self._devices.items():
-            name = f"{device} memory" if device in self._memories else device
+        for name, pid in self._processes.items():
             yield from _named("process", {"pid": pid}, name, pid)
         for lane, tid in self._lanes.items():
-            yield from _named("thread", self.lane(lane), lane.queue.value, tid)
+            yield from _named("thread", self.lane(lane), self._name_of(lane), tid)
         for row, tid in enumerate(self._rows, 1):
             name = "step" if len(self._rows) == 1 else f"row {row}"
             yield from _named("thread", {"pid": self._rows.stop, "tid": tid}, name, tid)
+
+    def _name_of(self, lane: Lane) -> str:
+        if lane.device not in self._workers:
+            return lane.queue.value
+        return lane.device if lane.queue is Queue.COMPUTE else f"{lane.device} {lane.queue.value}"
 
     def _span_of(self, record: StepRecord) -> TraceEvent:
         """The time of a whole step, from its submission to the end of its last task."""

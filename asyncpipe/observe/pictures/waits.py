@@ -14,7 +14,7 @@ __all__ = ["Wait", "waits"]
 
 
 class Wait(NamedTuple):
-    """The last thing that a task waited for: one of its inputs, or the task before it on its lane."""
+    """The last thing that a task waited for: one of its inputs, its way here, or the task before it on its lane."""
 
     name: str
     until: float
@@ -42,6 +42,10 @@ def waits(result: Report, graph: TaskGraph, earlier: Mapping[Lane, float] | None
             candidates.append((earlier[lane], False, "the step before"))
         if number in result.gates_opened:
             candidates.append((result.gates_opened[number], True, "the caller's gradient"))
+        if number in result.arrived:
+            sent = max(reads, key=lambda read: read.end, default=None)
+            name = "another worker" if sent is None else f"{sent.task.id} of another worker, on its way"
+            candidates.append((result.arrived[number], True, name))
         if candidates:
             end, _, name = max(candidates)
             free = before[lane].end if lane in before else earlier.get(lane, 0.0)

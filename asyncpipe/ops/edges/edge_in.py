@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -209,6 +210,7 @@ class EdgeIn:
             tensors, ready = read_inline(layout, self._channel), None
         else:
             tensors, ready = self._payload.take(layout, frame.slot)
+        at = time.perf_counter()
         header = EdgeHeader(frame.epoch, frame.step, frame.task, frame.source)
         with self._lock:
             if not self._window.arrive():
@@ -219,7 +221,7 @@ class EdgeIn:
             self._tell()
             release = partial(self._release, self._messages)
         with self._delivering:
-            self._deliver(ReceivedMessage(header, tensors, layout.meta, ready, self.peer, release))
+            self._deliver(ReceivedMessage(header, tensors, layout.meta, ready, self.peer, release, at))
 
     def _deliver(self, message: ReceivedMessage) -> None:
         """With ``_delivering``."""

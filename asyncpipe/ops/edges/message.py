@@ -53,11 +53,13 @@ class ReceivedMessage(EdgeMessage):
     """A message that has arrived.
 
     Its tensors are the receiver's own, to keep and to write to. ``ready`` is set if a stream must wait for the event
-    before it reads them. ``release`` gives the message's credit back, at the first call; any thread may call it.
+    before it reads them. ``release`` gives the message's credit back, at the first call; any thread may call it. ``at``
+    is when it was here, in seconds of ``time.perf_counter``.
     """
 
     sender: int = -1
     release: Callable[[], None] = lambda: None
+    at: float = 0.0
 
 
 class TensorLayout(NamedTuple):

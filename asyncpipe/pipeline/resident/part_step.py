@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import torch
 
 from asyncpipe.core.engine.events import StepNotes, StepRecord, TaskCompleted, TaskFailed, TaskIssued
 from asyncpipe.core.engine.parts_record import TaskEvent
+from asyncpipe.core.engine.worker_notes import WorkerUse
 from asyncpipe.core.graph.part import Part
 from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.ops.device.wire import to_buffers
@@ -38,11 +42,12 @@ class PartStep(PreparedStep):
         crossings: Crossings,
         *,
         overlaps: bool,
-        is_observed: bool,
+        use: Callable[[], WorkerUse] | None,
     ) -> None:
         """``number`` is the step's in the controller. ``overlaps``: its gradients are set aside by its run of steps.
 
-        ``is_observed``: somebody gets its record, and wants to know what the physical devices hold.
+        ``use`` is given where somebody gets its record, who wants to know that of the worker, and what the physical
+        devices hold.
         """
         super().__init__(inputs, tenancy, part.graph, tensors, crossings)
         self.number = number
@@ -50,8 +55,12 @@ class PartStep(PreparedStep):
         self.part = part
         self._crossings = crossings
         self._is_started = overlaps
-        self._is_observed = is_observed
+        self._use = use
         self._gates = Gates()
+        self._came: dict[int, float] = {}
+        """By task (of the whole graph), when the last message for it came."""
+        self._lock = threading.Lock()
+        """Of that: two edges may bring something for one task."""
         self.execution: Execution | None = None
 
     def begin(self, after: Execution | None) -> None:
@@ -72,6 +81,8 @@ class PartStep(PreparedStep):
     def arrived(self, message: ReceivedMessage) -> None:
         """What a task waits for has come from another worker. Its credit goes back when the task has run."""
         task, dependency = message.header.task, message.header.source
+        with self._lock:
+            self._came[task] = max(message.at, self._came.get(task, message.at))
         self._crossings.arrived(task, message.meta, list(message.tensors), message.release)
         self._gates.open([self.part.arrivals[task, dependency]])
 
@@ -93,8 +104,9 @@ class PartStep(PreparedStep):
         except Exception as caught:  # noqa: BLE001 - the controller raises it
             error = caught
         _, record = await execution.done
-        ended = PartEnded(self.number, self._events(record), self._notes(record.notes), error, result)
-        return portable(self._worker, ended)
+        events, notes = self._events(record), self._notes(record.notes)
+        use = None if self._use is None else self._use()
+        return portable(self._worker, PartEnded(self.number, events, notes, error, result, use=use))
 
     def settle(self, *, keep: bool) -> None:
         """The whole step is over: keep what it has left in gradients and buffers, or undo it."""
@@ -136,7 +148,9 @@ class PartStep(PreparedStep):
 
     def _notes(self, notes: StepNotes) -> StepNotes:
         copied = {self.part.whole[task]: size for task, size in notes.copied.items()}
-        found = StepNotes(copied, samples=notes.samples, wakeups=notes.wakeups)
-        if self._is_observed:
+        with self._lock:
+            came = dict(self._came)
+        found = StepNotes(copied, samples=notes.samples, wakeups=notes.wakeups, arrived=came)
+        if self._use is not None:
             note_devices({stream.device for stream in self.parts.resources.streams.values()}, found)
         return found

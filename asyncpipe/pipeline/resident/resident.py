@@ -16,13 +16,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from asyncpipe.core.engine.worker_notes import EdgeTraffic, WorkerUse
 from asyncpipe.core.graph.part import Departure, Part, part
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import EdgeError, OptionError, PipelineClosedError
 from asyncpipe.ops.device.devices import Device
+from asyncpipe.ops.device.memory import allocated_bytes
 from asyncpipe.ops.device.wire import from_buffers, from_wire, to_wire
 from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.ops.edges.edge_in import EdgeIn
+from asyncpipe.ops.edges.edge_out import EdgeOutCounters
 from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
 from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
@@ -83,6 +86,8 @@ class Resident:
         """The last step that has begun here."""
         self._windows: dict[int, int] = {}
         """By worker that sends: how many messages of its edge may be held here."""
+        self._told: dict[int, EdgeOutCounters] = {}
+        """What the controller knows of what was sent, by the worker that receives."""
         self._line: object = None
         """Whose turn the gradients are, while steps overlap."""
 
@@ -171,7 +176,7 @@ class Resident:
             tensors,
             crossings,
             overlaps=work.overlaps,
-            is_observed=work.is_observed,
+            use=self._use if work.is_observed else None,
         )
         self._widen([*(each.part for each in self._steps.values()), own])
         before = self._steps.get(-1 if start.after is None else start.after)
@@ -256,6 +261,20 @@ class Resident:
 
     def _broken(self, error: EdgeError) -> None:
         """Called on an edge's thread. The controller hears of a lost worker by itself, and stops what waits for it."""
+
+    def _use(self) -> WorkerUse:
+        """What the controller's observers want to know of this worker."""
+        sent = {}
+        for peer, edge in self._edges.out.items():
+            counted = edge.counters()
+            before = self._told.get(peer, EdgeOutCounters(0, 0, 0, 0.0))
+            self._told[peer] = counted
+            sent[self._load.names[peer]] = EdgeTraffic(
+                counted.messages - before.messages,
+                counted.bytes - before.bytes,
+                counted.waited_seconds - before.waited_seconds,
+            )
+        return WorkerUse(allocated_bytes(torch.device("cpu")), sent)
 
     # State
 

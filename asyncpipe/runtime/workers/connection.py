@@ -76,6 +76,11 @@ class WorkerConnection:
         return self.supervisor.clock.offset
 
     @property
+    def round_trip(self) -> float:
+        """Seconds of the shortest of the last pings to it and back; infinite before the first."""
+        return 2 * self.supervisor.clock.half_trip
+
+    @property
     def supervisor(self) -> Supervisor:
         """Who watches it, on a thread of its own."""
         assert self._supervisor is not None

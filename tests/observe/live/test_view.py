@@ -6,6 +6,7 @@ import gc
 import json
 import threading
 import weakref
+from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
@@ -17,11 +18,13 @@ from asyncpipe.core.engine.events import (
     GateOpened,
     Outcome,
     StepCompleted,
+    StepNotes,
     StepRecord,
     StepSubmitted,
     TaskCompleted,
     TaskFailed,
 )
+from asyncpipe.core.engine.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
@@ -153,6 +156,38 @@ def test_a_step_in_which_nothing_ran_has_shares_of_0() -> None:
     state = fold(view)
     assert (state["step"]["seconds"], state["timeline"]["tasks"]) == (0, [])
     assert state["step"]["stages"][0]["busy"] == 0
+
+
+def test_workers_are_shown_with_what_they_have_sent_since_the_run_began() -> None:
+    view, record = LiveView(), simulate(lowered("gpipe", 2, 3, 2))
+    view.step_completed(record)
+    assert fold(view)["workers"] is None
+    version = view.version
+    view.worker_changed(WorkerChange("a", WorkerState.UP, 7, ("dev:0",)))
+    view.worker_changed(WorkerChange("b", WorkerState.UP, 8, ("dev:1",)))
+    assert view.version != version
+    (_, row) = fold(view)["workers"]
+    unknown = {"resident": None, "round_trip": None, "sent": []}
+    assert row == {"name": "b", "state": "up", "how": "", "pid": 8, "devices": ["dev:1"], **unknown}
+    use = WorkerUse(5000, {"b": EdgeTraffic(3, 300, 0.25)})
+    first = WorkerNotes(WorkerState.UP, 7, ("dev:0",), 0.001, 0.0, use)
+    second = WorkerNotes(WorkerState.UP, 8, ("dev:1",), inf, 0.0)
+    for _ in range(2):
+        view.step_completed(replace(record, notes=StepNotes(workers={"a": first, "b": second})))
+    row, other = fold(view)["workers"]
+    assert row["sent"] == [{"to": "b", "messages": 6, "bytes": 600, "waited": 0.5}]
+    assert (row["resident"], row["round_trip"]) == (5000, 0.001)
+    assert (other["sent"], other["resident"], other["round_trip"]) == ([], None, None)
+    view.worker_changed(WorkerChange("b", WorkerState.LOST, 8, ("dev:1",), how="was killed by SIGKILL"))
+    lost = replace(record, outcome=Outcome.FAILED)
+    lost = replace(lost, notes=StepNotes(workers={"a": first, "b": replace(second, state=WorkerState.LOST)}))
+    view.step_completed(lost)
+    assert [(row["state"], row["how"]) for row in fold(view)["workers"]] == [
+        ("up", ""),
+        ("lost", "was killed by SIGKILL"),
+    ]
+    view.worker_changed(WorkerChange("b", WorkerState.UP, 9, ("dev:1",), is_restart=True))
+    assert [(row["state"], row["how"], row["pid"]) for row in fold(view)["workers"]][1] == ("up", "", 9)
 
 
 def test_a_whole_step_is_a_pass_through_json_of_some_kilobytes() -> None:

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asyncpipe import observe
 from asyncpipe.core.engine.events import DeviceMemory, StepNotes
+from asyncpipe.core.engine.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.predict.costs import Costs
@@ -28,8 +29,15 @@ from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics import PipelineCollector, graph_arrays, serve_metrics
 from asyncpipe.observe.metrics import collector as metrics
+from asyncpipe.observe.metrics.idle_time import IdleReason
 
-ALLOWED_LABELS = {"job", "stage", "device", "kind", "reason", "src", "dst", "outcome", "le", "version"}
+ALLOWED_LABELS = {"job", "stage", "device", "worker", "kind", "reason", "src", "dst", "outcome", "le", "version"}
+
+
+WORKERS = {
+    "a": WorkerNotes(WorkerState.UP, 7, ("dev:0",), 0.001, 0.0, WorkerUse(5000, {"b": EdgeTraffic(3, 300, 0.25)})),
+    "b": WorkerNotes(WorkerState.UP, 8, ("dev:1", "dev:2"), 0.002, 2.5),
+}
 
 
 # What the families say
@@ -106,7 +114,7 @@ def test_series_that_alerts_ask_for_begin_at_0(registry: CollectorRegistry, coll
     for kind in "FBC":
         assert [value(registry, "tasks_total", kind=kind, outcome=o) for o in ("failed", "dropped")] == [0, 0]
     assert value(registry, "tasks_total", kind="R", outcome="failed") is None
-    for reason in ("dependency", "copy", "dispatch", "drain"):
+    for reason in IdleReason:
         assert value(registry, "stage_idle_seconds_total", stage="1", device="dev:1", reason=reason) is not None
 
 
@@ -142,6 +150,29 @@ def test_what_a_step_noted_beside_its_journal(registry: CollectorRegistry, colle
     assert value(registry, "scheduler_dispatch_seconds_count") == 2
     collector.step_completed(simulate(graph))
     assert value(registry, "memory_peak_bytes", device="cpu") == 20
+
+
+def test_workers_and_their_edges(registry: CollectorRegistry, collector: PipelineCollector) -> None:
+    collector.worker_changed(WorkerChange("a", WorkerState.UP, 7))
+    collector.worker_changed(WorkerChange("b", WorkerState.UP, 8))
+    for counter in ("worker_losses_total", "worker_restarts_total"):
+        assert [value(registry, counter, worker=name) for name in "ab"] == [0, 0]
+    record = replace(simulate(lowered()), notes=StepNotes(workers=WORKERS))
+    collector.step_completed(record)
+    collector.step_completed(record)
+    ends = {"src": "a", "dst": "b"}
+    for name, wanted in (("messages", 6), ("bytes", 600), ("waiting_seconds", 0.5)):
+        assert value(registry, f"edge_{name}_total", **ends) == wanted
+    for name, wanted in (("up", 1), ("resident_bytes", 5000), ("round_trip_seconds", 0.001)):
+        assert value(registry, f"worker_{name}", worker="a") == wanted
+    assert value(registry, "worker_clock_offset_seconds", worker="b") == 2.5
+    assert value(registry, "worker_resident_bytes", worker="b") is None
+    collector.worker_changed(WorkerChange("b", WorkerState.LOST, 8, how="was killed by SIGKILL"))
+    assert [value(registry, "worker_up", worker=name) for name in "ab"] == [1, 0]
+    collector.worker_changed(WorkerChange("b", WorkerState.UP, 9, is_restart=True))
+    assert [value(registry, "worker_up", worker=name) for name in "ab"] == [1, 1]
+    for counter in ("worker_losses_total", "worker_restarts_total"):
+        assert [value(registry, counter, worker=name) for name in "ab"] == [0, 1]
 
 
 def test_the_ideal_bubble_is_that_of_even_stages(registry: CollectorRegistry, collector: PipelineCollector) -> None:
@@ -194,6 +225,8 @@ def test_promtool_finds_nothing_to_say_about_the_exposition(
     registry: CollectorRegistry, collector: PipelineCollector
 ) -> None:
     notes = StepNotes(memory={"cpu": DeviceMemory(1, 2, 3)}, streams={"cuda:0": 9}, wakeups=[(0.1, 0.2)])
+    notes.workers = WORKERS
+    collector.worker_changed(WorkerChange("a", WorkerState.UP, 7))
     collector.step_completed(replace(simulate(lowered("1f1b", checkpoint="always"), Costs(copy=0.5)), notes=notes))
     collector.training_step(1.5, 8, 64, 0.5)
     collector.snapshot_taken(0.5, 1.0)

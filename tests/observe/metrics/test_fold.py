@@ -100,23 +100,26 @@ def count_tasks(found: Reference, record: StepRecord) -> None:
         found.values["task_duration_seconds", (str(time.task.stage), time.task.kind.value)].append(time.seconds)
 
 
-def read_times(graph: TaskGraph, number: int, result: Report) -> tuple[float, float, float]:
-    """When the last input of a task was produced, when it was sent, and when it had arrived."""
+def read_times(graph: TaskGraph, number: int, result: Report) -> tuple[float, float, float, float]:
+    """When the last input of a task was produced, in its worker, sent by its copy, and on its device."""
     times = {time.task.number: time for time in result.tasks}
     produced = sent = arrived = max(0.0, result.gates_opened.get(number, 0.0))
+    landed = arrived = max(arrived, result.arrived.get(number, 0.0))
     for dependency in graph.read_by(number):
         if dependency in times:
             arrived = max(arrived, times[dependency].end)
             makers = graph.read_by(dependency) if graph.tasks[dependency].kind is TaskKind.COPY else [dependency]
             produced = max([produced, *(times[maker].end for maker in makers if maker in times)])
             if graph.tasks[dependency].kind is TaskKind.COPY:
+                landed = max(landed, read_times(graph, dependency, result)[-1])
                 sent = max(sent, times[dependency].start - waited_for_lane(graph, dependency, result))
-    return produced, max(sent, produced), arrived
+    landed = max(landed, produced)
+    return produced, landed, max(sent, landed), arrived
 
 
 def waited_for_lane(graph: TaskGraph, copy: int, result: Report) -> float:
     """How long a copy was ready while its lane still ran earlier copies."""
-    _, _, ready = read_times(graph, copy, result)
+    ready = read_times(graph, copy, result)[-1]
     before = [time.task.number for time in result.tasks].index(copy)
     lane = graph.tasks[copy].lane
     return max([0.0, *(time.end - ready for time in result.tasks[:before] if time.task.lane == lane)])
@@ -125,7 +128,7 @@ def waited_for_lane(graph: TaskGraph, copy: int, result: Report) -> float:
 def queue_times(found: Reference, graph: TaskGraph, result: Report) -> dict[str, float]:
     waited: dict[str, float] = defaultdict(float)
     for time in result.tasks:
-        _, _, arrived = read_times(graph, time.task.number, result)
+        arrived = read_times(graph, time.task.number, result)[-1]
         seconds = max(time.start - arrived, 0.0)
         found.values["task_queue_seconds", (time.task.lane.device,)].append(seconds)
         waited[time.task.lane.device] += seconds
@@ -137,7 +140,7 @@ def busy_and_idle(found: Reference, graph: TaskGraph, result: Report) -> None:
         stages = [stage for stage, place in enumerate(graph.placement) if place == number] or [0]
         for stage in stages:
             found.add("stage_busy_seconds", str(stage), device, value=0)
-            for reason in ("dependency", "copy", "dispatch", "drain"):
+            for reason in ("dependency", "edge", "copy", "dispatch", "drain"):
                 found.add("stage_idle_seconds", str(stage), device, reason, value=0)
         cursor, last = 0.0, stages[0]
         for time in result.tasks:
@@ -151,12 +154,14 @@ def busy_and_idle(found: Reference, graph: TaskGraph, result: Report) -> None:
 
 
 def gap(found: Reference, place: tuple[str, str], begin: float, end: float, read: tuple[float, ...]) -> None:
-    produced, sent, arrived = (min(max(moment, begin), end) for moment in read)
+    produced, landed, sent, arrived = (min(max(moment, begin), end) for moment in read)
     arrived = max(produced, arrived)
+    landed = min(landed, arrived)
     sent = min(sent, arrived)
     found.add("stage_idle_seconds", *place, "dependency", value=produced - begin)
+    found.add("stage_idle_seconds", *place, "edge", value=landed - produced)
     found.add("stage_idle_seconds", *place, "copy", value=arrived - sent)
-    found.add("stage_idle_seconds", *place, "dispatch", value=sent - produced + end - arrived)
+    found.add("stage_idle_seconds", *place, "dispatch", value=sent - landed + end - arrived)
 
 
 def executors_and_copies(found: Reference, record: StepRecord, result: Report) -> None:
@@ -241,7 +246,11 @@ def record_of(graph: TaskGraph, draw: st.DataObject, step: int) -> StepRecord:
             journal.append((origin + float(random.random()), event))
         else:
             journal.append((at + origin, event))
-    record = StepRecord(step, graph, journal, Outcome.OK, notes_of(graph, random))  # type: ignore[arg-type]
+    noted = notes_of(graph, random)
+    if random.random() < 0.5:  # Some tasks wait for other workers.
+        tasks = [task.number for task in graph.tasks if random.random() < 0.4]
+        noted.arrived = {task: origin + float(random.random()) * journal[-1][0] for task in tasks}
+    record = StepRecord(step, graph, journal, Outcome.OK, noted)  # type: ignore[arg-type]
     outcome = draw.draw(st.sampled_from([Outcome.OK, Outcome.OK, Outcome.FAILED, Outcome.CANCELLED]))
     return record if outcome is Outcome.OK else cut_short(record, int(random.integers(1, len(journal))), outcome)
 

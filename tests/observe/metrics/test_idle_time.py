@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncpipe.core.engine.events import GateOpened, Outcome, StepRecord, StepSubmitted, TaskCompleted
+from asyncpipe.core.engine.events import (
+    GateOpened,
+    Outcome,
+    StepNotes,
+    StepRecord,
+    StepSubmitted,
+    TaskCompleted,
+)
 from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.part import part
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
@@ -19,6 +27,7 @@ from asyncpipe.observe.metrics.fold import fold
 from asyncpipe.observe.metrics.graph_arrays import GraphArrays
 from asyncpipe.observe.metrics.idle_time import IdleReason
 from asyncpipe.observe.metrics.step_arrays import StepArrays
+from asyncpipe.observe.pictures.waits import waits
 
 
 def lowered(name: str = "gpipe", shape: Shape = Shape(3, 4, 3), checkpoint: str = "never") -> TaskGraph:  # noqa: B008
@@ -115,6 +124,43 @@ def test_waiting_for_the_callers_gradient_is_waiting_for_a_dependency() -> None:
         (0, "dev:0", IdleReason.DEPENDENCY): 1.0 + 1.5,
         (0, "dev:0", IdleReason.DISPATCH): 0.25 + 0.5,
     }
+
+
+def test_what_is_on_its_way_between_workers_is_an_edge() -> None:
+    """A message is here at 1.75, and its copy begins at 2; one without a copy is here at 3 and goes before it."""
+    graph = lowered(shape=Shape(2, 1, 2))
+    onward, back = (graph.find(TaskKind.COPY, 0, stage, 1 - stage).number for stage in (1, 0))
+    numbers = [graph.find(TaskKind.FORWARD, 0, 0).number, onward, graph.find(TaskKind.FORWARD, 0, 1).number]
+    numbers += [graph.find(TaskKind.BACKWARD, 0, 1).number, back, graph.find(TaskKind.BACKWARD, 0, 0).number]
+    spans = [(0, 1), (2, 2.25), (2.5, 3.5), (3.5, 5.5), (6.25, 6.5), (8, 9)]
+    done = [TaskCompleted(0, task, 10 + start, 10 + end) for task, (start, end) in zip(numbers, spans, strict=True)]
+    journal = [(10.0, StepSubmitted(0, graph)), *((event.ended, event) for event in done)]
+    # The backward also waits for a word from the other worker, which comes behind its gradient.
+    notes = StepNotes(arrived={onward: 11.75, back: 16.0, numbers[-1]: 17.0})
+    record = StepRecord(0, graph, journal, Outcome.OK, notes)
+    assert idle(record) == {
+        (1, "dev:1", IdleReason.DEPENDENCY): 1.0,
+        (1, "dev:1", IdleReason.EDGE): 0.75,
+        (1, "dev:1", IdleReason.DISPATCH): 0.25 + 0.25,
+        (1, "dev:1", IdleReason.COPY): 0.25,
+        (1, "dev:1", IdleReason.DRAIN): 3.5,
+        (0, "dev:0", IdleReason.DEPENDENCY): 4.5,
+        (0, "dev:0", IdleReason.EDGE): 1.5,
+        (0, "dev:0", IdleReason.DISPATCH): 1.0,
+    }
+    assert report(record).arrived == {onward: 11.75 - 10, back: 6.0, numbers[-1]: 7.0}
+    told = waits(report(record), graph)
+    assert (told[onward].name, told[onward].until) == ("F(0,0) of another worker, on its way", 1.75)
+
+
+def test_a_part_of_a_step_has_the_devices_of_that_part() -> None:
+    own = part(lowered("1f1b"), ["dev:1"]).graph
+    record = simulate(own)
+    result = report(record)
+    assert (result.device_busy.keys(), busy(record).keys()) == ({"dev:1"}, {(1, "dev:1")})
+    assert result.bubble_ratio == pytest.approx(1 - result.device_busy["dev:1"] / result.seconds)
+    waiting = sum(idle(record).values())
+    assert result.device_busy["dev:1"] + waiting == pytest.approx(result.seconds)
 
 
 def test_a_gap_belongs_to_the_stage_of_the_task_that_ends_it() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import asyncpipe
-from asyncpipe.core.engine.events import Outcome, StepRecord
+from asyncpipe.core.engine.events import Outcome, StepNotes, StepRecord, TaskCompleted
+from asyncpipe.core.engine.worker_notes import WorkerNotes, WorkerState
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import Phase, Wiring
+from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.memory import StageMemory
 from asyncpipe.core.predict.simulate import simulate
@@ -95,8 +98,53 @@ def traces(measured: dict[str, list[StepRecord]]) -> list[Trace]:
         *(to_chrome(records) for records in measured.values()),
         *(simulated(name) for name in ("gpipe", "1f1b", "zb-h1")),
         to_chrome([simulate(lower(find_schedule("interleaved"), Shape(8, 4, 4)))]),
+        to_chrome([in_workers()]),
         to_chrome([]),
     ]
+
+
+def in_workers() -> StepRecord:
+    """A step of three devices in two workers: each copy begins a quarter of a second behind its message."""
+    graph = lower(find_schedule("1f1b"), Shape(3, 2, 3), checkpoint=CheckpointMode.NEVER)
+    record = simulate(graph, lambda task: 0.75 if task.kind is TaskKind.COPY else 1.0)
+    began = {event.task: event.started for _, event in record.journal if isinstance(event, TaskCompleted)}
+    crossing = [task for task in graph.tasks if task.source is not None and 2 in (task.source, task.stage)]
+    notes = StepNotes(
+        arrived={task.number: began[task.number] + 0.25 for task in crossing},
+        workers={
+            name: WorkerNotes(WorkerState.UP, pid, devices, 0.0, 0.0)
+            for name, pid, devices in (("left", 71, ("dev:0", "dev:1")), ("right", 72, ("dev:2",)))
+        },
+    )
+    return replace(record, notes=notes)
+
+
+def test_workers_are_processes_and_devices_are_threads() -> None:
+    trace = to_chrome([in_workers()])
+    names = [event for event in of_phase(trace, "M") if event["name"].endswith("_name")]
+    assert [(event["pid"], event.get("tid"), event["args"]["name"]) for event in names] == [
+        (11, None, "steps"),
+        (12, None, "worker left (pid 71)"),
+        (13, None, "worker right (pid 72)"),
+        (12, 1, "dev:0"),
+        (12, 2, "dev:0 copy-in"),
+        (12, 3, "dev:0 grad-in"),
+        (12, 4, "dev:1"),
+        (12, 5, "dev:1 copy-in"),
+        (12, 6, "dev:1 grad-in"),
+        (13, 7, "dev:2"),
+        (13, 8, "dev:2 copy-in"),
+        (13, 9, "dev:2 grad-in"),
+        (11, 10, "step"),
+    ]
+    edges = {event["name"]: event["args"].get("edge_us") for event in of_phase(trace, "X") if event["cat"] == "copy"}
+    assert edges == {
+        **{f"C({i},0>1)": None for i in range(2)},
+        **{f"C({i},1>0)": None for i in range(2)},
+        **{f"C({i},{way})": 250_000.0 for i in range(2) for way in ("1>2", "2>1")},
+    }
+    counters = {(event["pid"], event["name"]) for event in of_phase(trace, "C")}
+    assert counters == {(12, "stage 0"), (12, "stage 1"), (13, "stage 2")}
 
 
 def of_phase(trace: Trace, letters: str) -> list[dict[str, Any]]:
