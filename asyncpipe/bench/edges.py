@@ -25,7 +25,7 @@ from torch import Tensor, distributed
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import alternating, interrupts_blocked, rounds, table
 from asyncpipe.errors import EdgeError
-from asyncpipe.ops.edges.connect import TRANSPORTS, Edges, connect
+from asyncpipe.ops.edges.connect import HOST_TRANSPORTS, Edges, connect
 from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
 
 __all__ = ["EdgesSize", "run", "show"]
@@ -39,7 +39,7 @@ META = b"the structure of the tensors, which an edge sends once"
 class EdgesSize:
     """What is sent, and how often."""
 
-    bytes: tuple[int, ...] = (1 << 10, 1 << 16, 1 << 20, 8 << 20)
+    bytes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 8 << 20, 32 << 20)
     rounds: int = 7
     warm_up: int = 2
     bytes_a_round: int = 64 << 20
@@ -62,7 +62,7 @@ def run(progress: Progress, *, size: EdgesSize | None = None) -> Figures:
         finally:
             process.kill()
             process.join()
-    return {"rounds": size.rounds, "arms": [BARE, *TRANSPORTS], "us_a_message": found}
+    return {"rounds": size.rounds, "arms": [BARE, *HOST_TRANSPORTS], "us_a_message": found}
 
 
 def show(figures: Figures) -> str:
@@ -150,7 +150,7 @@ def _arms(rank: int, folder: str, stack: ExitStack) -> dict[str, Messenger]:
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=PATIENCE)
     stack.callback(distributed.destroy_process_group)
     arms: dict[str, Messenger] = {BARE: _Bare(rank)}
-    for transport in TRANSPORTS:
+    for transport in HOST_TRANSPORTS:
         arrived: SimpleQueue[ReceivedMessage | EdgeError] = SimpleQueue()
         edges = connect(
             rank,

@@ -43,9 +43,10 @@ class PoolOptions:
     """Where the devices' threads are: ``"threads"`` of this process, or worker ``"processes"`` of this machine, one for
     each accelerator and each logical CPU device. A mapping from device to the name of its worker makes other groups.
     With workers the loop is always the pool's own."""
-    transport: Literal["shared_memory", "gloo"] = "shared_memory"
-    """How tensors get from one worker to another, which changes no bit: by ``"shared_memory"`` of this machine, or by
-    ``"gloo"``, the process groups of ``torch.distributed``."""
+    transport: Literal["shared_memory", "gloo", "nccl"] = "shared_memory"
+    """How tensors get from one worker to another, which changes no bit: by ``"shared_memory"`` of this machine; by
+    ``"gloo"``, over the loopback interface; or by ``"nccl"`` from device to device, where each worker has one CUDA
+    device. By the others, tensors of CUDA devices travel through the host."""
     worker_path: Sequence[str] = ()
     """Folders in which workers look for modules before those of ``sys.path``."""
     executors: Callable[[str], Executor] | None = None
@@ -56,7 +57,7 @@ class PoolOptions:
         check_positive("intra_op_threads", self.intra_op_threads)
         if not isinstance(self.workers, Mapping):
             check_choice("workers", self.workers, ("threads", "processes"))
-        check_choice("transport", self.transport, ("shared_memory", "gloo"))
+        check_choice("transport", self.transport, ("shared_memory", "gloo", "nccl"))
         if not self.has_workers and self.transport != "shared_memory":
             raise OptionError(f"transport={self.transport!r} is for workers; leave it out, or use workers='processes'")
         if self.has_workers and self.executors is not None:

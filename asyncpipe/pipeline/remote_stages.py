@@ -34,7 +34,7 @@ from asyncpipe.pipeline.wire_messages import (
     Unload,
     WriteCopies,
 )
-from asyncpipe.pipeline.workers import Workers
+from asyncpipe.pipeline.workers import Workers, check_transport
 from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.parts_driver import PartsDriver, PartsExecution, PlacedPipeline
 from asyncpipe.runtime.workers.connection import WorkerConnection
@@ -74,6 +74,7 @@ class RemoteStages:
         """Once it is loaded."""
         self._connections: dict[str, WorkerConnection] = {}
         self._worker_of = workers.worker_of(devices)
+        check_transport(workers.transport, devices, self._worker_of)
         self._owned: dict[str, list[int]] = {name: [] for name in dict.fromkeys(self._worker_of.values())}
         """By worker: its stages."""
         for stage in parts.resources.stages:

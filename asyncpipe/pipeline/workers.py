@@ -14,6 +14,9 @@ from dataclasses import fields
 from itertools import count
 from typing import Any
 
+import torch
+from torch import distributed
+
 from asyncpipe.errors import OptionError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.wire import to_wire
@@ -24,7 +27,7 @@ from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.group import WorkerGroup
 from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
 
-__all__ = ["Workers", "assign_workers"]
+__all__ = ["Workers", "assign_workers", "check_transport"]
 
 ENTRY = "asyncpipe.pipeline.resident.serve:serve"
 
@@ -45,6 +48,30 @@ def assign_workers(devices: Sequence[Device], workers: str | Mapping[str, str]) 
             raise OptionError(f"workers names no worker for {', '.join(missing)}; name one for each of the devices")
         return {name: workers[name] for name in names}
     return {device.name: str(device.physical) if device.is_accelerator else device.name for device in devices}
+
+
+def check_transport(transport: str, devices: Sequence[Device], worker_of: Mapping[str, str]) -> None:
+    """Raise ``OptionError`` if ``transport`` cannot carry tensors between the workers of these devices."""
+    if transport == "nccl":
+        owned: dict[str, set[torch.device]] = {}
+        for device in devices:
+            owned.setdefault(worker_of[device.name], set()).add(device.physical)
+        owners: dict[torch.device, str] = {}
+        for worker, physical in owned.items():
+            if len(physical) > 1 or "cpu" in {each.type for each in physical}:
+                raise OptionError(
+                    "transport='nccl' is for workers that have one CUDA device each, and worker "
+                    f"{worker!r} has {', '.join(sorted(map(str, physical)))}; use 'shared_memory'"
+                )
+            (only,) = physical
+            if (other := owners.setdefault(only, worker)) != worker:
+                raise OptionError(
+                    f"NCCL takes no two workers on one device, and {other!r} and {worker!r} share {only}; put it into "
+                    "one worker, as workers='processes' does, or use transport='shared_memory'"
+                )
+    is_there = {"gloo": distributed.is_gloo_available, "nccl": distributed.is_nccl_available}
+    if transport in is_there and not is_there[transport]():
+        raise OptionError(f"this torch has no {transport}; use transport='shared_memory'")
 
 
 class Workers:

@@ -182,8 +182,8 @@ class PipelineTable(StagesTable):
 
     Gradients stay in the workers, so each stage is updated inside the step: a job with workers has
     ``training.overlap = true``. On a pool, whoever made the pool decides."""
-    transport: Literal["shared_memory", "gloo"] = Field(
-        default=_DEFAULTS["transport"], description='must be "shared_memory" or "gloo"'
+    transport: Literal["shared_memory", "gloo", "nccl"] = Field(
+        default=_DEFAULTS["transport"], description='must be "shared_memory", "gloo" or "nccl"'
     )
     """How tensors get from one worker to another. On a pool, whoever made the pool decides."""
 

@@ -11,14 +11,14 @@ import threading
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from asyncpipe import DevicePool, Pipeline, StageFactory, TaskError, pop, skippable, stash
 from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.errors import OptionError, PipelineClosedError, WorkerLostError
 from asyncpipe.observe.metrics import PipelineCollector
-from asyncpipe.ops.device.devices import resolve_devices
-from asyncpipe.pipeline.workers import assign_workers
+from asyncpipe.ops.device.devices import Device, resolve_devices
+from asyncpipe.pipeline.workers import assign_workers, check_transport
 from asyncpipe.testing import InlineExecutor
 
 pytestmark = pytest.mark.timeout(120)
@@ -389,6 +389,24 @@ def test_which_worker_has_which_device():
     assert assign_workers(devices, two) == two
     with pytest.raises(OptionError, match="names no worker for cpu:0#1"):
         assign_workers(devices, {"cpu:0": "a", "cpu:1": "b"})
+
+
+def test_what_a_transport_cannot_carry(monkeypatch):
+    devices = [Device(f"cuda:{k}", torch.device("cuda", k % 2)) for k in range(3)]
+    alone = {device.name: device.name for device in devices}
+    monkeypatch.setattr(distributed, "is_nccl_available", lambda: True)
+    check_transport("nccl", devices[:2], alone)
+    check_transport("nccl", devices, {"cuda:0": "a", "cuda:1": "b", "cuda:2": "a"})
+    with pytest.raises(OptionError, match=r"NCCL takes no two workers on one device, and 'cuda:0' and 'cuda:2' share"):
+        check_transport("nccl", devices, alone)
+    with pytest.raises(OptionError, match=r"one CUDA device each, and worker 'a' has cuda:0, cuda:1; use 'shared_memo"):
+        check_transport("nccl", devices, dict.fromkeys(alone, "a"))
+    with pytest.raises(OptionError, match=r"one CUDA device each, and worker 'cpu:0' has cpu; use 'shared_memory'"):
+        Pipeline(make_model(), ["cpu:0", "cpu:1"], microbatches=2, workers="processes", transport="nccl")
+    for name in ("nccl", "gloo"):
+        monkeypatch.setattr(distributed, f"is_{name}_available", lambda: False)
+        with pytest.raises(OptionError, match=rf"this torch has no {name}; use transport='shared_memory'"):
+            check_transport(name, devices[:2], alone)
 
 
 class Apply(nn.Module):

@@ -11,7 +11,8 @@ headers and small tensors one way and credits the other way. Larger tensors trav
 - ``wire``: the frames on the socket;
 - ``payload``: what a transport is, and the copies that transports share;
 - ``shared_memory``: the transport on one host;
-- ``gloo``: the transport by a process group of ``torch.distributed`` for each edge; its ends meet by ``pair_store``.
+- ``gloo``: the transport by a process group of ``torch.distributed`` for each edge; its ends meet by ``pair_store``;
+- ``nccl``: the same between CUDA devices.
 
 ::
 

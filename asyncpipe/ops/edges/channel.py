@@ -235,6 +235,12 @@ class EdgeChannel:
             if seen & (events | HUNG_UP):
                 return seen
 
+    def hung_up(self) -> bool:
+        """Whether the peer is gone, or has closed the edge. What it has sent before may still be read."""
+        poll = select.poll()
+        poll.register(self._socket, HUNG_UP)
+        return bool(poll.poll(0))
+
     def stop(self) -> None:
         """Let the thread that is in ``wait``, or will be, end."""
         self._stopped = True

@@ -14,6 +14,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from asyncpipe.core.checks import check_choice, check_positive
 from asyncpipe.errors import EdgeError, OptionError
 from asyncpipe.ops.edges.channel import EdgeChannel
@@ -21,15 +23,19 @@ from asyncpipe.ops.edges.edge_in import EdgeIn
 from asyncpipe.ops.edges.edge_out import EdgeOut
 from asyncpipe.ops.edges.gloo import Gloo
 from asyncpipe.ops.edges.message import ReceivedMessage
+from asyncpipe.ops.edges.nccl import Nccl
 from asyncpipe.ops.edges.pair_store import PairStore
 from asyncpipe.ops.edges.payload import Transport
 from asyncpipe.ops.edges.shared_memory import SharedMemory
 
-__all__ = ["TRANSPORTS", "Edges", "Pair", "connect"]
+__all__ = ["HOST_TRANSPORTS", "TRANSPORTS", "Edges", "Pair", "connect"]
 
 Pair = tuple[int, int]
 """The workers that an edge leads from and to."""
-TRANSPORTS: dict[str, Callable[[], Transport]] = {"shared_memory": SharedMemory, "gloo": Gloo}
+HOST_TRANSPORTS: dict[str, Callable[[torch.device], Transport]] = {"shared_memory": SharedMemory, "gloo": Gloo}
+"""Those by which tensors arrive on the host, wherever they were; given the worker's device."""
+TRANSPORTS = {**HOST_TRANSPORTS, "nccl": Nccl}
+"""All."""
 VERSION = 1
 RETRY_SECONDS = 0.01
 _LENGTH = struct.Struct("<I")
@@ -75,6 +81,7 @@ def connect(
     window: int | Mapping[Pair, int] = 64,
     transport: str | Mapping[Pair, str] = "shared_memory",
     shared: bool = False,
+    device: torch.device | None = None,
     timeout: float = 60.0,
 ) -> Edges:
     """This worker's edges, connected and running, when the workers at their other ends have come.
@@ -82,8 +89,8 @@ def connect(
     Every worker of the job calls it with the same ``pairs`` in the same order, the same ``transport`` and the same
     ``job``; ``me`` is this worker's number. ``folder`` must be this user's alone: who can write to it can be a worker.
     Nothing is left in it. ``on_message`` and ``on_broken`` are called on the edges' threads: see ``EdgeIn`` and
-    ``EdgeOut``. ``window`` is how many messages of an edge may wait to be released; that of the receiver counts.
-    ``shared`` as for ``EdgeIn``.
+    ``EdgeOut``. ``device`` is this worker's accelerator, if it has one. ``window`` is how many messages of an edge may
+    wait to be released; that of the receiver counts. ``shared`` as for ``EdgeIn``.
 
     Raises ``OptionError`` for wrong arguments, and ``EdgeError``, which names the workers that have not come within
     ``timeout`` seconds, or that refuse. Nothing is left then.
@@ -94,7 +101,7 @@ def connect(
         for pair in mine
         if pair[1] == me
     }
-    transports = {name: TRANSPORTS[name]() for name in set(mine.values())}
+    transports = {name: TRANSPORTS[name](device or torch.device("cpu")) for name in set(mine.values())}
     meeting = _Meeting(me, job, Path(folder), time.monotonic() + timeout, timeout)
     out: dict[int, EdgeOut] = {}
     into: dict[int, EdgeIn] = {}

@@ -291,5 +291,5 @@ class EdgeOut:
             self._drop_all()
             with suppress(OSError):
                 self._channel.write([Frame(EdgeFrameKind.BYE).encode()])
-            self._channel.close()
             self._payload.close()
+            self._channel.close()

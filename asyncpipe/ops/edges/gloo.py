@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 from asyncpipe.errors import EdgeError
 from asyncpipe.ops.edges.message import MessageLayout
 from asyncpipe.ops.edges.pair_store import PairStore
-from asyncpipe.ops.edges.payload import PayloadIn, PayloadOut, StreamedPayload, empty, host_tensor
+from asyncpipe.ops.edges.payload import PayloadIn, PayloadOut, StreamedPayload, empty, flat, host_tensor
 
 __all__ = ["Gloo", "GlooIn", "GlooOut"]
 
@@ -39,7 +39,8 @@ _DATA, _ABORT = 0, 1
 class Gloo:
     """The transport. Its groups share one device of gloo's, which is a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """``device`` is this worker's; messages arrive on the host."""
         if not distributed.is_gloo_available():
             raise EdgeError("this torch has no gloo; use the transport 'shared_memory'")
         self._gloo: Any = distributed.ProcessGroupGloo
@@ -106,7 +107,7 @@ class GlooOut(_GlooEnd):
                 at += layout.sizes[each]
             self._begin(packed)
         for each in own:
-            self._begin(_flat(_source(layout, tensors, each)))
+            self._begin(flat(_source(layout, tensors, each)))
 
     def _begin(self, tensor: Tensor) -> None:
         self._begun.append((self._group.send([tensor], RECEIVER, _DATA), tensor))
@@ -147,7 +148,7 @@ class GlooIn(_GlooEnd):
         for each in own:
             target = tensors[each]
             assert target is not None
-            self._receive(_flat(target))
+            self._receive(flat(target))
         return tensors, None
 
     def _receive(self, tensor: Tensor) -> None:
@@ -165,9 +166,3 @@ def _parts(layout: MessageLayout) -> tuple[list[int], list[int]]:
     """Which tensors are sent on their own, and which together before them. Both ends see the same."""
     own = [each for each, size in enumerate(layout.sizes) if size >= OWN_BYTES]
     return own, [each for each, size in enumerate(layout.sizes) if 0 < size < OWN_BYTES]
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The memory of ``tensor``, which has no gaps, as bytes: gloo does not know all types."""
-    with torch.no_grad():
-        return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -25,7 +25,8 @@ class PairStore(Store):
     def __init__(self, channel: EdgeChannel, deadline: float) -> None:
         super().__init__()
         self.deadline = deadline
-        self._channel = channel
+        self.channel = channel
+        """The edge's."""
         self._values: dict[str, bytes] = {}
         self._is_made = False
         """The peer has said so, and is done with the store."""
@@ -35,7 +36,7 @@ class PairStore(Store):
         frame = Frame(EdgeFrameKind.VALUE, len(name), size=len(value))
         self._values[key] = value
         if not self._is_made:
-            self._channel.write([frame.encode(), name, value])
+            self.channel.write([frame.encode(), name, value])
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -50,19 +51,19 @@ class PairStore(Store):
 
     def finish(self) -> None:
         """This end is made; wait until the other one is."""
-        self._channel.write([Frame(EdgeFrameKind.MADE).encode()])
+        self.channel.write([Frame(EdgeFrameKind.MADE).encode()])
         while not self._is_made:
             self._receive()
 
     def _receive(self) -> None:
         if self._is_made:
             raise LookupError("the other end of the edge sets no more values")
-        frame = Frame.decode(self._channel.read(HEADER_SIZE, self.deadline))
+        frame = Frame.decode(self.channel.read(HEADER_SIZE, self.deadline))
         if frame.kind == EdgeFrameKind.MADE:
             self._is_made = True
         elif frame.kind == EdgeFrameKind.VALUE:
-            name = bytes(self._channel.read(frame.layout, self.deadline)).decode()
-            self._values[name] = bytes(self._channel.read(frame.size, self.deadline))
+            name = bytes(self.channel.read(frame.layout, self.deadline)).decode()
+            self._values[name] = bytes(self.channel.read(frame.size, self.deadline))
         else:
             raise ValueError(f"a frame of kind {frame.kind} came while the edge was made")
 

@@ -25,8 +25,10 @@ __all__ = [
     "StreamedPayload",
     "Transport",
     "empty",
+    "flat",
     "host_tensor",
     "inline",
+    "is_laid_out",
     "read_inline",
     "write_to",
 ]
@@ -151,15 +153,22 @@ def empty(layout: TensorLayout, device: torch.device | None = None) -> Tensor:
 
 def host_tensor(layout: TensorLayout, tensor: Tensor) -> Tensor:
     """``tensor`` as memory of the host that looks like ``layout``: itself, or a copy."""
-    if tensor.is_cpu and _is_plain(tensor) and (layout.stride is not None or tensor.is_contiguous()):
+    if tensor.is_cpu and is_laid_out(tensor, layout):
         return tensor
     with torch.no_grad():
         return empty(layout).copy_(tensor)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether memory has the values themselves: no conjugation or negation is still to be done."""
-    return not (tensor.is_conj() or tensor.is_neg())
+def is_laid_out(tensor: Tensor, layout: TensorLayout) -> bool:
+    """Whether the memory of ``tensor`` is what is to be sent: no gaps, no conjugation or negation still to be done."""
+    is_plain = not (tensor.is_conj() or tensor.is_neg())
+    return is_plain and (layout.stride is not None or tensor.is_contiguous())
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The memory of ``tensor``, which has no gaps, as bytes: transports do not know all types."""
+    with torch.no_grad():
+        return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def inline(layout: MessageLayout, tensors: Iterable[Tensor | None]) -> tuple[list[memoryview], list[Tensor]]:
@@ -186,7 +195,7 @@ def read_inline(layout: MessageLayout, channel: EdgeChannel) -> list[Tensor | No
 def write_to(address: int, layout: TensorLayout, tensor: Tensor) -> None:
     """Copy ``tensor`` to the memory of the host at ``address``."""
     size = layout.size
-    if tensor.is_cpu and _is_plain(tensor) and (layout.stride is not None or tensor.is_contiguous()):
+    if tensor.is_cpu and is_laid_out(tensor, layout):
         ctypes.memmove(address, tensor.data_ptr(), size)  # Without the interpreter's lock, and on this thread alone.
     elif size:
         with torch.no_grad():

@@ -59,6 +59,9 @@ class _MappedSegment:
 class SharedMemory:
     """The transport."""
 
+    def __init__(self, device: torch.device) -> None:
+        """``device`` is this worker's; messages arrive on the host."""
+
     def sender(self, store: PairStore) -> PayloadOut:
         return SharedMemoryOut()
 

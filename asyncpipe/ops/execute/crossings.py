@@ -27,6 +27,7 @@ from asyncpipe.core.graph.task import WHOLE_STEP, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.ops.device.memory_layout import ALIGNMENT, MemoryLayout, fills_its_memory, layout_in_memory
+from asyncpipe.ops.device.streams import record
 from asyncpipe.ops.execute.shared_values import Readers
 from asyncpipe.ops.execute.step_tensors import StepTensors
 from asyncpipe.ops.model.microbatch import Packet
@@ -75,6 +76,7 @@ class Crossings:
         meta, tensors = b"", list[Tensor | None]()
         if departure.tensors and self._is_last(departure):
             meta, tensors = self._take(self._graph.tasks[departure.task])
+            event = event or _behind_all(tensors)
         self._send(departure, meta, tensors, event)
 
     def _is_last(self, departure: Departure) -> bool:
@@ -118,6 +120,7 @@ class Crossings:
             # From another worker of this pipeline.
             meta, layouts, readers = pickle.loads(meta[len(_MORE) :])  # noqa: S301
             tensors = [_laid_out(tensor, each) for tensor, each in zip(tensors, layouts, strict=True)]
+            _await_host(tensors)
             if readers is not None:
                 self._tensors.readers[i, source, user] = readers
         if i == WHOLE_STEP:
@@ -129,6 +132,25 @@ class Crossings:
                 (count,) = _present([tensors.pop()])
                 self._tensors.counts[i] = count
             self._tensors.gradients[i, source, user] = tensors
+
+
+def _behind_all(tensors: Sequence[Tensor | None]) -> torch.Event | None:
+    """The event behind whatever may write ``tensors``, which no task of this step makes; ``None`` on a CPU."""
+    device = next((tensor.device for tensor in tensors if tensor is not None and not tensor.is_cpu), None)
+    if device is None:
+        return None
+    # Hazard: these are parameters, when a step begins. The last step's updates, or who has loaded a state, may still
+    # write them, on any stream.
+    module = torch.get_device_module(device)
+    module.synchronize(device)
+    return record(module.current_stream(device))
+
+
+def _await_host(tensors: Sequence[Tensor | None]) -> None:
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_cpu:
+            # Hazard: a lane reads, on its stream, what this thread lays out on the current one. It is rare.
+            torch.get_device_module(tensor.device).current_stream(tensor.device).synchronize()
 
 
 def _present(tensors: Iterable[Tensor | None]) -> Iterable[Tensor]:

@@ -107,6 +107,7 @@ class Resident:
                 job=str(load.pipeline),
                 folder=load.folder,
                 transport=load.transport,
+                device=next((device.physical for device in self._own if device.is_accelerator), None),
                 on_message=self._arrived,
                 on_broken=self._broken,
                 window=1,

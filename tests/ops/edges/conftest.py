@@ -1,16 +1,18 @@
-"""Tests of edges send little, also by what is meant for large messages."""
+"""Tests of edges send little, also by what is meant for large messages. Where there is no NCCL, they imitate it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from fake_nccl import replace_nccl
 
 from asyncpipe.ops.edges.gloo import GlooOut
 
 
 @pytest.fixture(autouse=True, scope="package")
-def small_messages_by_gloo() -> Iterator[None]:
+def transports_for_tests() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
+        replace_nccl(patch)
         patch.setattr(GlooOut, "inline_bytes", 1 << 12)
         yield

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from asyncpipe.errors import ArgumentTypeError, EdgeError, OptionError
 from asyncpipe.ops.edges import channel, edge_in, edge_out
-from asyncpipe.ops.edges.connect import TRANSPORTS
+from asyncpipe.ops.edges.connect import HOST_TRANSPORTS, TRANSPORTS
 from asyncpipe.ops.edges.message import EdgeMessage
 
-transports = pytest.mark.parametrize("transport", TRANSPORTS)
+transports = pytest.mark.parametrize("transport", HOST_TRANSPORTS)
+all_transports = pytest.mark.parametrize("transport", TRANSPORTS)
 
 DTYPES = """
     bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64
@@ -111,7 +112,7 @@ def test_what_is_sent_arrives_in_order(lasting: Joined, there: list[Any], back: 
     assert all(inbox.empty for inbox in lasting.inboxes)
 
 
-@transports
+@all_transports
 def test_a_hundred_tensors_in_a_message(transport: str) -> None:
     sent = message(1, *[torch.full((each, 300), each) for each in range(100)])
     with joined(transport=transport) as pair:
@@ -229,7 +230,7 @@ def test_large_messages_cross(transport: str) -> None:
         assert run_all(lambda: exchange(0), lambda: exchange(1)) == [True, True]
 
 
-@transports
+@all_transports
 def test_sending_does_not_wait_for_a_receiver_that_is_busy(transport: str) -> None:
     inboxes = [Inbox(), Inbox()]
     go_on = threading.Event()
@@ -280,7 +281,7 @@ def test_messages_of_old_epochs_are_dropped_and_new_ones_kept(lasting: Joined, b
     assert lasting.inbox.empty
 
 
-@transports
+@all_transports
 def test_an_abort_returns_the_credits_of_what_was_not_taken(transport: str) -> None:
     with joined(transport=transport, window=2) as pair:
         for task in range(6):
@@ -362,7 +363,7 @@ def test_what_edges_do_not_carry(lasting: Joined, tensor: Tensor, says: str) -> 
 # Ends
 
 
-@transports
+@all_transports
 def test_nothing_is_left(transport: str) -> None:
     with nothing_left():
         with joined(transport=transport) as pair:
@@ -378,12 +379,14 @@ def test_nothing_is_left(transport: str) -> None:
         del pair, kept
 
 
-@transports
+@all_transports
 def test_what_was_sent_before_the_end_arrives(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # However busy the machine is.
     monkeypatch.setattr(edge_out, "LAST_SECONDS", SECONDS)
     monkeypatch.setattr(channel, "ABORT_SECONDS", SECONDS)
     with joined(transport=transport) as pair:
+        pair.out.send(message())
+        pair.inbox.take()  # There is credit.
         for task in range(20):
             pair.out.send(message(task, torch.zeros(LARGE if task == 10 else 10)))
         pair.edges[0].close()

@@ -9,9 +9,9 @@ import torch
 from edge_helpers import message, nothing_left, peer, same
 
 from asyncpipe.errors import EdgeError
-from asyncpipe.ops.edges.connect import TRANSPORTS, Edges
+from asyncpipe.ops.edges.connect import HOST_TRANSPORTS, Edges
 
-transports = pytest.mark.parametrize("transport", TRANSPORTS)
+transports = pytest.mark.parametrize("transport", HOST_TRANSPORTS)
 LARGE = 1 << 17
 
 
