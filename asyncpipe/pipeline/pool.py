@@ -11,9 +11,10 @@ one scheduler, which gives each its share (``core/engine/share.py``)::
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -32,7 +33,7 @@ from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Around, Bind, Execution, Gates, Tenant
 from asyncpipe.runtime.executor import Executor, TaskFunction
 from asyncpipe.runtime.parts_driver import PartsDriver
-from asyncpipe.runtime.portal import Portal
+from asyncpipe.runtime.portal import EXIT_SECONDS, Portal
 from asyncpipe.runtime.process import Process
 from asyncpipe.runtime.started_step import Line, StartedHere, StartedInThread, StartedStep
 from asyncpipe.runtime.task_board import TaskBoard
@@ -192,7 +193,12 @@ class DevicePool:
             self.threads.open()
         replace_torch_random()
         # Runs when the pool is closed, or garbage collected without being closed, or when the interpreter exits.
-        self._finalizer = weakref.finalize(self, _end_threads, self.process, self.driver, self.workers, self.portal)
+        ending = weakref.finalize(self, _end_threads, self.process, self.driver, self.workers, self.portal)
+        self._finalizer = ending
+        # Only there may threads be waited for: the garbage collector runs anywhere, also on one of them.
+        if isinstance(self.driver, Driver):
+            at_exit = atexit.register(partial(_end_at_exit, ending, self.process, self.driver))
+            weakref.finalize(self, atexit.unregister, at_exit).atexit = False
 
     def _make_executor(self, device: Device) -> Executor:
         if self._options.executors is not None:
@@ -223,6 +229,13 @@ def _end_threads(
             workers.kill()  # Those that are still there: nobody has closed the pool.
         if portal is not None:
             portal.close()
+
+
+def _end_at_exit(ending: Callable[[], object], process: Process, driver: Driver) -> None:
+    """Before the interpreter ends: it kills threads that want to run Python again, and torch's C++ aborts then."""
+    if process.is_this:
+        ending()
+        driver.join_within(EXIT_SECONDS)
 
 
 def _leave(driver: Driver | PartsDriver, tenant: Tenant) -> None:

@@ -38,7 +38,7 @@ from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.errors import InvalidTransition, PipelineClosedError
 from asyncpipe.runtime.arrivals import Arrivals, Listens
 from asyncpipe.runtime.execution import Around, Bind, Execution, Gates, RunningTask, Tenant, nothing_around
-from asyncpipe.runtime.executor import Assignment, Executor, Replaceable
+from asyncpipe.runtime.executor import Assignment, Executor, JoinsInTime, Replaceable
 from asyncpipe.runtime.portal import wait_uncancelled
 from asyncpipe.runtime.program_run import TakesPrograms
 
@@ -278,6 +278,13 @@ class Driver:
         """Wait for the executors' threads, after ``close``."""
         for executor in self._executors.values():
             executor.join()
+
+    def join_within(self, seconds: float) -> None:
+        """As ``join``, but at most so long, and only for executors that can say when that is over."""
+        until = time.monotonic() + seconds
+        for executor in self._executors.values():
+            if isinstance(executor, JoinsInTime):
+                executor.join_within(max(0.0, until - time.monotonic()))
 
     def cancel(self, execution: Execution) -> None:
         """Abort the step, unless it is over, and those behind it. On the driver's loop."""

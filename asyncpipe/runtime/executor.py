@@ -101,6 +101,14 @@ CurrentTask: TypeAlias = tuple[StepHandle, int, float, CompletionToken]
 
 
 @runtime_checkable
+class JoinsInTime(Protocol):
+    """An executor that can be waited for at the interpreter's exit, where a task may hang."""
+
+    def join_within(self, seconds: float) -> None:
+        """As ``Executor.join``, but at most so long."""
+
+
+@runtime_checkable
 class Replaceable(Protocol):
     """An executor that has threads: it can abandon a hung task, and a tenant may leave it."""
 

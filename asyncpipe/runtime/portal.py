@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from asyncpipe.errors import NestedWaitError, PipelineClosedError
 from asyncpipe.runtime.process import Process
 
-__all__ = ["Portal", "PortalCall", "new_event_loop", "wait_uncancelled"]
+__all__ = ["EXIT_SECONDS", "Portal", "PortalCall", "new_event_loop", "wait_uncancelled"]
 
 _T = TypeVar("_T")
 
 _CLOSED = "the pipeline is closed: the loop that drove it has ended"
+
+EXIT_SECONDS = 5.0
+"""For threads to end, when the interpreter does. One that something blocks for ever must not keep it from ending."""
 
 SIGNAL_SECONDS = 0.25
 """Python runs a signal handler only when the main thread wakes. A thread that blocks on a lock wakes this often."""
@@ -43,7 +49,7 @@ async def wait_uncancelled(future: asyncio.Future[Any]) -> None:
 
 
 class Portal:
-    """A loop that runs in a daemon thread until ``close``.
+    """A loop that runs in a daemon thread until ``close``, or until the interpreter ends.
 
     Coroutines that have not ended by then, and later ones, raise ``PipelineClosedError``. So does every wait in a
     forked child, which has neither the thread nor the right to wake the loop.
@@ -52,10 +58,12 @@ class Portal:
     def __init__(self) -> None:
         self.loop = new_event_loop()
         self._pending = _PendingCalls()
+        self._is_stopped = False
         self._thread = threading.Thread(
             target=_run_loop, args=(self.loop, self._pending), name="asyncpipe loop", daemon=True
         )
         self._thread.start()
+        _running.add(self)
 
     async def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run ``coroutine`` on the portal's loop, from a coroutine of another loop.
@@ -111,12 +119,50 @@ class Portal:
 
     def close(self) -> None:
         """Stop the loop after the callbacks that are queued. May be called again, from any thread."""
-        self._pending.post(self.loop, self.loop.stop)
+        self._pending.post(self.loop, self._stop)
 
-    def join(self) -> None:
-        """Wait for the thread, after ``close``. Returns at once on the portal's own thread."""
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for the thread, after ``close``; at most so long. Returns at once on the portal's own thread."""
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(seconds)
+
+    def _stop(self) -> None:
+        if not self._is_stopped:  # Else the loop runs once more, for what is cancelled.
+            self._is_stopped = True
+            self.loop.stop()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its thread is one of this process, and runs."""
+        return self._pending.process.is_this and self._thread.is_alive()
+
+
+class _RunningPortals:
+    """Those whose threads may run. They are ended before the interpreter, which would take the loops apart with it."""
+
+    def __init__(self) -> None:
+        self._portals: list[Portal] = []
+        self._is_hooked = False
+
+    def add(self, portal: Portal) -> None:
+        if not self._is_hooked:  # When the first one is made, and not at the import.
+            self._is_hooked = True
+            atexit.register(self._end)
+        for each in [each for each in self._portals if not each.is_here]:
+            with suppress(ValueError):  # Another thread was faster.
+                self._portals.remove(each)
+        self._portals.append(portal)  # Held as long as its thread runs, whoever drops it.
+
+    def _end(self) -> None:
+        portals = [each for each in self._portals if each.is_here]
+        for portal in portals:
+            portal.close()
+        until = time.monotonic() + EXIT_SECONDS
+        for portal in portals:
+            portal.join(max(0.0, until - time.monotonic()))
+
+
+_running = _RunningPortals()
 
 
 class _PendingCalls:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, TypeVar
@@ -39,7 +40,7 @@ _Work = TypeVar("_Work", DeviceWork, CompletionWork)
 
 
 class ThreadExecutor:
-    """``Executor``, ``Replaceable``, ``TakesPrograms`` and ``Listens`` for a device."""
+    """``Executor``, ``JoinsInTime``, ``Replaceable``, ``TakesPrograms`` and ``Listens`` for a device."""
 
     def __init__(
         self, device: str, *, on_start: Callable[[], None] | None = None, board: TaskBoard | None = None
@@ -131,6 +132,13 @@ class ThreadExecutor:
             each.thread.join()
         if left := [thread.name for thread in self._given_up if thread.is_alive()]:
             _logger.warning("%d threads of tasks that were given up still run: %s", len(left), ", ".join(left))
+
+    def join_within(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        if self._tasks is not None:
+            self._tasks.thread.join(seconds)
+        for each in self._threads():
+            each.thread.join(max(0.0, until - time.monotonic()))
 
 
 class _ReplaceableThread(Generic[_Work]):

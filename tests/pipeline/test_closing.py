@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -153,3 +154,26 @@ async def test_a_backward_after_the_end_on_a_shared_pool(workload, no_leaks):
             loss.backward()
         assert not pool.driver.scheduler.jobs
     assert workload.worst(model) < 1e-10
+
+
+@pytest.mark.one_loop
+async def test_at_the_interpreters_end_the_task_that_runs_comes_to_its_own(monkeypatch, workload, no_leaks):
+    """A thread that is in torch when Python is taken apart aborts the process."""
+    at_exit, inside, let_go = [], threading.Event(), threading.Event()
+    monkeypatch.setattr(atexit, "register", lambda function: at_exit.append(function) or function)
+
+    def long(output, target):
+        inside.set()
+        assert let_go.wait(30)
+        return mse(output, target)
+
+    pipe = await pipeline(workload.model(), loss_fn=long).__aenter__()
+    step = asyncio.ensure_future(pipe.step(workload.x, workload.target))
+    await asyncio.to_thread(inside.wait, 30)
+    end = threading.Timer(0.1, let_go.set)
+    end.start()
+    at_exit.pop()()
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("asyncpipe cpu")]
+    with pytest.raises(PipelineClosedError, match="closed during this step"):
+        await step
+    end.join()

@@ -45,13 +45,15 @@ class Slow:
     """Runs until cancelled, and takes its time to end."""
 
     def __init__(self):
-        self.started, self.release, self.ended = threading.Event(), threading.Event(), threading.Event()
+        self.started, self.cancelled = threading.Event(), threading.Event()
+        self.release, self.ended = threading.Event(), threading.Event()
 
     async def run(self):
         self.started.set()
         try:
             await asyncio.Event().wait()
         finally:
+            self.cancelled.set()
             await asyncio.to_thread(self.release.wait, 30)
             self.ended.set()
 
@@ -106,6 +108,20 @@ def test_close_cancels_what_still_runs():
     portal.close()
     assert slow.ended.is_set()
     assert isinstance(call.future.exception(30), asyncio.CancelledError)
+
+
+def test_a_second_close_lets_what_is_cancelled_come_to_its_end():
+    portal = Portal()
+    slow = Slow()
+    call = portal.submit(slow.run())
+    assert slow.started.wait(30)
+    portal.close()
+    assert slow.cancelled.wait(30)
+    portal.close()
+    portal.loop.call_soon_threadsafe(slow.release.set)
+    portal.join()
+    assert slow.ended.is_set()
+    assert isinstance(call.future.exception(30), PipelineClosedError)
 
 
 async def test_a_wait_that_is_cancelled_goes_on():

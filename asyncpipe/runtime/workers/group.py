@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import secrets
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 from asyncpipe.errors import OptionError, WorkerLostError
@@ -67,7 +65,6 @@ class WorkerGroup:
         self._workers: dict[str, WorkerConnection] = {}
         self._starts: set[asyncio.Task[None]] = set()
         self._starting: set[str] = set()
-        self._at_exit: Callable[[], None] = lambda: None
 
     @property
     def workers(self) -> dict[str, WorkerConnection]:
@@ -76,8 +73,6 @@ class WorkerGroup:
 
     async def __aenter__(self) -> WorkerGroup:
         self._portal = portal = Portal()
-        # Not by the finalizer: a thread may not be waited for wherever the garbage collector happens to run.
-        self._at_exit = atexit.register(partial(_end_at_exit, self._process, portal))
         weakref.finalize(self, _kill, self._process, portal).atexit = False
         return self
 
@@ -146,7 +141,6 @@ class WorkerGroup:
         if portal is not None:
             portal.close()
             portal.join()
-        atexit.unregister(self._at_exit)
 
     def kill(self) -> None:
         """Kill all workers, without waiting. From any thread; for who cannot wait until it is closed."""
@@ -157,10 +151,3 @@ class WorkerGroup:
 def _kill(process: Process, portal: Portal) -> None:
     if process.is_this:
         portal.close()
-
-
-def _end_at_exit(process: Process, portal: Portal) -> None:
-    """Before the interpreter ends: the thread must not run in one that is taken apart."""
-    if process.is_this:
-        portal.close()
-        portal.join()
