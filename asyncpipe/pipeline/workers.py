@@ -30,6 +30,8 @@ from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
 __all__ = ["Workers", "assign_workers", "check_transport"]
 
 ENTRY = "asyncpipe.pipeline.resident.serve:serve"
+STARTS = 3
+"""How often what is missing is started: a worker may be lost while others start, which takes seconds."""
 
 _OF_THE_CONTROLLER = ("loop", "workers", "transport", "worker_path", "executors")
 """Options of a pool that a worker's pool does not have."""
@@ -123,12 +125,15 @@ class Workers:
             if not self._is_open:
                 await self._group.__aenter__()
                 self._is_open = True
-            missing = [name for name in dict.fromkeys(self.worker_of(devices).values()) if name not in self.up]
-            for connection in await self._group.start(*missing) if missing else ():
-                if connection.name in self._connections:
-                    self._restarted.add(connection.name)
-                self._connections[connection.name] = connection
-                self.numbers.setdefault(connection.name, len(self.numbers))
+            names = dict.fromkeys(self.worker_of(devices).values())
+            for _ in range(STARTS):
+                if not (missing := [name for name in names if name not in self.up]):
+                    return
+                for connection in await self._group.start(*missing):
+                    if connection.name in self._connections:
+                        self._restarted.add(connection.name)
+                    self._connections[connection.name] = connection
+                    self.numbers.setdefault(connection.name, len(self.numbers))
 
     @property
     def up(self) -> Mapping[str, WorkerConnection]:

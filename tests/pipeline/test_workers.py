@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 import threading
+from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.errors import OptionError, PipelineClosedError, WorkerLostError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.ops.device.devices import Device, resolve_devices
-from asyncpipe.pipeline.workers import assign_workers, check_transport
+from asyncpipe.pipeline.pool_options import PoolOptions
+from asyncpipe.pipeline.workers import Workers, assign_workers, check_transport
 from asyncpipe.testing import InlineExecutor
 
 pytestmark = pytest.mark.timeout(120)
@@ -175,7 +178,7 @@ async def test_what_observers_see_of_workers(pool):
     for record in watcher.records:
         notes = record.notes
         assert notes.workers.keys() == {"cpu:0", "cpu:1"}
-        assert {notes.workers[name].pid for name in notes.workers} == {each.pid for each in pool.workers.up.values()}
+        assert all(each.pid == pool.workers.up[name].pid for name, each in notes.workers.items())
         copies = {task.number for task in record.graph.tasks if task.source is not None}
         assert copies <= notes.arrived.keys()
         began = {event.task: event.started for _, event in record.journal if isinstance(event, TaskCompleted)}
@@ -217,20 +220,29 @@ async def lose_and_replace():
     x, devices = torch.randn(8, 4), ["cpu:0", "cpu:1"]
     watcher = Watcher()
     never = options | {"microbatches": 4, "checkpoint": "never", "observers": [watcher]}
+    line, losses = nn.Sequential(nn.Linear(4, 4)), []
+    alone = Pipeline(deepcopy(line), ["cpu:0"], microbatches=4, **options)
     async with DevicePool(workers="processes") as pool:
-        beside = Pipeline(nn.Sequential(nn.Linear(4, 4)), ["cpu:0"], microbatches=4, pool=pool, **options)
+        beside = Pipeline(line, ["cpu:0"], microbatches=4, pool=pool, **options)
+
+        async def train_beside(over):
+            while not over.is_set():
+                losses.append((await beside.step(x, x)).loss)
+
         async with beside:
             for how in (None, signal.SIGKILL):
                 model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Fails(how, 2))
                 status = "exited with status 3" if how is None else f"was killed by {how.name}"
                 async with Pipeline(model, devices, pool=pool, balance=[1, 2], **never) as pipe:
-                    step = asyncio.ensure_future(beside.step(x, x))
+                    over = asyncio.Event()
+                    training = asyncio.ensure_future(train_beside(over))
                     with pytest.raises(
                         WorkerLostError, match=rf"^worker 'cpu:1' {status}, while it ran F\(1,1\) on cpu:1"
                     ) as raised:
                         await pipe.step(x, x)
                     assert raised.value.running == ("F(1,1) on cpu:1",)
-                    await step
+                    over.set()
+                    await training
                     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
                     async with Pipeline(model, devices, microbatches=4, pool=pool, **options) as successor:
                         # The worker that has the lost one's place does not know the old pipeline.
@@ -239,12 +251,15 @@ async def lose_and_replace():
                         with pytest.raises(WorkerLostError):
                             pipe.state_dict()
                         await successor.step(x, x)
-                        await beside.step(x, x)
+                        losses.append((await beside.step(x, x)).loss)
     here, there = (("cpu:0", "up", ("cpu:0",), False), ("cpu:1", "up", ("cpu:1",), False))
     gone = ("cpu:1", "lost", ("cpu:1",), False)
     # The second worker is started anew for the successor, which has no observers.
     assert watcher.changes == [here, there, gone, here, there, gone]
     assert [record.notes.workers["cpu:1"].state for record in watcher.records] == ["lost", "lost"]
+    async with alone:
+        # Neither a step nor a bit: it shares one worker with the pipelines that failed, and not the lost one.
+        assert all([torch.equal(loss, (await alone.step(x, x)).loss) for loss in losses])
     assert threading.active_count() == threads
 
 
@@ -380,6 +395,31 @@ async def test_the_schedule_changes_and_a_state_is_loaded_between_two_steps(pool
             assert torch.equal(pipe.state_dict()["1.weight"], begin["1.weight"])
     assert torch.equal(ends[0], ends[2])
     assert torch.equal(ends[1], ends[3])
+
+
+async def test_a_worker_that_is_lost_while_others_start_is_started_again(monkeypatch):
+    class Group:
+        def __init__(self, *_, **__):
+            self.workers, self.starts = {}, []
+
+        async def __aenter__(self):
+            return self
+
+        async def start(self, *names):
+            self.starts.append(names)
+            self.workers |= {name: SimpleNamespace(name=name) for name in names}
+            started = [self.workers[name] for name in names]
+            if "cpu:1" in names:
+                del self.workers["cpu:0"]
+            return started
+
+    group = Group()
+    monkeypatch.setattr("asyncpipe.pipeline.workers.WorkerGroup", lambda *_, **__: group)
+    workers, devices = Workers(PoolOptions(workers="processes")), resolve_devices(["cpu:0", "cpu:1"])
+    await workers.admit(devices[:1])
+    await workers.admit(devices)
+    assert group.starts == [("cpu:0",), ("cpu:1",), ("cpu:0",)]
+    assert workers.connection("cpu:0") is group.workers["cpu:0"]
 
 
 def test_which_worker_has_which_device():

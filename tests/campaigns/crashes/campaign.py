@@ -25,15 +25,14 @@ from itertools import product
 from pathlib import Path
 
 from asyncpipe import DevicePool
-from asyncpipe.errors import WorkerLostError
-from asyncpipe.ops.device.devices import resolve_devices
+from asyncpipe.errors import WorkerLostError, WorkerStartError
 from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.runtime.watchdog import Watchdog
 from tests.campaigns.crashes.job import DEVICES, Job, Snapshot, restore, take
-from tests.campaigns.crashes.left import Held, threads_and_files
+from tests.campaigns.crashes.left import Held, child_named, threads_and_files
 from tests.campaigns.crashes.strikes import HANGS, Strike, Struck
 
-__all__ = ["FLOOR", "KINDS", "LATEST", "Campaign", "FromOutside", "all_strikes", "outside"]
+__all__ = ["FLOOR", "KINDS", "LATEST", "Campaign", "Figures", "FromOutside", "all_strikes", "at_start", "outside"]
 
 KINDS = "FRBWCU"
 SCHEDULES = {kind: "zb-h1" if kind == "W" else "1f1b" for kind in KINDS}
@@ -63,11 +62,23 @@ SAYS = {
 
 @dataclass(frozen=True)
 class FromOutside:
-    """``deed`` to the worker of ``device``, so many seconds after a round's beginning."""
+    """``deed`` to the worker of ``device``, so many seconds after all workers were up.
+
+    With ``starting``, after the worker of that device was launched, which was lost before: it or another one is struck
+    while it comes up.
+    """
 
     deed: str
     device: str
     seconds: float
+    starting: str = ""
+
+    @property
+    def moment(self) -> str:
+        """For the figures."""
+        if not self.starting:
+            return "any instant"
+        return "its start" if self.starting == self.device else "another one's start"
 
 
 @dataclass
@@ -81,6 +92,21 @@ class Figures:
     """The most seconds from the error until the pipeline is closed."""
     restart: float = 0.0
     """The most seconds to have lost workers again, with the stages in all."""
+
+    def add(self, other: Figures) -> None:
+        """Take in those of another part of the campaign."""
+        self.rounds += other.rounds
+        for deed, seconds in other.to_error.items():
+            self.to_error[deed] = max(self.to_error.get(deed, 0.0), seconds)
+        self.to_close = max(self.to_close, other.to_close)
+        self.restart = max(self.restart, other.restart)
+
+    def __str__(self) -> str:
+        lines = [f"{count:6}  {name}" for name, count in sorted(self.rounds.items())]
+        lines += [f"{late:8.3f} s at most to the error after {deed}" for deed, late in sorted(self.to_error.items())]
+        lines.append(f"{self.to_close:8.3f} s at most from there until the pipeline is closed")
+        lines.append(f"{self.restart:8.3f} s at most to have workers again, with their stages")
+        return "\n".join(lines)
 
 
 def all_strikes(chance: random.Random, note: Path, devices: int = len(DEVICES)) -> Iterator[Strike]:
@@ -96,10 +122,20 @@ def all_strikes(chance: random.Random, note: Path, devices: int = len(DEVICES)) 
 
 
 def outside(chance: random.Random, rounds: int, seconds: float, devices: int = len(DEVICES)) -> Iterator[FromOutside]:
-    """Deeds at random instants of the first ``seconds`` of a round."""
+    """Deeds at random instants of the first ``seconds`` in which a pipeline opens and trains."""
     for _ in range(rounds):
         deed = chance.choice(sorted(SIGNALS))
         yield FromOutside(deed, chance.choice(DEVICES[:devices]), chance.uniform(0, seconds))
+
+
+def at_start(chance: random.Random, seconds: float, devices: int = len(DEVICES)) -> Iterator[FromOutside]:
+    """Deaths of each worker while it comes up, and while another one does, at random instants of ``seconds``."""
+    names = DEVICES[:devices]
+    # One that is stopped while it starts is killed at the end of the time for that, which is two minutes.
+    for deed, device in product(("kill", "segv"), names):
+        others = [name for name in names if name != device]
+        for starting in (device, chance.choice(others)):
+            yield FromOutside(deed, device, chance.uniform(0, seconds), starting)
 
 
 class Campaign:
@@ -111,17 +147,24 @@ class Campaign:
         tell: Callable[[str], object] = print,
         *,
         steps: int = STEPS,
+        kinds: str = KINDS,
+        latest: float = LATEST,
         folders: Sequence[Path] = (),
     ) -> None:
-        """``folders`` are looked at for what is left there, besides that of temporary files, which must be its own."""
+        """``kinds`` are those of the tasks in which strikes come. An error may come ``latest`` seconds late.
+
+        ``folders`` are looked at for what is left there, besides that of temporary files, which must be its own.
+        """
         self.figures = Figures()
+        self._latest = latest
         self._folders = folders
         self._tell = tell
         self._devices = DEVICES[:devices]
-        self._jobs = {schedule: Job(schedule, devices, steps) for schedule in sorted(set(SCHEDULES.values()))}
+        schedules = sorted({SCHEDULES[kind] for kind in kinds})
+        self._jobs = {schedule: Job(schedule, devices, steps) for schedule in schedules}
         self._snapshots: dict[str, Snapshot] = {}
-        self._ready_at = 0.0
-        """When all workers were up that this round's pipeline needs."""
+        self._opened: set[int] = set()
+        """The workers with which this round's pipeline has opened."""
         self._grown: dict[int, tuple[int, int]] = {}
         """Threads and files of each worker after its first round."""
 
@@ -156,6 +199,12 @@ class Campaign:
             self._snapshots[schedule] = job.beginning
         if isinstance(what, Strike):
             what.note.unlink(missing_ok=True)
+        elif what is not None and what.starting:
+            if what.device not in {what.starting, *self._up()}:
+                await self.round(None)
+            if what.starting in self._up():
+                await self._lose(what.starting)
+        self._opened.clear()
         struck: list[Struck] = []
         striking = asyncio.ensure_future(self._strike(what, struck)) if isinstance(what, FromOutside) else None
         error, caught_at = None, 0.0
@@ -163,14 +212,15 @@ class Campaign:
             async with asyncio.timeout(LONGEST), AsyncExitStack() as stack:
                 try:
                     await self._train(job, what, struck, stack)
-                except WorkerLostError as caught:
+                except (WorkerLostError, WorkerStartError) as caught:
                     error, caught_at = caught, time.perf_counter()
         finally:
             if striking is not None:
                 striking.cancel()
                 await asyncio.wait([striking])
         if error is None and self._is_replaced(struck):
-            self.figures.rounds["while another worker started"] += 1
+            assert isinstance(what, FromOutside)
+            self.figures.rounds[f"{what.deed} in {what.moment}, and replaced at once"] += 1
         elif what is not None:
             assert error is not None, f"nothing happened: {what}"
             self._judge(what, struck[0] if struck else Struck.read(what.note), error, caught_at)
@@ -179,18 +229,16 @@ class Campaign:
             raise error
 
     def _is_replaced(self, struck: Sequence[Struck]) -> bool:
-        """Whether the worker was struck while others started, so that the pipeline opened with its successor."""
-        return bool(struck) and struck[0].at < self._ready_at
+        """Whether the worker was struck before the pipeline opened, which it did with a successor."""
+        return bool(struck) and bool(self._opened) and struck[0].pid not in self._opened
 
     async def _train(
         self, job: Job, what: Strike | FromOutside | None, struck: Sequence[Struck], stack: AsyncExitStack
     ) -> None:
         missing, began = set(self._devices) - self._up().keys(), time.perf_counter()
-        # A pipeline that opens waits for workers that start, and hears only then of one that was lost meanwhile.
-        await self._pool.run(self._pool.admit(resolve_devices(job.devices)))
-        self._ready_at = time.perf_counter()
         pipe = job.pipeline(self._pool, what if isinstance(what, Strike) else None)
         await stack.enter_async_context(pipe)
+        self._opened.update(self._up().values())
         if missing:
             self.figures.restart = max(self.figures.restart, time.perf_counter() - began)
         self._check_growth()
@@ -206,36 +254,46 @@ class Campaign:
             job.check(snapshot)
             await asyncio.sleep(0)
 
-    def _judge(self, what: Strike | FromOutside, struck: Struck, error: WorkerLostError, caught_at: float) -> None:
+    def _judge(
+        self, what: Strike | FromOutside, struck: Struck, error: WorkerLostError | WorkerStartError, caught_at: float
+    ) -> None:
         assert error.worker == what.device, f"{what}: {error}"
         says = SAYS[what.deed]
         first = str(error).partition("; its stderr")[0]
         if struck.task:
             says += f".*, while it ran {re.escape(f'{struck.task} on {what.device}')}$"
         assert re.search(says, first), f"{what}, struck in {struck.task}: {first}"
-        late = caught_at - max(struck.at, self._ready_at)
+        late = caught_at - struck.at
         if what.deed in HANGS:
             late -= SILENT if "for 20 s" in first else FLOOR
-        self.figures.rounds[f"{what.deed} in {what.kind if isinstance(what, Strike) else 'any instant'}"] += 1
+        self.figures.rounds[f"{what.deed} in {what.kind if isinstance(what, Strike) else what.moment}"] += 1
         self.figures.to_error[what.deed] = max(self.figures.to_error.get(what.deed, 0.0), late)
         self._tell(f"{what.deed} {struck.task or 'from outside'} on {what.device}: {late:.3f} s, {first}")
-        assert late < LATEST, f"{what}: the error came {late:.1f} s late"
+        assert late < self._latest, f"{what}: the error came {late:.1f} s late"
         assert what.device not in self._up(), "its process is there"
 
     async def _strike(self, what: FromOutside, struck: list[Struck]) -> None:
+        if what.starting:
+            while child_named(what.starting) is None:  # noqa: ASYNC110 - nothing tells when it is launched
+                await asyncio.sleep(0.001)
+        else:
+            while not self._up().keys() >= set(self._devices):  # noqa: ASYNC110 - nor when it is up
+                await asyncio.sleep(0.001)
         await asyncio.sleep(what.seconds)
-        while (pid := self._pid(what.device)) is None:  # noqa: ASYNC110 - it starts; nothing tells its end
-            await asyncio.sleep(0.01)
-        struck.append(Struck(time.perf_counter()))
+        pid = child_named(what.device)
+        assert pid is not None, f"{what.device} has no worker"
+        struck.append(Struck(time.perf_counter(), pid=pid))
         os.kill(pid, SIGNALS[what.deed])
+
+    async def _lose(self, device: str) -> None:
+        os.kill(self._up()[device], signal.SIGKILL)
+        while device in self._up():  # noqa: ASYNC110 - nothing tells the end of one that no pipeline uses
+            await asyncio.sleep(0.01)
 
     def _up(self) -> dict[str, int]:
         workers = self._pool.workers
         assert workers is not None
         return {name: connection.pid for name, connection in workers.up.items()}
-
-    def _pid(self, device: str) -> int | None:
-        return self._up().get(device)
 
     def _check_growth(self) -> None:
         """The workers that were not struck have no more threads and files than after their first round."""

@@ -9,7 +9,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["Held", "pids_named", "threads_and_files"]
+__all__ = ["Held", "child_named", "pids_in", "pids_named", "threads_and_files"]
 
 
 class Held:
@@ -25,17 +25,16 @@ class Held:
         for name in _entries("/proc/self/fd"):
             with suppress(FileNotFoundError):  # That of the listing itself.
                 descriptors.append(os.readlink(f"/proc/self/fd/{name}"))
-        children = []
-        for each in _entries("/proc/self/task"):
-            with suppress(FileNotFoundError):  # A thread that has ended.
-                children.append(Path(f"/proc/self/task/{each}/children").read_text())
         found = {
             # Sockets and pipes have numbers of their own.
             "descriptors": Counter(target.partition(":[")[0] for target in descriptors),
             "threads": Counter(thread.name for thread in threading.enumerate()),
-            "children": Counter(" ".join(children).split()),
+            "children": Counter(_children()),
         }
-        return found | {str(folder): Counter(_entries(folder)) for folder in self._folders}
+        for folder in self._folders:
+            # Those of Python's multiprocessing, which others on this machine may use, and asyncpipe does not.
+            found[str(folder)] = Counter(name for name in _entries(folder) if not name.startswith("sem.mp-"))
+        return found
 
     def check(self) -> None:
         now = self._now()
@@ -57,6 +56,33 @@ def pids_named(mark: str) -> list[int]:
                 found.append(int(entry))
         except OSError:  # It has ended.
             continue
+    return found
+
+
+def pids_in(folder: Path) -> list[int]:
+    """The processes that live with ``folder`` as their working directory."""
+    found = []
+    for entry in _entries("/proc"):
+        with suppress(OSError):  # It has ended.
+            if entry.isdigit() and os.readlink(f"/proc/{entry}/cwd") == str(folder):
+                found.append(int(entry))
+    return found
+
+
+def child_named(name: str) -> int | None:
+    """The child of this process whose last argument is ``name``, as it is of a worker, also of one that starts."""
+    for entry in _children():
+        with suppress(OSError):
+            if Path(f"/proc/{entry}/cmdline").read_bytes().endswith(f"\0{name}\0".encode()):
+                return int(entry)
+    return None
+
+
+def _children() -> list[str]:
+    found = []
+    for each in _entries("/proc/self/task"):
+        with suppress(OSError):  # That thread has ended.
+            found += Path(f"/proc/self/task/{each}/children").read_text().split()
     return found
 
 

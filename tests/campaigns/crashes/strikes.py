@@ -63,6 +63,8 @@ class Struck:
 
     at: float
     task: str = ""
+    pid: int = 0
+    """If from outside."""
 
     @classmethod
     def read(cls, note: Path) -> Struck:
