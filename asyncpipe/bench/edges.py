@@ -1,13 +1,14 @@
 """What a message between two worker processes costs, against a bare ``torch.distributed.send`` and ``recv`` over gloo.
 
 Two processes, this one and one more, send one tensor of each size to and fro, and in one direction. An arm is a way to
-send; the arms take turns in each round. Bare messages are sent and received by the thread that wants them; those of
-edges pass a queue at the receiver, as in a worker, where the thread that receives is not the one that computes.
+send; the arms take turns in each round, and what an edge costs more than a bare message is compared within a round.
+Bare messages are sent and received by the thread that wants them. Those of edges pass a queue at the receiver, as in a
+worker with several devices; "taken" is what a worker's only device does, which looks for messages itself.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import select
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +32,12 @@ from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
 __all__ = ["EdgesSize", "run", "show"]
 
 BARE = "bare gloo"
+TAKEN = ", taken"
+_TRANSPORT_OF = {f"shared_memory{TAKEN}": "shared_memory", **{name: name for name in HOST_TRANSPORTS}}
+"""By arm."""
 PATIENCE = timedelta(seconds=60)
+LOOK_AGAIN = 5.0
+"""Milliseconds."""
 META = b"the structure of the tensors, which an edge sends once"
 
 
@@ -40,9 +46,9 @@ class EdgesSize:
     """What is sent, and how often."""
 
     bytes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 8 << 20, 32 << 20)
-    rounds: int = 7
+    rounds: int = 15
     warm_up: int = 2
-    bytes_a_round: int = 64 << 20
+    bytes_a_round: int = 128 << 20
     messages_at_most: int = 300
     """In a round; fewer, if they are more than ``bytes_a_round``."""
 
@@ -51,7 +57,10 @@ class EdgesSize:
 
 
 def run(progress: Progress, *, size: EdgesSize | None = None) -> Figures:
-    """Microseconds a message: of half a round trip, and of each message of a stream in one direction. Medians."""
+    """Microseconds a message: of half a round trip, and of each message of a stream in one direction.
+
+    Medians over the rounds, as are the differences from bare messages (``us_more``).
+    """
     size = size or EdgesSize()
     with TemporaryDirectory(prefix="asyncpipe-edges-") as folder:
         process = get_context("spawn").Process(target=_other_process, args=(folder, size), daemon=True)
@@ -62,7 +71,22 @@ def run(progress: Progress, *, size: EdgesSize | None = None) -> Figures:
         finally:
             process.kill()
             process.join()
-    return {"rounds": size.rounds, "arms": [BARE, *HOST_TRANSPORTS], "us_a_message": found}
+    arms = [BARE, *_TRANSPORT_OF]
+    return {
+        "rounds": size.rounds,
+        "arms": arms,
+        "us_a_message": {
+            name: {way: {arm: median(times[arm]) for arm in arms} for way, times in ways.items()}
+            for name, ways in found.items()
+        },
+        "us_more": {
+            name: {
+                way: {arm: median(map(float.__sub__, times[arm], times[BARE])) for arm in _TRANSPORT_OF}
+                for way, times in ways.items()
+            }
+            for name, ways in found.items()
+        },
+    }
 
 
 def show(figures: Figures) -> str:
@@ -71,8 +95,8 @@ def show(figures: Figures) -> str:
     for way in _WAYS:
         rows = [[f"{way}, µs a message", *figures["arms"]]]
         for name, ways in figures["us_a_message"].items():
-            bare = ways[way][BARE]
-            cells = [f"{us:.0f}" if arm == BARE else f"{us:.0f} ({us - bare:+.0f})" for arm, us in ways[way].items()]
+            more = figures["us_more"][name][way]
+            cells = [f"{us:.0f}" + (f" ({more[arm]:+.0f})" if arm in more else "") for arm, us in ways[way].items()]
             rows.append([name, *cells])
         lines += [*table(rows), ""]
     return "\n".join(lines[:-1])
@@ -106,6 +130,9 @@ class _ByEdges:
 
     def __init__(self, rank: int, edges: Edges, arrived: SimpleQueue[ReceivedMessage | EdgeError]) -> None:
         self._out = edges.out[1 - rank]
+        self._into = edges.into[1 - rank]
+        self._poll = select.poll()
+        self._poll.register(self._into.descriptor, select.POLLIN)
         self._arrived = arrived
         self._step = 0
 
@@ -114,6 +141,9 @@ class _ByEdges:
         self._out.send(EdgeMessage(EdgeHeader(0, self._step, 1, 2), [tensor], META))
 
     def receive(self, like: Tensor) -> Tensor:
+        while self._into.is_shared and self._arrived.empty():
+            self._poll.poll(LOOK_AGAIN)  # The edge's thread may have been quicker.
+            self._into.take()
         message = self._arrived.get(timeout=PATIENCE.total_seconds())
         if isinstance(message, EdgeError):
             raise message
@@ -127,21 +157,23 @@ def _other_process(folder: str, size: EdgesSize) -> None:
     _measure(1, folder, size, lambda _: None)
 
 
-def _measure(rank: int, folder: str, size: EdgesSize, progress: Progress) -> dict[str, dict[str, dict[str, float]]]:
-    """Both processes do the same: microseconds a message, by size, way and arm."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+def _measure(
+    rank: int, folder: str, size: EdgesSize, progress: Progress
+) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Both processes do the same: microseconds a message of each round, by size, way and arm."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
     with ExitStack() as stack:
         arms = _arms(rank, folder, stack)
         for each in size.bytes:
             tensor = torch.zeros(each, dtype=torch.uint8)
-            times: dict[tuple[str, str], list[float]] = defaultdict(list)
+            times: dict[str, dict[str, list[float]]] = {way: {name: [] for name in arms} for way in _WAYS}
             for number in rounds(size.warm_up + size.rounds, progress, f"{_named(each)}: round"):
                 for name in alternating(list(arms), number):
                     for way, measured in _WAYS.items():
                         seconds = measured(arms[name], rank, tensor, size.messages(each))
                         if number >= size.warm_up:
-                            times[way, name].append(1e6 * seconds)
-            found[_named(each)] = {way: {name: median(times[way, name]) for name in arms} for way in _WAYS}
+                            times[way][name].append(1e6 * seconds)
+            found[_named(each)] = times
     return found
 
 
@@ -150,19 +182,20 @@ def _arms(rank: int, folder: str, stack: ExitStack) -> dict[str, Messenger]:
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=PATIENCE)
     stack.callback(distributed.destroy_process_group)
     arms: dict[str, Messenger] = {BARE: _Bare(rank)}
-    for transport in HOST_TRANSPORTS:
+    for name, transport in _TRANSPORT_OF.items():
         arrived: SimpleQueue[ReceivedMessage | EdgeError] = SimpleQueue()
         edges = connect(
             rank,
             [(0, 1), (1, 0)],
-            job=transport,
+            job=name,
             folder=folder,
             on_message=arrived.put,
             on_broken=arrived.put,
             transport=transport,
+            shared=name.endswith(TAKEN),
         )
         stack.callback(edges.close)
-        arms[transport] = _ByEdges(rank, edges, arrived)
+        arms[name] = _ByEdges(rank, edges, arrived)
     return arms
 
 

@@ -49,7 +49,7 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.devices import resolve_devices
-from asyncpipe.ops.edges.connect import TRANSPORTS
+from asyncpipe.ops.edges.connect import HOST_TRANSPORTS
 
 CPU = resolve_devices(["cpu:0"])[0]
 UNET = unet_memory.UNetMemorySize(depth=2, convs=1, channels=8, image=16, samples=8, microbatches=8, searched=(1, 2))
@@ -184,7 +184,7 @@ def test_steps_in_a_row_train_in_both_ways(monkeypatch):
 def test_edges_measures_each_way_to_send_by_size():
     size = edges.EdgesSize(bytes=(1 << 10, 1 << 20), rounds=2, warm_up=0, messages_at_most=3)
     figures = json.loads(json.dumps(edges.run(quiet, size=size)))
-    assert figures["arms"] == [edges.BARE, *TRANSPORTS]
+    assert figures["arms"] == [edges.BARE, "shared_memory, taken", *HOST_TRANSPORTS]
     assert list(figures["us_a_message"]) == ["1 KiB", "1 MiB"]
     for ways in figures["us_a_message"].values():
         assert list(ways) == ["to and fro", "one way"]

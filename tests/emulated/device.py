@@ -144,7 +144,9 @@ class Event:
 
     def query(self):
         check_health()
-        return all(gate.is_set() for gate in self.gates())
+        if is_over := all(gate.is_set() for gate in self.gates()):
+            self._tell_host()
+        return is_over
 
     def synchronize(self):
         check_health()
@@ -152,6 +154,10 @@ class Event:
         for gate in self.gates():
             assert gate.wait(30), "the host waits for a kernel that does not end"
         check_health()
+        self._tell_host()
+
+    def _tell_host(self):
+        """The host knows that it has happened."""
         with _lock:
             _join(_state.host, self.clock)
             waiting, _state.landing = _state.landing, []
