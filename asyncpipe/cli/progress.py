@@ -17,7 +17,7 @@ from asyncpipe.train.progress import ProgressSink, RunStarted, StepProgress
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["LineProgress", "LiveProgress", "choose_progress", "show_phases"]
+__all__ = ["LineProgress", "LiveProgress", "choose_progress", "headline", "minutes", "show_phases"]
 
 LINE_EVERY = 20
 """Steps between two lines."""
@@ -163,7 +163,8 @@ def _stage_table(progress: StepProgress) -> RenderableType:
 
 def headline(run: RunStarted) -> str:
     """One line about the run that begins."""
-    return f"{run.name}: {run.parameters:,} parameters, {run.steps} steps on {', '.join(run.devices)}"
+    where = f" in {len(run.workers)} worker process{'es' * (len(run.workers) > 1)}" if run.workers else ""
+    return f"{run.name}: {run.parameters:,} parameters, {run.steps} steps on {', '.join(run.devices)}{where}"
 
 
 def minutes(seconds: float) -> str:

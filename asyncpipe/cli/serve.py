@@ -171,7 +171,8 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
             url = await stack.enter_async_context(serve_api(service, settings))
             _print(f"service: {url}")
             stack.enter_context(metrics_served(service.collector, settings.metrics_port, settings.metrics_address))
-            _print(f"entries: {', '.join(service.entries.names)}; devices: {', '.join(settings.devices)}")
+            where = ", in worker processes" if settings.workers == "processes" else ""
+            _print(f"entries: {', '.join(service.entries.names)}; devices: {', '.join(settings.devices)}{where}")
             status = service.status()
             _print(f"ready: {status.running} jobs run, {status.queued} wait")
             number = await first

@@ -350,7 +350,13 @@ class PartsDriver:
                 if isinstance(event, TaskCompleted):
                     execution.pipeline.times.measured(execution.graph.tasks[event.task], event.ended - event.started)
         record = parts_record(
-            execution.number, execution.graph, execution.tenant.share, execution.started, parts, self._clock()
+            execution.number,
+            execution.graph,
+            execution.tenant.share,
+            execution.started,
+            parts,
+            self._clock(),
+            execution.error,
         )
         record = replace(record, notes=_notes(execution))
         end = next(event for _, event in reversed(record.journal) if isinstance(event, StepCompleted))

@@ -26,6 +26,8 @@ class RunStarted:
     parameters: int
     devices: tuple[str, ...]
     """The names that the job file has."""
+    workers: tuple[str, ...] = ()
+    """The worker processes that have them; empty if they are threads."""
 
 
 @dataclass(frozen=True, slots=True)

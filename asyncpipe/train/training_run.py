@@ -27,6 +27,7 @@ from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.ops.device.caller_streams import CallerStreams
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
+from asyncpipe.pipeline.workers import assign_workers
 from asyncpipe.train.adamw import ClippedAdamW, StagedAdamW
 from asyncpipe.train.batches import BatchPrefetcher, BatchSource
 from asyncpipe.train.blocking_calls import DedicatedThread, in_thread
@@ -225,6 +226,7 @@ class TrainingRun:
                     steps=self._job.training.steps,
                     parameters=sum(parameter.numel() for parameter in pipe.module.parameters()),
                     devices=self._job.pipeline.devices,
+                    workers=self._workers_of(pipe),
                 )
             )
             await self._train(pipe, workload, staged, snapshots)
@@ -268,6 +270,15 @@ class TrainingRun:
                 **own,
                 generator=self._random.generator,
             )
+
+    def _workers_of(self, pipe: Pipeline) -> tuple[str, ...]:
+        if not self._in_workers:
+            return ()
+        pool = None if self._pool is None else self._pool.workers
+        worker_of = (
+            assign_workers(pipe.devices, self._job.pipeline.workers) if pool is None else pool.worker_of(pipe.devices)
+        )
+        return tuple(dict.fromkeys(worker_of.values()))
 
     def _find_schedule(self, name: str) -> Schedule:
         with import_path(self._job.path.resolve().parent):

@@ -300,6 +300,7 @@ def test_a_signal_ends_a_long_run_that_is_being_scraped(job, number, status, wor
         assert process.stdout is not None
         url = wait_for(process, "metrics: ").removeprefix("metrics: ").strip()
         page = wait_for(process, "live view: ").removeprefix("live view: ").strip() if SERVED else None
+        assert wait_for(process, "tiny: ").rstrip().endswith(" in 2 worker processes") is workers
         wait_for(process, "step 20/")
         assert_metrics(url)
         if page is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 
 import pytest
 
-from asyncpipe.cli.progress import LineProgress, LiveProgress, choose_progress, minutes, show_phases
+from asyncpipe.cli.progress import LineProgress, LiveProgress, choose_progress, headline, minutes, show_phases
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.predict.report import Report, report
 from asyncpipe.core.predict.simulate import simulate
@@ -76,6 +77,8 @@ def test_lines_come_at_the_first_every_twentieth_and_the_last_step(simulated):
             progress.entered("sampling")
     lines = out.getvalue().splitlines()
     assert lines[0] == "tiny: 1,234,567 parameters, 41 steps on dev:0, dev:1"
+    assert headline(replace(RUN, workers=("dev:0", "dev:1"))) == f"{lines[0]} in 2 worker processes"
+    assert headline(replace(RUN, workers=("one",))) == f"{lines[0]} in 1 worker process"
     assert lines[1] == "step 1/41  loss 4.500  2,000 tokens/s  bubble 20%  0:20 left"
     assert [line.split()[1] for line in lines[1:-1]] == ["1/41", "20/41", "40/41", "41/41"]
     assert lines[-1] == "sampling"

@@ -33,6 +33,8 @@ const look = page => page.evaluate(() => {
     points: (document.querySelector('#curve .line')?.getAttribute('d') ?? '').split(/[ML]/).length - 1,
     stages: [...document.querySelectorAll('#stages li')].map(row => row.innerText.replace(/\s+/g, ' ')),
     bars: [...document.querySelectorAll('#stages .bar')].map(bar => bar.firstElementChild.getBoundingClientRect().width),
+    workers: [...document.querySelectorAll('#workers-rows tr')].map(row => row.innerText.replace(/\s+/g, ' ').trim()),
+    reasons: [...document.querySelectorAll('#reasons li')].map(reason => reason.textContent),
     scroll: document.documentElement.scrollWidth, width: innerWidth,
   };
 });

@@ -7,12 +7,16 @@ which it can have happened, and checked once more as a whole, by the scheduler t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
 
 from asyncpipe.core.engine.events import (
+    Outcome,
     ProgramEnded,
     StepCancelled,
+    StepCompleted,
+    StepFinished,
     StepRecord,
     StepSubmitted,
     TaskCompleted,
@@ -25,6 +29,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 
 __all__ = ["TaskEvent", "WorkerPart", "parts_record"]
 
+_ENDS = (StepFinished, StepCompleted)
 TaskEvent = TaskIssued | TaskCompleted | TaskFailed
 
 
@@ -38,12 +43,19 @@ class WorkerPart(NamedTuple):
 
 
 def parts_record(
-    step: int, graph: TaskGraph, share: Share, submitted: float, parts: Sequence[WorkerPart], ended: float
+    step: int,
+    graph: TaskGraph,
+    share: Share,
+    submitted: float,
+    parts: Sequence[WorkerPart],
+    ended: float,
+    error: BaseException | None = None,
 ) -> StepRecord:
     """The record of step number ``step``, begun at ``submitted`` and over at ``ended``, without notes.
 
-    The step counts as failed by the first task that failed, and as cancelled if tasks are left and none failed. Parts
-    may be incomplete, since a worker was lost: then what can only have happened after something unknown is left out.
+    The step counts as failed by the first task that failed, or by ``error`` where no task is to blame, and as cancelled
+    if tasks are left otherwise. Parts may be incomplete, since a worker was lost: then what can only have happened
+    after something unknown is left out.
     """
     scheduler = SchedulerState()
     scheduler.handle(StepSubmitted(step, graph, share, parts=len(parts)), submitted)
@@ -66,7 +78,17 @@ def parts_record(
         scheduler.handle(StepCancelled(step), now)
     for part in parts:
         scheduler.handle(ProgramEnded(step, tuple(sorted(part.tasks - happened))), now)
-    return scheduler.take_record(step)
+    record = scheduler.take_record(step)
+    return record if error is None or failures else _failed(record, error)
+
+
+def _failed(record: StepRecord, error: BaseException) -> StepRecord:
+    """``record``, ended by ``error``."""
+    journal = [
+        (at, replace(event, outcome=Outcome.FAILED, error=error) if isinstance(event, _ENDS) else event)
+        for at, event in record.journal
+    ]
+    return replace(record, journal=journal, outcome=Outcome.FAILED)
 
 
 def _possible(graph: TaskGraph, parts: Sequence[WorkerPart]) -> Iterator[tuple[float, TaskEvent]]:

@@ -136,7 +136,7 @@ function showWorkers({ workers }) {
       return cell;
     }), sent);
     row.children[1].dataset.state = worker.state;
-    row.children[1].title = worker.how;
+    if (worker.how) row.children[1].append(`: ${worker.how}`);
     sent.append(...worker.sent.map(({ to, messages, bytes, waited }) => {
       const line = document.createElement('div');
       const blocked = waited > 0 ? `, ${duration(waited)} without credit` : '';

@@ -201,7 +201,10 @@ def _sentence(record: StepRecord) -> str:
     if record.outcome is Outcome.CANCELLED:
         return f"Step {record.step} was cancelled."
     for _, event in reversed(record.journal):
-        if isinstance(event, StepCompleted) and event.failed_task is not None:
-            task = record.graph.tasks[event.failed_task]
-            return f"Step {record.step} failed in {task.id} on {task.lane.device}: {type(event.error).__name__}."
+        if isinstance(event, StepCompleted) and event.error is not None:
+            where = ""
+            if event.failed_task is not None:
+                task = record.graph.tasks[event.failed_task]
+                where = f" in {task.id} on {task.lane.device}"
+            return f"Step {record.step} failed{where}: {type(event.error).__name__}."
     return f"Step {record.step} failed."

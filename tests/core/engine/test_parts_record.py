@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import random_graph, random_partition
 
-from asyncpipe.core.engine.events import Outcome, TaskCompleted, TaskDropped, TaskFailed
+from asyncpipe.core.engine.events import Outcome, StepCompleted, TaskCompleted, TaskDropped, TaskFailed
 from asyncpipe.core.engine.parts_record import TaskEvent, WorkerPart, parts_record
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.task_graph import TaskGraph
@@ -75,6 +75,11 @@ def test_what_a_lost_worker_did_not_tell_leaves_a_cancelled_step(draw: random.Ra
     kept = [(when, event) for when, event in events if event.task not in lost]
     record = parts_record(0, graph, Share(), 0.0, parts_of(graph, kept, draw), 1e6)
     assert record.outcome is Outcome.CANCELLED
+    error = ValueError()
+    failed = parts_record(0, graph, Share(), 0.0, parts_of(graph, kept, draw), 1e6, error)
+    assert failed.outcome is Outcome.FAILED
+    (end,) = [event for _, event in failed.journal if isinstance(event, StepCompleted)]
+    assert (end.outcome, end.failed_task, end.error) == (Outcome.FAILED, None, error)
     for _, event in record.journal:
         if isinstance(event, TaskCompleted):
             assert lost.isdisjoint(graph.dependencies[event.task])

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,6 +18,12 @@ import torch
 from torch import nn
 
 from asyncpipe import Pipeline
+from asyncpipe.core.engine.events import Outcome, StepNotes
+from asyncpipe.core.engine.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
+from asyncpipe.core.graph.lower import lower
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.live import LiveView, serve_live
 
 NODE = Path(__file__).resolve().parents[2] / "node"
@@ -73,6 +80,15 @@ async def training(view: LiveView) -> AsyncIterator[None]:
     assert trainer.cancelled(), trainer.exception()
 
 
+def show_workers(view: LiveView) -> None:
+    """Let the page show two workers, one of which is lost, by a step that is no other's; later ones tell of none."""
+    use = WorkerUse(5_000_000, {"right": EdgeTraffic(7, 2048, 0.25)})
+    notes = StepNotes(workers={"left": WorkerNotes(WorkerState.UP, 71, ("cpu:0",), 0.001, 0.0, use)})
+    graph = lower(find_schedule("gpipe"), Shape(2, 2, 2), devices=["cpu:0", "cpu:1"])
+    view.step_completed(replace(simulate(graph), notes=notes, outcome=Outcome.CANCELLED))
+    view.worker_changed(WorkerChange("right", WorkerState.LOST, 72, ("cpu:1",), how="was killed by SIGKILL"))
+
+
 @asynccontextmanager
 async def browser(url: str, profile: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     """The script that drives the page; what it leaves running when the test fails is killed with its group."""
@@ -110,6 +126,7 @@ async def facts_of(
 
 async def test_the_page_in_a_browser(tmp_path: Path) -> None:
     view = LiveView("demo", steps=100_000)
+    show_workers(view)
     async with training(view), AsyncExitStack() as servers:
         server = await servers.enter_async_context(serve_live(view, 0))
 
@@ -133,6 +150,11 @@ async def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert {"F", "B", "C"} <= set(second["kinds"])
     assert [row.split(" cpu:")[0] for row in second["stages"]] == ["Stage 0", "Stage 1", "Stage 2", "Stage 3"]
     assert all(width > 1 for width in second["bars"])
+    assert second["workers"] == [
+        "left up 71 cpu:0 4.77 MiB 1.00 ms → right: 2 KiB in 7 messages, 250 ms without credit",
+        "right lost: was killed by SIGKILL 72 cpu:1 – –",
+    ]
+    assert second["reasons"][2] == "waits for data on its way"
     for size, seen in facts["sizes"].items():
         assert seen["scroll"] <= seen["width"] == int(size.split()[0]), size
         assert seen["widest"] <= seen["width"], size
