@@ -181,7 +181,7 @@ def test_where_a_job_overlaps_its_steps_what_counts_is_how_soon_one_follows_the_
         "--profile",
         str(profile),
         "--schedules",
-        "1f1b",
+        "zb-h2",  # With 1f1b the first device is also the last one at work.
         "--microbatches",
         "4",
         "--checkpoint",
@@ -285,7 +285,7 @@ async def test_a_run_that_overlaps_its_steps_chooses_for_that(monkeypatch, share
     job = make_run(pipeline={"schedule": "auto"}, training=training, faults={"step_retries": 0})
     async with DevicePool() as pool:
         assert (await TrainingRun(job, make_workload, pool=pool, share=share).run()).steps == 3
-    assert asked == [int(share is None)]
+    assert asked == [1]
 
 
 def make_job(**pipeline: Any) -> Job:

@@ -45,7 +45,7 @@ async def test_a_schedule_is_chosen_and_trains(workload, no_leaks, checkpoint):
     [
         ({}, 0),
         ({"optimizer": torch.optim.SGD}, 1),
-        ({"optimizer": torch.optim.SGD, "share": Share("mine")}, 0),
+        ({"optimizer": torch.optim.SGD, "share": Share("mine")}, 1),
         ({"optimizer": torch.optim.SGD, "deferred_batch_norm": True}, 0),
     ],
     ids=str,
