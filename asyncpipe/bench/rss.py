@@ -24,6 +24,7 @@ from torch import nn
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.pipeline import Pipeline
+from asyncpipe.pipeline.pool import DevicePool
 
 __all__ = ["RssSize", "make_stage", "run", "show"]
 
@@ -51,32 +52,46 @@ def make_stage(stage: int, size: RssSize) -> nn.Module:
 
 
 def run(progress: Progress, *, size: RssSize | None = None) -> Figures:
-    """Bytes by case: of the controller at its peak and in the end, and of each worker at its peak."""
+    """Bytes by case: of the controller at its start, its peak and its end, and of each worker by what takes them."""
     size = size or RssSize()
     rows = []
     for case in CASES:
         progress(case)
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
             rows.append({"case": case, **fresh.submit(_measured, case, size).result()})
-    # The weights and biases, as float32.
-    model = STAGES * size.layers * (size.width + 1) * size.width * 4
-    return {"model_bytes": model, "stages": STAGES, "rows": rows}
+    return {"stage_bytes": _stage_bytes(size), "stages": STAGES, "rows": rows}
+
+
+def _stage_bytes(size: RssSize) -> int:
+    """The weights and biases of a stage, as float32."""
+    return size.layers * (size.width + 1) * size.width * 4
 
 
 def show(figures: Figures) -> str:
     """A table in MB."""
+    stage, stages = figures["stage_bytes"], figures["stages"]
     lines = [
-        f"a model of {_mb(figures['model_bytes'])} MB in {figures['stages']} stages on as many CPU devices, SGD: "
-        "resident memory in MB",
-        "(an idle process that has imported torch and asyncpipe has what the controller has at its start)",
+        f"a model of {_mb(stage * stages)} MB in {stages} stages on as many CPU devices, SGD: resident memory in MB",
         "",
-        "            controller                      each worker",
-        "case         start      peak   at the end   at its peak",
+        "controller    start      peak   at the end",
     ]
     for row in figures["rows"]:
-        workers = ", ".join(_mb(each) for each in row["worker_peaks"]) or "-"
         start, peak, end = (_mb(row[f"controller_{name}"]) for name in ("start", "peak", "end"))
-        lines.append(f"{row['case']:8}{start:>10}{peak:>10}{end:>13}   {workers}")
+        lines.append(f"{row['case']:8}{start:>11}{peak:>10}{end:>13}")
+    lines += [
+        "",
+        "each worker: what its peak is made of, and what it has after the steps (PSS counts memory that several",
+        "processes share, as libraries are, in parts)",
+        "",
+        "            imports  optimizers   weights  gradients   the rest    peak     end  end, PSS",
+    ]
+    for row in figures["rows"]:
+        for worker in row["workers"]:
+            parts = _mb(worker["imports"]), _mb(worker["optimizers"]), _mb(worker["weights"]), _mb(stage)
+            rest = _mb(worker["peak"] - worker["imports"] - worker["optimizers"] - worker["weights"] - stage)
+            ends = _mb(worker["peak"]), _mb(worker["end"]), _mb(worker["end_share"])
+            widths = zip((*parts, rest, *ends), (11, 12, 10, 11, 11, 8, 8, 10), strict=True)
+            lines.append(f"{row['case']:8}" + "".join(f"{value:>{width}}" for value, width in widths))
     return "\n".join(lines)
 
 
@@ -93,27 +108,53 @@ def _measured(case: str, size: RssSize) -> dict[str, Any]:
 
 async def _train(case: str, size: RssSize) -> dict[str, Any]:
     model: Any = StageFactory(make_stage, stages=STAGES, arguments={"size": size})
-    if case != "built":
-        model = [make_stage(stage, size) for stage in range(STAGES)]
-    pipe = Pipeline(
+    here, workers = os.getpid(), case != "threads"
+    async with DevicePool(workers="processes" if workers else "threads") as pool:
+        imports = await _after(pool, train=False) if workers else {}
+        optimizers = await _after(pool, train=True) if workers else {}
+        if case != "built":
+            model = [make_stage(stage, size) for stage in range(STAGES)]
+        pipe = _pipeline(model, pool, train=True)
+        del model
+        x = torch.randn(size.samples, size.width)
+        async with pipe:
+            loaded = {pid: _rollup(pid, "Rss") for pid in imports}
+            for _ in range(STEPS):
+                await pipe.step(x, x, return_outputs=False)
+            return {
+                "controller_peak": _status(here, "VmHWM"),
+                "controller_end": _status(here, "VmRSS"),
+                "workers": [
+                    {
+                        "imports": imports[pid],
+                        "optimizers": optimizers[pid] - imports[pid],
+                        "weights": loaded[pid] - optimizers[pid],
+                        "peak": _status(pid, "VmHWM"),
+                        "end": _rollup(pid, "Rss"),
+                        "end_share": _rollup(pid, "Pss"),
+                    }
+                    for pid in imports
+                ],
+            }
+
+
+async def _after(pool: DevicePool, *, train: bool) -> dict[int, int]:
+    """By worker: what it has when a tiny pipeline has made a step there, with optimizers or without."""
+    x = torch.randn(STAGES, 2)
+    async with _pipeline([nn.Linear(2, 2) for _ in range(STAGES)], pool, train=train) as pipe:
+        await pipe.train(train).step(x, x)
+    return {pid: _rollup(pid, "Rss") for pid in _children(os.getpid())}
+
+
+def _pipeline(model: Any, pool: DevicePool, *, train: bool) -> Pipeline:
+    return Pipeline(
         model,
         [f"cpu:{stage}" for stage in range(STAGES)],
         microbatches=STAGES,
         loss_fn=nn.functional.mse_loss,
-        optimizer=_sgd,
-        workers="threads" if case == "threads" else "processes",
+        optimizer=_sgd if train else None,
+        pool=pool,
     )
-    del model
-    x = torch.randn(size.samples, size.width)
-    async with pipe:
-        for _ in range(STEPS):
-            await pipe.step(x, x, return_outputs=False)
-        here = os.getpid()
-        return {
-            "controller_peak": _status(here, "VmHWM"),
-            "controller_end": _status(here, "VmRSS"),
-            "worker_peaks": [_status(pid, "VmHWM") for pid in _children(here)],
-        }
 
 
 def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -131,7 +172,16 @@ def _children(pid: int) -> list[int]:
 
 def _status(pid: int, key: str) -> int:
     """A line of the kernel's about a process, in bytes."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+    return _line(Path(f"/proc/{pid}/status"), key)
+
+
+def _rollup(pid: int, key: str) -> int:
+    """A sum over the mappings of a process, in bytes."""
+    return _line(Path(f"/proc/{pid}/smaps_rollup"), key)
+
+
+def _line(file: Path, key: str) -> int:
+    for line in file.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == key:
             return int(value.split()[0]) * 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,9 +15,9 @@ from torch import nn
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import EdgeError, PipelineClosedError, StateDictError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
-from asyncpipe.ops.device.wire import from_buffers, from_wire, to_buffers, to_wire
+from asyncpipe.ops.device.wire import from_buffers, to_buffers, to_wire
 from asyncpipe.ops.execute.stage_files import StoredStages
-from asyncpipe.ops.model.shipping import forget_values, refuse_what_trains, ship_model, state_names
+from asyncpipe.ops.model.shipping import NamedState, forget_values, refuse_what_trains, ship_model, state_names
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.options import PipelineOptions
 from asyncpipe.pipeline.step_inputs import StepInputs
@@ -80,6 +81,8 @@ class RemoteStages:
         for stage in parts.resources.stages:
             self._owned[self._worker_of[stage.device.name]].append(stage.index)
         self._is_loaded = False
+        self._names: Mapping[str, NamedState] = {}
+        """What the model's state has, once it is loaded."""
         self._epoch = 0
         self._flags: Flags | None = None
 
@@ -115,6 +118,7 @@ class RemoteStages:
             self._workers.begin(self._give_up(asked, folder))
             raise
         folder.remove()
+        self._names = state_names(self._parts.staged)
         forget_values(self._parts.module)
         links = {device: self._connections[worker] for device, worker in self._worker_of.items()}
         self._placed = PlacedPipeline(self._number, self._tenant, links)
@@ -126,12 +130,14 @@ class RemoteStages:
         folder.remove()
         await self.unload()
 
-    def _ship(self, names: Sequence[str]) -> list[bytes]:
+    def _ship(self, names: Sequence[str]) -> list[list[pickle.PickleBuffer]]:
         if (factory := self._parts.factory) is not None:
-            return [to_wire(factory, "the arguments of the stages' factory")] * len(names)
+            return [to_buffers(factory, "the arguments of the stages' factory")] * len(names)
         return [ship_model(self._parts.staged, self._owned[name]) for name in names]
 
-    def _load_message(self, name: str, model: bytes, options: bytes, folder: str) -> LoadPipeline:
+    def _load_message(
+        self, name: str, model: Sequence[pickle.PickleBuffer], options: bytes, folder: str
+    ) -> LoadPipeline:
         numbers = self._workers.numbers
         return LoadPipeline(
             pipeline=self._number,
@@ -246,14 +252,14 @@ class RemoteStages:
         """The state of the unsplit model, with its names in its order."""
         found = await self._gathered(GetState(self._number))
         state = self._parts.module.state_dict()
-        for name, named in state_names(self._parts.staged).items():
+        for name, named in self._names.items():
             state[name] = found[named.first]
         return state
 
     async def load_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Load a state of the unsplit model."""
         self._check_state(state, strict=strict)
-        await self._ask_all(PutState(self._number, to_wire(dict(state), "the state")))
+        await self._put(state, optimizers=False)
 
     def _check_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         known = self._parts.module.state_dict()
@@ -272,7 +278,16 @@ class RemoteStages:
 
     async def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Give the optimizers what to remember, by name of the parameter."""
-        await self._ask_all(PutState(self._number, to_wire(dict(states), "the state"), optimizers=True))
+        await self._put(states, optimizers=True)
+
+    async def _put(self, state: Mapping[str, Any], *, optimizers: bool) -> None:
+        """Give each worker what concerns it."""
+        stage_of = {name: named.stage for name, named in self._names.items()}
+        messages = {}
+        for worker, stages in self._owned.items():
+            own = {name: value for name, value in state.items() if stage_of.get(name) in stages}
+            messages[worker] = pack(PutState(self._number, to_buffers(own, "the state"), optimizers))
+        await asyncio.gather(*[self._connections[worker].ask(message) for worker, message in messages.items()])
 
     async def copy_stages(self) -> None:
         """Have each worker copy the states of its stages."""
@@ -292,10 +307,10 @@ class RemoteStages:
         await self._ask_all(ReadStages(self._number, stored))
 
     async def _gathered(self, message: GetState) -> dict[str, Any]:
-        """What the workers have. One is asked at a time, since its answer is in memory twice until it is unpacked."""
+        """What the workers have. One is asked at a time."""
         found: dict[str, Any] = {}
         for connection in self._connections.values():
-            found.update(from_wire(await connection.ask(message)))
+            found.update(from_buffers(await connection.ask(message)))
         return found
 
     async def change_schedule(self) -> None:

@@ -1,6 +1,7 @@
 """What the controller and a worker say to each other of a pipeline, besides its steps (``runtime/part_messages.py``).
 
-Models, inputs, results and states are bytes here (``ops/device/wire.py``), made where their errors can be raised.
+Models, inputs, results and states are bytes or buffers here (``ops/device/wire.py``), made where their errors can be
+raised.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class LoadPipeline:
 
     pipeline: int
     """A number of its own."""
-    model: bytes = field(repr=False)
-    """Of the whole model, with the tensors of the own stages, or of a ``StageFactory``."""
+    model: Sequence[Any] = field(repr=False)
+    """Buffers of the whole model, with the tensors of the own stages, or of a ``StageFactory``."""
     is_factory: bool
     options: bytes = field(repr=False)
     devices: Sequence[tuple[str, str]]
@@ -72,7 +73,7 @@ class Unload:
 
 @dataclass(frozen=True, slots=True)
 class GetState:
-    """Controller: the answer is the state of the own stages, as bytes."""
+    """Controller: the answer is the state of the own stages, as buffers: their own memory, while no step runs."""
 
     pipeline: int
     optimizers: bool = False
@@ -83,7 +84,8 @@ class PutState:
     """Controller: take over what concerns the own stages of a state. The answer is ``None``."""
 
     pipeline: int
-    state: bytes = field(repr=False)
+    state: Sequence[Any] = field(repr=False)
+    """Buffers."""
     optimizers: bool = False
 
 

@@ -296,9 +296,9 @@ def test_resident_memory_is_read_in_a_fresh_process(monkeypatch):
     monkeypatch.setattr(rss, "CASES", ("threads",))
     figures = rss.run(quiet, size=rss.RssSize(width=1024, layers=1, samples=4))
     (row,) = figures["rows"]
-    assert figures["model_bytes"] == 4 * 1025 * 1024 * 4
-    assert row["controller_peak"] >= row["controller_end"] > row["controller_start"] + figures["model_bytes"]
-    assert row["worker_peaks"] == []
+    assert figures["stage_bytes"] == 1025 * 1024 * 4
+    assert row["controller_peak"] >= row["controller_end"] > row["controller_start"] + 4 * figures["stage_bytes"]
+    assert row["workers"] == []
     assert "\nthreads " in rss.show(figures)
 
 

@@ -1,4 +1,4 @@
-"""A model as bytes for a worker that owns some of its stages: their tensors are in it, of the others only the shapes.
+"""A model as buffers for a worker that owns some of its stages: their tensors are in it, of the others only the shapes.
 
 What arrives is the whole model again, with the names, ties and structure that it had. So a worker places it as a
 pipeline does that has all stages (``ties.py``); what other workers own is on torch's ``meta`` device there and takes
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from asyncpipe.errors import OptionError
-from asyncpipe.ops.device.wire import TensorPickler, from_wire, not_sendable, to_wire
+from asyncpipe.ops.device.wire import TensorPickler, from_buffers, not_sendable, to_buffers
 from asyncpipe.ops.model.stage import StagedModel
 
 __all__ = ["NamedState", "forget_values", "receive_model", "refuse_what_trains", "ship_model", "state_names"]
@@ -48,8 +48,8 @@ class _Shipped:
         return nn.Parameter(values, self.requires_grad) if self.is_parameter else values
 
 
-def ship_model(model: StagedModel, stages: Collection[int]) -> bytes:
-    """``model`` for the worker that owns ``stages``.
+def ship_model(model: StagedModel, stages: Collection[int]) -> list[pickle.PickleBuffer]:
+    """``model`` for the worker that owns ``stages``, as ``to_buffers``: it is not copied here.
 
     Raises ``OptionError`` for a model that cannot be pickled, or whose parameters have hooks, which pickling drops.
     """
@@ -61,15 +61,16 @@ def ship_model(model: StagedModel, stages: Collection[int]) -> bytes:
         pickler.dump(replace(model, takes=_takes_nothing, join=None))
     except Exception as error:
         raise not_sendable("the model", error) from error
-    return to_wire((file.getvalue(), pickler.shipped), "the model")
+    return to_buffers((file.getvalue(), pickler.shipped), "the model")
 
 
-def receive_model(data: bytes) -> StagedModel:
+def receive_model(received: Sequence[Any]) -> StagedModel:
     """The model that ``ship_model`` has made bytes of; on the CPU, or on ``meta`` where another worker has the tensor.
 
-    It takes nothing from a caller: inputs come from the controller. Unpickles, so ``data`` must come from there.
+    Its tensors use the memory of what was received. It takes nothing from a caller: inputs come from the controller.
+    Unpickles, so ``received`` must come from there.
     """
-    skeleton, shipped = from_wire(data)
+    skeleton, shipped = from_buffers(received)
     unpickler = _Unpickler(io.BytesIO(skeleton), [each.tensor() for each in shipped])
     model: StagedModel = unpickler.load()
     return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import socket
 import threading
 from collections import Counter
@@ -22,7 +23,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import EdgeError, OptionError, PipelineClosedError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.memory import allocated_bytes
-from asyncpipe.ops.device.wire import from_buffers, from_wire, to_wire
+from asyncpipe.ops.device.wire import from_buffers, from_wire, to_buffers
 from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.ops.edges.edge_in import EdgeIn
 from asyncpipe.ops.edges.edge_out import EdgeOutCounters
@@ -63,7 +64,7 @@ class Resident:
             device if worker == load.me else device.elsewhere()
             for device, worker in zip(named, load.workers, strict=True)
         ]
-        self._load = load
+        self._load = replace(load, model=())  # The tensors are those of the stages now, or copied to their devices.
         self._worker_of = {device.name: worker for device, worker in zip(devices, load.workers, strict=True)}
         self._own = [device for device in devices if not device.is_elsewhere]
         self._worker = worker
@@ -279,12 +280,12 @@ class Resident:
 
     # State
 
-    def state(self) -> bytes:
-        """The own entries of the unsplit model's state; a tensor under its first name only."""
+    def state(self) -> list[pickle.PickleBuffer]:
+        """The own entries of the unsplit model's state, as ``to_buffers``; a tensor under its first name only."""
         self._check_idle()
         whole = self._parts.module.state_dict()
         state = {name: whole[name] for name, named in self._own_names().items() if named.first == name}
-        return to_wire(state, "the state of the model")
+        return to_buffers(state, "the state of the model")
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over what concerns the own stages."""
@@ -295,11 +296,11 @@ class Resident:
         own.update((name, state[name]) for name in self._own_names() if name in state)
         self._parts.module.load_state_dict(own)
 
-    def optimizer_states(self) -> bytes:
-        """What the own stages' optimizers remember, by name of the parameter."""
+    def optimizer_states(self) -> list[pickle.PickleBuffer]:
+        """What the own stages' optimizers remember, by name of the parameter, as ``to_buffers``."""
         self._check_idle()
         states = optimizer_states(self._parts.resources.optimizers.values(), self._parts.module)
-        return to_wire(states, "the state of the optimizers")
+        return to_buffers(states, "the state of the optimizers")
 
     def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over those of the own stages."""
@@ -349,5 +350,5 @@ def _write(folder: Path, states: dict[str, Any]) -> dict[str, str]:
 def _model(load: LoadPipeline) -> StagedModel | StageFactory:
     if not load.is_factory:
         return receive_model(load.model)
-    factory: StageFactory = from_wire(load.model)
+    factory: StageFactory = from_buffers(load.model)
     return factory

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from asyncpipe.core.engine.events import StepNotes
-from asyncpipe.ops.device.wire import from_wire
+from asyncpipe.ops.device.wire import from_buffers, from_wire
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.resident.part_step import PartStep
 from asyncpipe.pipeline.resident.resident import Resident
@@ -69,7 +69,7 @@ class _Server:
                 return resident.optimizer_states() if optimizers else resident.state()
             case PutState(pipeline=number, state=state, optimizers=optimizers):
                 resident = self._residents[number]
-                (resident.load_optimizer_states if optimizers else resident.load_state)(from_wire(state))
+                (resident.load_optimizer_states if optimizers else resident.load_state)(from_buffers(state))
             case CopyStages(pipeline=number):
                 self._residents[number].copy_stages()
             case WriteCopies(pipeline=number, folder=folder):
