@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from asyncpipe.ops.autograd.checkpoint import is_recomputing as is_recomputing
     from asyncpipe.ops.device.caller_streams import CallerStreams as CallerStreams
     from asyncpipe.ops.model.batchnorm import convert_deferred_batch_norm as convert_deferred_batch_norm
+    from asyncpipe.ops.model.feed import Feed as Feed
     from asyncpipe.ops.model.measure_layers import balance_by_size as balance_by_size
     from asyncpipe.ops.model.measure_layers import balance_by_time as balance_by_time
     from asyncpipe.ops.model.microbatch import Arguments as Arguments
@@ -98,6 +99,7 @@ _HOMES = {
     "ops.model.measure_layers": ("balance_by_size", "balance_by_time"),
     "ops.model.sequential": ("PipeSequential",),
     "ops.model.skip_layout": ("verify_skippables",),
+    "ops.model.feed": ("Feed",),
     "ops.model.stage_factory": ("StageFactory",),
     "ops.model.skips": ("Namespace", "Skippable", "pop", "skippable", "stash"),
     "ops.model.trace.trace": ("trace",),

@@ -6,6 +6,7 @@ Start with ``pipeline.py``, then follow a step:
 ``build.py``                          from model and options to the parts that all steps share
 ``graph_cache.py``                    lowered task graphs by shape
 ``step_inputs.py``                    a mini-batch, checked and cut
+``feeding.py``                        mini-batches that the pipeline's feed makes
 ``prepare.py``                        a step of a pipeline, wherever its stages are
 ``step.py``                           ``StepProtocol``: begin, run, finish or abandon; one whole step
 ``call.py``, ``call_backward.py``     ``y = pipe(x)``, whose loss and backward are the caller's

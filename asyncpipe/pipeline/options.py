@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from asyncpipe.core.engine.events import Observer
     from asyncpipe.core.engine.share import Share
     from asyncpipe.core.schedules.protocol import Schedule
+    from asyncpipe.ops.model.feed import Feed
     from asyncpipe.ops.model.stage import StagedModel
     from asyncpipe.ops.model.stage_factory import StageFactory
     from asyncpipe.pipeline.pool import DevicePool
@@ -61,6 +62,9 @@ class PipelineOptions(PoolOptions):
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
     """Makes a stage's optimizer from its parameters. The update is then a task of the step, which begins when the
     stage's last backward is done. ``Pipeline.optimizers`` has the optimizers by stage."""
+    feed: str | Feed | None = None
+    """Makes the mini-batches of steps that are given none, from their numbers: ``"module:function"`` or a ``Feed``. If
+    the stages live in workers it is called there, so that no data passes this process."""
     gradient_norms: bool = False
     """Whether results have the norm of the gradients that each stage's optimizer has used, and cleared
     (``StepResult.gradient_norms``)."""

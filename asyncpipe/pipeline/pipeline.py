@@ -15,26 +15,29 @@ from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.schedules.protocol import Schedule
 from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import OptionError
 from asyncpipe.ops.autograd.random_streams import draw_step_seed
 from asyncpipe.ops.device.devices import resolve_devices
+from asyncpipe.ops.model.feed import as_feed
 from asyncpipe.ops.model.microbatch import Arguments
+from asyncpipe.ops.model.sequential import take_all
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.build import build
 from asyncpipe.pipeline.call import call
 from asyncpipe.pipeline.device_notes import note_devices
+from asyncpipe.pipeline.feeding import Feeding
 from asyncpipe.pipeline.model_proxy import OPTIMIZER, ModelProxy
 from asyncpipe.pipeline.options import PipelineArguments
 from asyncpipe.pipeline.overlap import why_alone
 from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.pool_options import takes
-from asyncpipe.pipeline.prepare import prepare_step
 from asyncpipe.pipeline.profiling import resolve_auto
 from asyncpipe.pipeline.remote_model import RemoteModel
 from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
-from asyncpipe.pipeline.steps import StepRun, check_batches, run_steps
+from asyncpipe.pipeline.steps import FEED, StepRun, check_batches, run_steps
 from asyncpipe.pipeline.sync import SyncPipeline
 from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.observers import Observers
@@ -59,7 +62,7 @@ class Pipeline(ModelProxy):
     def _set_up(self, arguments: PipelineArguments) -> None:
         self.devices = resolve_devices(arguments.devices)
         pool = arguments.pool or DevicePool(**arguments.pool_options)
-        arguments = resolve_auto(arguments)
+        arguments = resolve_auto(replace(arguments, feed=as_feed(arguments.feed)))
         if isinstance(arguments.model, StageFactory):
             seeded = arguments.model.seeded(partial(draw_step_seed, arguments.generator))
             arguments = replace(arguments, model=seeded)
@@ -73,14 +76,20 @@ class Pipeline(ModelProxy):
         physical = {device.physical for device in self.devices}
         tenant = Tenant(arguments.share or Share(), Observers(arguments.observers, partial(note_devices, physical)))
         stages = None if pool.workers is None else RemoteStages(parts, self.devices, tenant, pool.workers)
+        if stages is not None and arguments.feed is not None and parts.takes is not take_all:
+            raise OptionError(
+                "several stages of a traced model may take something of a mini-batch, which only this process knows; "
+                "leave feed out and give mini-batches to step, give a list of stages, or use workers='threads'"
+            )
         self._tenancy = Tenancy(pool, self.devices, tenant, own=arguments.pool is None, stages=stages)
+        self._feeding = Feeding(parts, self._tenancy)
         super().__init__(parts, RemoteModel(pool, stages) if stages is not None else None)
 
     # Steps
 
     async def step(
         self,
-        x: Any,
+        x: Any = FEED,
         target: Any = NO_TARGET,
         *,
         return_outputs: bool = True,
@@ -97,6 +106,7 @@ class Pipeline(ModelProxy):
         differentiated; without a target it is called with the output alone. After ``eval()`` or under
         ``torch.no_grad`` only forwards run, and the loss only if a target is given. ``update=False`` leaves out the
         pipeline's optimizers, to accumulate gradients over steps. ``scaler`` multiplies gradients by its scale.
+        Without ``x``, the pipeline's ``feed`` makes both (``feed_step``).
         ``learning_rate`` is set in all parameter groups of the pipeline's optimizers before they update.
         Steps of one pipeline run one after the other. Returns when the last task is issued.
 
@@ -108,7 +118,14 @@ class Pipeline(ModelProxy):
             self._tenancy.check()
             self._parts.check_between_steps()
             step = StepOptions(return_outputs, update, scaler, learning_rate)
-            return await prepare_step(self._parts, self._tenancy, x, target, step).run()
+            try:
+                prepared = await self._feeding.prepare(x, target, step)
+                result = await prepared.run()
+            except BaseException:
+                self._feeding.back()
+                raise
+            self._feeding.done(prepared)
+            return result
 
     def steps(
         self,
@@ -122,9 +139,10 @@ class Pipeline(ModelProxy):
         """The results of many mini-batches, in order: ``async for result in pipe.steps(loader)``.
 
         Each of ``batches``, an iterable or an asynchronous one, is x, a pair ``(x, target)`` or ``Batch(x, target)``,
-        which may have a ``learning_rate``; the options are those of ``step``. ``ahead`` steps begin behind the one
-        whose result is due, and each device goes on to the next step when it is at the end of one. So the devices do
-        not wait while results are read, and the next mini-batch is fetched and cut.
+        which may have a ``learning_rate`` and, without x, leaves the mini-batch to the pipeline's ``feed``; the options
+        are those of ``step``. ``ahead`` steps begin behind the one whose result is due, and each device goes on to the
+        next step when it is at the end of one. So the devices do not wait while results are read, and the next
+        mini-batch is fetched and cut.
         Losses and weights are bit-equal to those of ``step`` one by one, if the mini-batches are made independently of
         the results.
 
@@ -140,7 +158,20 @@ class Pipeline(ModelProxy):
         """
         check_batches(batches, ahead, blocking=False)
         step = StepOptions(return_outputs, update, scaler)
-        return run_steps(StepRun(self._parts, self._tenancy, step, ahead), batches)
+        return run_steps(StepRun(self._parts, self._tenancy, self._feeding, step, ahead), batches)
+
+    @property
+    def feed_step(self) -> int:
+        """The number that the feed gets for the next step that it makes a mini-batch for, from 0.
+
+        A step that fails or is cancelled does not count. Set it to go on from a snapshot.
+        """
+        return self._feeding.step
+
+    @feed_step.setter
+    def feed_step(self, number: int) -> None:
+        self._parts.check_between_steps()
+        self._feeding.step = number
 
     @property
     def why_steps_wait(self) -> str | None:
@@ -215,7 +246,7 @@ class Pipeline(ModelProxy):
 
     def sync(self) -> SyncPipeline:
         """The same pipeline for callers without ``await``; it also works where a loop already runs."""
-        return SyncPipeline(self, self._parts, self._tenancy, self._remote)
+        return SyncPipeline(self, self._parts, self._tenancy, self._feeding, self._remote)
 
     # Copies
 

@@ -13,20 +13,21 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.errors import EdgeError, PipelineClosedError, StateDictError, WorkerLostError
+from asyncpipe.errors import BatchError, EdgeError, PipelineClosedError, StateDictError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.wire import from_buffers, to_buffers, to_wire
 from asyncpipe.ops.execute.stage_files import StoredStages
 from asyncpipe.ops.model.shipping import NamedState, forget_values, refuse_what_trains, ship_model, state_names
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.options import PipelineOptions
-from asyncpipe.pipeline.step_inputs import StepInputs
+from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs
 from asyncpipe.pipeline.wire_messages import (
     ChangeSchedule,
     CopyStages,
     Flags,
     GetState,
     LoadPipeline,
+    MakeBatch,
     PartResult,
     PutState,
     ReadStages,
@@ -80,6 +81,12 @@ class RemoteStages:
         """By worker: its stages."""
         for stage in parts.resources.stages:
             self._owned[self._worker_of[stage.device.name]].append(stage.index)
+        stages = parts.resources.stages
+        ends = self._worker_of[stages[0].device.name], self._worker_of[stages[-1].device.name]
+        self._fed_workers = tuple(dict.fromkeys(ends))
+        """Where a feed makes mini-batches."""
+        self._fetches: dict[int, asyncio.Task[CutInputs]] = {}
+        """A mini-batch that is being made, by its number."""
         self._is_loaded = False
         self._names: Mapping[str, NamedState] = {}
         """What the model's state has, once it is loaded."""
@@ -168,6 +175,8 @@ class RemoteStages:
             self._is_loaded = False
             if self._placed is not None:
                 self.driver.forget(self._placed)
+            for made in self._fetches.values():
+                made.cancel()
             await self._ask_all(Unload(self._number), raises=False)
 
     async def _ask_all(self, message: object, *, raises: bool = True) -> list[Any]:
@@ -200,9 +209,51 @@ class RemoteStages:
                 changed,
                 overlaps,
                 bool(self._tenant.observers.shown),
+                inputs.number if name in self._fed_workers else None,
             )
             work[name] = to_buffers(part, "the mini-batch")
         return PreparedWork(work, flags)
+
+    async def fed(self, number: int) -> CutInputs:
+        """Have the workers of the first and the last stage make a mini-batch, and then begin with the next one.
+
+        Raises ``BatchError`` if it is not the same in both, and what the feed raises.
+        """
+        if number not in self._fetches:
+            self._fetch(number)
+        made = self._fetches[number]
+        try:
+            found = await asyncio.shield(made)
+        finally:
+            if made.done():
+                self._fetches.pop(number, None)
+        self._fetch(number + 1)
+        return found
+
+    def _fetch(self, number: int) -> None:
+        """Begin to make a mini-batch; others that nobody has asked for are forgotten."""
+        for other in self._fetches.values():
+            other.cancel()
+        self._fetches = {number: asyncio.get_running_loop().create_task(self._made(number))}
+        # Nobody may ever ask for it.
+        self._fetches[number].add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _made(self, number: int) -> CutInputs:
+        message = MakeBatch(self._number, number)
+        answers = await asyncio.gather(*[self._connections[name].ask(message) for name in self._fed_workers])
+        seen = [(tuple(made.sizes), made.has_target) for made in answers]
+        if len(set(seen)) > 1:
+            listed = " and ".join(
+                f"micro-batches of {', '.join(map(str, sizes))} samples, {'with' if has_target else 'without'} a "
+                f"target, in worker {name!r}"
+                for name, (sizes, has_target) in zip(self._fed_workers, seen, strict=True)
+            )
+            raise BatchError(
+                f"{self._parts.options.feed} makes different mini-batches for step {number}: {listed}; they must "
+                "follow from the step's number alone"
+            )
+        found: CutInputs = answers[-1]
+        return found
 
     def start(self, graph: TaskGraph, work: PreparedWork, after: PartsExecution | None) -> PartsExecution:
         """Begin a step; see ``PartsDriver.start``."""

@@ -44,6 +44,11 @@ class RemoteStep:
         """Whether it has backwards."""
         return self._inputs.training
 
+    @property
+    def is_fed(self) -> bool:
+        """Whether the pipeline's feed has made its mini-batch."""
+        return self._inputs.options.is_fed
+
     async def run(self) -> StepResult:
         """Run it, from a coroutine of any loop."""
         return await self._tenancy.pool.run(self._run(self._work(overlaps=False)))

@@ -173,6 +173,11 @@ class PreparedStep(StepProtocol[StepResult]):
         return self._inputs.training
 
     @property
+    def is_fed(self) -> bool:
+        """Whether the pipeline's feed has made its mini-batch."""
+        return self._inputs.options.is_fed
+
+    @property
     def overlaps(self) -> bool:
         """Whether it may be under way together with others: all that a step leaves behind is made by its tasks."""
         alone = why_alone(self.parts, self.tenancy, self._graph, training=self.training)

@@ -16,13 +16,13 @@ from asyncpipe.ops.autograd.random_streams import draw_step_seed
 from asyncpipe.ops.device.copies import to_device
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
-from asyncpipe.ops.model.microbatch import Arguments, CutBatch, cut, cut_alike, gather, keywords
+from asyncpipe.ops.model.microbatch import Arguments, cut, cut_alike, gather, keywords
 from asyncpipe.pipeline.build import PipelineParts
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-__all__ = ["NO_TARGET", "StepInputs", "StepOptions", "loss_weights"]
+__all__ = ["NO_TARGET", "CutInputs", "StepInputs", "StepOptions", "loss_weights"]
 
 NO_TARGET: Any = object()
 """Stands for a target that was not given (``None`` is a target)."""
@@ -36,6 +36,45 @@ class StepOptions:
     update: bool = True
     scaler: GradScaler | None = None
     learning_rate: float | None = None
+    is_fed: bool = False
+    """Whether the pipeline's feed makes the mini-batch."""
+    seed: int | None = None
+    """What the step's random numbers follow from, if it is drawn already."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CutInputs:
+    """A mini-batch, cut for the stages that take some of it."""
+
+    sizes: Sequence[int]
+    """Samples of each micro-batch."""
+    ready_made: bool
+    takes: Sequence[Mapping[int, Any]]
+    targets: Sequence[Any]
+    has_target: bool
+    is_padded_unevenly: bool
+    number: int | None = None
+    """Of the step whose mini-batch a feed has made in the workers, where it stays."""
+
+    @classmethod
+    def of(cls, parts: PipelineParts, x: Any, target: Any = NO_TARGET, *, has_loss: bool) -> CutInputs:
+        """``x`` and ``target`` in micro-batches. Raises ``BatchError``."""
+        options = parts.options
+        pieces = cut(keywords(x), options.microbatches, dim=options.batch_dim).with_samples()
+        targets = () if target is NO_TARGET else cut_alike(target, pieces, dim=options.batch_dim)
+        means = has_loss and options.loss_fn is not None and options.loss_reduction == "mean"
+        return cls(
+            pieces.sizes,
+            pieces.ready_made,
+            [parts.takes(Arguments.wrap(piece)) for piece in pieces.pieces],
+            targets,
+            target is not NO_TARGET,
+            means and any(parts.padded_labels.are_uneven(each, pieces.sizes) for each in (pieces.pieces, targets)),
+        )
+
+    def without_tensors(self, number: int) -> CutInputs:
+        """What is to be known of it where it is not; it is that of step ``number``."""
+        return replace(self, takes=[{} for _ in self.sizes], targets=(), number=number)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,19 +95,24 @@ class StepInputs:
     """Whether the caller has cut the mini-batch (``Microbatches``)."""
     is_padded_unevenly: bool
     """Whether a mean over samples would count the labels of some micro-batches too much."""
+    number: int | None = None
+    """As ``CutInputs.number``."""
 
     @classmethod
     def prepare(cls, parts: PipelineParts, x: Any, target: Any, step: StepOptions) -> StepInputs:
-        """Check and cut a mini-batch, on the caller's thread. Raises ``BatchError`` or ``OptionError``."""
+        """Check and cut a mini-batch, on the caller's thread. Raises ``BatchError`` or ``OptionError``.
+
+        ``x`` may be ``CutInputs``, with the target.
+        """
         options = parts.options
         context = CallerContext.capture()
         training = parts.module.training and context.grad and not context.inference
         _check_loss(options.loss_fn, target, training)
-        pieces = cut(keywords(x), options.microbatches, dim=options.batch_dim).with_samples()
-        targets = () if target is NO_TARGET else cut_alike(target, pieces, dim=options.batch_dim)
         has_loss = training or target is not NO_TARGET
-        plan = _make_plan(parts, pieces, step, training=training, has_loss=has_loss)
-        means = plan.loss is not None and options.loss_reduction == "mean"
+        pieces = x if isinstance(x, CutInputs) else CutInputs.of(parts, x, target, has_loss=has_loss)
+        if isinstance(x, CutInputs):
+            has_loss = training or (x.has_target and options.loss_fn is not None)
+        plan = _make_plan(parts, pieces.sizes, step, training=training, has_loss=has_loss)
         return cls(
             parts,
             step,
@@ -76,10 +120,11 @@ class StepInputs:
             len(pieces.sizes),
             plan,
             context,
-            [parts.takes(Arguments.wrap(piece)) for piece in pieces.pieces],
-            targets,
+            pieces.takes,
+            pieces.targets,
             pieces.ready_made,
-            means and any(parts.padded_labels.are_uneven(each, pieces.sizes) for each in (pieces.pieces, targets)),
+            pieces.is_padded_unevenly,
+            pieces.number,
         )
 
     def emptied(self) -> StepInputs:
@@ -121,16 +166,16 @@ class StepInputs:
 
 
 def _make_plan(
-    parts: PipelineParts, pieces: CutBatch, step: StepOptions, *, training: bool, has_loss: bool
+    parts: PipelineParts, sizes: Sequence[int], step: StepOptions, *, training: bool, has_loss: bool
 ) -> StepPlan:
     options = parts.options
     if step.learning_rate is not None and options.optimizer is None:
         raise OptionError("learning_rate is for the pipeline's own optimizers; give it an optimizer=")
     return StepPlan(
         loss=options.loss_fn if has_loss else None,
-        weights=loss_weights(pieces.sizes, options.loss_reduction == "mean"),
+        weights=loss_weights(sizes, options.loss_reduction == "mean"),
         scale=_scale(step.scaler, parts.resources.stages[-1].device) if training else None,
-        seed=draw_step_seed(options.generator),
+        seed=draw_step_seed(options.generator) if step.seed is None else step.seed,
         checkpoint=parts.checkpoint,
         keep_outputs=step.return_outputs or not has_loss,
         training=training,

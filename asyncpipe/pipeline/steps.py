@@ -25,23 +25,29 @@ from torch import Tensor
 
 from asyncpipe.errors import ArgumentTypeError, BatchError, NestedWaitError, OptionError
 from asyncpipe.ops.device.device_errors import is_device_error
+from asyncpipe.ops.model.feed import FromFeed
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.pipeline.build import PipelineParts
+from asyncpipe.pipeline.feeding import Feeding
 from asyncpipe.pipeline.pool import Tenancy
-from asyncpipe.pipeline.prepare import prepare_step
 from asyncpipe.pipeline.remote_step import RemoteStep
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step import PreparedStep
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
 from asyncpipe.runtime.started_step import Line, StartedStep
 
-__all__ = ["Batch", "StepRun", "check_batches", "run_steps", "run_steps_blocking"]
+__all__ = ["FEED", "Batch", "StepRun", "check_batches", "run_steps", "run_steps_blocking"]
+
+
+FEED: Any = FromFeed()
+"""Stands for x where the pipeline's feed makes it."""
 
 
 class Batch(NamedTuple):
     """One mini-batch for ``steps``, where ``(x, target)`` is ambiguous or says too little: ``Batch((ids, mask))``."""
 
-    x: Any
+    x: Any = FEED
+    """Left out, the pipeline's feed makes x and target."""
     target: Any = NO_TARGET
     learning_rate: float | None = None
     """Set in all parameter groups of the pipeline's optimizers before they update."""
@@ -79,19 +85,26 @@ _Step = PreparedStep | RemoteStep
 class StepRun:
     """The steps of one ``steps`` call that are under way."""
 
-    def __init__(self, parts: PipelineParts, tenancy: Tenancy, options: StepOptions, ahead: int) -> None:
+    def __init__(
+        self, parts: PipelineParts, tenancy: Tenancy, feeding: Feeding, options: StepOptions, ahead: int
+    ) -> None:
         self.ahead = ahead
+        self.feeding = feeding
         self._parts = parts
         self.tenancy = tenancy
         self._options = options
         self._line: Line[Any] = Line()
         self.under_way: deque[tuple[_Step, StartedStep[Any]]] = deque()
 
-    def prepare(self, value: Any) -> _Step:
+    async def prepare(self, value: Any) -> _Step:
         """Check and cut a mini-batch."""
         x, target, learning_rate = _as_batch(value)
-        options = replace(self._options, learning_rate=learning_rate)
-        return prepare_step(self._parts, self.tenancy, x, target, options)
+        return await self.feeding.prepare(x, target, replace(self._options, learning_rate=learning_rate))
+
+    def prepare_blocking(self, value: Any) -> _Step:
+        """As ``prepare``, on a thread that may block."""
+        x, target, learning_rate = _as_batch(value)
+        return self.feeding.prepare_blocking(x, target, replace(self._options, learning_rate=learning_rate))
 
     def check(self) -> None:
         """Raise ``OverlapError`` while other steps overlap; not to be called while one of this run is under way."""
@@ -156,6 +169,7 @@ class StepRun:
 
     def _finish(self, step: _Step, execution: Any) -> StepResult:
         result = step.finish(execution)
+        self.feeding.done(step)
         self.under_way.popleft()
         if not self.under_way:
             self._close()
@@ -221,7 +235,7 @@ async def run_steps(run: StepRun, batches: Iterable[Any] | AsyncIterable[Any]) -
     try:
         while True:
             try:
-                prepared = run.prepare(await anext(source))
+                prepared = await run.prepare(await anext(source))
             except StopAsyncIteration:
                 break
             except Exception as error:  # noqa: BLE001 - raised behind the results of the steps that have begun
@@ -241,6 +255,7 @@ async def run_steps(run: StepRun, batches: Iterable[Any] | AsyncIterable[Any]) -
                 run.tenancy.check()
                 run.check()
                 result = await prepared.run()
+                run.feeding.done(prepared)
             yield result
             del result
         while run.under_way:
@@ -256,6 +271,8 @@ async def run_steps(run: StepRun, batches: Iterable[Any] | AsyncIterable[Any]) -
     except BaseException:
         await run.abort()
         raise
+    finally:
+        run.feeding.back()
     if failed is not None:
         raise failed
 
@@ -267,7 +284,7 @@ def run_steps_blocking(run: StepRun, batches: Iterable[Any]) -> Generator[StepRe
     try:
         while True:
             try:
-                prepared = run.prepare(next(source))
+                prepared = run.prepare_blocking(next(source))
             except StopIteration:
                 break
             except Exception as error:  # noqa: BLE001 - as above
@@ -287,6 +304,7 @@ def run_steps_blocking(run: StepRun, batches: Iterable[Any]) -> Generator[StepRe
                 run.tenancy.check()
                 run.check()
                 result = prepared.run_blocking()
+                run.feeding.done(prepared)
             yield result
             del result
         while run.under_way:
@@ -307,5 +325,7 @@ def run_steps_blocking(run: StepRun, batches: Iterable[Any]) -> Generator[StepRe
     except BaseException:
         run.abort_blocking()
         raise
+    finally:
+        run.feeding.back()
     if failed is not None:
         raise failed

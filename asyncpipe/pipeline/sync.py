@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.call import call
+from asyncpipe.pipeline.feeding import Feeding
 from asyncpipe.pipeline.model_proxy import OPTIMIZER, ModelProxy
 from asyncpipe.pipeline.pool import Tenancy
-from asyncpipe.pipeline.prepare import prepare_step
 from asyncpipe.pipeline.remote_model import RemoteModel
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
-from asyncpipe.pipeline.steps import StepRun, check_batches, run_steps_blocking
+from asyncpipe.pipeline.steps import FEED, StepRun, check_batches, run_steps_blocking
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -32,12 +32,18 @@ class SyncPipeline(ModelProxy):
     """
 
     def __init__(
-        self, pipeline: ModelProxy, parts: PipelineParts, tenancy: Tenancy, remote: RemoteModel | None = None
+        self,
+        pipeline: ModelProxy,
+        parts: PipelineParts,
+        tenancy: Tenancy,
+        feeding: Feeding,
+        remote: RemoteModel | None = None,
     ) -> None:
         """Made by ``Pipeline.sync``."""
         super().__init__(parts, remote)
         self._pipeline = pipeline
         self._tenancy = tenancy
+        self._feeding = feeding
 
     def __enter__(self) -> SyncPipeline:
         self._tenancy.open_in_thread()
@@ -48,7 +54,7 @@ class SyncPipeline(ModelProxy):
 
     def step(
         self,
-        x: Any,
+        x: Any = FEED,
         target: Any = NO_TARGET,
         *,
         return_outputs: bool = True,
@@ -62,7 +68,14 @@ class SyncPipeline(ModelProxy):
         with self._tenancy.blocking_turn:
             self._tenancy.check()
             self._parts.check_between_steps()
-            return prepare_step(self._parts, self._tenancy, x, target, step).run_blocking()
+            try:
+                prepared = self._feeding.prepare_blocking(x, target, step)
+                result = prepared.run_blocking()
+            except BaseException:
+                self._feeding.back()
+                raise
+            self._feeding.done(prepared)
+            return result
 
     def steps(
         self,
@@ -76,12 +89,22 @@ class SyncPipeline(ModelProxy):
         """The results of many mini-batches, as ``Pipeline.steps``: ``for result in pipe.steps(loader)``."""
         check_batches(batches, ahead, blocking=True)
         step = StepOptions(return_outputs, update, scaler)
-        return run_steps_blocking(StepRun(self._parts, self._tenancy, step, ahead), batches)
+        return run_steps_blocking(StepRun(self._parts, self._tenancy, self._feeding, step, ahead), batches)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as ``Pipeline.__call__``."""
         self._refuse_in_workers("pipe(x), whose loss and backward are the caller's,", OPTIMIZER)
         return call(self._parts, self._tenancy, Arguments(args, kwargs))
+
+    @property
+    def feed_step(self) -> int:
+        """The number of the next step that the feed makes a mini-batch for, as ``Pipeline.feed_step``."""
+        return self._feeding.step
+
+    @feed_step.setter
+    def feed_step(self, number: int) -> None:
+        self._parts.check_between_steps()
+        self._feeding.step = number
 
     def close(self) -> None:
         """Wait for steps under way, then end every thread, as ``Pipeline.aclose``. May be called again."""

@@ -26,6 +26,7 @@ __all__ = [
     "Flags",
     "GetState",
     "LoadPipeline",
+    "MakeBatch",
     "PartResult",
     "PutState",
     "ReadStages",
@@ -113,6 +114,17 @@ class ReadStages:
 
 
 @dataclass(frozen=True, slots=True)
+class MakeBatch:
+    """Controller: have the feed make the mini-batch of a step, and keep what the own stages take of it.
+
+    The answer is a ``CutInputs`` without tensors.
+    """
+
+    pipeline: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeSchedule:
     """Controller: use another schedule. The answer is ``None``."""
 
@@ -147,6 +159,8 @@ class StepWork(NamedTuple):
     """``None`` if they are those of the last step."""
     overlaps: bool
     is_observed: bool
+    number: int | None
+    """Of the mini-batch that the feed has made here (``MakeBatch``), in place of ``takes`` and ``targets``."""
 
 
 class Scalars(NamedTuple):

@@ -8,7 +8,9 @@ from torch import Generator
 
 from asyncpipe.core.predict.layer_profile import ADAMW_SCALE, Profile
 from asyncpipe.core.predict.planner import Plan
+from asyncpipe.ops.model.feed import Feed
 from asyncpipe.pipeline.profiling import STEPS, SampleBatch, choose, measure
+from asyncpipe.pipeline.step_inputs import NO_TARGET
 from asyncpipe.train.job_file import Job, blaming_key, job_file_error
 from asyncpipe.train.workload import Workload
 
@@ -69,6 +71,9 @@ def with_plan(job: Job, plan: Plan) -> Job:
 def _sample(job: Job, workload: Workload) -> SampleBatch:
     """The first mini-batch of the training."""
     training = job.training
+    if isinstance(workload.batches, Feed):
+        x, *target = workload.batches.batch(0)
+        return SampleBatch(x, target[0] if target else NO_TARGET, workload.loss_fn)
     batch = next(iter(workload.batches(training.batch_size, Generator().manual_seed(training.seed))), None)
     if batch is None:
         raise job_file_error(job.path, f"job.entry: {job.job.entry} makes no batches; there is nothing to measure with")

@@ -25,6 +25,7 @@ from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import DeviceError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.ops.device.caller_streams import CallerStreams
+from asyncpipe.ops.model.feed import Feed
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.workers import assign_workers
@@ -262,6 +263,7 @@ class TrainingRun:
                 loss_fn=workload.loss_fn,
                 optimizer=None if staged is None else staged.make,
                 gradient_norms=staged is not None,
+                feed=workload.batches if isinstance(workload.batches, Feed) else None,
                 observers=[*recorders, *self._observers],
                 nvtx=observe.nvtx,
                 sample_memory=observe.trace is not None,
@@ -310,6 +312,7 @@ class TrainingRun:
             snapshots.leave_to(stages)
         states = named_states(own, workload.states, RunState(self._meter, batches), job)
         await self._restore(pipe, states, stages, snapshots)
+        pipe.feed_step = self._meter.step
         make: Callable[..., TrainingLoop] = OverlappingSteps if staged is not None else StepByStep
         loop = make(
             job=job,

@@ -48,6 +48,9 @@ class Workload:
     batches: Callable[[int, Generator], Iterable[Batch]]
     """``batches(batch_size, generator)`` yields mini-batches; training takes one for each step and ends with them.
 
+    A ``Feed`` in its place makes the batch of a step from the step's number where it is used: in the workers, if the
+    stages live there. A run that resumes goes on at its step.
+
     The next batch is made while a step runs, so making one costs no time if it takes no longer than a step. All
     randomness must come from the generator, so that the same seed gives the same batches. An exception ends the run
     with a ``DataError``.

@@ -47,7 +47,7 @@ def test_no_block_is_left_out():
     assert counts["recipes.md"] == 7
     assert counts["schedules.md"] == 3
     assert counts["watching.md"] == 4
-    assert counts["processes.md"] == 3
+    assert counts["processes.md"] == 5
     assert counts["service.md"] == 2
     assert sum(len(blocks(page, "console")) for page in PAGES) == 4
 

@@ -9,15 +9,28 @@ import signal
 import sys
 import threading
 from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import distributed, nn
 
-from asyncpipe import DevicePool, Pipeline, StageFactory, TaskError, pop, skippable, stash
+from asyncpipe import (
+    Arguments,
+    Batch,
+    DevicePool,
+    Feed,
+    Pipeline,
+    StageFactory,
+    TaskError,
+    pop,
+    skippable,
+    stash,
+    trace,
+)
 from asyncpipe.core.engine.events import TaskCompleted
-from asyncpipe.errors import OptionError, PipelineClosedError, WorkerLostError
+from asyncpipe.errors import ArgumentTypeError, BatchError, OptionError, PipelineClosedError, WorkerLostError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.pipeline.pool_options import PoolOptions
@@ -324,6 +337,94 @@ async def test_what_cannot_work_is_refused_with_what_to_do():
         DevicePool(workers="processes", transport="pigeon")
     with pytest.raises(OptionError, match=r"transport='gloo' is for workers; leave it out"):
         DevicePool(transport="gloo")
+
+
+def fed(step, folder=None, samples=13):
+    """Draws by torch, and counts; notes who has called it."""
+    if folder is not None:
+        Path(folder, f"{step} {os.getpid()}").touch()
+        if Path(folder, "breaks").exists():
+            raise LookupError(f"no data for step {step}")
+    samples += os.getpid() % 1000 if samples < 0 else 0
+    return torch.randint(11, (samples, 5)), torch.full((samples,), step % 11)
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_a_feed_makes_in_the_workers_what_a_caller_would_give(pool, tmp_path, overlap):
+    feed = Feed(f"{__name__}:fed", {"folder": tmp_path}, seed=3)
+    adam = {"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.05)}
+    options = {"microbatches": 4, "balance": [3, 3, 2], "loss_fn": nn.functional.cross_entropy, **adam}
+    ends = []
+    for where, given in ((None, True), (None, False), (pool, False)):
+        torch.manual_seed(5)
+        pipe = Pipeline(make_model(), ["cpu:0", "cpu:1", "cpu:2"], pool=where, feed=feed, **options)
+        async with pipe:
+            pipe.feed_step = 7
+            mine = [Batch(*feed.batch(step)) if given else Batch() for step in range(7, 11)]
+            for called in tmp_path.iterdir():
+                called.unlink()
+            if overlap:
+                results = [result async for result in pipe.steps(mine)]
+            else:
+                results = [await (pipe.step(*each[:2]) if given else pipe.step()) for each in mine]
+            assert pipe.feed_step == (7 if given else 11)
+            state = {name: value.clone() for name, value in pipe.state_dict().items()}
+            ends.append(([result.loss for result in results], [result.outputs for result in results], state))
+    for losses, outputs, state in ends[1:]:
+        assert all(map(torch.equal, losses, ends[0][0]))
+        assert all(map(torch.equal, outputs, ends[0][1]))
+        assert all(torch.equal(state[name], ends[0][2][name]) for name in state)
+    callers = {}
+    for step, pid in (path.name.split() for path in tmp_path.iterdir()):
+        callers.setdefault(int(step), set()).add(int(pid))
+    workers = {pool.workers.up[name].pid for name in ("cpu:0", "cpu:2")}
+    assert all(callers[step] == workers for step in range(7, 11))
+
+
+@pytest.mark.one_loop
+async def test_a_feed_that_fails_leaves_its_step_to_be_made_again(pool, tmp_path):
+    options = {"microbatches": 4, "balance": [4, 4], "loss_fn": nn.functional.cross_entropy}
+    sgd = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+    devices = ["cpu:0", "cpu:1"]
+    for where in (None, pool):
+        feed = Feed(fed, {"folder": tmp_path})
+        async with Pipeline(make_model(), devices, pool=where, feed=feed, **options, **sgd) as pipe:
+            await pipe.step()
+            (tmp_path / "breaks").touch()
+            pipe.feed_step = 5
+            for _ in range(2):
+                with pytest.raises(LookupError, match="no data for step 5"):
+                    await pipe.step()
+                with pytest.raises(LookupError, match="no data for step 5"):
+                    [result async for result in pipe.steps([Batch(), Batch()])]
+            (tmp_path / "breaks").unlink()
+            step = asyncio.ensure_future(pipe.step())
+            await asyncio.sleep(0)
+            step.cancel()
+            await asyncio.wait([step])
+            assert (await pipe.step()).loss is not None
+            assert pipe.feed_step == 6
+            with pytest.raises(OptionError, match="a target was given without x"):
+                await pipe.step(target=torch.zeros(3))
+            with pytest.raises(OptionError, match="feed_step must be an integer of at least 0, got -1"):
+                pipe.feed_step = -1
+    unlike = Feed(fed, {"samples": -1})
+    async with Pipeline(make_model(), devices, pool=pool, feed=unlike, **options, **sgd) as pipe:
+        with pytest.raises(
+            BatchError, match=r"makes different mini-batches for step 0: micro-batches of .* must follow"
+        ):
+            await pipe.step()
+        with pytest.raises(BatchError, match="in worker 'cpu:1'"):
+            [result async for result in pipe.steps([Batch()])]
+    async with Pipeline(make_model(), devices, pool=pool, **options, **sgd) as pipe:
+        with pytest.raises(OptionError, match="a step without a mini-batch needs a feed"):
+            await pipe.step()
+    with pytest.raises(ArgumentTypeError, match="feed is 'module:function' or a Feed, got int"):
+        Pipeline(make_model(), devices, feed=3, **options)
+    traced = trace(make_model(), Arguments.of(torch.randint(11, (3, 5))), split=2)
+    with pytest.raises(OptionError, match="several stages of a traced model may take something"):
+        Pipeline(traced, devices, microbatches=2, pool=pool, feed="tests:nothing", loss_fn=nn.functional.mse_loss)
 
 
 class Counts(nn.Module):

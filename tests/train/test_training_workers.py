@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -18,7 +19,8 @@ from resume_helpers import STEPS, disturb, make_chain, make_job, names
 from run_helpers import Told, assert_same_end, plain
 from torch import Tensor
 
-from asyncpipe.errors import JobFileError, WorkerLostError
+from asyncpipe.errors import BatchError, JobFileError, WorkerLostError
+from asyncpipe.ops.model.feed import Feed
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.remote_model import RemoteModel
 from asyncpipe.train.entry import find_entry
@@ -135,6 +137,39 @@ async def test_a_run_that_ends_early_goes_on(tmp_path, pool, end):
     summary = await run(job, pool, told=again)
     assert again.figures == told.figures[-len(again.figures) :]
     assert_same_end(tmp_path / "whole" / "step-6", summary.snapshot)
+
+
+def fed_batch(step: int, batch_size: int = 8) -> Batch:
+    x = torch.randn(batch_size, 3, dtype=torch.float64) + step
+    return x, x.flip(1)
+
+
+async def test_a_run_with_a_feed_goes_on_at_its_step(tmp_path, pool):
+    """The workers make the mini-batches, whose numbers are those of the steps."""
+    feed, told, again = Feed(fed_batch), Figures(), Figures()
+
+    def with_feed() -> Workload:
+        return replace(whole(), batches=feed)
+
+    def given() -> Workload:
+        return replace(whole(), batches=lambda *_: map(feed.batch, count()))
+
+    def on_step(step: int) -> None:
+        if step == 3:
+            first.stop()
+
+    wanted = await run(job_of(tmp_path / "given"), None, given, told)
+    job = job_of(tmp_path / "fed", every=2)
+    disturb()
+    first = TrainingRun(job, with_feed, progress=Told(on_step), pool=pool)
+    await first.run()
+    summary = await run(job, pool, with_feed, again)
+    assert 0 < len(again.figures) < STEPS
+    assert again.figures == told.figures[-len(again.figures) :]
+    assert_same_end(wanted.snapshot, summary.snapshot)
+    wrong = replace(whole(), batches=Feed(fed_batch, {"batch_size": 9}))
+    with pytest.raises(BatchError, match="makes a mini-batch of 9 samples, where 8 are wanted"):
+        await run(job_of(tmp_path / "wrong"), pool, lambda: wrong)
 
 
 async def test_a_worker_that_is_lost_while_it_writes_leaves_nothing_of_that_snapshot(tmp_path, pool, monkeypatch):

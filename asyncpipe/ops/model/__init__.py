@@ -6,6 +6,7 @@ Imports ``asyncpipe.core``, ``asyncpipe.ops.device``, ``asyncpipe.ops.autograd``
 - ``microbatch``: cuts a mini-batch into micro-batches, and gathers their outputs;
 - ``ties``: places stages on devices, with replicas of parameters that stages on several devices share;
 - ``shipping``: a model as bytes, for a worker that owns some of its stages;
+- ``feed``: mini-batches that are made from the number of a step; ``functions``: functions by name, and seeded draws;
 - ``state_files``: a state in a file, with its checksum;
 - ``skips`` and ``skip_layout``: tensors that a layer passes to a later layer, and between which stages they travel;
 - ``input_copies``: copies of what a stage receives, where it overwrites that;

@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.wire import TensorPickler, from_buffers, not_sendable, to_buffers
+from asyncpipe.ops.model.sequential import take_all
 from asyncpipe.ops.model.stage import StagedModel
 
 __all__ = ["NamedState", "forget_values", "receive_model", "refuse_what_trains", "ship_model", "state_names"]
@@ -55,10 +56,11 @@ def ship_model(model: StagedModel, stages: Collection[int]) -> list[pickle.Pickl
     """
     _refuse_hooks(model.module)
     owners = dict(_owners(model))
+    takes = take_all if model.takes is take_all else _takes_nothing
     file = io.BytesIO()
     pickler = _Pickler(file, owners, frozenset(stages))
     try:
-        pickler.dump(replace(model, takes=_takes_nothing, join=None))
+        pickler.dump(replace(model, takes=takes, join=None))
     except Exception as error:
         raise not_sendable("the model", error) from error
     return to_buffers((file.getvalue(), pickler.shipped), "the model")
@@ -67,7 +69,7 @@ def ship_model(model: StagedModel, stages: Collection[int]) -> list[pickle.Pickl
 def receive_model(received: Sequence[Any]) -> StagedModel:
     """The model that ``ship_model`` has made bytes of; on the CPU, or on ``meta`` where another worker has the tensor.
 
-    Its tensors use the memory of what was received. It takes nothing from a caller: inputs come from the controller.
+    Its tensors use the memory of what was received. What several stages take of a caller, only the controller knows.
     Unpickles, so ``received`` must come from there.
     """
     skeleton, shipped = from_buffers(received)

@@ -10,24 +10,21 @@ Without workers all stages are built in this process.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
 from asyncpipe.core.checks import check_positive
-from asyncpipe.errors import ArgumentTypeError, OptionError
-from asyncpipe.ops.autograd.own_draws import OwnDraws
+from asyncpipe.errors import OptionError
+from asyncpipe.ops.model.functions import SeededDraws, check_function, find_function, function_name
 from asyncpipe.ops.model.shipping import forget_values
 
 __all__ = ["StageFactory", "build_stages"]
 
-_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _SPREAD = 0x9E3779B97F4A7C15
 """Odd, so that neighbouring stages have seeds far from each other."""
 
@@ -53,21 +50,14 @@ class StageFactory:
 
     def __post_init__(self) -> None:
         check_positive("stages", self.stages)
-        if isinstance(self.function, str):
-            if not _NAME.fullmatch(self.function):
-                raise OptionError(f"a factory's function is 'module:function' or a function, got {self.function!r}")
-        elif not callable(self.function):
-            raise ArgumentTypeError(
-                f"a factory's function is 'module:function' or a function, got {type(self.function).__name__}"
-            )
+        check_function("factory", self.function)
 
     def seeded(self, draw: Callable[[], int]) -> StageFactory:
         """This factory with a seed: its own, or what ``draw`` returns."""
         return self if self.seed is not None else replace(self, seed=draw())
 
     def __str__(self) -> str:
-        name = self.function if isinstance(self.function, str) else getattr(self.function, "__qualname__", "function")
-        return f"StageFactory({name})"
+        return f"StageFactory({function_name(self.function)})"
 
 
 def build_stages(factory: StageFactory, here: Collection[int]) -> nn.Sequential:
@@ -77,11 +67,11 @@ def build_stages(factory: StageFactory, here: Collection[int]) -> nn.Sequential:
     and for one that fails on the meta device.
     """
     assert factory.seed is not None
-    function = _found(factory)
+    function = find_function(str(factory), factory.function)
     stages = []
     for stage in range(factory.stages):
         if stage in here:
-            module = _called(factory, function, stage, _StageDraws(factory.seed + stage * _SPREAD))
+            module = _called(factory, function, stage, SeededDraws(factory.seed + stage * _SPREAD))
         else:
             try:
                 module = _called(factory, function, stage, torch.device("meta"))
@@ -96,20 +86,6 @@ def build_stages(factory: StageFactory, here: Collection[int]) -> nn.Sequential:
         if stage not in here:
             forget_values(module)
     return nn.Sequential(*stages)
-
-
-def _found(factory: StageFactory) -> Callable[..., nn.Module]:
-    if not isinstance(factory.function, str):
-        return factory.function
-    module, _, name = factory.function.partition(":")
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise OptionError(f"{factory} cannot be found ({error}); it must be importable in every process") from error
-    if not callable(found):
-        raise OptionError(f"{factory} is a {type(found).__name__}, not a function")
-    function: Callable[..., nn.Module] = found
-    return function
 
 
 def _called(
@@ -135,14 +111,3 @@ def _refuse_ties(factory: StageFactory, stages: list[nn.Module]) -> None:
                     f"{factory}: {name!r} of stage {stage} is {its_name!r} of stage {first}; stages that are built in "
                     "several processes share no tensors: make it anew for each, or give the model itself"
                 )
-
-
-class _StageDraws(OwnDraws):
-    """Draws of one call on the CPU."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._generator = torch.Generator().manual_seed(seed % 2**63)
-
-    def generator(self, device: torch.device) -> torch.Generator | None:
-        return self._generator if device.type == "cpu" else None

@@ -32,6 +32,7 @@ from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
 from asyncpipe.ops.execute.stage_files import StoredStages, copied_stages, stored_model, stored_optimizers
 from asyncpipe.ops.execute.step_tensors import StepTensors
+from asyncpipe.ops.model.feed import Feed
 from asyncpipe.ops.model.shipping import NamedState, receive_model, state_names
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.stage_factory import StageFactory
@@ -39,13 +40,16 @@ from asyncpipe.ops.model.state_files import write_state
 from asyncpipe.pipeline.build import PipelineParts, build
 from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.resident.part_step import PartStep
-from asyncpipe.pipeline.step_inputs import StepInputs, StepOptions
+from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs, StepOptions
 from asyncpipe.pipeline.wire_messages import ChangeSchedule, Flags, LoadPipeline, StepWork
 from asyncpipe.runtime.arrivals import Listens
 from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.part_messages import StartPart
 
 __all__ = ["Resident"]
+
+MOST_BATCHES = 3
+"""Of those that a feed has made: one is for the next step, one is being made, another may be left of a failed step."""
 
 
 class Resident:
@@ -76,6 +80,8 @@ class Resident:
         """Copies of the own stages' states that are still to be written."""
         self._listener: Listens | None = None
         """Whose thread takes messages itself."""
+        self._made: dict[int, CutInputs] = {}
+        """Mini-batches of the feed that wait for their steps, by number."""
         self._epoch = 0
         self._lock = threading.Lock()
         """Guards what follows, which edges use as well."""
@@ -152,6 +158,10 @@ class Resident:
             self._set_flags(work.flags)
         options = self._parts.options
         plan = replace(work.plan, loss=options.loss_fn if work.has_loss else None)
+        takes, targets = work.takes, work.targets
+        if work.number is not None:
+            made = self._made.pop(work.number)
+            takes, targets = made.takes, made.targets
         inputs = StepInputs(
             self._parts,
             StepOptions(update=work.update),
@@ -159,12 +169,12 @@ class Resident:
             work.microbatches,
             plan,
             work.context,
-            work.takes,
-            work.targets,
+            takes,
+            targets,
             ready_made=True,
             is_padded_unevenly=False,
         )
-        tensors = StepTensors.of(work.takes, work.targets)
+        tensors = StepTensors.of(takes, targets)
         graph = inputs.graph
         own = self._part(graph)
         send = partial(self._send, start.step, work.epoch)
@@ -195,6 +205,23 @@ class Resident:
         for message in early:
             step.arrived(message)
         return step
+
+    async def make_batch(self, number: int) -> CutInputs:
+        """Have the feed make the mini-batch of step ``number``, and keep what the own stages take; what it is like."""
+        made = await asyncio.to_thread(self._cut, number)
+        while len(self._made) >= MOST_BATCHES:
+            del self._made[next(iter(self._made))]
+        self._made[number] = made
+        return made.without_tensors(number)
+
+    def _cut(self, number: int) -> CutInputs:
+        feed = self._parts.options.feed
+        assert isinstance(feed, Feed)
+        made = CutInputs.of(self._parts, *feed.batch(number), has_loss=True)
+        first, last = (self._parts.resources.stages[end].device.is_elsewhere for end in (0, -1))
+        return replace(
+            made, takes=[{} for _ in made.sizes] if first else made.takes, targets=() if last else made.targets
+        )
 
     def stop(self, number: int) -> None:
         """Begin no more tasks of a step."""

@@ -15,6 +15,7 @@ from asyncpipe.pipeline.wire_messages import (
     CopyStages,
     GetState,
     LoadPipeline,
+    MakeBatch,
     PutState,
     ReadStages,
     Unload,
@@ -76,6 +77,8 @@ class _Server:
                 return self._residents[number].write_copies(folder)
             case ReadStages(pipeline=number, stored=stored):
                 self._residents[number].read_stages(stored)
+            case MakeBatch(pipeline=number, number=step):
+                return self._residents[number].make_batch(step)
             case ChangeSchedule(pipeline=number):
                 self._residents[number].change(message)
         return None

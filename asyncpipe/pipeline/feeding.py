@@ -1,0 +1,98 @@
+"""The mini-batches of a pipeline's feed, by the numbers of its steps, wherever they are made."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from asyncpipe.errors import BatchError, OptionError
+from asyncpipe.ops.autograd.random_streams import draw_step_seed
+from asyncpipe.ops.model.feed import Feed, FromFeed
+from asyncpipe.pipeline.build import PipelineParts
+from asyncpipe.pipeline.pool import Tenancy
+from asyncpipe.pipeline.prepare import prepare_step
+from asyncpipe.pipeline.remote_stages import RemoteStages
+from asyncpipe.pipeline.remote_step import RemoteStep
+from asyncpipe.pipeline.step import PreparedStep
+from asyncpipe.pipeline.step_inputs import NO_TARGET, CutInputs, StepOptions
+
+__all__ = ["Feeding"]
+
+
+class Feeding:
+    """Prepares steps, with what the caller gives them or with what the feed makes. Steps are done in their order."""
+
+    def __init__(self, parts: PipelineParts, tenancy: Tenancy) -> None:
+        self._parts = parts
+        self._tenancy = tenancy
+        self._next = 0
+        self._begun = 0
+        """Steps from the feed that are prepared and not done."""
+
+    @property
+    def step(self) -> int:
+        """The number of the first step that is not done."""
+        return self._next
+
+    @step.setter
+    def step(self, number: int) -> None:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise OptionError(f"feed_step must be an integer of at least 0, got {number!r}")
+        self._next = number
+
+    async def prepare(self, x: Any, target: Any, options: StepOptions) -> PreparedStep | RemoteStep:
+        """As ``prepare_step``, from a coroutine. Waits for the feed; raises what its function raises."""
+        if not isinstance(x, FromFeed):
+            return prepare_step(self._parts, self._tenancy, x, target, options)
+        feed, number = self._begin(target)
+        # Drawn before the feed is waited for: who draws from the same generator goes on meanwhile.
+        options = replace(options, seed=draw_step_seed(self._parts.options.generator))
+        if (stages := self._stages) is not None:
+            return self._prepare_made(x, await self._tenancy.pool.run(stages.fed(number)), options)
+        return self._prepare_made(x, await asyncio.to_thread(self._cut, feed, number), options)
+
+    def prepare_blocking(self, x: Any, target: Any, options: StepOptions) -> PreparedStep | RemoteStep:
+        """As ``prepare``, on a thread that may block."""
+        if not isinstance(x, FromFeed):
+            return prepare_step(self._parts, self._tenancy, x, target, options)
+        feed, number = self._begin(target)
+        if (stages := self._stages) is not None:
+            return self._prepare_made(x, self._tenancy.pool.call(stages.fed(number)), options)
+        return self._prepare_made(x, self._cut(feed, number), options)
+
+    def _cut(self, feed: Feed, number: int) -> CutInputs:
+        return CutInputs.of(self._parts, *feed.batch(number), has_loss=True)
+
+    def _prepare_made(self, x: FromFeed, made: CutInputs, options: StepOptions) -> PreparedStep | RemoteStep:
+        if len(x) not in (0, sum(made.sizes)):
+            raise BatchError(
+                f"{self._parts.options.feed} makes a mini-batch of {sum(made.sizes)} samples, where {len(x)} are wanted"
+            )
+        return prepare_step(self._parts, self._tenancy, made, NO_TARGET, replace(options, is_fed=True))
+
+    def done(self, step: PreparedStep | RemoteStep) -> None:
+        """The oldest step is done."""
+        if step.is_fed:
+            self._next += 1
+            self._begun -= 1
+
+    def back(self) -> None:
+        """The steps that are not done will not be: the next one gets the mini-batch of the first of them."""
+        self._begun = 0
+
+    @property
+    def _stages(self) -> RemoteStages | None:
+        stages = self._tenancy.stages
+        assert stages is None or isinstance(stages, RemoteStages)
+        return stages
+
+    def _begin(self, target: Any) -> tuple[Feed, int]:
+        feed = self._parts.options.feed
+        if not isinstance(feed, Feed):
+            raise OptionError("a step without a mini-batch needs a feed: give step(x, target), or the pipeline a feed=")
+        if not (target is NO_TARGET or isinstance(target, FromFeed)):
+            raise OptionError("a target was given without x; leave both to the feed, or give both")
+        self._tenancy.check()
+        self._begun += 1
+        return feed, self._next + self._begun - 1
