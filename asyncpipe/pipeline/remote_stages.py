@@ -15,6 +15,7 @@ from torch import nn
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import BatchError, EdgeError, PipelineClosedError, StateDictError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
+from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.ops.device.wire import from_buffers, to_buffers, to_wire
 from asyncpipe.ops.execute.stage_files import StoredStages
 from asyncpipe.ops.model.shipping import NamedState, forget_values, refuse_what_trains, ship_model, state_names
@@ -54,6 +55,7 @@ class PreparedWork(NamedTuple):
     """Those that the workers have from then on."""
 
 
+_USUAL_SETTINGS = ProcessSettings()
 LOSS_SECONDS = 1.0
 """For a worker to be known as lost, when another one has noticed that its edge to it broke."""
 
@@ -158,6 +160,7 @@ class RemoteStages:
             pairs=self._pairs(),
             folder=folder,
             transport=self._workers.transport,
+            settings=ProcessSettings.current(),
             share=self._tenant.share,
             pool=self._workers.pool_options,
         )
@@ -188,7 +191,7 @@ class RemoteStages:
 
     def work(self, inputs: StepInputs, *, overlaps: bool) -> PreparedWork:
         """What each worker needs for a step, on the caller's thread. Raises ``OptionError`` for what cannot be sent."""
-        flags = _flags(self._parts.module)
+        flags, settings = _flags(self._parts.module), ProcessSettings.current()
         changed = None if flags == self._flags else flags
         plan = replace(inputs.plan, loss=None)
         last = self._parts.resources.stages[-1].index
@@ -204,6 +207,7 @@ class RemoteStages:
                 plan,
                 inputs.plan.loss is not None,
                 inputs.context,
+                None if settings == _USUAL_SETTINGS else settings,
                 takes,
                 targets,
                 changed,

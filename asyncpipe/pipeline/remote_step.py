@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -51,11 +53,26 @@ class RemoteStep:
 
     async def run(self) -> StepResult:
         """Run it, from a coroutine of any loop."""
-        return await self._tenancy.pool.run(self._run(self._work(overlaps=False)))
+        with self._settled():
+            return await self._tenancy.pool.run(self._run(self._work(overlaps=False)))
 
     def run_blocking(self) -> StepResult:
         """Run it, and block until it is over."""
-        return self._tenancy.pool.call(self._run(self._work(overlaps=False)))
+        with self._settled():
+            return self._tenancy.pool.call(self._run(self._work(overlaps=False)))
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Have the workers undo what the block leaves if it raises, and keep it otherwise.
+
+        On the caller's thread: a cancellation may come when the workers are done and the caller does not know it yet.
+        """
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise
+        self._settle(keep=True)
 
     # Steps that overlap
 
@@ -77,15 +94,17 @@ class RemoteStep:
     def finish(self, execution: PartsExecution) -> StepResult:
         """Its result; all its parts have ended. If this raises, it is still to be dropped."""
         result = self._result(execution)
-        self._stages.settle(execution, keep=True)
-        self._execution = None
+        self._settle(keep=True)
         return result
 
     def drop(self) -> None:
         """Undo what is left of it; no worker computes for it any more."""
-        if self._execution is not None:
-            self._stages.settle(self._execution, keep=False)
-            self._execution = None
+        self._settle(keep=False)
+
+    def _settle(self, *, keep: bool) -> None:
+        execution, self._execution = self._execution, None
+        if execution is not None:
+            self._stages.settle(execution, keep=keep)
 
     def _work(self, *, overlaps: bool) -> PreparedWork:
         work = self._stages.work(self._inputs, overlaps=overlaps)
@@ -93,16 +112,10 @@ class RemoteStep:
         return work
 
     async def _run(self, work: PreparedWork) -> StepResult:
-        execution = self._stages.start(self._graph, work, None)
+        execution = self._begin(work, None)
         del work  # The frames of an error would keep the mini-batch.
-        try:
-            await self._stages.driver.issued(execution)
-            result = self._result(execution)
-        except BaseException:
-            self._stages.settle(execution, keep=False)
-            raise
-        self._stages.settle(execution, keep=True)
-        return result
+        await self._stages.driver.issued(execution)
+        return self._result(execution)
 
     def _result(self, execution: PartsExecution) -> StepResult:
         inputs, found = self._inputs, self._stages.result(execution)

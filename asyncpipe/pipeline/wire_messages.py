@@ -17,6 +17,7 @@ from torch import Tensor
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.ops.autograd.caller_context import CallerContext
+from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.ops.execute.stage_files import StoredStages
 from asyncpipe.ops.execute.step_tensors import StepPlan
 
@@ -60,6 +61,7 @@ class LoadPipeline:
     """Where the workers meet to make them."""
     transport: str
     """How tensors travel on them."""
+    settings: ProcessSettings
     share: Share
     pool: bytes = field(repr=False)
     """The options of the worker's pool, which its first pipeline makes."""
@@ -153,6 +155,8 @@ class StepWork(NamedTuple):
     """Without the loss, which the worker has."""
     has_loss: bool
     context: CallerContext
+    settings: ProcessSettings | None
+    """``None`` if they are torch's own."""
     takes: Sequence[Mapping[int, Any]]
     targets: Sequence[Any]
     flags: Flags | None

@@ -622,6 +622,29 @@ async def test_tensors_keep_their_strides_and_their_alignment_on_the_way_to_a_wo
     assert torch.equal(*ends)
 
 
+def with_new_tensors(x):
+    return x + (torch.arange(4) * 0.1 + torch.tensor(1 / 3)).to(x.dtype)
+
+
+@pytest.mark.one_loop
+async def test_workers_compute_by_the_settings_of_their_controller(pool):
+    x, ends = torch.randn(8, 4, dtype=torch.float64), []
+    for where in (None, pool):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), Apply("with_new_tensors"), nn.Linear(4, 4)).double()
+        async with Pipeline(
+            model, ["cpu:0", "cpu:1"], balance=[1, 2], microbatches=2, pool=where, **OPTIONS
+        ) as pipe:  # fmt: skip
+            for dtype in (torch.float32, torch.float64, torch.float32):
+                torch.set_default_dtype(dtype)
+                try:
+                    ends.append((await pipe.step(x, x, update=False)).outputs)
+                finally:
+                    torch.set_default_dtype(torch.float32)
+    assert not torch.equal(ends[0], ends[1])
+    assert all(map(torch.equal, ends[:3], ends[3:]))
+
+
 @pytest.mark.one_loop
 async def test_a_value_that_is_read_elsewhere_is_not_overwritten_in_another_worker(pool):
     x = torch.randn(8, 4)
@@ -669,6 +692,40 @@ async def test_a_step_that_is_cancelled_before_it_begins_takes_no_mode_along(poo
             await stepping
         first, second = [(await pipe.step(x)).outputs for _ in range(2)]
         assert torch.equal(first, second)
+
+
+class Tells:
+    """An observer that tells a thread of a step's end."""
+
+    def __init__(self):
+        self.done = threading.Event()
+
+    def step_completed(self, record):
+        self.done.set()
+
+
+@pytest.mark.one_loop
+async def test_a_step_that_is_cancelled_when_its_workers_are_done_leaves_nothing(pool):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x, tells, ends = torch.randn(8, 4), Tells(), []
+    options = OPTIONS | {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "observers": [tells]}
+    async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, pool=pool, **options) as pipe:
+        begin = pipe.state_dict()
+        for cancelled in (True, False):
+            pipe.load_state_dict(begin)
+            if cancelled:
+                stepping = asyncio.ensure_future(pipe.step(x, x, update=False))
+                await asyncio.sleep(0)
+                # This loop does not hear of it.
+                assert tells.done.wait(60)
+                for _ in range(10):
+                    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), pool.portal.loop).result(60)
+                stepping.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await stepping
+            await pipe.step(x, x)
+            ends.append(pipe.state_dict())
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
 
 
 @pytest.mark.one_loop

@@ -9,6 +9,7 @@ Imports ``asyncpipe.core`` and torch, and no other folder of ``asyncpipe.ops``. 
 - ``device_clock``: times on a device as times of the host;
 - ``copies``: how a tensor gets from one lane's device to another's;
 - ``memory_layout``: how a tensor lies in its memory;
+- ``process_settings``: what a program has set for all of torch;
 - ``wire``: values, tensors included, as bytes for another process;
 - ``device_errors``: how an error of a device is told from one of the code;
 - ``memory``: bytes that a device has, holds and has held;

@@ -23,6 +23,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import EdgeError, OptionError, PipelineClosedError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.memory import allocated_bytes
+from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.ops.device.wire import from_buffers, from_wire, to_buffers
 from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.ops.edges.edge_in import EdgeIn
@@ -72,6 +73,7 @@ class Resident:
         self._worker_of = {device.name: worker for device, worker in zip(devices, load.workers, strict=True)}
         self._own = [device for device in devices if not device.is_elsewhere]
         self._worker = worker
+        load.settings.apply()
         self._parts: PipelineParts = build(_model(load), devices, from_wire(load.options))
         self._tenancy = Tenancy(pool, self._own, Tenant(load.share), own=False)
         self._parts_of: WeakKeyDictionary[TaskGraph, Part] = WeakKeyDictionary()
@@ -154,6 +156,7 @@ class Resident:
         if work.epoch > self._epoch:
             self._epoch = work.epoch
             self._edges.advance(work.epoch)
+        (work.settings or ProcessSettings()).apply()
         if work.flags is not None:
             self._set_flags(work.flags)
         options = self._parts.options

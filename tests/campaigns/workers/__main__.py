@@ -22,16 +22,24 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="how long at most (default: 30)")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="how many (default: 2)")
     parser.add_argument("--deadline", type=float, default=60.0, help="seconds for each case (default: 60)")
+    parser.add_argument("--transport", default="shared_memory", help="of edges (default: shared_memory; or gloo)")
     parser.add_argument("--case", type=int, metavar="SEED", help="run the case of this seed")
     parser.add_argument("--times", type=int, default=1, help="with --case: so often, or until something is found")
     args = parser.parse_args()
     if args.case is not None:
         print(pformat(draw(args.case), width=120))
-        verdict = asyncio.run(run_case(args.case, args.times, args.deadline))
+        verdict = asyncio.run(run_case(args.case, args.times, args.deadline, args.transport))
         print(verdict)
         return int(verdict.is_finding)
-    options = {"minutes": args.minutes, "processes": args.processes, "deadline": args.deadline}
-    campaign = run_campaign(args.seed, args.cases, **options, tell=lambda text: print(text, file=sys.stderr))
+    campaign = run_campaign(
+        args.seed,
+        args.cases,
+        minutes=args.minutes,
+        processes=args.processes,
+        deadline=args.deadline,
+        transport=args.transport,
+        tell=lambda text: print(text, file=sys.stderr),
+    )
     print(campaign.report())
     return int(bool(campaign.findings))
 

@@ -23,7 +23,7 @@ from tests.campaigns.workers.judge import Verdict, judging
 
 __all__ = ["Campaign", "command", "run_campaign", "run_case"]
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 """For a process and its workers to come up."""
 STACK_SECONDS = 2.0
 """For workers to write their stacks, when a case is late."""
@@ -65,9 +65,9 @@ def command(case: int) -> str:
     return f"python -m tests.campaigns.workers --case {case} --times 100"
 
 
-async def run_case(seed: int, times: int, deadline: float) -> Verdict:
+async def run_case(seed: int, times: int, deadline: float, transport: str) -> Verdict:
     """The verdict about one case, run so often, or until something is found."""
-    async with judging() as judge:
+    async with judging(transport=transport) as judge:
         for _ in range(times):
             with _Deadline(seed, deadline, lambda: judge.pids):
                 verdict = await judge.judge(draw(seed))
@@ -77,13 +77,20 @@ async def run_case(seed: int, times: int, deadline: float) -> Verdict:
 
 
 def run_campaign(
-    seed: int, cases: int, *, minutes: float, processes: int, deadline: float, tell: Callable[[str], object]
+    seed: int,
+    cases: int,
+    *,
+    minutes: float,
+    processes: int,
+    deadline: float,
+    transport: str,
+    tell: Callable[[str], object],
 ) -> Campaign:
     """Judge ``cases`` cases from ``seed`` on, or as many as there is time for."""
     began = time.monotonic()
     campaign = Campaign(seed)
     rest: Iterator[int] = iter(range(seed * 1_000_000, seed * 1_000_000 + cases))
-    judges = [_Process(deadline) for _ in range(processes)]
+    judges = [_Process(deadline, transport) for _ in range(processes)]
     try:
         while judges:
             ready = wait([judge.connection for judge in judges], timeout=1.0)
@@ -97,7 +104,7 @@ def run_campaign(
                             tell(f"{dict(campaign.outcomes)} in {time.monotonic() - began:.0f} s")
                     if judge.is_over:
                         judge.end()
-                        judge = judges[place] = _Process(deadline)
+                        judge = judges[place] = _Process(deadline, transport)
                     elif not judge.give(None if time.monotonic() - began > 60 * minutes else next(rest, None)):
                         judge.end()
                         judges[place] = judge
@@ -112,10 +119,10 @@ def run_campaign(
 class _Process:
     """A process with a judge, which says when it is up, and then answers each case with a verdict."""
 
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, deadline: float, transport: str) -> None:
         self.connection, theirs = _spawn.Pipe()
         # No daemon: it has workers, which end with it.
-        self._process = _spawn.Process(target=_serve, args=(theirs, deadline))
+        self._process = _spawn.Process(target=_serve, args=(theirs, deadline, transport))
         self._process.start()
         theirs.close()
         self._deadline = deadline
@@ -166,16 +173,16 @@ class _Process:
             self._process.join()
 
 
-def _serve(connection: Connection, deadline: float) -> None:
+def _serve(connection: Connection, deadline: float, transport: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable(logging.CRITICAL)
     with suppress(EOFError, OSError):  # Who began it is gone, and the workers go with this process.
-        asyncio.run(_judge(connection, deadline))
+        asyncio.run(_judge(connection, deadline, transport))
     os._exit(0)
 
 
-async def _judge(connection: Connection, deadline: float) -> None:
-    async with judging() as judge:
+async def _judge(connection: Connection, deadline: float, transport: str) -> None:
+    async with judging(transport=transport) as judge:
         connection.send("up")
         while (case := await asyncio.to_thread(connection.recv)) is not None:
             with _Deadline(case, deadline, lambda: judge.pids, connection):
