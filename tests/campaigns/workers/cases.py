@@ -96,6 +96,10 @@ class Case:
     plans: tuple[Plan, ...]
     microseconds: int
     """How late messages may be; 0: nothing is delayed."""
+    inline_bytes: int = 1 << 12
+    """Up to this size messages go on the edge's socket, larger ones through memory or a group of processes."""
+    direct_bytes: int = 1 << 18
+    """Up to this size they are sent by the thread that has made them, larger ones by the edge's."""
 
 
 def _find(name: str, shape: Shape, seed: int) -> Schedule:
@@ -111,7 +115,8 @@ def draw(seed: int) -> Case:
     chance = random.Random(seed)
     count = 2 if chance.random() < 0.15 else 1
     plans = tuple(_draw_plan(chance.randrange(2**31), chance, job=k + 1 if count > 1 else 0) for k in range(count))
-    return Case(seed, plans, chance.choice([0, 0, 50, 300, 1500]))
+    late = chance.choice([0, 0, 50, 300, 1500])
+    return Case(seed, plans, late, chance.choice([1 << 12, 1 << 12, 256, 0]), chance.choice([1 << 18, 1 << 18, 512, 0]))
 
 
 def _draw_plan(seed: int, chance: random.Random, job: int) -> Plan:
@@ -121,7 +126,7 @@ def _draw_plan(seed: int, chance: random.Random, job: int) -> Plan:
     shape = Shape(stages, microbatches, len(devices))
     hint = chance.random() < 0.2 and isinstance(_find(schedule, shape, seed), OrderedSchedule)
     ordered = not hint and isinstance(_find(schedule, shape, seed), OrderedSchedule)
-    length = chance.choice([0, 0, 3, 5])
+    length = chance.choice([0, 0, 0, 3, 3, 5, 5, 48])
     samples = chance.choice([microbatches, 2 * microbatches, 2 * microbatches + 1, 3 * microbatches - 1])
     steps = _draw_steps(chance, overlaps=ordered)
     names = {step.schedule for step in steps if step.schedule}

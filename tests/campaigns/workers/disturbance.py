@@ -1,8 +1,8 @@
 """The entry of the campaign's workers: those of the package, whose messages are late, or break a rule of edges.
 
 What is late: messages on their way into and out of an edge, each by a random time, so that those of several edges come
-in any order; and the begin of a step in a worker, so that others are ahead of it. Broken on purpose, to see that the
-campaign sees it:
+in any order; and the begin of a step in a worker, so that others are ahead of it. Small messages may go the way of
+large ones. Broken on purpose, to see that the campaign sees it:
 
 - ``swap``, rule (1): of two messages of equal shape on one edge, each brings the other one's tensors;
 - ``wait``, rule (3): an edge waits with the next message until a task has taken this one;
@@ -25,7 +25,9 @@ import torch
 from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.ops.edges.edge_in import EdgeIn
 from asyncpipe.ops.edges.edge_out import EdgeOut
+from asyncpipe.ops.edges.gloo import GlooOut
 from asyncpipe.ops.edges.message import EdgeMessage, ReceivedMessage
+from asyncpipe.ops.edges.shared_memory import SharedMemoryOut
 from asyncpipe.pipeline.resident import resident
 from asyncpipe.pipeline.resident.serve import serve
 from asyncpipe.runtime.workers.control_client import ControlClient
@@ -45,6 +47,8 @@ class Disturb:
 
     microseconds: int = 0
     breaks: str = ""
+    inline_bytes: int = 1 << 12
+    direct_bytes: int = 1 << 18
 
 
 class _Disturbance:
@@ -167,6 +171,8 @@ class _Control:
             if not isinstance(message, Disturb):
                 return handle(message)
             _disturbance.now = message
+            for payload in (SharedMemoryOut, GlooOut):
+                payload.inline_bytes, payload.direct_bytes = message.inline_bytes, message.direct_bytes
             return None
 
         await self._control.serve(heard)

@@ -64,7 +64,7 @@ class Judge:
     async def judge(self, case: Case, breaks: str = "") -> Verdict:
         """How the two ways compare; ``breaks`` is a rule that workers are to break."""
         for connection in self._connections:
-            connection.send(Disturb(case.microseconds, breaks))
+            connection.send(Disturb(case.microseconds, breaks, case.inline_bytes, case.direct_bytes))
         remote = await self._both(case, self._remote, [None] * len(case.plans))
         cancelled = [each.cancelled if isinstance(each, Trace) else set() for each in remote]
         here = await self._both(case, self._threads, cancelled)
