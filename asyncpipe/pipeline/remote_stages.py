@@ -94,6 +94,7 @@ class RemoteStages:
         """What the model's state has, once it is loaded."""
         self._epoch = 0
         self._flags: Flags | None = None
+        self._trains = _flags(parts.module).requires_grad
 
     @property
     def driver(self) -> PartsDriver:
@@ -152,6 +153,7 @@ class RemoteStages:
             pipeline=self._number,
             model=model,
             is_factory=self._parts.factory is not None,
+            trains=self._trains,
             options=options,
             devices=[(device.name, str(device.physical)) for device in self._devices],
             workers=[numbers[self._worker_of[device.name]] for device in self._devices],

@@ -47,6 +47,9 @@ class LoadPipeline:
     model: Sequence[Any] = field(repr=False)
     """Buffers of the whole model, with the tensors of the own stages, or of a ``StageFactory``."""
     is_factory: bool
+    trains: Sequence[bool] = field(repr=False)
+    """Of each parameter, in the order of ``parameters()``: whether it required a gradient when the pipeline was made,
+    and so belongs to an optimizer."""
     options: bytes = field(repr=False)
     devices: Sequence[tuple[str, str]]
     """(name, physical device) of all devices of the pipeline."""

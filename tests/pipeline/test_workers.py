@@ -622,6 +622,38 @@ async def test_tensors_keep_their_strides_and_their_alignment_on_the_way_to_a_wo
     assert torch.equal(*ends)
 
 
+@pytest.mark.one_loop
+async def test_what_is_frozen_before_a_pipeline_opens_is_frozen(pool):
+    x, ends = torch.randn(8, 4), []
+    for where in (None, pool):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        pipe = Pipeline(model, ["cpu:0", "cpu:1"], balance=[1, 2], microbatches=2, pool=where, **OPTIONS)
+        pipe.module[0].requires_grad_(False)
+        async with pipe:
+            await pipe.step(x, x)
+            pipe.module[0].requires_grad_(True)
+            await pipe.step(x, x)
+            ends.append({name: value.clone() for name, value in pipe.state_dict().items()})
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+class Marked(torch.Tensor):
+    """A tensor with a class of its own."""
+
+
+def marked(x):
+    return x.as_subclass(Marked)
+
+
+@pytest.mark.one_loop
+async def test_a_tensor_of_another_class_is_refused_where_it_would_lose_it(pool):
+    x, model = torch.randn(8, 4), nn.Sequential(nn.Linear(4, 4), Apply("marked"), nn.Linear(4, 4))
+    async with Pipeline(model, ["cpu:0", "cpu:1"], balance=[2, 1], microbatches=2, pool=pool, **OPTIONS) as pipe:
+        with pytest.raises(TaskError, match="a Marked, which would arrive as"):
+            await pipe.step(x, x)
+
+
 def with_new_tensors(x):
     return x + (torch.arange(4) * 0.1 + torch.tensor(1 / 3)).to(x.dtype)
 

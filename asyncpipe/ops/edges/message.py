@@ -11,7 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncpipe.errors import ArgumentTypeError
 from asyncpipe.ops.device.memory_layout import ALIGNMENT, fills_its_memory
@@ -113,12 +113,18 @@ class MessageLayout:
 def layout_of(tensor: Tensor) -> TensorLayout:
     """How ``tensor`` travels: with its strides if it fills its memory, in the order of its dimensions if not.
 
-    Raises ``ArgumentTypeError`` for what is not plain memory: sparse, nested, quantized and meta tensors.
+    Raises ``ArgumentTypeError`` for what is not plain memory: sparse, nested, quantized and meta tensors, and those of
+    other classes than torch's own.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
         raise ArgumentTypeError(
             "edges carry tensors that are plain memory, no sparse, nested, quantized or meta ones; got one of "
             f"{tensor.dtype}, {tensor.layout} on {tensor.device}"
+        )
+    if type(tensor) not in (Tensor, nn.Parameter):
+        raise ArgumentTypeError(
+            f"edges carry tensors that are plain memory, and got a {type(tensor).__name__}, which would arrive as a "
+            "torch.Tensor; send tensor.as_subclass(torch.Tensor), or put both stages on one worker"
         )
     if tensor.is_contiguous() or not fills_its_memory(tensor):
         return TensorLayout(tensor.dtype, tensor.shape, None)

@@ -378,7 +378,10 @@ def _write(folder: Path, states: dict[str, Any]) -> dict[str, str]:
 
 
 def _model(load: LoadPipeline) -> StagedModel | StageFactory:
-    if not load.is_factory:
-        return receive_model(load.model)
-    factory: StageFactory = from_buffers(load.model)
-    return factory
+    if load.is_factory:
+        factory: StageFactory = from_buffers(load.model)
+        return factory
+    model = receive_model(load.model)
+    for parameter, trains in zip(model.module.parameters(), load.trains, strict=True):
+        parameter.requires_grad_(trains)
+    return model
