@@ -68,11 +68,11 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
-def poll(what: str, is_true: Callable[[], Any], pause: float = 0.01) -> Any:
+def poll(what: str, is_true: Callable[[], Any], pause: float = 0.01, seconds: float = SECONDS) -> Any:
     """The first true value of ``is_true``: another process gets there in its own time."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     while not (found := is_true()):
-        assert time.monotonic() < deadline, f"not within {SECONDS:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
         time.sleep(pause)
     return found
 

@@ -79,7 +79,7 @@ def _until_steps(served: Served, job: dict[str, Any], count: int) -> int:
     """Until it has done so many more steps, or all; how many there are then."""
     each = _submitted(served, job)
     before, last = _steps(served, each), job["training"]["steps"]
-    poll("steps", lambda: _steps(served, each) >= min(before + count, last), 0.005)
+    poll("steps", lambda: _steps(served, each) >= min(before + count, last), 0.005, ENDS_WITHIN)
     return _steps(served, each)
 
 
