@@ -50,10 +50,9 @@ class StepResult:
     @property
     def record(self) -> StepRecord:
         """The step's journal and graph, as observers get them. Raises ``AsyncpipeError`` if a device is not done."""
-        done = self._execution.done
-        if not done.done():
+        if not self._execution.done.done():
             raise AsyncpipeError("the devices have not completed this step; call 'await result.completed()' first")
-        return done.result()[1]
+        return self._execution.record()
 
     @cached_property
     def report(self) -> Report:
@@ -80,5 +79,4 @@ class StepResult:
         return self
 
     def _raise_for_end(self) -> None:
-        end, _ = self._execution.done.result()
-        self._execution.raise_for(end)
+        self._execution.raise_for(self._execution.end())

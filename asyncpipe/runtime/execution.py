@@ -156,6 +156,14 @@ class Execution:
 
     # Its end
 
+    def end(self) -> StepCompleted:
+        """How it has ended, once it is ``done``. From any thread."""
+        return self.done.result()[0]
+
+    def record(self) -> StepRecord:
+        """Its record, once it is ``done``. From any thread."""
+        return self.done.result()[1]
+
     async def completed(self) -> StepRecord:
         """Wait until every device is done with the step; raises ``TaskError`` if a task failed meanwhile."""
         end, record = await asyncio.shield(self.done)

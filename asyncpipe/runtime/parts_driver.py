@@ -4,7 +4,7 @@ It decides nothing: every worker has a driver and a scheduler of its own, and no
 way. It is in two places where one controller has to be: a step that fails in one worker is stopped in the others, and
 a step is over when all its parts are. A third one is the watchdog: it sees what runs in each worker (``TaskBoard``)::
 
-    start ──▶ StartPart to each worker ──▶ PartEnded of each ──▶ record, observers, futures
+    start ──▶ StartPart to each worker ──▶ PartEnded of each ──▶ futures, observers
                           │ the first that failed, a lost worker, or a cancellation
                           └──▶ StopPart to the others
 
@@ -14,7 +14,9 @@ Everything runs on one loop.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -22,6 +24,7 @@ from typing import NamedTuple, Protocol
 
 from asyncpipe.core.engine.events import (
     DeviceMemory,
+    Outcome,
     StepCompleted,
     StepFinished,
     StepNotes,
@@ -121,7 +124,10 @@ class PartsExecution:
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.issued: asyncio.Future[StepFinished] = loop.create_future()
-        self.done: asyncio.Future[tuple[StepCompleted, StepRecord]] = loop.create_future()
+        self.done: asyncio.Future[StepCompleted] = loop.create_future()
+        self._made = threading.Lock()
+        self._record: StepRecord | None = None
+        self._over = 0.0
 
     @property
     def tenant(self) -> Tenant:
@@ -130,9 +136,32 @@ class PartsExecution:
 
     async def completed(self) -> StepRecord:
         """Wait until every worker is done with the step; raises as ``raise_for``."""
-        end, record = await asyncio.shield(self.done)
-        self.raise_for(end)
-        return record
+        self.raise_for(await asyncio.shield(self.done))
+        return self.record()
+
+    def end(self) -> StepCompleted:
+        """How it has ended, once it is ``done``. From any thread."""
+        return self.done.result()
+
+    def record(self) -> StepRecord:
+        """Its record, once it is ``done``. From any thread. It is made when somebody asks for it."""
+        with self._made:
+            if self._record is None:
+                parts = [WorkerPart(frozenset(self.tasks[name]), part.events) for name, part in self.ended.items()]
+                share = self.tenant.share
+                record = parts_record(
+                    self.number, self.graph, share, self.started, parts, self._over, self.error
+                )
+                self._record = replace(record, notes=_notes(self))
+            return self._record
+
+    def finish(self, now: float) -> StepCompleted:
+        """All its parts have ended: how it has."""
+        self._over = now
+        tasks = Counter(type(event) for part in self.ended.values() for _, event in part.events)
+        if self.error is None and not tasks[TaskFailed] and tasks[TaskCompleted] == len(self.graph.tasks):
+            return StepCompleted(self.number, Outcome.OK)
+        return next(event for _, event in reversed(self.record().journal) if isinstance(event, StepCompleted))
 
     def raise_for(self, end: StepFinished | StepCompleted) -> None:
         """Raise what ended the step: ``WorkerLostError``, for instance, or ``TaskError`` if a task failed."""
@@ -344,31 +373,21 @@ class PartsDriver:
         return found
 
     def _end(self, execution: PartsExecution) -> None:
-        parts = [WorkerPart(frozenset(execution.tasks[name]), part.events) for name, part in execution.ended.items()]
-        for part in execution.ended.values():
-            for _, event in part.events:
-                if isinstance(event, TaskCompleted):
-                    execution.pipeline.times.measured(execution.graph.tasks[event.task], event.ended - event.started)
-        record = parts_record(
-            execution.number,
-            execution.graph,
-            execution.tenant.share,
-            execution.started,
-            parts,
-            self._clock(),
-            execution.error,
-        )
-        record = replace(record, notes=_notes(execution))
-        end = next(event for _, event in reversed(record.journal) if isinstance(event, StepCompleted))
+        end = execution.finish(self._clock())
         del self._executions[execution.number]
         execution.later = None
         for future, value in (
             (execution.issued, StepFinished(end.step, end.outcome, end.failed_task, end.error)),
-            (execution.done, (end, record)),
+            (execution.done, end),
         ):
             if not future.done():
                 future.set_result(value)  # type: ignore[arg-type]
-        execution.tenant.observers.show(record)
+        for part in execution.ended.values():
+            for _, event in part.events:
+                if isinstance(event, TaskCompleted):
+                    execution.pipeline.times.measured(execution.graph.tasks[event.task], event.ended - event.started)
+        if (observers := execution.tenant.observers).shown:
+            observers.show(execution.record())
 
 
 def _named(execution: PartsExecution, other: PartsExecution, task: Task) -> str:

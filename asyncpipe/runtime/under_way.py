@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from asyncpipe.core.engine.events import Outcome, StepCompleted, StepFinished, StepRecord
 from asyncpipe.core.graph.task import Task
@@ -20,8 +20,14 @@ class UnderWay(Protocol):
     graph: TaskGraph
     issued: asyncio.Future[StepFinished]
     """Has a result when the last task is issued, or the step is drained after an error or a cancellation."""
-    done: asyncio.Future[tuple[StepCompleted, StepRecord]]
+    done: asyncio.Future[Any]
     """Has a result when every device is done."""
+
+    def end(self) -> StepCompleted:
+        """How it has ended, once it is ``done``. From any thread."""
+
+    def record(self) -> StepRecord:
+        """Its record, once it is ``done``. From any thread."""
 
     async def completed(self) -> StepRecord:
         """Wait until every device is done with the step; raises as ``raise_for``."""
