@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -30,6 +31,7 @@ from asyncpipe.pipeline.wire_messages import (
     LoadPipeline,
     MakeBatch,
     PartResult,
+    Pieces,
     PutState,
     ReadStages,
     Scalars,
@@ -40,6 +42,7 @@ from asyncpipe.pipeline.wire_messages import (
 from asyncpipe.pipeline.workers import Workers, check_transport
 from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.parts_driver import PartsDriver, PartsExecution, PlacedPipeline
+from asyncpipe.runtime.workers.batch_memory import Place
 from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.held_folder import HeldFolder
 from asyncpipe.runtime.workers.packed import pack
@@ -50,7 +53,7 @@ __all__ = ["PreparedWork", "RemoteStages"]
 class PreparedWork(NamedTuple):
     """What is sent to the workers when a step begins."""
 
-    by_worker: Mapping[str, object]
+    by_worker: Mapping[str, Sequence[PickleBuffer]]
     flags: Flags
     """Those that the workers have from then on."""
 
@@ -197,10 +200,13 @@ class RemoteStages:
         changed = None if flags == self._flags else flags
         plan = replace(inputs.plan, loss=None)
         last = self._parts.resources.stages[-1].index
-        work: dict[str, object] = {}
+        work: dict[str, Sequence[PickleBuffer]] = {}
         for name, stages in self._owned.items():
             takes = [{s: value for s, value in each.items() if s in stages} for each in inputs.takes]
-            targets = inputs.targets if last in stages else ()
+            taking = {tuple(each) for each in takes}
+            only = taking.pop() if len(taking) == 1 else ()
+            stage = only[0] if len(only) == 1 else None
+            targets = Pieces.of(inputs.targets if last in stages else ())
             part = StepWork(
                 self._epoch,
                 inputs.microbatches,
@@ -210,7 +216,8 @@ class RemoteStages:
                 inputs.plan.loss is not None,
                 inputs.context,
                 None if settings == _USUAL_SETTINGS else settings,
-                takes,
+                Pieces.of(takes if stage is None else [each[stage] for each in takes]),
+                stage,
                 targets,
                 changed,
                 overlaps,
@@ -264,7 +271,17 @@ class RemoteStages:
     def start(self, graph: TaskGraph, work: PreparedWork, after: PartsExecution | None) -> PartsExecution:
         """Begin a step; see ``PartsDriver.start``."""
         assert self._placed is not None
-        started = self._workers.driver.start(self._placed, graph, work.by_worker, after=after)
+        placed: dict[str, Sequence[PickleBuffer | Place]] = {}
+        memories = {name: self._connections[name].batches for name in work.by_worker}
+        for name, buffers in work.by_worker.items():
+            placed[name] = buffers if (memory := memories[name]) is None else memory.put(buffers)
+        try:
+            started = self._workers.driver.start(self._placed, graph, placed, after=after)
+        except BaseException:
+            for name, memory in memories.items():
+                if memory is not None:
+                    memory.free(each for each in placed[name] if isinstance(each, Place))
+            raise
         # Not before: a step that is cancelled in time, or refused, tells the workers nothing.
         self._flags = work.flags
         return started

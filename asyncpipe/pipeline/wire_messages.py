@@ -29,6 +29,7 @@ __all__ = [
     "LoadPipeline",
     "MakeBatch",
     "PartResult",
+    "Pieces",
     "PutState",
     "ReadStages",
     "Scalars",
@@ -146,6 +147,54 @@ class Flags(NamedTuple):
     """Of each parameter, in the order of ``parameters()``."""
 
 
+class Pieces(NamedTuple):
+    """Values of all micro-batches. Those that lie behind each other in memory go as one: each more takes its time."""
+
+    whole: Tensor | None
+    """Without dimensions, if they are tensors that do."""
+    values: Sequence[Any]
+    """They, or the shapes of the tensors."""
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Pieces:
+        """``values`` for another process."""
+        if len(values) < 2 or not all(map(_is_plain, values)):
+            return cls(None, values)
+        first: Tensor = values[0]
+        storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
+        end = start
+        for value in values:
+            if value.dtype != first.dtype or value.storage_offset() != end:
+                return cls(None, values)
+            if value.untyped_storage().data_ptr() != storage:
+                return cls(None, values)
+            end += value.numel()
+        return cls(first.detach().as_strided((end - start,), (1,)), [tuple(value.shape) for value in values])
+
+    def taken(self) -> list[Any]:
+        """The values. Tensors share memory, as micro-batches that the caller has cut do, and are no views."""
+        if self.whole is None:
+            return list(self.values)
+        storage, start, found = self.whole.untyped_storage(), self.whole.storage_offset(), []
+        for shape in self.values:
+            tensor = torch.empty(0, dtype=self.whole.dtype).set_(storage, start, shape)  # type: ignore[call-overload]
+            start += tensor.numel()
+            found.append(tensor)
+        return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor that is nothing but its elements."""
+    return (
+        type(value) is Tensor
+        and value.layout is torch.strided
+        and value.is_cpu
+        and value.is_contiguous()
+        and value.numel() > 0
+        and not (value.is_quantized or value.is_conj() or value.is_neg() or (value.requires_grad and value.is_leaf))
+    )
+
+
 class StepWork(NamedTuple):
     """What one worker computes a part of a step with."""
 
@@ -160,8 +209,10 @@ class StepWork(NamedTuple):
     context: CallerContext
     settings: ProcessSettings | None
     """``None`` if they are torch's own."""
-    takes: Sequence[Mapping[int, Any]]
-    targets: Sequence[Any]
+    takes: Pieces
+    """As ``StepInputs.takes``; or where all micro-batches have one value for one stage, these, of ``stage``."""
+    stage: int | None
+    targets: Pieces
     flags: Flags | None
     """``None`` if they are those of the last step."""
     overlaps: bool

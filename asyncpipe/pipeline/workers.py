@@ -169,6 +169,8 @@ class Workers:
 
     def _received(self, worker: WorkerConnection, message: Any) -> None:
         assert isinstance(message, PartEnded)
+        if message.freed and worker.batches is not None:
+            worker.batches.free(message.freed)
         self.driver.part_ended(worker.name, received(worker.name, message))
 
     def _lost(self, worker: WorkerConnection, error: WorkerLostError) -> None:

@@ -12,6 +12,7 @@ from asyncpipe.core.engine.events import StepNotes, TaskCompleted, TaskFailed
 from asyncpipe.core.engine.parts_record import TaskEvent
 from asyncpipe.core.engine.worker_notes import WorkerUse
 from asyncpipe.errors import RemoteError
+from asyncpipe.runtime.workers.batch_memory import Place
 from asyncpipe.runtime.workers.remote_errors import with_remote_text
 
 __all__ = ["EndStep", "PartEnded", "StartPart", "StopPart", "on_clock", "portable", "received"]
@@ -48,6 +49,8 @@ class PartEnded:
     """Why the part did not run to its end, if not because it was stopped, and no task is to blame."""
     result: Any = field(default=None, repr=False)
     """What it has left for the caller of the step, if it has."""
+    freed: Sequence[Place] = field(default=(), repr=False)
+    """Where mini-batches of this step or earlier ones are not needed any more."""
     tracebacks: Sequence[str] = field(default=(), repr=False)
     """In the worker, of the errors above in their order."""
     use: WorkerUse | None = None

@@ -149,9 +149,7 @@ class PartsExecution:
             if self._record is None:
                 parts = [WorkerPart(frozenset(self.tasks[name]), part.events) for name, part in self.ended.items()]
                 share = self.tenant.share
-                record = parts_record(
-                    self.number, self.graph, share, self.started, parts, self._over, self.error
-                )
+                record = parts_record(self.number, self.graph, share, self.started, parts, self._over, self.error)
                 self._record = replace(record, notes=_notes(self))
             return self._record
 

@@ -17,7 +17,7 @@ import tempfile
 import threading
 from typing import Final, NamedTuple
 
-__all__ = ["ShownTask", "TaskBoard", "TaskSlot", "new_board_file"]
+__all__ = ["ShownTask", "TaskBoard", "TaskSlot", "new_board_file", "new_memory"]
 
 _SLOTS: Final = 256
 """For the threads of one worker's devices, and those that wait for what an accelerator has queued."""
@@ -107,10 +107,16 @@ class TaskBoard:
 
 def new_board_file() -> int:
     """The descriptor of memory for a board with free slots; the caller closes it. No child inherits it by itself."""
+    descriptor = new_memory("asyncpipe-board")
+    os.ftruncate(descriptor, _BYTES)
+    return descriptor
+
+
+def new_memory(name: str) -> int:
+    """The descriptor of memory of no size yet, without a name in the file system; as ``new_board_file``."""
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("asyncpipe-board", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     else:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, _BYTES)
     return descriptor

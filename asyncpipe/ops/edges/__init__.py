@@ -25,7 +25,8 @@ headers and small tensors one way and credits the other way. Larger tensors trav
 1. The sender decides the order of an edge's messages. Each is announced by a header of fixed size: epoch, step, task,
    source, and the number of its layout (types, shapes, meta).
 2. Each directed edge has a socket and a transport of its own.
-3. The receiver's thread takes each message as it comes, and never waits for a task.
+3. The receiver's thread takes each message as it comes, and never waits for a task. Where a device's thread may take
+   messages instead, while it runs no task, the receiver's thread takes what is left for some milliseconds.
 4. ``send`` does not wait for the peer, nor does ``release``.
 5. At most ``window`` messages that were not released are at the receiver. Credits come on the same socket in the other
    direction, where no data stands before them.

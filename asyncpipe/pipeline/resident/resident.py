@@ -161,10 +161,13 @@ class Resident:
             self._set_flags(work.flags)
         options = self._parts.options
         plan = replace(work.plan, loss=options.loss_fn if work.has_loss else None)
-        takes, targets = work.takes, work.targets
         if work.number is not None:
             made = self._made.pop(work.number)
             takes, targets = made.takes, made.targets
+        else:
+            takes, targets = work.takes.taken(), work.targets.taken()
+            if work.stage is not None:
+                takes = [{work.stage: value} for value in takes]
         inputs = StepInputs(
             self._parts,
             StepOptions(update=work.update),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from asyncpipe.core.engine.events import StepNotes
@@ -99,6 +100,8 @@ class _Server:
         resident = self._residents[start.pipeline]
         self._of_step[start.step] = resident
         try:
+            if (batches := self._control.batches) is not None:
+                start = replace(start, work=batches.views(start.work))
             step = resident.start(start)
         except Exception as error:  # noqa: BLE001 - the controller raises it
             self._tell(PartEnded(start.step, (), StepNotes(), error))
@@ -108,7 +111,11 @@ class _Server:
         ending.add_done_callback(self._ending.discard)
 
     async def _end(self, step: PartStep) -> None:
-        self._control.send(await step.ended())
+        self._send(await step.ended())
 
     def _tell(self, ended: PartEnded) -> None:
-        self._control.send(portable(self._control.name, ended))
+        self._send(portable(self._control.name, ended))
+
+    def _send(self, ended: PartEnded) -> None:
+        batches = self._control.batches
+        self._control.send(ended if batches is None else replace(ended, freed=batches.freed()))

@@ -10,6 +10,7 @@ from typing import Any
 from asyncpipe.errors import WorkerLostError
 from asyncpipe.runtime.process import Process
 from asyncpipe.runtime.task_board import ShownTask
+from asyncpipe.runtime.workers.batch_memory import BatchMemory
 from asyncpipe.runtime.workers.channel import Role
 from asyncpipe.runtime.workers.packed import pack
 from asyncpipe.runtime.workers.supervisor import Supervisor
@@ -69,6 +70,11 @@ class WorkerConnection:
         """The tasks that run in it, or ran when it ended; empty if it is on another host. From any thread."""
         board = self.supervisor.board
         return () if board is None else board.running()
+
+    @property
+    def batches(self) -> BatchMemory | None:
+        """Memory for its mini-batches; ``None`` if it is on another host."""
+        return self.supervisor.batches
 
     @property
     def clock_offset(self) -> float:

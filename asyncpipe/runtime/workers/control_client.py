@@ -16,6 +16,7 @@ from typing import Any
 from asyncpipe.runtime.portal import Portal
 from asyncpipe.runtime.process import Process
 from asyncpipe.runtime.task_board import TaskBoard
+from asyncpipe.runtime.workers.batch_memory import BatchViews
 from asyncpipe.runtime.workers.channel import Channel, Role
 from asyncpipe.runtime.workers.handshake import introduce
 from asyncpipe.runtime.workers.launcher import Address, Invitation
@@ -38,13 +39,21 @@ class ControlClient:
     """
 
     def __init__(
-        self, connected: socket.socket, name: str, entry: str, main: MainModule, board: TaskBoard | None
+        self,
+        connected: socket.socket,
+        name: str,
+        entry: str,
+        main: MainModule,
+        board: TaskBoard | None,
+        batches: BatchViews | None,
     ) -> None:
         """Owns the socket, whose other end is authenticated."""
         self.name = name
         self.entry = entry
         self.board = board
         """Where the controller reads what runs here, if it can."""
+        self.batches = batches
+        """Where the controller puts mini-batches, if it can."""
         self._main = main
         self._process = Process()
         self._inbox: deque[tuple[Role, int, Packed]] = deque()
@@ -54,11 +63,17 @@ class ControlClient:
         self._channel = self._portal.call(self._open(connected))
 
     @classmethod
-    def connect(cls, invitation: Invitation, main: MainModule, board: TaskBoard | None = None) -> ControlClient:
+    def connect(
+        cls,
+        invitation: Invitation,
+        main: MainModule,
+        board: TaskBoard | None = None,
+        batches: BatchViews | None = None,
+    ) -> ControlClient:
         """Connect to the controller that sent ``invitation``. Raises ``OSError``, ``RefusedError`` among them."""
         connected = _connected(invitation.address)
         introduce(connected, invitation.secret, invitation.token)
-        return cls(connected, invitation.name, invitation.entry, main, board)
+        return cls(connected, invitation.name, invitation.entry, main, board, batches)
 
     async def _open(self, connected: socket.socket) -> Channel:
         return Channel(connected, asyncio.get_running_loop(), self)

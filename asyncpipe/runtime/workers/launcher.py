@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from asyncpipe.runtime.task_board import TaskBoard
+from asyncpipe.runtime.workers.batch_memory import BatchMemory
 
 __all__ = ["Address", "Invitation", "Launcher", "WorkerExit", "WorkerProcess"]
 
@@ -76,6 +77,8 @@ class WorkerProcess(Protocol):
 
     board: TaskBoard | None
     """What runs in it, also when it has ended; ``None`` if it is on another host. Read on any thread."""
+    batches: BatchMemory | None
+    """Memory for its mini-batches; ``None`` if it is on another host."""
 
     def kill(self) -> None:
         """End it at once, whatever it does. Does not block. Does nothing if it has ended."""

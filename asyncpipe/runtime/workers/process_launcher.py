@@ -19,7 +19,8 @@ from typing import Any
 from weakref import WeakSet
 
 from asyncpipe.errors import OptionError
-from asyncpipe.runtime.task_board import TaskBoard, new_board_file
+from asyncpipe.runtime.task_board import TaskBoard, new_board_file, new_memory
+from asyncpipe.runtime.workers.batch_memory import BatchMemory
 from asyncpipe.runtime.workers.launcher import Invitation, WorkerExit
 from asyncpipe.runtime.workers.main_module import MainModule
 from asyncpipe.runtime.workers.worker_main import STACKS_SIGNAL
@@ -56,7 +57,7 @@ class ProcessLauncher:
             str(PROGRAM),
             invitation.name,  # Not read: it tells who looks at the list of processes.
         ]
-        memory = new_board_file()
+        memory, batches = new_board_file(), new_memory("asyncpipe-batches")
         with _forks.held_up():
             # Until the worker says, in its first lines, that these are the controller's.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
@@ -67,15 +68,16 @@ class ProcessLauncher:
                     bufsize=0,
                     stdin=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    pass_fds=[memory],
+                    pass_fds=[memory, batches],
                     env={**os.environ, **self._environment},
                 )
+                local = LocalProcess(process, asyncio.get_running_loop(), board, BatchMemory(batches))
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 os.close(memory)
-            local = LocalProcess(process, asyncio.get_running_loop(), board)
+                os.close(batches)
             _forks.let_go_of(local)
-        values = _surroundings(self._path) | {"invitation": invitation.to_json(), "board": memory}
+        values = _surroundings(self._path) | {"invitation": invitation.to_json(), "board": memory, "batches": batches}
         local.write(json.dumps(values).encode() + b"\n")
         return local
 
@@ -94,11 +96,14 @@ def _surroundings(path: Sequence[str]) -> dict[str, Any]:
 class LocalProcess:
     """A ``WorkerProcess`` of this machine. Used on the loop on which it was started."""
 
-    def __init__(self, process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, board: TaskBoard) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, board: TaskBoard, batches: BatchMemory
+    ) -> None:
         assert process.stdin is not None
         assert process.stderr is not None
         self.pid = process.pid
         self.board: TaskBoard | None = board
+        self.batches: BatchMemory | None = batches
         self._process = process
         self._lifeline = process.stdin
         self._stderr = process.stderr
@@ -171,6 +176,8 @@ class LocalProcess:
         self._lifeline.close()
         if self.board is not None:
             self.board.close()
+        if self.batches is not None:
+            self.batches.close()
         self._ended.set_result(WorkerExit(status))
 
     def _pass_on(self) -> bool:

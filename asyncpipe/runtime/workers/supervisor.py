@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 from asyncpipe.errors import MessageError, OptionError, WorkerLostError, WorkerStartError
 from asyncpipe.runtime.task_board import TaskBoard
+from asyncpipe.runtime.workers.batch_memory import BatchMemory
 from asyncpipe.runtime.workers.channel import Channel, Role
 from asyncpipe.runtime.workers.clock import ClockOffset
 from asyncpipe.runtime.workers.launcher import Invitation, Launcher, WorkerExit, WorkerProcess
@@ -141,6 +142,11 @@ class Supervisor:
     def board(self) -> TaskBoard | None:
         """What runs in the worker, or ran when it ended."""
         return None if self._process is None else self._process.board
+
+    @property
+    def batches(self) -> BatchMemory | None:
+        """Memory for the worker's mini-batches."""
+        return None if self._process is None else self._process.batches
 
     # On the loop of the workers.
 

@@ -10,11 +10,12 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncpipe.errors import OptionError
 from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.runtime.task_board import TaskBoard
+from asyncpipe.runtime.workers.batch_memory import BatchViews
 from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.runtime.workers.launcher import Invitation
 from asyncpipe.runtime.workers.lifeline import hold_on_to
@@ -22,6 +23,8 @@ from asyncpipe.runtime.workers.main_module import MainModule
 from asyncpipe.runtime.workers.remote_logs import RemoteLogHandler
 
 __all__ = ["STACKS_SIGNAL", "become_worker"]
+
+_Memory = TypeVar("_Memory")
 
 STACKS_SIGNAL = signal.SIGQUIT
 """On it, a worker writes the stacks of all its threads to standard error, whatever these do, and goes on."""
@@ -40,8 +43,9 @@ def become_worker(values: dict[str, Any], lifeline: int) -> None:
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # A worker that is killed has nothing in its buffer.
-    board = _open_board(values["board"])
-    control = ControlClient.connect(Invitation.from_json(values["invitation"]), MainModule(**values["main"]), board)
+    board, batches = _open(TaskBoard, values["board"]), _open(BatchViews, values["batches"])
+    invitation, main = Invitation.from_json(values["invitation"]), MainModule(**values["main"])
+    control = ControlClient.connect(invitation, main, board, batches)
     try:
         _send_logs(control, values["log_levels"])
         entry = _find(control.entry)
@@ -52,9 +56,9 @@ def become_worker(values: dict[str, Any], lifeline: int) -> None:
         control.end()
 
 
-def _open_board(descriptor: int) -> TaskBoard:
+def _open(kind: Callable[[int], _Memory], descriptor: int) -> _Memory:
     try:
-        return TaskBoard(descriptor)
+        return kind(descriptor)
     finally:
         os.close(descriptor)
 

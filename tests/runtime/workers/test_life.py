@@ -295,6 +295,8 @@ class SlowToEnd:
     def __init__(self, process: LocalProcess) -> None:
         self.process = process
         self.asked = 0
+        self.board = process.board
+        self.batches = process.batches
 
     def kill(self) -> None:
         self.process.kill()
