@@ -9,7 +9,7 @@ train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml $(if $(WORKERS),--workers $(WORKERS))
 
 test: lint
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/installed
 	$(BIN)/ruff check .
