@@ -102,14 +102,14 @@ class EdgeOut:
             self._channel.ring()
             return
         try:
-            if self._over:
-                self._drop_all()
-            waits = self._pump(direct=True)
+            waits = 0 if self._over else self._pump(direct=True)
         except Exception as error:  # noqa: BLE001 - the edge's thread tells it; a task's has nothing to do with it
             self._failure, waits = error, True
         finally:
             self._turn.release()
-        if waits:
+        if self._over:
+            self._drop_left()
+        elif waits:
             self._channel.ring()
 
     def advance(self, epoch: int) -> None:
@@ -231,8 +231,9 @@ class EdgeOut:
                 return
 
     def _drop_all(self) -> None:
-        self._dropped += len(self._queue)
-        self._queue.clear()
+        while self._queue:
+            self._queue.popleft()
+            self._dropped += 1
 
     # The edge's thread
 
@@ -293,3 +294,12 @@ class EdgeOut:
                 self._channel.write([Frame(EdgeFrameKind.BYE).encode()])
             self._payload.close()
             self._channel.close()
+        self._drop_left()
+
+    def _drop_left(self) -> None:
+        """Drop what was sent to an edge that is over. Who found the turn taken has left it to who had the turn."""
+        while self._queue and self._turn.acquire(blocking=False):
+            try:
+                self._drop_all()
+            finally:
+                self._turn.release()
