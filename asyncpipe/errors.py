@@ -181,14 +181,20 @@ class TaskError(AsyncpipeError, RuntimeError):
 
 
 class EdgeError(AsyncpipeError, RuntimeError):
-    """An edge between two workers could not be made, or broke. ``peers`` are the numbers of the workers at fault."""
+    """An edge between two workers could not be made, or broke. ``peers`` are the numbers of the workers at fault.
 
-    def __init__(self, message: str, peers: Sequence[int] = ()) -> None:
+    ``edge`` is set where one broke: the workers that it leads from and to, by name where the names are known.
+    """
+
+    def __init__(
+        self, message: str, peers: Sequence[int] = (), edge: tuple[str, str] | tuple[int, int] | None = None
+    ) -> None:
         super().__init__(message)
         self.peers = tuple(peers)
+        self.edge = edge
 
-    def __reduce__(self) -> tuple[type[EdgeError], tuple[str, tuple[int, ...]]]:
-        return type(self), (str(self), self.peers)
+    def __reduce__(self) -> tuple[type[EdgeError], tuple[object, ...]]:
+        return type(self), (str(self), self.peers, self.edge)
 
 
 class PaddedLabelsWarning(UserWarning):

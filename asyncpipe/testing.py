@@ -1,19 +1,28 @@
-"""Executors for tests of schedules and of code around a pipeline: one runs tasks inline, one at a given speed."""
+"""For tests of schedules and of code around a pipeline.
+
+Executors that run tasks inline, or at a given speed; and edges between workers that are slow, or do not work.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from asyncpipe.core.engine.edge_shape import EdgeShape, EdgeState
 from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskFailed
 from asyncpipe.core.graph.task import Lane, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.errors import OptionError
 from asyncpipe.runtime.executor import Assignment, PostEvent, StepHandle
 
-__all__ = ["EmulatedExecutor", "InlineExecutor"]
+if TYPE_CHECKING:
+    from asyncpipe.pipeline.pool import DevicePool
+
+__all__ = ["EdgeShape", "EdgeState", "EmulatedExecutor", "InlineExecutor", "reshape"]
 
 
 class InlineExecutor:
@@ -107,6 +116,22 @@ class EmulatedExecutor:
             _run(assignment, self._post, self.seconds(graph, graph.tasks[assignment.task]))
             ended[assignment.task].set()
             del assignment, ended, graph
+
+
+async def reshape(pool: DevicePool, shapes: Mapping[tuple[str, str], EdgeShape]) -> None:
+    """Give edges of an open pool other shapes, by the names of the workers that they lead from and to.
+
+    ::
+
+        pool = DevicePool(workers="processes", edge_shapes={("cpu:0", "cpu:1"): EdgeShape(0.002, bandwidth=1e8)})
+        ...
+        await reshape(pool, {("cpu:0", "cpu:1"): EdgeShape(state=EdgeState.BLACK_HOLE)})
+
+    The shapes are those of later pipelines, too. Raises ``OptionError`` if the pool was not given ``edge_shapes``.
+    """
+    if pool.workers is None:
+        raise OptionError("edges are between workers, and this pool has none; use workers='processes'")
+    await pool.run(pool.workers.reshape(shapes))
 
 
 def _run(assignment: Assignment, post: PostEvent, seconds: float) -> None:

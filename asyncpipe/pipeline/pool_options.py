@@ -14,6 +14,7 @@ from asyncpipe.core.checks import check_choice, check_positive
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
+    from asyncpipe.core.engine.edge_shape import EdgeShape
     from asyncpipe.core.engine.policies.policy import MakePolicy
     from asyncpipe.runtime.executor import Executor
 
@@ -47,6 +48,10 @@ class PoolOptions:
     """How tensors get from one worker to another, which changes no bit: by ``"shared_memory"`` of this machine; by
     ``"gloo"``, over the loopback interface; or by ``"nccl"`` from device to device, where each worker has one CUDA
     device. By the others, tensors of CUDA devices travel through the host."""
+    edge_shapes: Mapping[tuple[str, str], EdgeShape] | None = None
+    """For tests and measurements: the latency and bandwidth of edges, by the names of the workers that they lead from
+    and to. So workers of one machine can stand for hosts. Others stay as they are; see ``asyncpipe.testing.reshape``.
+    Given, even if empty, it costs a thread more in each worker."""
     worker_path: Sequence[str] = ()
     """Folders in which workers look for modules before those of ``sys.path``."""
     executors: Callable[[str], Executor] | None = None
@@ -60,6 +65,8 @@ class PoolOptions:
         check_choice("transport", self.transport, ("shared_memory", "gloo", "nccl"))
         if not self.has_workers and self.transport != "shared_memory":
             raise OptionError(f"transport={self.transport!r} is for workers; leave it out, or use workers='processes'")
+        if not self.has_workers and self.edge_shapes is not None:
+            raise OptionError("edge_shapes are of edges between workers; leave them out, or use workers='processes'")
         if self.has_workers and self.executors is not None:
             raise OptionError("executors run tasks in this process; leave them out, or use workers='threads'")
 

@@ -41,7 +41,7 @@ from asyncpipe.pipeline.wire_messages import (
 )
 from asyncpipe.pipeline.workers import Workers, check_transport
 from asyncpipe.runtime.execution import Tenant
-from asyncpipe.runtime.parts_driver import PartsDriver, PartsExecution, PlacedPipeline
+from asyncpipe.runtime.parts_driver import LOSS_SECONDS, PartsDriver, PartsExecution, PlacedPipeline
 from asyncpipe.runtime.workers.batch_memory import Place
 from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.held_folder import HeldFolder
@@ -59,8 +59,6 @@ class PreparedWork(NamedTuple):
 
 
 _USUAL_SETTINGS = ProcessSettings()
-LOSS_SECONDS = 1.0
-"""For a worker to be known as lost, when another one has noticed that its edge to it broke."""
 
 
 class RemoteStages:
@@ -165,6 +163,7 @@ class RemoteStages:
             pairs=self._pairs(),
             folder=folder,
             transport=self._workers.transport,
+            shapes=self._workers.edge_shapes,
             settings=ProcessSettings.current(),
             share=self._tenant.share,
             pool=self._workers.pool_options,

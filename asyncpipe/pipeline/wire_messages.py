@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from asyncpipe.core.engine.edge_shape import EdgeShape
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.ops.autograd.caller_context import CallerContext
@@ -32,6 +33,7 @@ __all__ = [
     "Pieces",
     "PutState",
     "ReadStages",
+    "ReshapeEdges",
     "Scalars",
     "StepWork",
     "Unload",
@@ -65,6 +67,8 @@ class LoadPipeline:
     """Where the workers meet to make them."""
     transport: str
     """How tensors travel on them."""
+    shapes: Mapping[tuple[int, int], EdgeShape] | None
+    """Of edges that are slower than they are, or do not work; ``None`` if they stay as they are."""
     settings: ProcessSettings
     share: Share
     pool: bytes = field(repr=False)
@@ -136,6 +140,13 @@ class ChangeSchedule:
 
     pipeline: int
     schedule: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ReshapeEdges:
+    """Controller: edges between workers of these names have other shapes from now on. The answer is ``None``."""
+
+    shapes: Mapping[tuple[str, str], EdgeShape]
 
 
 class Flags(NamedTuple):

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import distributed
 
+from asyncpipe.core.engine.edge_shape import EdgeShape
 from asyncpipe.errors import OptionError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.wire import to_wire
 from asyncpipe.pipeline.pool_options import PoolOptions
-from asyncpipe.runtime.part_messages import PartEnded, received
+from asyncpipe.pipeline.wire_messages import ReshapeEdges
+from asyncpipe.runtime.part_messages import EdgeBroken, PartEnded, received
 from asyncpipe.runtime.parts_driver import PartsDriver
 from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.group import WorkerGroup
@@ -33,7 +35,7 @@ ENTRY = "asyncpipe.pipeline.resident.serve:serve"
 STARTS = 3
 """How often what is missing is started: a worker may be lost while others start, which takes seconds."""
 
-_OF_THE_CONTROLLER = ("loop", "workers", "transport", "worker_path", "executors")
+_OF_THE_CONTROLLER = ("loop", "workers", "transport", "edge_shapes", "worker_path", "executors")
 """Options of a pool that a worker's pool does not have."""
 
 
@@ -85,6 +87,7 @@ class Workers:
         self.numbers: dict[str, int] = {}
         """By name of a worker, its number among the pool's."""
         self._pipelines = count()
+        self._shapes = None if options.edge_shapes is None else dict(options.edge_shapes)
         self._options = options
         launcher = ProcessLauncher(path=options.worker_path)
         self._group = WorkerGroup(launcher, ENTRY, received=self._received, lost=self._lost)
@@ -118,6 +121,26 @@ class Workers:
     def transport(self) -> str:
         """How tensors get from one worker to another."""
         return self._options.transport
+
+    @property
+    def edge_shapes(self) -> Mapping[tuple[int, int], EdgeShape] | None:
+        """By the numbers of the workers that are known; ``None`` if edges stay as they are."""
+        if self._shapes is None:
+            return None
+        numbers = self.numbers
+        return {
+            (numbers[sender], numbers[receiver]): shape
+            for (sender, receiver), shape in self._shapes.items()
+            if sender in numbers and receiver in numbers
+        }
+
+    async def reshape(self, shapes: Mapping[tuple[str, str], EdgeShape]) -> None:
+        """Give edges other shapes: those that are there, and those of later pipelines."""
+        if self._shapes is None:
+            raise OptionError("edges are reshaped in a pool that was given edge_shapes, if only an empty mapping")
+        self._shapes.update(shapes)
+        receivers = {receiver for _, receiver in shapes} & self.up.keys()
+        await asyncio.gather(*(self.up[each].ask(ReshapeEdges(shapes), urgent=True) for each in receivers))
 
     async def admit(self, devices: Sequence[Device]) -> None:
         """Start the workers of these devices that are missing, or were lost. They start at the same time."""
@@ -168,6 +191,9 @@ class Workers:
         self._group.kill()
 
     def _received(self, worker: WorkerConnection, message: Any) -> None:
+        if isinstance(message, EdgeBroken):
+            self.driver.edge_broken(message.pipeline, message.error)
+            return
         assert isinstance(message, PartEnded)
         if message.freed and worker.batches is not None:
             worker.batches.free(message.freed)

@@ -11,11 +11,11 @@ from typing import Any
 from asyncpipe.core.engine.events import StepNotes, TaskCompleted, TaskFailed
 from asyncpipe.core.engine.parts_record import TaskEvent
 from asyncpipe.core.engine.worker_notes import WorkerUse
-from asyncpipe.errors import RemoteError
+from asyncpipe.errors import EdgeError, RemoteError
 from asyncpipe.runtime.workers.batch_memory import Place
 from asyncpipe.runtime.workers.remote_errors import with_remote_text
 
-__all__ = ["EndStep", "PartEnded", "StartPart", "StopPart", "on_clock", "portable", "received"]
+__all__ = ["EdgeBroken", "EndStep", "PartEnded", "StartPart", "StopPart", "on_clock", "portable", "received"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,15 @@ class EndStep:
 
     step: int
     keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeBroken:
+    """Worker: an edge to another worker broke, which may be lost, or be there and out of reach."""
+
+    pipeline: int
+    error: EdgeError
+    """With the names of both."""
 
 
 def portable(worker: str, ended: PartEnded) -> PartEnded:

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -37,14 +38,17 @@ from asyncpipe.core.engine.parts_record import WorkerPart, parts_record
 from asyncpipe.core.engine.worker_notes import WorkerChange, WorkerNotes, WorkerState
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.errors import PipelineClosedError, WorkerLostError
+from asyncpipe.errors import EdgeError, PipelineClosedError, WorkerLostError
 from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.part_messages import EndStep, PartEnded, StartPart, StopPart, on_clock
 from asyncpipe.runtime.portal import wait_uncancelled
 from asyncpipe.runtime.task_board import ShownTask
 from asyncpipe.runtime.under_way import raise_for
 
-__all__ = ["PartsDriver", "PartsExecution", "PlacedPipeline", "WorkerLink"]
+__all__ = ["LOSS_SECONDS", "PartsDriver", "PartsExecution", "PlacedPipeline", "WorkerLink"]
+
+LOSS_SECONDS = 1.0
+"""For a worker to be known as lost, when an edge to it broke."""
 
 
 class WorkerLink(Protocol):
@@ -90,6 +94,8 @@ class PlacedPipeline:
         self.workers = workers
         self.times = JobAccount(tenant.share.job, True, tenant.share)
         """How long its tasks take."""
+        self.broken: EdgeError | None = None
+        """Set when an edge between two of its workers broke that are there: nothing passes there any more."""
 
     def tell(self, worker: WorkerLink, *, is_restart: bool = False) -> None:
         """Tell the pipeline's observers what has become of ``worker``."""
@@ -256,6 +262,8 @@ class PartsDriver:
         for worker in workers.values():
             if worker.lost is not None:
                 raise worker.lost.while_running(())
+        if pipeline.broken is not None:
+            raise copy(pipeline.broken)
         execution = PartsExecution(self._steps, graph, pipeline, StepNotes(), workers, tasks, self._clock())
         self._steps += 1
         self._executions[execution.number] = execution
@@ -340,6 +348,29 @@ class PartsDriver:
             if execution.workers.get(worker.name) is worker and worker.name not in execution.ended:
                 found = error.while_running([_named(execution, other, task) for other, task, _ in ran])
                 self.part_ended(worker.name, PartEnded(execution.number, (), StepNotes(), found))
+
+    def edge_broken(self, pipeline: int, error: EdgeError) -> None:
+        """An edge of ``pipeline`` broke, at one of its ends: end its steps, unless a worker turns out to be lost."""
+        loop = asyncio.get_running_loop()
+        placed = next((each for each in self._pipelines if each.number == pipeline), None)
+        if placed is not None and placed.broken is None and error.edge is not None:
+            ends = [worker for worker in set(placed.workers.values()) if worker.name in error.edge]
+            loop.call_later(LOSS_SECONDS, self._judge, placed, ends, error)
+
+    def _judge(self, pipeline: PlacedPipeline, ends: Sequence[WorkerLink], error: EdgeError) -> None:
+        """An edge broke a while ago; a worker that does not answer since is about to be lost, or will answer."""
+        if pipeline not in self._pipelines or pipeline.broken is not None:
+            return
+        if any(worker.lost is not None for worker in ends):
+            return
+        if any(worker.silent_seconds > LOSS_SECONDS for worker in ends):
+            asyncio.get_running_loop().call_later(LOSS_SECONDS, self._judge, pipeline, ends, error)
+            return
+        pipeline.broken = error
+        for execution in tuple(self._executions.values()):
+            if execution.pipeline is pipeline:
+                execution.error = execution.error or error
+                self._stop(execution)
 
     # For the watchdog
 

@@ -12,7 +12,8 @@ headers and small tensors one way and credits the other way. Larger tensors trav
 - ``payload``: what a transport is, and the copies that transports share;
 - ``shared_memory``: the transport on one host;
 - ``gloo``: the transport by a process group of ``torch.distributed`` for each edge; its ends meet by ``pair_store``;
-- ``nccl``: the same between CUDA devices.
+- ``nccl``: the same between CUDA devices;
+- ``shaped``: edges that are slower than they are, or do not work, for tests and measurements.
 
 ::
 

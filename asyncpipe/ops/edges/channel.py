@@ -38,9 +38,10 @@ class ClosedByPeerError(Exception):
     """The peer has closed the edge in order."""
 
 
-def broken(name: str, peer: int, error: Exception) -> EdgeError:
-    """The error of an edge that broke by ``error``."""
-    found = EdgeError(f"the edge {name} to worker {peer} broke: {type(error).__name__}: {error}", [peer])
+def broken(sender: int, receiver: int, peer: int, error: Exception) -> EdgeError:
+    """The error of an edge that broke by ``error``, at the end that is not ``peer``."""
+    how = f"broke: {type(error).__name__}: {error}"
+    found = EdgeError(f"the edge {sender} > {receiver} to worker {peer} {how}", [peer], (sender, receiver))
     found.__cause__ = error
     return found
 
@@ -240,6 +241,12 @@ class EdgeChannel:
         poll = select.poll()
         poll.register(self._socket, HUNG_UP)
         return bool(poll.poll(0))
+
+    def sever(self) -> None:
+        """End the connection as a broken one ends: neither end can read or write any more. From any thread."""
+        with self._writing, suppress(OSError):
+            if self._open:
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
         """Let the thread that is in ``wait``, or will be, end."""

@@ -121,6 +121,10 @@ class EdgeIn:
     def counters(self) -> EdgeInCounters:
         return EdgeInCounters(self._messages, self._bytes, self._dropped, self._window.held)
 
+    def sever(self) -> None:
+        """Break the edge, as a network does that is gone: both ends notice it. For tests."""
+        self._channel.sever()
+
     def close(self) -> None:
         """Close the edge: the thread ends, nothing is left. Tensors that have arrived stay as they are."""
         self._closing = True
@@ -147,7 +151,7 @@ class EdgeIn:
             error = caught
         self._end()
         if error is not None and not self._closing:
-            self._on_broken(broken(f"{self.peer} > {self.me}", self.peer, error))
+            self._on_broken(broken(self.peer, self.me, self.peer, error))
 
     def _take_what_is_left(self) -> None:
         while not self._closing:

@@ -264,7 +264,7 @@ class EdgeOut:
             error = None
         self._end()
         if error is not None and not self._closing:
-            self._on_broken(broken(f"{self.me} > {self.peer}", self.peer, error))
+            self._on_broken(broken(self.me, self.peer, self.peer, error))
 
     def _pump_all(self) -> tuple[int, int]:
         """Send what can be sent. Returns the events to wait for, and how much of the payload to wait for before."""

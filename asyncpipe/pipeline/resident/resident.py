@@ -7,7 +7,7 @@ import pickle
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from asyncpipe.core.engine.edge_shape import EdgeShape, EdgeState
 from asyncpipe.core.engine.worker_notes import EdgeTraffic, WorkerUse
 from asyncpipe.core.graph.part import Departure, Part, part
 from asyncpipe.core.graph.task_graph import TaskGraph
@@ -29,6 +30,7 @@ from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.ops.edges.edge_in import EdgeIn
 from asyncpipe.ops.edges.edge_out import EdgeOutCounters
 from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
+from asyncpipe.ops.edges.shaped import ShapedArrivals
 from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
 from asyncpipe.ops.execute.stage_files import StoredStages, copied_stages, stored_model, stored_optimizers
@@ -62,8 +64,13 @@ class Resident:
     until it begins; and it does, since the controller tells all workers to begin a step, whatever edges do.
     """
 
-    def __init__(self, load: LoadPipeline, pool: DevicePool, worker: str) -> None:
-        """Raises what ``build`` raises. ``worker`` is the name of this one."""
+    def __init__(
+        self, load: LoadPipeline, pool: DevicePool, worker: str, broken: Callable[[EdgeError], object]
+    ) -> None:
+        """Raises what ``build`` raises. ``worker`` is the name of this one.
+
+        ``broken`` is called on any thread with what has become of an edge.
+        """
         named = [Device(name, torch.device(physical)) for name, physical in load.devices]
         devices = [
             device if worker == load.me else device.elsewhere()
@@ -78,6 +85,9 @@ class Resident:
         self._tenancy = Tenancy(pool, self._own, Tenant(load.share), own=False)
         self._parts_of: WeakKeyDictionary[TaskGraph, Part] = WeakKeyDictionary()
         self._edges = Edges({}, {})
+        self._tell_broken = broken
+        self._shaped: ShapedArrivals | None = None
+        """Where edges are slower than they are, or do not work."""
         self._copies: dict[str, Any] = {}
         """Copies of the own stages' states that are still to be written."""
         self._listener: Listens | None = None
@@ -108,6 +118,11 @@ class Resident:
         # with others all the time.
         is_alone = len(self._own) == 1 and not (load.share.job or load.share.background)
         self._listener = self._tenancy.pool.threads.listener(self._own[0].name) if is_alone else None
+        arrived = self._arrived
+        if load.shapes is not None:
+            mine = {sender: shape for (sender, receiver), shape in load.shapes.items() if receiver == load.me}
+            self._shaped = ShapedArrivals(mine, self._arrived)
+            arrived = self._shaped.arrived
         if load.pairs:
             self._edges = await asyncio.to_thread(
                 connect,
@@ -117,10 +132,11 @@ class Resident:
                 folder=load.folder,
                 transport=load.transport,
                 device=next((device.physical for device in self._own if device.is_accelerator), None),
-                on_message=self._arrived,
+                on_message=arrived,
                 on_broken=self._broken,
                 window=1,
-                shared=self._listener is not None,
+                # What arrives late is none of the device's.
+                shared=self._listener is not None and self._shaped is None,
             )
         if self._listener is not None:
             for incoming in self._shared_edges():
@@ -137,6 +153,20 @@ class Resident:
             for incoming in self._shared_edges():
                 self._listener.ignore(incoming.descriptor, incoming.take)
         await asyncio.to_thread(self._edges.close)
+        if self._shaped is not None:
+            await asyncio.to_thread(self._shaped.close)
+
+    def reshape(self, shapes: Mapping[tuple[str, str], EdgeShape]) -> None:
+        """Give edges, by the names of both workers, other shapes."""
+        numbers = {name: number for number, name in self._load.names.items()}
+        for (sender, receiver), shape in shapes.items():
+            if receiver != self._worker or numbers.get(sender) not in self._edges.into:
+                continue
+            if self._shaped is None:
+                raise OptionError("edges are reshaped in a pool that was given edge_shapes, if only an empty mapping")
+            self._shaped.reshape(numbers[sender], shape)
+            if shape.state is EdgeState.CUT:
+                self._edges.into[numbers[sender]].sever()
 
     # Steps
 
@@ -156,6 +186,8 @@ class Resident:
         if work.epoch > self._epoch:
             self._epoch = work.epoch
             self._edges.advance(work.epoch)
+            if self._shaped is not None:
+                self._shaped.advance(work.epoch)
         (work.settings or ProcessSettings()).apply()
         if work.flags is not None:
             self._set_flags(work.flags)
@@ -295,7 +327,14 @@ class Resident:
             step.arrived(message)
 
     def _broken(self, error: EdgeError) -> None:
-        """Called on an edge's thread. The controller hears of a lost worker by itself, and stops what waits for it."""
+        """Called on an edge's thread. The controller is told, which knows whether the other worker is there."""
+        assert error.edge is not None
+        sender, receiver = (self._load.names[int(each)] for each in error.edge)
+        how = f"{type(error.__cause__).__name__}: {error.__cause__}"
+        named = EdgeError(
+            f"the edge from worker {sender!r} to worker {receiver!r} broke ({how})", error.peers, (sender, receiver)
+        )
+        self._tell_broken(named)
 
     def _use(self) -> WorkerUse:
         """What the controller's observers want to know of this worker."""

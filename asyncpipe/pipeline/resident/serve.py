@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from asyncpipe.core.engine.events import StepNotes
+from asyncpipe.errors import EdgeError
 from asyncpipe.ops.device.wire import from_buffers, from_wire
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.resident.part_step import PartStep
@@ -19,10 +21,11 @@ from asyncpipe.pipeline.wire_messages import (
     MakeBatch,
     PutState,
     ReadStages,
+    ReshapeEdges,
     Unload,
     WriteCopies,
 )
-from asyncpipe.runtime.part_messages import EndStep, PartEnded, StartPart, StopPart, portable
+from asyncpipe.runtime.part_messages import EdgeBroken, EndStep, PartEnded, StartPart, StopPart, portable
 from asyncpipe.runtime.workers.control_client import ControlClient
 
 __all__ = ["serve"]
@@ -80,6 +83,9 @@ class _Server:
                 self._residents[number].read_stages(stored)
             case MakeBatch(pipeline=number, number=step):
                 return self._residents[number].make_batch(step)
+            case ReshapeEdges(shapes=shapes):
+                for resident in self._residents.values():
+                    resident.reshape(shapes)
             case ChangeSchedule(pipeline=number):
                 self._residents[number].change(message)
         return None
@@ -88,7 +94,8 @@ class _Server:
         if self._pool is None:
             self._pool = DevicePool(**from_wire(load.pool))
             self._pool.open(board=self._control.board)
-        resident = Resident(load, self._pool, self._control.name)
+        broken = partial(_tell_broken, self._control, load.pipeline)
+        resident = Resident(load, self._pool, self._control.name, broken)
         try:
             await resident.open()
         except BaseException:
@@ -119,3 +126,7 @@ class _Server:
     def _send(self, ended: PartEnded) -> None:
         batches = self._control.batches
         self._control.send(ended if batches is None else replace(ended, freed=batches.freed()))
+
+
+def _tell_broken(control: ControlClient, pipeline: int, error: EdgeError) -> None:
+    control.send(EdgeBroken(pipeline, error), urgent=True)

@@ -1,0 +1,146 @@
+"""Workers that stand for hosts: edges that are slow, hold everything back, or are cut."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe import DevicePool, Pipeline
+from asyncpipe.core.engine.events import TaskCompleted
+from asyncpipe.errors import EdgeError, OptionError
+from asyncpipe.testing import EdgeShape, EdgeState, reshape
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.one_loop]
+
+DEVICES = ("cpu:0", "cpu:1")
+LATENCY = 0.01
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = DevicePool(workers="processes", edge_shapes={})
+    asyncio.run(pool.__aenter__())
+    yield pool
+    asyncio.run(pool.aclose())
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Linear(16, 4)).double()
+
+
+async def all_answer(pool):
+    """Wait until the workers have handled what they were told."""
+    for worker in pool.workers.up.values():
+        await worker.ask(None)
+
+
+class Records:
+    def __init__(self):
+        self.seen = []
+
+    def step_completed(self, record):
+        self.seen.append(record)
+
+
+def pipeline(pool=None, **options):
+    options = {
+        "microbatches": 4,
+        "balance": [3, 2],
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    } | options
+    return Pipeline(make_model(), DEVICES, pool=pool, **options)
+
+
+def batch():
+    return torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+
+
+async def train(pool=None, **options):
+    async with pipeline(pool, **options) as pipe:
+        torch.manual_seed(1)
+        losses = [(await pipe.step(*batch())).loss for _ in range(3)]
+        return losses, {name: value.clone() for name, value in pipe.state_dict().items()}
+
+
+async def test_slow_edges_change_when_messages_arrive_and_no_bit(pool):
+    slow = EdgeShape(LATENCY, bandwidth=256 / 0.005)  # A micro-batch has 2 rows of 16 numbers of 8 bytes.
+    await reshape(pool, {DEVICES: slow})
+    records = Records()
+    losses, state = await train(pool, observers=[records])
+    expected, there = await train()
+    assert all(map(torch.equal, losses, expected))
+    assert all(torch.equal(state[name], there[name]) for name in there)
+    for record in records.seen:
+        ended = {event.task: event.ended for _, event in record.journal if isinstance(event, TaskCompleted)}
+        arrived = record.notes.arrived
+        made = {
+            task: max(ended[each] for each in record.graph.dependencies[task] if each in ended)
+            for task in arrived
+            if record.graph.tasks[task].lane.device == "cpu:1"
+        }
+        passed = sorted(made)
+        assert all(arrived[task] - made[task] > LATENCY for task in made)
+        # Four pass one behind the other, with 5 ms each.
+        assert arrived[passed[-1]] - min(made.values()) > LATENCY + len(passed) * 0.005 - 0.001
+    await reshape(pool, {DEVICES: EdgeShape()})
+
+
+async def test_a_black_hole_holds_everything_until_it_is_open_again(pool):
+    async with pipeline(pool) as pipe:
+        await pipe.step(*batch())
+        await reshape(pool, {DEVICES: EdgeShape(state=EdgeState.BLACK_HOLE)})
+        step = asyncio.ensure_future(pipe.step(*batch()))
+        # The first worker has sent what the second one would need, and that answers: nothing is lost or hung.
+        for _ in range(3):
+            await pool.run(all_answer(pool))
+        assert not step.done()
+        await reshape(pool, {DEVICES: EdgeShape()})
+        await step
+
+
+async def test_a_step_that_waits_at_a_black_hole_can_be_cancelled(pool):
+    async with pipeline(pool) as pipe:
+        await reshape(pool, {DEVICES: EdgeShape(state=EdgeState.BLACK_HOLE)})
+        step = asyncio.ensure_future(pipe.step(*batch()))
+        await pool.run(all_answer(pool))
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        await reshape(pool, {DEVICES: EdgeShape()})
+        await pipe.step(*batch())
+
+
+async def test_a_cut_edge_ends_the_step_with_its_name_and_the_next_pipeline_has_another(pool):
+    async with pipeline(pool) as pipe:
+        await pipe.step(*batch())
+        await reshape(pool, {DEVICES: EdgeShape(state=EdgeState.BLACK_HOLE)})
+        step = asyncio.ensure_future(pipe.step(*batch()))
+        await reshape(pool, {DEVICES: EdgeShape(state=EdgeState.CUT)})
+        for _ in range(2):
+            with pytest.raises(EdgeError, match=r"^the edge from worker 'cpu:0' to worker 'cpu:1' broke \(") as raised:
+                await step
+            assert raised.value.edge == DEVICES
+            step = asyncio.ensure_future(pipe.step(*batch()))
+        with pytest.raises(EdgeError):
+            await step
+    await reshape(pool, {DEVICES: EdgeShape()})
+    await train(pool)
+
+
+async def test_edges_are_shaped_only_where_that_was_asked_for():
+    with pytest.raises(OptionError, match="edge_shapes are of edges between workers"):
+        DevicePool(edge_shapes={})
+    async with DevicePool() as threads:
+        with pytest.raises(OptionError, match="this pool has none"):
+            await reshape(threads, {})
+    async with DevicePool(workers="processes") as workers:
+        with pytest.raises(OptionError, match="a pool that was given edge_shapes"):
+            await reshape(workers, {})
+    for latency, bandwidth in ((-1, 1), (float("inf"), 1), (0, 0)):
+        with pytest.raises(OptionError, match="an edge's latency is"):
+            EdgeShape(latency, bandwidth)
