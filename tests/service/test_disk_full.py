@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class Ballast:
 
 def batches(batch_size: int, generator: Generator) -> Iterator[tuple[Tensor, Tensor]]:
     while True:
-        x = torch.randn(batch_size, 64, generator=generator)
+        x = torch.randn(batch_size, 32, generator=generator)
         yield x, x.flip(1)
 
 
@@ -86,9 +86,13 @@ class Gate(nn.Module):
         return x
 
 
-def wide(gated: bool = False) -> Workload:
+LARGE = ["x" * 4096] * 15
+"""More than a snapshot gives back that had some room, and fails."""
+
+
+def wide(gated: bool = False, comments: Sequence[str] = ()) -> Workload:
     """Two layers, whose snapshots take more than the last page of a file."""
-    model = nn.Sequential(nn.Linear(64, 64), Gate() if gated else nn.Dropout(0.2), nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(32, 32), Gate() if gated else nn.Dropout(0.2), nn.Linear(32, 32))
     return Workload(model, nn.functional.mse_loss, batches, memoryless=True)
 
 
@@ -137,8 +141,9 @@ async def test_training_goes_on_while_the_disk_is_full(disk):
         await first(events, failed)
         assert opened.status().ready
         assert await opened.get(record.id) is not None, "it can be read"
+        ballast.load()  # What the snapshot has given back that was begun before the disk was full.
         with pytest.raises(StoreError) as refused:
-            await opened.submit(job(3))
+            await opened.submit(job(3, parameters={"comments": LARGE}))
         assert refused.value.problem is StoreProblem.FULL
         assert len(await opened.list()) == 1, "nothing is there of what was refused"
         ballast.drop()
@@ -156,7 +161,9 @@ async def test_training_goes_on_while_the_disk_is_full(disk):
         assert any(map(failed, again)), "what could not be written down then was written later"
         numbers = [event.data["number"] for event in again if event.kind == "state"]
         assert numbers == list(range(1, len(await opened.history(record.id)) + 1))
-    assert check_snapshots(disk / "jobs" / record.id / "snapshots")[-1] == there.step
+    folder = disk / "jobs" / record.id / "snapshots"
+    assert check_snapshots(folder)[-1] == there.step
+    assert all(path.stat().st_size < sum(map(len, LARGE)) for path in folder.rglob("*") if path.is_file())
 
 
 async def test_a_job_that_ends_while_the_disk_is_full_goes_back_when_there_is_room(disk):

@@ -17,7 +17,7 @@ the step begins; its message is named by ``BEGINNING``, and leaves when the step
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -83,22 +83,7 @@ def part(graph: TaskGraph, devices: Iterable[str]) -> Part:
     whole = tuple([task.number for task in graph.tasks if is_own[task.stage]])
     number = {task: position for position, task in enumerate(whole)}
     gates = [number[gated] for gated in graph.gates if gated in number]
-    arrivals: dict[tuple[int, int], int] = {}
-    arrivals_from: Counter[str] = Counter()
-    at_start = []
-    for task in graph.tasks:
-        if task.number in number:
-            waits_for = [before for before in graph.dependencies[task.number] if before not in number]
-            if (owner := _owner(graph, task)) is not None and not is_own[owner]:
-                waits_for.append(BEGINNING)
-            for before in waits_for:
-                arrivals[task.number, before] = len(gates)
-                sender = owner if before == BEGINNING else graph.tasks[before].stage
-                assert sender is not None
-                arrivals_from[graph.devices[graph.placement[sender]]] += 1
-                gates.append(number[task.number])
-        elif (owner := _owner(graph, task)) is not None and is_own[owner]:
-            at_start.append(Departure(task.lane.device, task.number, BEGINNING, tensors=True))
+    awaited = list(_awaited(graph, is_own, number))
     lanes = {lane: position for position, lane in enumerate(lane for lane in graph.lanes if lane.device in own)}
     return Part(
         graph=TaskGraph(
@@ -114,12 +99,12 @@ def part(graph: TaskGraph, devices: Iterable[str]) -> Part:
             remote_dependents=_renumbered(graph.remote_dependents, whole, number),
             lanes=tuple(lanes),
             lane_of=tuple([lanes[graph.tasks[task].lane] for task in whole]),
-            gates=tuple(gates),
+            gates=(*gates, *(number[task] for task, _, _ in awaited)),
             rule=None if graph.rule is None else _restricted(graph.rule, number),
         ),
         whole=whole,
-        arrivals=arrivals,
-        arrivals_from=arrivals_from,
+        arrivals={(task, before): gate for gate, (task, before, _) in enumerate(awaited, len(gates))},
+        arrivals_from=Counter(sender for _, _, sender in awaited),
         departures=tuple(
             [
                 tuple(
@@ -132,8 +117,24 @@ def part(graph: TaskGraph, devices: Iterable[str]) -> Part:
                 for task in whole
             ]
         ),
-        at_start=tuple(at_start),
+        at_start=tuple(
+            [
+                Departure(task.lane.device, task.number, BEGINNING, tensors=True)
+                for task in graph.tasks
+                if task.number not in number and (owner := _owner(graph, task)) is not None and is_own[owner]
+            ]
+        ),
     )
+
+
+def _awaited(graph: TaskGraph, is_own: Sequence[bool], own: Mapping[int, int]) -> Iterator[tuple[int, int, str]]:
+    """Each message that a part waits for: the task, its dependency, and the device that sends it."""
+    for task in [graph.tasks[each] for each in own]:
+        for before in graph.dependencies[task.number]:
+            if before not in own:
+                yield task.number, before, graph.devices[graph.placement[graph.tasks[before].stage]]
+        if (owner := _owner(graph, task)) is not None and not is_own[owner]:
+            yield task.number, BEGINNING, graph.devices[graph.placement[owner]]
 
 
 def _owner(graph: TaskGraph, task: Task) -> int | None:
