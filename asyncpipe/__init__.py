@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from asyncpipe.core.graph.lower import CheckpointMode as CheckpointMode
     from asyncpipe.core.graph.lower import lower as lower
     from asyncpipe.core.kinds import TaskKind as TaskKind
+    from asyncpipe.core.predict.at_scale import predict_step as predict_step
     from asyncpipe.core.predict.costs import Costs as Costs
     from asyncpipe.core.predict.costs import Jitter as Jitter
     from asyncpipe.core.predict.costs import StageCosts as StageCosts
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from asyncpipe.core.predict.simulate import simulate as simulate
     from asyncpipe.core.predict.simulate import simulate_jobs as simulate_jobs
     from asyncpipe.core.predict.simulate import simulate_steps as simulate_steps
+    from asyncpipe.core.predict.topology import Host as Host
+    from asyncpipe.core.predict.topology import NetworkLink as NetworkLink
+    from asyncpipe.core.predict.topology import Topology as Topology
+    from asyncpipe.core.predict.topology import TopologyCosts as TopologyCosts
     from asyncpipe.core.schedules.protocol import Action as Action
     from asyncpipe.core.schedules.protocol import B as B
     from asyncpipe.core.schedules.protocol import F as F
@@ -88,6 +93,8 @@ _HOMES = {
         *("loop_placement", "zigzag_placement"),
     ),
     "core.kinds": ("TaskKind",),
+    "core.predict.at_scale": ("predict_step",),
+    "core.predict.topology": ("Host", "NetworkLink", "Topology", "TopologyCosts"),
     "core.predict.costs": ("Costs", "Jitter", "StageCosts"),
     "core.engine.policies.policy": ("LaneView", "Policy", "StepView"),
     "core.engine.share": ("Share",),

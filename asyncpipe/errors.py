@@ -41,6 +41,7 @@ __all__ = [
     "StateDictError",
     "TaskError",
     "TooFewDevicesError",
+    "TopologyError",
     "TraceError",
     "UnknownScheduleError",
     "WorkerLostError",
@@ -67,6 +68,10 @@ class PlanError(OptionError):
 
 class ProfileError(AsyncpipeError, ValueError):
     """A profile cannot be read, or lacks the requested measurement. The message says what it contains."""
+
+
+class TopologyError(OptionError):
+    """A topology of hosts, devices and links is not valid, or its file cannot be read."""
 
 
 class MicrobatchError(OptionError):

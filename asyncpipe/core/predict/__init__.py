@@ -3,9 +3,11 @@
 May import the rest of the core. Read in this order:
 
 - ``costs.py``: cost models, from a task to its virtual seconds;
+- ``topology.py``: hosts, devices of different speed, links between them, and costs on these;
 - ``simulate.py``: one step, steps that overlap, or several jobs, through the real scheduler on virtual time;
 - ``report.py``: bubble, utilisation and peaks of a simulated or real step, and how soon steps follow each other;
 - ``memory.py``: the bytes of a step on each device;
+- ``at_scale.py``: steps too large for a task graph, on a topology;
 - ``balance.py``: layers split into stages of even cost;
 - ``layer_profile.py``: measured costs of layers, and from them the costs of every split into stages;
 - ``profile_from_journals.py``: those layer costs, computed from the journals of measured steps;

@@ -126,18 +126,17 @@ class StageCosts:
         if row is not None:
             return row[task.stage]
         if task.kind is _C:
-            return self._copy(task)
+            return self.latency + self.size(task) / self.bandwidth
         if task.kind is _U:
             return 0.0 if self.update is None else self.update[task.stage]
         if task.kind in COMPUTE_KINDS:
             raise OptionError(f"{task.id} has no cost: give the seconds of {task.kind.value} at each stage")
         return 0.0
 
-    def _copy(self, task: Task) -> float:
+    def size(self, task: Task) -> float:
+        """The bytes that the copy ``task`` brings; none for tied parameters, since their size is not known here."""
         assert task.source is not None
-        if task.microbatch == WHOLE_STEP:
-            return self.latency
-        return self.latency + self.sent[min(task.source, task.stage)] / self.bandwidth
+        return 0 if task.microbatch == WHOLE_STEP else self.sent[min(task.source, task.stage)]
 
 
 def _check_row(name: str, row: Sequence[float], length: int) -> None:

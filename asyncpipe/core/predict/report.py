@@ -19,7 +19,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph, critical_path
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.errors import OptionError
 
-__all__ = ["Report", "SteadyState", "TaskTime", "peak_per_device", "report", "reports", "steady_state"]
+__all__ = ["Report", "SteadyState", "TaskTime", "link_waits", "peak_per_device", "report", "reports", "steady_state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +177,29 @@ def _report(record: StepRecord, origin: float) -> Report:
         arrived={task: at - origin for task, at in record.notes.arrived.items()},
         began=began,
     )
+
+
+def link_waits(found: Report, graph: TaskGraph) -> dict[str, float]:
+    """By device: the seconds in which it stood still while what its next task waited for was on its way from another.
+
+    That is from when the other device had made it until it arrived, as notes of workers, or of a simulation on a
+    topology, tell. Waiting for the other device to make it does not count.
+    """
+    ended = {time.task.number: time.end for time in found.tasks}
+    free = dict.fromkeys(graph.own_devices, found.began)
+    waits = dict.fromkeys(free, 0.0)
+    for time in found.tasks:
+        lane, number = time.task.lane, time.task.number
+        if lane.queue is not Queue.COMPUTE:
+            continue
+        idle = 0.0
+        for copy in graph.dependencies[number]:
+            if copy in found.arrived:
+                since = max([free[lane.device], *(ended[maker] for maker in graph.read_by(copy))])
+                idle = max(idle, min(time.start, found.arrived[copy]) - since)
+        waits[lane.device] += idle
+        free[lane.device] = time.end
+    return waits
 
 
 def peak_per_device(found: Report, graph: TaskGraph) -> tuple[float, ...]:

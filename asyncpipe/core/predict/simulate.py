@@ -1,4 +1,9 @@
-"""Simulation: the real scheduler on virtual time, for one step, steps that overlap, or jobs on the same lanes."""
+"""Simulation: the real scheduler on virtual time, for one step, steps that overlap, or jobs on the same lanes.
+
+On a topology (costs are ``TopologyCosts``), what a copy brings is a message. It leaves when it is made, waits for its
+link, and is there at a time that the record notes (``StepNotes.arrived``), as records of real workers do. The copy
+then takes no time, and keeps no other from arriving.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,9 @@ from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.task import Lane, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.topology import TopologyCosts
 from asyncpipe.errors import OptionError
 
 __all__ = ["SimulatedJob", "SimulatedRun", "can_overlap", "simulate", "simulate_jobs", "simulate_steps"]
@@ -59,6 +66,30 @@ class SimulatedRun:
     """The time that it used on each lane until the end of the simulation, including an unfinished step."""
 
 
+class _Messages:
+    """What the copies of a step bring: what each waits for, and when it is there."""
+
+    def __init__(self, graph: TaskGraph) -> None:
+        self.copies: dict[int, list[int]] = {}
+        """By task, the copies that bring what it makes."""
+        self.at_start: list[int] = []
+        """Copies of what is there when the step begins: tied parameters."""
+        self._parts: dict[int, int] = {}
+        """By copy, how many tasks make what it brings."""
+        for task in graph.tasks:
+            if task.kind is TaskKind.COPY:
+                makers = graph.read_by(task.number)
+                self._parts[task.number] = len(makers)
+                for maker in makers:
+                    self.copies.setdefault(maker, []).append(task.number)
+                if not makers:
+                    self.at_start.append(task.number)
+
+    def of_step(self) -> dict[int, int]:
+        """By copy, how many tasks it waits for, as a step begins."""
+        return dict(self._parts)
+
+
 class _Simulation:
     """Virtual lanes; each runs its tasks in the order of dispatch, as soon as their dependencies have ended."""
 
@@ -86,6 +117,12 @@ class _Simulation:
         """The steps of each job that are not completed."""
         self._last: dict[int, int] = {}
         """The last step of each job, if it was submitted."""
+        self._messages = [_Messages(job.graph) if isinstance(job.cost, TopologyCosts) else None for job in jobs]
+        self._unsent: list[dict[int, int]] = []
+        """For each step, the tasks that each copy's message waits for."""
+        self._arrived: list[dict[int, float]] = []
+        self._channels: dict[tuple[str, ...], float] = {}
+        """The time from which each link is free."""
 
     def run(self, until: float) -> None:
         """Simulate until all numbered steps are completed, or until the time ``until``."""
@@ -118,6 +155,7 @@ class _Simulation:
         """Handle the next event of this moment, if any: ends of tasks in the order of their numbers, then new steps."""
         if self._running and self._running[0][0] <= self.now:
             end, step, task, start = heappop(self._running)
+            self._send_what_made(step, task)
             return self.state.handle(TaskCompleted(step, task, start, end), self.now)
         if self._begins and self._begins[0][0] <= self.now:
             return self._begin(heappop(self._begins)[1])
@@ -127,6 +165,11 @@ class _Simulation:
         job, step = self._jobs[number], len(self._owner)
         self._owner.append(number)
         self._ends.append({})
+        messages = self._messages[number]
+        self._unsent.append({} if messages is None else messages.of_step())
+        self._arrived.append({})
+        for copy in () if messages is None else messages.at_start:
+            self._send(step, copy)
         after = self._last.get(number) if self._ahead[number] else None
         self._last[number] = step
         commands = self.state.handle(StepSubmitted(step, job.graph, job.share, after=after), self.now)
@@ -145,19 +188,46 @@ class _Simulation:
         job, ends = self._jobs[self._owner[command.step]], self._ends[command.step]
         task = job.graph.tasks[command.task]
         before = [ends[dependency] for dependency in job.graph.dependencies[command.task]]
-        start = max(self.now, self._free.get(task.lane, 0.0), *before)
-        end = start + job.cost(task)
-        self._free[task.lane] = ends[command.task] = end
+        arrived = self._arrived[command.step].get(command.task)
+        if arrived is None:
+            start = max(self.now, self._free.get(task.lane, 0.0), *before)
+            end = start + job.cost(task)
+            self._free[task.lane] = end
+        else:
+            start = end = max(self.now, arrived, *before)
+        ends[command.task] = end
         heappush(self._running, (end, command.step, command.task, start))
         seconds = self.runs[self._owner[command.step]].seconds
         seconds[task.lane] = seconds.get(task.lane, 0.0) + end - start
+
+    def _send_what_made(self, step: int, task: int) -> None:
+        """Send the messages that ``task``, which is done now, was the last to make."""
+        messages = self._messages[self._owner[step]]
+        if messages is not None:
+            unsent = self._unsent[step]
+            for copy in messages.copies.get(task, ()):
+                unsent[copy] -= 1
+                if not unsent[copy]:
+                    self._send(step, copy)
+
+    def _send(self, step: int, copy: int) -> None:
+        job = self._jobs[self._owner[step]]
+        task, graph, cost = job.graph.tasks[copy], job.graph, job.cost
+        assert isinstance(cost, TopologyCosts)
+        assert task.source is not None
+        channel, link = cost.route(graph.devices[graph.placement[task.source]], task.lane.device)
+        free = max(self.now, self._channels.get(channel, 0.0)) + cost.size(task) / link.bandwidth
+        self._channels[channel] = free
+        self._arrived[step][copy] = free + link.latency
 
     def _complete(self, end: StepCompleted) -> None:
         if end.error is not None:
             raise end.error
         number = self._owner[end.step]
-        self.runs[number].records.append(self.state.take_record(end.step))
-        self._ends[end.step] = {}
+        record = self.state.take_record(end.step)
+        record.notes.arrived.update(self._arrived[end.step])
+        self.runs[number].records.append(record)
+        self._ends[end.step], self._unsent[end.step], self._arrived[end.step] = {}, {}, {}
         self._left[number] -= 1
         if self._left[number] > self._ahead[number]:
             heappush(self._begins, (self.now + self._jobs[number].pause, number))

@@ -1,0 +1,309 @@
+"""A topology: hosts, the devices on them, and the links over which these send each other tensors.
+
+As a TOML file::
+
+    [link]                              between any two hosts, unless [[links]] says otherwise
+    latency = 2e-4                      seconds from the end of a message here to its end there
+    bandwidth = 1.25e9                  bytes per second
+
+    [inside]                            between two devices of a host, unless the host says otherwise
+    latency = 2e-5
+    bandwidth = 8e9
+
+    [[hosts]]
+    name = "host-a"
+    devices = ["cuda:0", "cuda:1"]      they are called host-a/cuda:0 and host-a/cuda:1
+    speeds = [1.0, 0.5]                 the second takes twice as long for the same task; by default 1
+    inside = {bandwidth = 2e11}
+
+    [[hosts]]
+    name = "host-b"
+    devices = ["cuda:0"]
+
+    [[links]]
+    hosts = ["host-a", "host-b"]
+    latency = 5e-3
+    bandwidth = 1e8
+    duplex = "half"
+
+**How a link carries messages.** One after the other, in the order in which they are made: a message of n bytes has the
+link for n / bandwidth, and is there ``latency`` later. The next one begins when the link is free, so messages follow
+each other on a long link. Two hosts have one link in each direction, which all pairs of their devices share; with
+``duplex = "half"`` both directions share one. Inside a host every ordered pair of devices has a link of its own.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncpipe.core.graph.task import Task
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.costs import StageCosts
+from asyncpipe.errors import DeviceError, TopologyError
+
+__all__ = ["Host", "NetworkLink", "Route", "Topology", "TopologyCosts"]
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkLink:
+    """How long messages take. Raises ``TopologyError`` for numbers that no link has."""
+
+    latency: float = 0.0
+    """Seconds that a message of nothing would take."""
+    bandwidth: float = inf
+    """Bytes per second."""
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.latency) or not 0 <= self.latency < inf:
+            raise TopologyError(f"latency must be finite seconds, zero or more, got {self.latency!r}")
+        if not _is_number(self.bandwidth) or not self.bandwidth > 0:
+            raise TopologyError(f"bandwidth must be more than 0 bytes per second, got {self.bandwidth!r}")
+
+    def seconds(self, size: float) -> float:
+        """How long a message of ``size`` bytes takes on a link that nothing else uses."""
+        return self.latency + size / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine: its devices and how fast they are. Raises ``TopologyError`` for what cannot be."""
+
+    name: str
+    devices: tuple[str, ...]
+    """As they are called there: ``cuda:0``."""
+    speeds: tuple[float, ...] = ()
+    """Of each device: a task takes its measured seconds divided by the speed. By default 1."""
+    inside: NetworkLink | None = None
+    """Between two of its devices; by default the topology's ``inside``."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name or "/" in self.name:
+            raise TopologyError(f"a host needs a name without '/', got {self.name!r}")
+        object.__setattr__(self, "devices", _names(f"devices of host {self.name!r}", self.devices))
+        speeds = tuple(self.speeds) or (1.0,) * len(self.devices)
+        if len(speeds) != len(self.devices):
+            raise TopologyError(
+                f"speeds of host {self.name!r} must be one a device, {len(self.devices)}, got {len(speeds)}"
+            )
+        for speed in speeds:
+            if not _is_number(speed) or not 0 < speed < inf:
+                raise TopologyError(f"a speed of host {self.name!r} must be finite and more than 0, got {speed!r}")
+        object.__setattr__(self, "speeds", speeds)
+
+
+class Route(NamedTuple):
+    """The way from one device to another."""
+
+    channel: tuple[str, ...]
+    """What the messages of all routes with the same channel share: it carries one after the other."""
+    link: NetworkLink
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Hosts in an order, and the links between them. Raises ``TopologyError`` for what does not fit together."""
+
+    hosts: tuple[Host, ...]
+    link: NetworkLink = field(default_factory=NetworkLink)
+    """Between two hosts that ``links`` does not have."""
+    inside: NetworkLink = field(default_factory=NetworkLink)
+    """Between two devices of a host that says nothing else."""
+    links: Mapping[frozenset[str], NetworkLink] = field(default_factory=dict)
+    """By the names of two hosts."""
+    half_duplex: frozenset[frozenset[str]] = frozenset()
+    """The pairs of hosts whose two directions share one link."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hosts", tuple(self.hosts))
+        names = _names("hosts", [host.name for host in self.hosts])
+        for pair in (*self.links, *self.half_duplex):
+            if len(pair) != 2 or not pair <= set(names):
+                raise TopologyError(
+                    f"a link joins two of the hosts {', '.join(names)}, got {' and '.join(sorted(pair)) or 'nothing'}"
+                )
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The names of all devices, host by host: ``host-a/cuda:0``."""
+        return tuple(f"{host.name}/{device}" for host in self.hosts for device in host.devices)
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """The speed of each device, by its name."""
+        speeds = (speed for host in self.hosts for speed in host.speeds)
+        return dict(zip(self.devices, speeds, strict=True))
+
+    def host(self, device: str) -> Host:
+        """The host of ``device``; raises ``DeviceError`` that lists the devices for one that is not here."""
+        name, _, own = device.partition("/")
+        for host in self.hosts:
+            if host.name == name and own in host.devices:
+                return host
+        raise self.unknown(device)
+
+    def unknown(self, device: str) -> DeviceError:
+        """What is raised for a device that is not here."""
+        known = self.devices
+        shown = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
+        return DeviceError(f"the topology has no device {device!r}; it has {shown}")
+
+    def between(self, one: str, other: str) -> NetworkLink:
+        """The link between two hosts, by their names."""
+        return self.links.get(frozenset((one, other)), self.link)
+
+    def route(self, source: str, target: str) -> Route:
+        """How a message gets from one device to another; raises ``DeviceError`` for a device that is not here."""
+        one, other = self.host(source), self.host(target)
+        if one is other:
+            return Route((source, target), one.inside or self.inside)
+        pair = frozenset((one.name, other.name))
+        channel = tuple(sorted(pair)) if pair in self.half_duplex else (one.name, other.name)
+        return Route(channel, self.between(one.name, other.name))
+
+    def ordered(self, hosts: Iterable[str]) -> Topology:
+        """The same with ``hosts`` (names) in this order, and no others."""
+        by_name = {host.name: host for host in self.hosts}
+        chosen = tuple(by_name[name] for name in hosts)
+        left = {host.name for host in chosen}
+        return Topology(
+            chosen,
+            self.link,
+            self.inside,
+            {pair: link for pair, link in self.links.items() if pair <= left},
+            frozenset(pair for pair in self.half_duplex if pair <= left),
+        )
+
+    @classmethod
+    def read(cls, path: str | Path) -> Topology:
+        """The topology in a TOML file; raises ``TopologyError``, which names the file, for any other."""
+        try:
+            return cls.parse(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise TopologyError(f"{path}: cannot be read: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise TopologyError(f"{path}: is not UTF-8") from error
+        except tomllib.TOMLDecodeError as error:
+            raise TopologyError(f"{path}: is not TOML: {error}") from error
+        except TopologyError as error:
+            raise TopologyError(f"{path}: {error}") from error
+
+    @classmethod
+    def parse(cls, document: Mapping[str, Any]) -> Topology:
+        """The topology of parsed TOML; raises ``TopologyError``."""
+        _check_keys("the topology", document, "hosts", "link", "inside", "links")
+        rows = _tables("links", document.get("links", []))
+        pairs = []
+        for row in rows:
+            _check_keys("links", row, "hosts", "latency", "bandwidth", "duplex")
+            pairs.append(frozenset(_names("hosts of a link", row.get("hosts"))))
+            if row.get("duplex", "full") not in ("full", "half"):
+                raise TopologyError(f"duplex of a link must be 'full' or 'half', got {row['duplex']!r}")
+            if pairs[-1] in pairs[:-1]:
+                raise TopologyError(f"the link between {' and '.join(sorted(pairs[-1]))} is there twice")
+        inside = _link("inside", document.get("inside", {}), NetworkLink())
+        between = _link("link", document.get("link", {}), NetworkLink())
+        return cls(
+            hosts=tuple(_host(row, inside) for row in _tables("hosts", document.get("hosts", []))),
+            link=between,
+            inside=inside,
+            links={
+                pair: NetworkLink(row.get("latency", between.latency), row.get("bandwidth", between.bandwidth))
+                for pair, row in zip(pairs, rows, strict=True)
+            },
+            half_duplex=frozenset(pair for pair, row in zip(pairs, rows, strict=True) if row.get("duplex") == "half"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyCosts:
+    """A cost model on a topology: those of ``costs`` at the speed of each device, and copies by the links.
+
+    The simulator lets messages of one link wait for each other, so it must get this as it is: other models go inside.
+    Devices of the graph are those of the topology. What ``costs`` says of copies does not count.
+    """
+
+    costs: Callable[[Task], float]
+    topology: Topology
+    sizes: Callable[[Task], float] | None = None
+    """The bytes that a copy brings; by default those that ``costs`` knows (``StageCosts``), or none."""
+    _speeds: dict[str, float] = field(init=False, repr=False, compare=False)
+    _routes: dict[tuple[str, str], Route] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.sizes is None:
+            object.__setattr__(self, "sizes", self.costs.size if isinstance(self.costs, StageCosts) else _nothing)
+        object.__setattr__(self, "_speeds", self.topology.speeds)
+        object.__setattr__(self, "_routes", {})
+
+    def __call__(self, task: Task) -> float:
+        """The virtual seconds of ``task``; a copy takes none here, since its message is timed by its link."""
+        if task.kind is TaskKind.COPY:
+            return 0.0
+        if (speed := self._speeds.get(task.lane.device)) is None:
+            raise self.topology.unknown(task.lane.device)
+        return self.costs(task) / speed
+
+    def route(self, source: str, target: str) -> Route:
+        """``Topology.route``, remembered."""
+        found = self._routes.get((source, target))
+        if found is None:
+            found = self._routes[source, target] = self.topology.route(source, target)
+        return found
+
+    def size(self, task: Task) -> float:
+        """The bytes that the copy ``task`` brings."""
+        assert self.sizes is not None
+        return self.sizes(task)
+
+
+def _nothing(task: Task) -> float:
+    return 0.0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _names(what: str, value: Any) -> tuple[str, ...]:
+    """``value`` as a tuple; raises ``TopologyError`` unless it is one or more different names."""
+    names = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) != len(names):
+        raise TopologyError(f"{what} must be a list of different names, got {value!r}")
+    return names
+
+
+def _check_keys(what: str, row: Mapping[str, Any], *known: str) -> None:
+    for key in row:
+        if key not in known:
+            raise TopologyError(f"{what} has no {key!r}; it has {', '.join(known)}")
+
+
+def _tables(what: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        raise TopologyError(f"{what} must be tables, [[{what}]], got {value!r}")
+    return value
+
+
+def _link(what: str, row: Any, default: NetworkLink) -> NetworkLink:
+    if not isinstance(row, dict):
+        raise TopologyError(f"{what} must be a table with latency and bandwidth, got {row!r}")
+    _check_keys(what, row, "latency", "bandwidth")
+    return NetworkLink(row.get("latency", default.latency), row.get("bandwidth", default.bandwidth))
+
+
+def _host(row: Mapping[str, Any], inside: NetworkLink) -> Host:
+    _check_keys("a host", row, "name", "devices", "speeds", "inside")
+    speeds = row.get("speeds", [])
+    if not isinstance(speeds, list):
+        raise TopologyError(f"speeds of a host must be a list, one a device, got {speeds!r}")
+    return Host(
+        name=row.get("name", ""),
+        devices=row.get("devices", ()),
+        speeds=tuple(speeds),
+        inside=_link("inside of a host", row["inside"], inside) if "inside" in row else None,
+    )

@@ -1,0 +1,333 @@
+"""Steps on hosts: topologies and their files, what links make of a step, and steps too large for a graph."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from math import inf
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task import Task
+from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.at_scale import predict_step
+from asyncpipe.core.predict.costs import Jitter, StageCosts
+from asyncpipe.core.predict.report import link_waits, report
+from asyncpipe.core.predict.simulate import simulate, simulate_steps
+from asyncpipe.core.predict.topology import Host, NetworkLink, Topology, TopologyCosts
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import DeviceError, OptionError, TopologyError
+
+NAMES = ["gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zbv"]
+FREE = NetworkLink()
+PAIR = Topology((Host("a", ("cpu:0",)), Host("b", ("cpu:0",))), link=NetworkLink(0.5, 100.0))
+
+
+def shape_of(name: str, devices: int, microbatches: int) -> Shape:
+    return Shape(devices * (find_schedule(name).virtual or 1), microbatches, devices)
+
+
+def costs_of(stages: int, uneven: int = 0) -> StageCosts:
+    """A forward takes 1 and a bit, a backward twice that; each stage sends 100 bytes and some."""
+    even = [1.0 + (stage * uneven % 7) / 10 for stage in range(stages)]
+    halves = dict.fromkeys((TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT), even)
+    sent = [100 + 13 * (stage * uneven % 5) for stage in range(stages - 1)]
+    return StageCosts({TaskKind.FORWARD: even, **halves}, sent)
+
+
+def topology_of(
+    hosts: int, devices: int, link: NetworkLink, inside: NetworkLink = FREE, *, slow: bool = False
+) -> Topology:
+    speeds = [[1.0 - (slow and (host + device) % 3 == 1) / 2 for device in range(devices)] for host in range(hosts)]
+    return Topology(
+        tuple(Host(f"h{k}", tuple(f"cpu:{d}" for d in range(devices)), tuple(speeds[k])) for k in range(hosts)),
+        link=link,
+        inside=inside,
+    )
+
+
+def graph_on(topology: Topology, name: str, microbatches: int, checkpoint: CheckpointMode) -> TaskGraph:
+    names = topology.devices
+    shape = shape_of(name, len(names), microbatches)
+    return lower(find_schedule(name), shape, devices=names, checkpoint=checkpoint)
+
+
+def on_links(graph: TaskGraph, costs: TopologyCosts) -> dict[int, float]:
+    """How long each task takes where nothing else uses the links."""
+
+    def seconds(task: Task) -> float:
+        if task.source is None:
+            return costs(task)
+        _, link = costs.route(graph.devices[graph.placement[task.source]], task.lane.device)
+        return link.seconds(costs.size(task))
+
+    return {task.number: seconds(task) for task in graph.tasks}
+
+
+def longest_chain(graph: TaskGraph, seconds: dict[int, float]) -> float:
+    """The critical path, without the order of copies: their messages may be on their way together."""
+    ends: dict[int, float] = {}
+    for number, taken in seconds.items():
+        ends[number] = max((ends[before] for before in graph.read_by(number)), default=0.0) + taken
+    return max(ends.values())
+
+
+TOPOLOGIES = st.builds(
+    lambda hosts, devices, latency, bandwidth, inside, slow: topology_of(
+        hosts, devices, NetworkLink(latency, bandwidth), inside, slow=slow
+    ),
+    *(st.integers(1, 3), st.integers(1, 2)),
+    *(st.sampled_from([0.0, 0.3, 4.0]), st.sampled_from([inf, 200.0, 40.0])),
+    *(st.sampled_from([FREE, NetworkLink(0.1, 500.0)]), st.booleans()),
+)
+STEPS = st.tuples(
+    st.sampled_from(NAMES), st.integers(1, 9), st.sampled_from(CheckpointMode), st.integers(0, 6), TOPOLOGIES
+)
+
+
+# Links
+
+
+def test_messages_follow_each_other_on_a_link_by_hand() -> None:
+    """A message of 100 bytes has the link for 1 s and is there 0.5 s later, while the next one has the link."""
+    graph = lower(find_schedule("gpipe"), Shape(2, 3, 2), devices=PAIR.devices)
+    costs = StageCosts({TaskKind.FORWARD: [0.5, 1.0], TaskKind.BACKWARD: [1.0, 1.0]}, [100])
+    record = simulate(graph, TopologyCosts(costs, PAIR))
+    began = {time.task.id: time.start for time in report(record).tasks}
+    assert [began[f"C({i},0>1)"] for i in range(3)] == [2.0, 3.0, 4.0]
+    assert [began[f"F({i},1)"] for i in range(3)] == [2.0, 3.0, 4.0]
+    assert [began[f"B({i},1)"] for i in (2, 1, 0)] == [5.0, 6.0, 7.0]
+    assert [began[f"B({i},0)"] for i in (2, 1, 0)] == [7.5, 8.5, 9.5]
+    assert sorted(record.notes.arrived.values()) == [2.0, 3.0, 4.0, 7.5, 8.5, 9.5]
+    # The first device waits from 6 on for what is made then, and the last one from 0.5 on, but not while it is made.
+    assert link_waits(report(record), graph) == {"a/cpu:0": 1.5, "b/cpu:0": 1.5}
+
+
+def test_a_link_of_two_directions_carries_one_message_at_a_time() -> None:
+    """Each of two devices sends while the other does; with half of the duplex the two wait for each other."""
+    both = frozenset(("a", "b"))
+    one = Topology(PAIR.hosts, link=NetworkLink(0.5, 40.0))
+    half = Topology(PAIR.hosts, link=one.link, half_duplex=frozenset((both,)))
+    graph = lower(find_schedule("eager-1f1b"), Shape(2, 6, 2), devices=PAIR.devices)
+    full, shared = (report(simulate(graph, TopologyCosts(costs_of(2), each))).seconds for each in (one, half))
+    assert shared > 12 * 2.5
+    assert full < shared
+
+
+def test_pairs_of_devices_of_two_hosts_share_their_link() -> None:
+    """interleaved: stage 3 is on the last device, stage 4 on the first one, so both hosts send to each other twice."""
+    topology = topology_of(2, 2, NetworkLink(0.0, 50.0))
+    graph = graph_on(topology, "zbv", 4, CheckpointMode.NEVER)
+    costs = TopologyCosts(costs_of(8), topology)
+    seconds = on_links(graph, costs)
+    record = simulate(graph, costs)
+    ends = {time.task.number: time.end for time in report(record).tasks}
+    for source, target in permutations(("h0", "h1")):
+        sent = sorted(
+            (max(ends[maker] for maker in graph.read_by(copy)), at, seconds[copy])
+            for copy, at in record.notes.arrived.items()
+            if graph.tasks[copy].lane.device.startswith(target)
+            and graph.devices[graph.placement[graph.tasks[copy].source or 0]].startswith(source)
+        )
+        free = 0.0
+        for made, at, taken in sent:
+            free = max(free, made) + taken
+            assert at == pytest.approx(free)
+
+
+@settings(max_examples=40, deadline=None)
+@given(STEPS, st.sampled_from([0.0, 0.4]))
+def test_no_step_is_faster_than_its_bound(step: tuple[str, int, CheckpointMode, int, Topology], sigma: float) -> None:
+    name, microbatches, checkpoint, uneven, topology = step
+    graph = graph_on(topology, name, microbatches, checkpoint)
+    inner = costs_of(graph.shape.stages, uneven)
+    costs = TopologyCosts(Jitter(inner, sigma, seed=3), topology, inner.size)
+    found = report(simulate(graph, costs))
+    seconds = on_links(graph, costs)
+    assert found.seconds >= longest_chain(graph, seconds) - 1e-9
+    assert found.seconds >= found.bound - 1e-9
+    carried: dict[tuple[str, ...], float] = {}
+    for task in graph.tasks:
+        if task.source is not None:
+            channel, link = costs.route(graph.devices[graph.placement[task.source]], task.lane.device)
+            carried[channel] = carried.get(channel, 0.0) + costs.size(task) / link.bandwidth
+    assert found.seconds >= max(carried.values(), default=0.0) - 1e-9
+    for device, waited in link_waits(found, graph).items():
+        assert waited <= found.seconds - found.device_busy[device] + 1e-9
+
+
+@settings(max_examples=25, deadline=None)
+@given(STEPS)
+def test_one_host_with_free_links_is_what_there_was(step: tuple[str, int, CheckpointMode, int, Topology]) -> None:
+    name, microbatches, checkpoint, uneven, topology = step
+    topology = topology_of(1, len(topology.devices), NetworkLink(9.0, 1.0))
+    graph = graph_on(topology, name, microbatches, checkpoint)
+    costs = costs_of(graph.shape.stages, uneven)
+
+    def journals(records: list[StepRecord]) -> list[object]:
+        return [record.journal for record in records]
+
+    bare, placed = (simulate_steps(graph, each, steps=2) for each in (costs, TopologyCosts(costs, topology)))
+    assert journals(bare) == journals(placed)
+
+
+@settings(max_examples=25, deadline=None)
+@given(STEPS, st.floats(0.01, 3.0))
+def test_a_longer_way_makes_no_step_shorter_where_each_link_has_one_sender(
+    step: tuple[str, int, CheckpointMode, int, Topology], more: float
+) -> None:
+    """With a device a host, messages keep their order, so times are sums and maxima of latencies."""
+    name, microbatches, checkpoint, uneven, topology = step
+    devices, link = len(topology.devices), topology.link
+    seconds = []
+    for latency in (link.latency, link.latency + more):
+        placed = topology_of(devices, 1, NetworkLink(latency, link.bandwidth))
+        shape = shape_of(name, devices, microbatches)
+        costs = costs_of(shape.stages, uneven)
+        seconds.append(predict_step(find_schedule(name), shape, costs, placed, checkpoint=checkpoint).seconds)
+    assert seconds[0] <= seconds[1] + 1e-9
+
+
+def test_a_rule_and_tied_parameters_have_links_too() -> None:
+    wiring = Wiring(((0, 1),), ties=((0, 1),))
+    graph = lower(find_schedule("backward-first"), Shape(2, 2, 2), devices=PAIR.devices, wiring=wiring)
+    record = simulate(graph, TopologyCosts(costs_of(2), PAIR))
+    copies = [task.number for task in graph.tasks if task.kind is TaskKind.COPY]
+    assert sorted(record.notes.arrived) == copies
+    # Tied parameters leave when the step begins.
+    assert record.notes.arrived[next(c for c in copies if not graph.read_by(c))] == 0.5
+
+
+# Large steps
+
+
+@settings(max_examples=40, deadline=None)
+@given(STEPS)
+def test_a_step_without_a_graph_takes_as_long(step: tuple[str, int, CheckpointMode, int, Topology]) -> None:
+    name, microbatches, checkpoint, uneven, topology = step
+    graph = graph_on(topology, name, microbatches, checkpoint)
+    # Numbers that no two sums share, so that no two messages of a link are made at the same instant.
+    costs = costs_of(graph.shape.stages, uneven)
+    rows = {
+        kind: [s + 1e-7 * (7 * k + n) ** 2 for k, s in enumerate(row)]
+        for n, (kind, row) in enumerate(costs.seconds.items())
+    }
+    costs = StageCosts(rows, costs.sent)
+    record = simulate(graph, TopologyCosts(costs, topology))
+    found = report(record)
+    quick = predict_step(find_schedule(name), graph.shape, costs, topology, checkpoint=checkpoint)
+    if name != "zbv" or topology.link.bandwidth == inf:
+        assert quick.seconds == pytest.approx(found.seconds, rel=1e-12)
+        assert quick.device_waits == pytest.approx([*link_waits(found, graph).values()], abs=1e-6)
+    assert quick.device_busy == pytest.approx([*found.device_busy.values()])
+    assert quick.tasks == sum(task.source is None and task.kind is not TaskKind.RECOMPUTE for task in graph.tasks)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "topology",
+    [
+        topology_of(2, 2, NetworkLink(0.0, 200.0)),
+        topology_of(3, 2, NetworkLink(4.0, 40.0), NetworkLink(0.1, 500.0), slow=True),
+        topology_of(8, 1, NetworkLink(7.0, 90.0), slow=True),
+    ],
+    ids=["2x2", "3x2, slow links", "8x1, long links"],
+)
+def test_extrapolation_gives_what_the_whole_step_gives(name: str, topology: Topology) -> None:
+    shape = shape_of(name, len(topology.devices), 1500)
+    costs = costs_of(shape.stages, uneven=3)
+    whole, line = (
+        predict_step(find_schedule(name), shape, costs, topology, extrapolate=each) for each in (False, True)
+    )
+    assert whole.simulated == (1500,)
+    assert sum(line.simulated) < 400
+    exact = topology.link.latency == 0
+    assert line.seconds == pytest.approx(whole.seconds, rel=1e-9 if exact else 3e-3)
+    assert line.device_busy == pytest.approx(whole.device_busy)
+    assert line.link_ratio == pytest.approx(whole.link_ratio, abs=0.01)
+    assert line.tasks == whole.tasks
+
+
+def test_what_cannot_be_predicted_without_a_graph_is_refused() -> None:
+    with pytest.raises(OptionError, match="'backward-first' decides by a rule"):
+        predict_step(find_schedule("backward-first"), Shape(2, 2, 2), costs_of(2), PAIR)
+    with pytest.raises(OptionError, match="has 2 devices, the schedule needs 3"):
+        predict_step(find_schedule("1f1b"), Shape(3, 2, 3), costs_of(3), PAIR)
+    with pytest.raises(DeviceError, match="has no device 'c/cpu:0'; it has a/cpu:0, b/cpu:0"):
+        predict_step(find_schedule("1f1b"), Shape(2, 2, 2), costs_of(2), PAIR, devices=["a/cpu:0", "c/cpu:0"])
+    graph = lower(find_schedule("1f1b"), Shape(2, 2, 2))
+    with pytest.raises(DeviceError, match="has no device 'dev:0'"):
+        simulate(graph, TopologyCosts(costs_of(2), PAIR))
+
+
+# Files
+
+FILE = """
+[link]
+latency = 0.5
+bandwidth = 100
+
+[inside]
+bandwidth = 1e9
+
+[[hosts]]
+name = "a"
+devices = ["cpu:0", "cpu:1"]
+speeds = [1.0, 0.5]
+inside = {latency = 0.25}
+
+[[hosts]]
+name = "b"
+devices = ["cpu:0"]
+
+[[links]]
+hosts = ["b", "a"]
+latency = 2
+duplex = "half"
+"""
+
+
+def test_a_file_says_hosts_devices_and_links(tmp_path: Path) -> None:
+    (tmp_path / "hosts.toml").write_text(FILE)
+    found = Topology.read(tmp_path / "hosts.toml")
+    assert found.devices == ("a/cpu:0", "a/cpu:1", "b/cpu:0")
+    assert [*found.speeds.values()] == [1.0, 0.5, 1.0]
+    assert found.route("a/cpu:1", "a/cpu:0") == (("a/cpu:1", "a/cpu:0"), NetworkLink(0.25, 1e9))
+    assert found.route("a/cpu:1", "b/cpu:0") == found.route("b/cpu:0", "a/cpu:0") == (("a", "b"), NetworkLink(2, 100))
+    assert found.ordered(["b"]) == Topology(found.hosts[1:], found.link, found.inside)
+    assert found.ordered(["b", "a"]).devices == ("b/cpu:0", "a/cpu:0", "a/cpu:1")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("latency = 0.5", "latency = -1", "latency must be finite seconds, zero or more, got -1"),
+        ("bandwidth = 100", "bandwidth = 0", "bandwidth must be more than 0 bytes per second, got 0"),
+        ("bandwidth = 100", "width = 7", "link has no 'width'; it has latency, bandwidth"),
+        ("speeds = [1.0, 0.5]", "speeds = [1.0]", "speeds of host 'a' must be one a device, 2, got 1"),
+        ("speeds = [1.0, 0.5]", "speeds = [1.0, 0]", "a speed of host 'a' must be finite and more than 0, got 0"),
+        ('name = "b"', 'name = "a"', "hosts must be a list of different names"),
+        ('name = "b"', 'name = "b/c"', "a host needs a name without '/', got 'b/c'"),
+        ('devices = ["cpu:0"]', "devices = []", "devices of host 'b' must be a list of different names"),
+        ('hosts = ["b", "a"]', 'hosts = ["b", "x"]', "a link joins two of the hosts a, b, got b and x"),
+        ('duplex = "half"', 'duplex = "both"', "duplex of a link must be 'full' or 'half', got 'both'"),
+        ("[[hosts]]", "[hosts", "is not TOML"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text(FILE.replace(old, new, 1))
+    with pytest.raises(TopologyError, match=r"hosts\.toml: ") as raised:
+        Topology.read(path)
+    assert message in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TopologyError, match=r"none\.toml: cannot be read: No such file"):
+        Topology.read(tmp_path / "none.toml")
