@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ from asyncpipe.cli.tables import table
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.predict.layer_profile import ADAMW_SCALE, Profile
 from asyncpipe.core.predict.memory import format_bytes
-from asyncpipe.core.predict.planner import Plan, best_of_each, plan
+from asyncpipe.core.predict.planner import Placing, Plan, best_of_each, plan
+from asyncpipe.core.predict.topology import Topology
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
@@ -32,6 +34,11 @@ chooses the first. A traced model's layers are the stages that it was cut into, 
 
 If the job overlaps its steps, what counts is how soon one follows the other.
 
+With --topology the stages are placed on several hosts: on all devices that the file lists, host by host, the hosts in
+the order in which a message passes all of them soonest, more layers to faster devices, and messages take the time that
+the links say. The layers are those of a device of speed 1. The plan shows what each device has, and the share of the
+step in which it waits for links.
+
 Without --profile the model is measured first, in real training steps on the job's devices. Memory counts weights,
 gradients, AdamW's averages and what micro-batches keep for their backwards.
 """
@@ -41,6 +48,22 @@ examples:
   asyncpipe plan examples/charlm/charlm.toml
   asyncpipe plan examples/charlm/charlm.toml --memory-limit 8GiB --checkpoint never,except_last
   asyncpipe plan examples/charlm/charlm.toml --profile charlm-profile.json --schedules 1f1b,gpipe --json
+  asyncpipe plan examples/charlm/charlm.toml --profile charlm-profile.json --topology hosts.toml
+
+a file for --topology (latency in seconds, bandwidth in bytes per second):
+  [link]                             # between any two hosts; [[links]] with hosts = ["a", "b"] for a pair of them
+  latency = 2e-4
+  bandwidth = 1.25e9
+
+  [[hosts]]
+  name = "host-a"
+  devices = ["cuda:0", "cuda:1"]
+  speeds = [1.0, 0.5]                # the second takes twice as long; by default all are 1
+  inside = {bandwidth = 2e10}        # between its devices; by default messages there take no time
+
+  [[hosts]]
+  name = "host-b"
+  devices = ["cuda:0"]
 """
 
 SHOWN = 10
@@ -64,6 +87,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("job", metavar="JOB.toml", type=Path, help="the job file")
     parser.add_argument("--profile", type=Path, metavar="FILE.json", help="costs that 'asyncpipe profile' has written")
     parser.add_argument("--memory-limit", type=_bytes, metavar="8GiB", help="memory of each device, as 8GiB or 500MB")
+    parser.add_argument("--topology", type=Path, metavar="FILE.toml", help="hosts, devices and links to place it on")
     add_measuring(parser)
     parser.add_argument(
         "--schedules", type=_names, metavar="A,B", help="schedules to try (default: all that are known)"
@@ -97,29 +121,66 @@ def _plan(args: argparse.Namespace) -> int:
     from asyncpipe.train.job_file import load_job
 
     job = load_job(args.job)
+    topology = None if args.topology is None else Topology.read(args.topology)
+    devices = job.pipeline.devices if topology is None else list(topology.devices)
     with show_phases(sys.stderr) as show:
         profile = measured(job, args, show) if args.profile is None else Profile.read(args.profile)
         plans = plan(
             profile,
-            len(job.pipeline.devices),
+            len(devices),
             schedules=args.schedules,
             microbatches=args.microbatches,
             checkpoints=args.checkpoint,
             memory_limit=args.memory_limit,
             parameter_scale=ADAMW_SCALE,
             ahead=int(job.training.overlap),
+            topology=topology,
             progress=show,
         )
     best = best_of_each(plans)[:SHOWN]
     if args.json:
-        print(json.dumps({"job": job.name, "devices": job.pipeline.devices, "plans": [_row(each) for each in best]}))
-    else:
-        print(f"{_table(best)}\n\nthe first, in {args.job}:\n\n{_toml(job, best[0])}")
+        print(json.dumps({"job": job.name, "devices": devices, "plans": [_row(each) for each in best]}))
+        return 0
+    print(_table(best) + "\n")
+    if topology is not None and best[0].placing is not None:
+        print(_placement(best[0], best[0].placing, topology) + "\n")
+    print(f"the first, in {args.job}:\n\n{_toml(job, best[0])}")
     return 0
 
 
 def _row(each: Plan) -> dict[str, Any]:
-    return {**each.options(), "seconds": each.seconds, "bubble": each.bubble, "memory": list(each.memory)}
+    row = {**each.options(), "seconds": each.seconds, "bubble": each.bubble, "memory": list(each.memory)}
+    if each.placing is not None:
+        row |= {"stages": list(each.placing.stages), "link_waits": list(each.placing.waits)}
+    return row
+
+
+def _placement(each: Plan, placing: Placing, topology: Topology) -> str:
+    """A row for each device: its host, its stages and layers, how long it waits for links, and the way to the next."""
+    speeds = topology.speeds
+    rows = []
+    for number, device in enumerate(placing.devices):
+        stages = [stage for stage, at in enumerate(placing.stages) if at == number]
+        way = ""
+        if number + 1 < len(placing.devices):
+            link = topology.route(device, placing.devices[number + 1]).link
+            speed = "" if link.bandwidth == inf else f", {link.bandwidth / 1e6:,.0f} MB/s"
+            way = f"{link.latency * 1e3:g} ms{speed}"
+        rows.append(
+            (
+                device,
+                f"{speeds[device]:g}",
+                " ".join(map(str, stages)),
+                " ".join(str(each.balance[stage]) for stage in stages),
+                f"{placing.waits[number]:.1%}",
+                way,
+            )
+        )
+    head = ("device", "speed", "stages", "layers", "waits for links", "to the next")
+    lines = table(head, rows, numbers=("speed", "waits for links"))
+    waits = sum(placing.waits) / len(placing.waits)
+    summary = f"step {each.seconds * 1e3:.1f} ms, {waits:.1%} of it waiting for links (mean of the devices)"
+    return f"the first, device by device:\n\n{lines}\n\n{summary}"
 
 
 def _table(plans: list[Plan]) -> str:
@@ -142,4 +203,6 @@ def _table(plans: list[Plan]) -> str:
 def _toml(job: Job, best: Plan) -> str:
     """The ``[pipeline]`` table that chooses the plan; it takes the place of the job's."""
     options = {"devices": job.pipeline.devices, **best.options()}
+    if job.pipeline.workers != "threads" and isinstance(job.pipeline.workers, str):
+        options |= {"workers": job.pipeline.workers}
     return "\n".join(["[pipeline]", *(f"{key} = {json.dumps(value)}" for key, value in options.items())])

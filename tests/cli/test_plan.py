@@ -91,6 +91,22 @@ def profile(job: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     return path
 
 
+HOSTS = """
+[link]
+latency = 1e-4
+bandwidth = 1e9
+
+[[hosts]]
+name = "left"
+devices = ["cpu:0", "cpu:1"]
+speeds = [1.0, 0.25]
+
+[[hosts]]
+name = "right"
+devices = ["cpu:0"]
+"""
+
+
 # The commands
 
 
@@ -460,3 +476,35 @@ def test_the_benchmark_predicts_what_it_measures():
     assert all(row["predicted_seconds"] > 0 and row["measured_seconds"] > 0 for row in figures["rows"])
     assert 0 <= figures["within"] <= 3
     assert len(bench.show(figures).splitlines()) == 5
+
+
+# Several hosts
+
+
+def test_a_plan_places_stages_on_hosts(job, profile, capsys):
+    hosts = job.parent / "hosts.toml"
+    hosts.write_text(HOSTS)
+    command = ["plan", str(job), "--profile", str(profile), "--topology", str(hosts), "--schedules", "1f1b"]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    rows = re.findall(r"^((?:left|right)/cpu:\d) +([\d.]+) +(\d) +(\d) +([\d.]+)% *(.*)$", shown, re.MULTILINE)
+    assert [row[:3] for row in rows] == [
+        ("left/cpu:0", "1", "0"),
+        ("left/cpu:1", "0.25", "1"),
+        ("right/cpu:0", "1", "2"),
+    ]
+    assert [row[5].strip() for row in rows] == ["0 ms", "0.1 ms, 1,000 MB/s", ""]
+    chosen = tomllib.loads(shown[shown.index("[pipeline]") :])["pipeline"]
+    assert chosen["devices"] == [row[0] for row in rows]
+    assert chosen["balance"] == [int(row[3]) for row in rows]
+    assert re.search(r"^step [\d.]+ ms, [\d.]+% of it waiting for links", shown, re.MULTILINE)
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"] == chosen["devices"] == found["plans"][0]["devices"]
+    assert found["plans"][0]["stages"] == [0, 1, 2]
+    assert all(0 <= share < 1 for share in found["plans"][0]["link_waits"])
+
+
+def test_a_topology_that_cannot_be_read_is_named(job, profile, capsys):
+    assert main(["plan", str(job), "--profile", str(profile), "--topology", "none.toml"]) == 2
+    assert "none.toml: cannot be read" in capsys.readouterr().err

@@ -11,5 +11,6 @@ May import the rest of the core. Read in this order:
 - ``balance.py``: layers split into stages of even cost;
 - ``layer_profile.py``: measured costs of layers, and from them the costs of every split into stages;
 - ``profile_from_journals.py``: those layer costs, computed from the journals of measured steps;
+- ``placement.py``: the order of hosts, and layers by the speed of devices;
 - ``planner.py``: simulates schedules, balances, micro-batches and recomputation modes, and ranks them.
 """

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, pairwise
 from math import inf, isfinite
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from asyncpipe.core.graph.lower import CheckpointMode
@@ -186,6 +187,11 @@ class Profile:
             kinds.append(TaskKind.RECOMPUTE)
         layers = self.measurement(microbatches).layers
         return [sum(layer.seconds(kind, checkpoint) for kind in kinds) for layer in layers]
+
+    def message_size(self, microbatches: int) -> float:
+        """The bytes that a layer sends on for one micro-batch, as a mean over the layers but the last."""
+        sent = [layer.output for layer in self.measurement(microbatches).layers]
+        return fmean(sent[:-1] or sent)
 
     def layer_bytes(self, microbatches: int, parameter_scale: float = PARAMETER_SCALE) -> list[int]:
         """The bytes of each layer for one micro-batch and its parameters."""

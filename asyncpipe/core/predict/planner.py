@@ -7,6 +7,9 @@ candidates move one layer at a time over a border between stages, for as long as
     candidates ──▶ even by time, even by memory ──▶ the best few ──▶ neighbours ──▶ ranked plans
                    (a candidate is skipped if its busiest device alone
                     needs more time than the best few plans so far)
+
+On a topology, its hosts are first put into the order that crosses slow links least (``placement.py``); then the search
+is the same, with layers by the speed of devices in the place of even ones, and messages on links.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from math import inf
+from operator import truediv
 from typing import Any, NamedTuple
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
@@ -24,13 +28,15 @@ from asyncpipe.core.predict.balance import check_balance, even_balance
 from asyncpipe.core.predict.costs import StageCosts
 from asyncpipe.core.predict.layer_profile import PARAMETER_SCALE, Profile
 from asyncpipe.core.predict.memory import peak_memory
-from asyncpipe.core.predict.report import reports, steady_state
+from asyncpipe.core.predict.placement import balance_by_speed, best_host_order
+from asyncpipe.core.predict.report import Report, link_waits, reports, steady_state
 from asyncpipe.core.predict.simulate import can_overlap, simulate_steps
+from asyncpipe.core.predict.topology import Topology, TopologyCosts
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
 from asyncpipe.errors import PlanError, ScheduleError
 
-__all__ = ["Plan", "best_of_each", "busiest_device", "plan"]
+__all__ = ["Placing", "Plan", "best_of_each", "busiest_device", "plan"]
 
 MOST_VIRTUAL = 4
 """The most stages on each device that are tried."""
@@ -40,6 +46,18 @@ MOST_MOVES = 8
 """How many times a border of one candidate is moved."""
 OVERLAPPING = 3
 """How many steps are simulated where they overlap: from the end of the first on, they follow each other evenly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Where the stages of a plan are on a topology."""
+
+    devices: tuple[str, ...]
+    """In the order of the plan: ``host-a/cuda:0``."""
+    stages: tuple[int, ...]
+    """The index in ``devices`` of each stage."""
+    waits: tuple[float, ...]
+    """The share of the step in which each device stands still because what it waits for is on a link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +75,8 @@ class Plan:
     """The peak bytes of each device."""
     bubble: float
     """The idle share of the devices in that time."""
+    placing: Placing | None = None
+    """For a plan on a topology."""
 
     def __str__(self) -> str:
         layers = "-".join(map(str, self.balance))
@@ -65,8 +85,9 @@ class Plan:
         )
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of ``Pipeline`` that choose this plan."""
+        """The keyword arguments of ``Pipeline`` that choose this plan, with its devices if it is on a topology."""
         return {
+            **({} if self.placing is None else {"devices": list(self.placing.devices)}),
             "schedule": self.schedule,
             "balance": list(self.balance),
             "microbatches": self.microbatches,
@@ -92,19 +113,22 @@ def plan(
     memory_limit: int | None = None,
     parameter_scale: float = PARAMETER_SCALE,
     ahead: int = 0,
+    topology: Topology | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> list[Plan]:
     """Every plan that was tried and fits into memory, the fastest first.
 
-    ``devices`` is their number. ``schedules`` are names, or schedules by name, by default all known ones; each is tried
-    with the shapes that it supports. ``microbatches`` must have been measured; by default all measured numbers are
-    tried. ``balances`` gives the balances to try for a number of stages, in place of the even ones and their
-    neighbours. ``memory_limit`` is in bytes for each device; ``parameter_scale`` is that of ``Profile.memory``.
-    ``ahead`` is how many steps are submitted behind the one under way, as by ``Pipeline.steps``: plans are then ranked
-    by how soon one step follows the other. ``progress`` is called with a line about what is tried.
+    ``devices`` is their number; with a ``topology`` all of its devices. ``schedules`` are names, or schedules by name,
+    by default all known ones; each is tried with the shapes that it supports. ``microbatches`` must have been measured;
+    by default all measured numbers are tried. ``balances`` gives the balances to try for a number of stages, in place
+    of the even ones and their neighbours. ``memory_limit`` is in bytes for each device; ``parameter_scale`` is that of
+    ``Profile.memory``. ``ahead`` is how many steps are submitted behind the one under way, as by ``Pipeline.steps``:
+    plans are then ranked by how soon one step follows the other. ``topology`` puts the stages on hosts; the profile is
+    that of devices of speed 1, and links take the place of the transfers that were measured. ``progress`` is called
+    with a line about what is tried.
 
     Raises ``PlanError`` if no schedule supports a shape or nothing fits, ``ProfileError`` for a number of micro-batches
-    that was not measured, and ``UnknownScheduleError``.
+    that was not measured, and ``UnknownScheduleError``; ``PlanError`` also if a topology has another number of devices.
     """
     names = known_schedules() if schedules is None else schedules
     by_name = dict(names) if isinstance(names, Mapping) else {name: find_schedule(name) for name in names}
@@ -113,13 +137,18 @@ def plan(
     for number in numbers:
         profile.measurement(number)
     tell = progress or (lambda _: None)
-    search = _Search(profile, devices, by_name, parameter_scale, inf if memory_limit is None else memory_limit, ahead)
+    if topology is not None:
+        if len(topology.devices) != devices:
+            raise PlanError(f"the topology has {len(topology.devices)} devices, got {devices} to plan for")
+        topology = best_host_order(topology, profile.message_size(numbers[0]))
+    limit = inf if memory_limit is None else memory_limit
+    search = _Search(profile, devices, by_name, parameter_scale, limit, ahead, topology)
     candidates = list(search.candidates(numbers, modes))
     if not candidates:
         raise PlanError(search.refusal())
     for number, each in enumerate(candidates, 1):
         tell(f"simulating {each.schedule}, {each.microbatches} micro-batches ({number} of {len(candidates)})")
-        search.begin(each, _even_balances(profile, each) if balances is None else balances(each.stages))
+        search.begin(each, search.balances(each) if balances is None else balances(each.stages))
     for each in search.promising() if balances is None else ():
         tell(f"moving the borders of {each.schedule}, {each.microbatches} micro-batches")
         search.refine(each)
@@ -134,10 +163,13 @@ def best_of_each(plans: Sequence[Plan]) -> list[Plan]:
     return list(first.values())
 
 
-def busiest_device(costs: StageCosts, placement: Sequence[int], microbatches: int, recomputed: int) -> float:
+def busiest_device(
+    costs: StageCosts, placement: Sequence[int], microbatches: int, recomputed: int, speeds: Sequence[float] = ()
+) -> float:
     """The seconds that the busiest device computes: no step is shorter.
 
     Backwards are whole or split, whichever takes less; ``recomputed`` of the ``microbatches`` are recomputed.
+    ``speeds`` are those of the devices, by default 1.
     """
     seconds = costs.seconds
     load = [0.0] * (max(placement) + 1)
@@ -146,7 +178,7 @@ def busiest_device(costs: StageCosts, placement: Sequence[int], microbatches: in
         whole = seconds[TaskKind.BACKWARD][stage]
         load[device] += microbatches * (seconds[TaskKind.FORWARD][stage] + min(whole, halves))
         load[device] += recomputed * seconds[TaskKind.RECOMPUTE][stage]
-    return max(load)
+    return max(map(truediv, load, speeds)) if speeds else max(load)
 
 
 @dataclass(eq=False)
@@ -159,6 +191,7 @@ class _Search:
     parameter_scale: float
     limit: float
     ahead: int
+    topology: Topology | None
 
     def __post_init__(self) -> None:
         self._graphs: dict[tuple[_PlanCandidate, Wiring], TaskGraph] = {}
@@ -197,11 +230,31 @@ class _Search:
     def _bound(self, candidate: _PlanCandidate, balance: Sequence[int]) -> float:
         """Seconds that no step of this plan is shorter than."""
         m = candidate.microbatches
-        placement = self.schedules[candidate.schedule].placement(Shape(candidate.stages, m, self.devices))
+        placement = self._placement(candidate)
         recomputed = sum(candidate.checkpoint.recomputes(i, m) for i in range(m))
         costs = self.profile.costs(balance, m, candidate.checkpoint)
         between = 0.0 if self.ahead else self.profile.measurement(m).step
-        return busiest_device(costs, placement, m, recomputed) + between
+        return busiest_device(costs, placement, m, recomputed, self._speeds()) + between
+
+    def _speeds(self) -> list[float]:
+        """Those of the devices; nothing without a topology."""
+        return [] if self.topology is None else list(self.topology.speeds.values())
+
+    def balances(self, candidate: _PlanCandidate) -> list[list[int]]:
+        """The balances that are even by time and even by memory; one if they are the same."""
+        _, stages, m, mode = candidate
+        seconds = self.profile.layer_seconds(m, mode)
+        if speeds := self._speeds():
+            placement = self._placement(candidate)
+            by_time = balance_by_speed(seconds, [speeds[device] for device in placement])
+        else:
+            by_time = even_balance(seconds, stages)
+        by_memory = even_balance(self.profile.layer_bytes(m), stages)
+        return [by_time] if by_time == by_memory else [by_time, by_memory]
+
+    def _placement(self, candidate: _PlanCandidate) -> Sequence[int]:
+        shape = Shape(candidate.stages, candidate.microbatches, self.devices)
+        return self.schedules[candidate.schedule].placement(shape)
 
     def _try(self, candidate: _PlanCandidate, balance: tuple[int, ...]) -> Plan:
         key = candidate, balance
@@ -210,7 +263,8 @@ class _Search:
             graph = self._graph(candidate, balance)
             overlap = self.ahead > 0 and can_overlap(graph)
             costs, steps = self.profile.costs(balance, m, mode), OVERLAPPING if overlap else 1
-            records = simulate_steps(graph, costs, steps=steps, ahead=self.ahead)
+            placed = costs if self.topology is None else TopologyCosts(costs, self.topology)
+            records = simulate_steps(graph, placed, steps=steps, ahead=self.ahead)
             found = reports(records)
             # What a step does outside its tasks is done while another step computes.
             pace = steady_state(found) if overlap else None
@@ -220,15 +274,27 @@ class _Search:
                 # Each device runs one step after the other, so it holds no more than in a single one.
                 memory=tuple(peak_memory(records[0], self.profile.memory(balance, m, self.parameter_scale))),
                 bubble=(pace or found[0]).bubble_ratio,
+                placing=self._placing(graph, found[-2:], (pace or found[0]).seconds),
             )
         return self._plans[key]
+
+    def _placing(self, graph: TaskGraph, last: Sequence[Report], seconds: float) -> Placing | None:
+        """The places of stages, and the shares of waits for links in the last of two steps, or in the only one."""
+        if self.topology is None:
+            return None
+        waits = link_waits(last[-1], graph, last[0] if len(last) > 1 else None).values()
+        return Placing(graph.devices, graph.placement, tuple(wait / seconds if seconds else 0.0 for wait in waits))
 
     def _graph(self, candidate: _PlanCandidate, balance: tuple[int, ...]) -> TaskGraph:
         schedule, stages, m, mode = candidate
         wiring = self.profile.wiring(balance)
         if (candidate, wiring) not in self._graphs:
             self._graphs[candidate, wiring] = lower(
-                self.schedules[schedule], Shape(stages, m, self.devices), checkpoint=mode, wiring=wiring
+                self.schedules[schedule],
+                Shape(stages, m, self.devices),
+                devices=None if self.topology is None else self.topology.devices,
+                checkpoint=mode,
+                wiring=wiring,
             )
         return self._graphs[candidate, wiring]
 
@@ -270,14 +336,6 @@ class _Search:
             f"nothing fits into {self.limit:,} bytes a device; the smallest that was found needs "
             f"{max(least.memory):,}: {least}"
         )
-
-
-def _even_balances(profile: Profile, candidate: _PlanCandidate) -> list[list[int]]:
-    """The balances that are even by time and even by memory; one if they are the same."""
-    _, stages, microbatches, mode = candidate
-    by_time = even_balance(profile.layer_seconds(microbatches, mode), stages)
-    by_memory = even_balance(profile.layer_bytes(microbatches), stages)
-    return [by_time] if by_time == by_memory else [by_time, by_memory]
 
 
 def _neighbours(balance: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -179,15 +179,19 @@ def _report(record: StepRecord, origin: float) -> Report:
     )
 
 
-def link_waits(found: Report, graph: TaskGraph) -> dict[str, float]:
+def link_waits(found: Report, graph: TaskGraph, after: Report | None = None) -> dict[str, float]:
     """By device: the seconds in which it stood still while what its next task waited for was on its way from another.
 
     That is from when the other device had made it until it arrived, as notes of workers, or of a simulation on a
-    topology, tell. Waiting for the other device to make it does not count.
+    topology, tell. Waiting for the other device to make it does not count, nor what a device still had to do of the
+    step that this one was submitted ``after``, if any.
     """
     ended = {time.task.number: time.end for time in found.tasks}
     free = dict.fromkeys(graph.own_devices, found.began)
     waits = dict.fromkeys(free, 0.0)
+    for time in () if after is None else after.tasks:
+        if time.task.lane.queue is Queue.COMPUTE:
+            free[time.task.lane.device] = max(free[time.task.lane.device], time.end)
     for time in found.tasks:
         lane, number = time.task.lane, time.task.number
         if lane.queue is not Queue.COMPUTE:
