@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -413,6 +414,30 @@ def test_after_the_receiver_has_closed_messages_are_dropped(transport: str) -> N
             out.send(message(task, torch.zeros(1000)))
     assert all(inbox.empty for inbox in pair.inboxes)
     assert pair.out.counters().dropped > 0
+
+
+def test_what_is_sent_while_a_broken_edge_ends_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    late, ended = message(0, torch.zeros(1000)), threading.Event()
+    kept = weakref.ref(late.tensors[0])
+    with joined(transport="shared_memory") as pair:
+        close, end = pair.out._payload.close, pair.out._end
+
+        def send_and_close() -> None:
+            nonlocal late
+            pair.out.send(late)
+            late = message(1)
+            close()
+
+        def end_and_tell() -> None:
+            end()
+            ended.set()
+
+        monkeypatch.setattr(pair.out._payload, "close", send_and_close)
+        monkeypatch.setattr(pair.out, "_end", end_and_tell)
+        pair.edges[1].close()
+        assert ended.wait(SECONDS)
+        assert kept() is None
+        assert pair.out.counters().dropped == 1
 
 
 @transports
