@@ -16,6 +16,7 @@ __all__ = [
     "BatchError",
     "DeviceError",
     "EdgeError",
+    "HostLostError",
     "HungTaskError",
     "InvalidTransition",
     "JobFileError",
@@ -286,6 +287,18 @@ class WorkerLostError(AsyncpipeError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[WorkerLostError], tuple[str, str, int | None, tuple[str, ...], str]]:
         return type(self), (self.worker, self.how, self.exit_status, self.running, self.stderr)
+
+
+class HostLostError(AsyncpipeError, RuntimeError):
+    """A job cannot go on without its lost ``units``: hosts, or workers that name none. ``how`` says why not."""
+
+    def __init__(self, units: Sequence[str], how: str) -> None:
+        super().__init__(f"the job has lost {', '.join(units)} and {how}")
+        self.units = tuple(units)
+        self.how = how
+
+    def __reduce__(self) -> tuple[type[HostLostError], tuple[tuple[str, ...], str]]:
+        return type(self), (self.units, self.how)
 
 
 class InvalidTransition(AsyncpipeError, RuntimeError):

@@ -96,6 +96,11 @@ class LineProgress(ProgressSink):
         """Print the phase."""
         self._print(phase)
 
+    def waiting(self, reason: str | None) -> None:
+        """Print what is waited for."""
+        if reason is not None:
+            self._print(reason)
+
     def _print(self, line: str) -> None:
         if line != self._last:
             print(line, file=self._out, flush=True)
@@ -132,6 +137,11 @@ class LiveProgress(ProgressSink):
     def entered(self, phase: str) -> None:
         """Show the phase in front of the bar."""
         self._bar.update(self._task, description=phase)
+
+    def waiting(self, reason: str | None) -> None:
+        """Show there what is waited for."""
+        if reason is not None:
+            self.entered(reason)
 
     def draw(self) -> RenderableType:
         """The display as it is now. Called by the thread that redraws it, at its own rate."""

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from asyncpipe.cli.arguments import Subparsers
     from asyncpipe.observe.live import LiveView
     from asyncpipe.train.job_file import Job
+    from asyncpipe.train.lasting_run import LastingRun
     from asyncpipe.train.progress import TrainingSummary
-    from asyncpipe.train.training_run import TrainingRun
 
 __all__ = ["add_parser"]
 
@@ -121,7 +121,7 @@ def _train(args: argparse.Namespace) -> int:
     from asyncpipe.observe.metrics import PipelineCollector
     from asyncpipe.runtime.portal import new_event_loop
     from asyncpipe.train.entry import find_entry
-    from asyncpipe.train.training_run import TrainingRun
+    from asyncpipe.train.lasting_run import LastingRun
 
     make_workload = find_entry(job)
     collector = PipelineCollector(job.name)
@@ -136,7 +136,7 @@ def _train(args: argparse.Namespace) -> int:
         asyncio.Runner(loop_factory=new_event_loop) as runner,
     ):
         observers = [] if view is None else [view]
-        run = TrainingRun(job, make_workload, progress=progress, collector=collector, observers=observers)
+        run = LastingRun(job, make_workload, progress=progress, collector=collector, observers=observers)
         summary, stopped_by = runner.run(_run(run, job, view))
     if summary is not None:
         _print_summary(summary)
@@ -195,7 +195,7 @@ def _logical_devices(number: int, kind: str) -> tuple[str, ...]:
 
 
 async def _run(
-    run: TrainingRun, job: Job, view: LiveView | None
+    run: LastingRun, job: Job, view: LiveView | None
 ) -> tuple[TrainingSummary | None, signal.Signals | None]:
     """The summary, and the signal that ended the run; no summary if a second signal has cut it short."""
     current = asyncio.current_task()

@@ -452,6 +452,7 @@ def _notes(execution: PartsExecution) -> StepNotes:
         [wakeup for each in notes.values() for wakeup in each.wakeups],
         {task: at for each in notes.values() for task, at in each.arrived.items()},
         {name: _worker_notes(execution, worker) for name, worker in execution.workers.items()},
+        {stage for each in notes.values() for stage in each.drew},
     )
 
 

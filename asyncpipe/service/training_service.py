@@ -235,7 +235,7 @@ class TrainingService:
         return await self.manager.jobs.store.history(job)
 
     async def waits_for(self, job: str) -> str | None:
-        """Why a queued job has not started, in words; ``None`` for any other job."""
+        """Why a queued job has not started, or a running one does not train, in words; ``None`` for any other job."""
         manager = self.manager
 
         async def ask() -> str | None:

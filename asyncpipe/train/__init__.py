@@ -5,6 +5,7 @@ a component), ``training_loop`` (its steps, one by one) and ``overlapping_loop``
 
     entry, import_path                   find the entry's function and call it
     planning                             measures the model and chooses a pipeline
+    lasting_run, other_devices           goes on when workers are lost, on the devices that are left
     batches, randomness                  data and random numbers, with states that snapshots save
     adamw, evaluation, schedule_changes  the weight update, the held-out loss, changes between two steps
     step_failures, buffer_rollback, out_of_memory   retries, non-finite losses, advice when memory is full

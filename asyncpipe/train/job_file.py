@@ -36,6 +36,8 @@ A whole file::
     snapshot_retries = 2                # after that, a service restarts the job from its last snapshot
     non_finite = "fail"                 # if loss or gradients are NaN or infinite; or "skip", or "ignore"
     most_skipped = 10                   # skipped updates in a row
+    lost_host = "fail"                  # if workers are lost: or "wait" for others, or "split" the model anew
+    wait_seconds = 60.0                 # how long to wait for them
 
 Relative paths are relative to the working directory. Nothing of the job is imported here.
 """
@@ -256,7 +258,7 @@ class FaultTable(StrictModel):
     """How often a failed step is retried, with the same batch and the same random numbers; 0 if steps overlap."""
     snapshot_retries: NonNegativeInt = 2
     """How often in a row, without a new snapshot between, a service restarts a failed run from its last snapshot.
-    ``asyncpipe train`` does not restart runs."""
+    ``asyncpipe train`` restarts runs only where ``lost_host`` says so."""
     non_finite: Literal["fail", "skip", "ignore"] = Field(
         default="fail", description='must be "fail", "skip" or "ignore"'
     )
@@ -264,6 +266,17 @@ class FaultTable(StrictModel):
     overlap, behind it), skip this update, or do nothing."""
     most_skipped: PositiveInt = 10
     """How many updates in a row may be skipped; one more ends the run."""
+    lost_host: Literal["fail", "wait", "split"] = Field(default="fail", description='must be "fail", "wait" or "split"')
+    """When workers are lost, by themselves or with their host. With ``"wait"`` and ``"split"`` the run goes on by
+    itself from its newest snapshot, when the workers have been started again, which is tried for ``wait_seconds``;
+    more than ``snapshot_retries`` losses in a row, without a new snapshot between, end it. What has not come back by
+    then ends the run (``HostLostError``) with ``"wait"``. With ``"split"`` the job goes on with the devices that are
+    left, and takes those in that come back. Losses and weights are the same to the last bit: the model is split anew,
+    with the balance of the planner, or, where that could change a bit, devices that are left get several of its stages.
+
+    With ``"fail"`` the run ends as with any other error: a service tries again ``snapshot_retries`` times."""
+    wait_seconds: NonNegativeFloat = 60.0
+    """How long lost workers are waited for; 0: they are started once."""
 
 
 def check_overlap(training: TrainingTable, faults: FaultTable) -> None:

@@ -106,6 +106,9 @@ class ProgressSink:
         ``level`` is one of ``logging``'s. The message is in the process's log as well.
         """
 
+    def waiting(self, reason: str | None) -> None:
+        """Called when the run waits for lost workers, with the reason, and with ``None`` when it does not any more."""
+
     def snapshot(self, step: int, path: Path) -> None:
         """Called when the snapshot of ``step`` is on disk, at the latest before the run ends."""
 

@@ -75,7 +75,10 @@ class TrainingRun:
         observers: Sequence[Observer] = (),
         pool: DevicePool | None = None,
         share: Share | None = None,
+        shared: bool = True,
+        place: Callable[[Job, Workload], Job] | None = None,
     ) -> None:
+        """``shared``: whether others use the ``pool``, too. ``place`` puts the job on other devices, in the thread."""
         self._in_workers = job.pipeline.workers != "threads" if pool is None else pool.workers is not None
         if self._in_workers:
             try:
@@ -91,7 +94,8 @@ class TrainingRun:
         self._recorder = TraceRecorder(job.observe.trace_steps)
         self._observers: list[Observer] = [*([] if collector is None else [collector]), *observers]
         self._pool, self._share = pool, share
-        self._random = RunRandom(shared=pool is not None)
+        self._place = place
+        self._random = RunRandom(shared=pool is not None and shared)
         self._changes = ScheduleChanges()
         self._meter = Meter(job.training.steps)
         self._resumed: ResumePoint | None = None
@@ -152,6 +156,8 @@ class TrainingRun:
         if self._resumed is not None:
             self._progress.entered(str(self._resumed))
         workload = await self._thread.run(lambda: self._random.build(self._job.training.seed, self._make_workload))
+        if (place := self._place) is not None:
+            self._job = await self._thread.run(lambda: place(self._job, workload))
         evaluation = sample = None
         written = WrittenFiles()
         snapshot = None if self._resumed is None else self._resumed.path

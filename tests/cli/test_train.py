@@ -241,7 +241,7 @@ def test_a_job_is_mapped_onto_the_devices_of_a_kind_in_turn(job, monkeypatch, ki
         raise Built(", ".join(job.pipeline.devices))
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
-    monkeypatch.setattr("asyncpipe.train.training_run.TrainingRun", build)
+    monkeypatch.setattr("asyncpipe.train.lasting_run.LastingRun", build)
     with pytest.raises(Built, match=f"^{devices}"):
         cli.main(["train", str(job), "--device-type", kind])
 

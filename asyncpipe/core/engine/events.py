@@ -213,6 +213,8 @@ class StepNotes:
     """By task that waits for other workers: when the last message that it needs of them came."""
     workers: dict[str, WorkerNotes] = field(default_factory=dict)
     """Those that ran a part of the step, by name."""
+    drew: set[int] = field(default_factory=set)
+    """The stages that drew random numbers; of an accelerator's own numbers, those of the first micro-batch count."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,7 +34,7 @@ from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement
 from asyncpipe.core.predict.report import TaskTime, report
 from asyncpipe.core.predict.simulate import simulate
 
-__all__ = ["MeasuredStep", "StepVariant", "combine", "layer_seconds"]
+__all__ = ["MeasuredStep", "StepVariant", "combine", "layer_seconds", "task_seconds"]
 
 _F, _R, _B = TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD
 _I, _W = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
@@ -63,7 +63,7 @@ StepsByVariant = Mapping[StepVariant, Sequence[MeasuredStep]]
 
 def layer_seconds(step: MeasuredStep) -> list[float]:
     """For each stage of a step, the seconds of a micro-batch there, summed over all kinds of tasks."""
-    means = _means([step])
+    means = task_seconds([step])
     stages = step.record.graph.shape.stages
     return [sum(seconds for (_, at), seconds in means.items() if at == stage) for stage in range(stages)]
 
@@ -123,7 +123,7 @@ def _stretch(variants: StepsByVariant, gap: float, latency: float) -> float:
     """The ratio of measured steps to simulated ones whose tasks all take the mean."""
     measured = simulated = 0.0
     for steps in variants.values():
-        means = _means(steps)
+        means = task_seconds(steps)
 
         def cost(task: Task, means: Mapping[tuple[TaskKind, int], float] = means) -> float:
             return latency if task.kind is TaskKind.COPY else means.get((task.kind, task.stage), 0.0) + gap
@@ -134,11 +134,11 @@ def _stretch(variants: StepsByVariant, gap: float, latency: float) -> float:
 
 
 def _by_stage(kind: TaskKind, steps: Sequence[MeasuredStep]) -> list[float]:
-    means = _means(steps)
+    means = task_seconds(steps)
     return [means[kind, stage] for stage in range(steps[0].record.graph.shape.stages)]
 
 
-def _means(steps: Iterable[MeasuredStep]) -> dict[tuple[TaskKind, int], float]:
+def task_seconds(steps: Iterable[MeasuredStep]) -> dict[tuple[TaskKind, int], float]:
     """The seconds of a task of each kind and stage: the mean over micro-batches, the median over steps."""
     columns: dict[tuple[TaskKind, int], list[float]] = defaultdict(list)
     for step in steps:

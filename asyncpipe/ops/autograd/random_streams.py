@@ -67,6 +67,11 @@ class RandomStream(OwnDraws):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     @property
+    def has_drawn(self) -> bool:
+        """Whether anything was drawn from it so far."""
+        return bool(self._generators)
+
+    @property
     def seed(self) -> int:
         """What every generator of the stream begins from."""
         step_seed, microbatch, stage, branch = self._key
@@ -118,6 +123,14 @@ class _StreamWithTurn(RandomStream):
         """A generator of the stream, for other devices than the task's own."""
         return None if device == self._turn.device else super().generator(device)
 
+    @property
+    def has_drawn(self) -> bool:
+        """As for a CPU; of the default generator, only a task of micro-batch 0 knows: it costs a look at its state."""
+        if super().has_drawn or self._key[1]:
+            return super().has_drawn
+        unused = torch.Generator(self._turn.device).manual_seed(self.seed).get_state()
+        return not torch.equal(self._turn.generator.get_state(), unused)
+
     def drawn(self) -> list[Tensor]:
         """As for a CPU, with the state of the default generator."""
         return [*super().drawn(), self._turn.generator.get_state()]
@@ -140,11 +153,13 @@ class _StreamWithTurn(RandomStream):
 class DeviceDraws(RandomStream):
     """The streams of the tasks of one CPU device in one step: entered around all of them, and told which one begins."""
 
-    __slots__ = ("_is_drawing", "_step_seed")
+    __slots__ = ("_drew", "_is_drawing", "_step_seed")
 
-    def __init__(self, step_seed: int) -> None:
+    def __init__(self, step_seed: int, drew: set[int]) -> None:
+        """``drew`` is where to note the stages that draw."""
         super().__init__(step_seed, 0, 0)
         self._step_seed = step_seed
+        self._drew = drew
         self._is_drawing = False
 
     def begin(self, microbatch: int, stage: int, branch: int = 0) -> None:
@@ -160,12 +175,18 @@ class DeviceDraws(RandomStream):
 
     def generator(self, device: torch.device) -> torch.Generator | None:
         """A generator of the stream of the task that has begun."""
-        return super().generator(device) if self._is_drawing else None
+        if not self._is_drawing:
+            return None
+        self._drew.add(self._key[2])
+        return super().generator(device)
 
 
-def device_draws(step_seed: int, device: torch.device) -> DeviceDraws | None:
-    """The streams of the tasks of a logical device on ``device``; ``None`` where each task enters its own."""
-    return DeviceDraws(step_seed) if turn_of(device) is None else None
+def device_draws(step_seed: int, device: torch.device, drew: set[int]) -> DeviceDraws | None:
+    """The streams of the tasks of a logical device on ``device``; ``None`` where each task enters its own.
+
+    ``drew`` gets the stages that draw.
+    """
+    return DeviceDraws(step_seed, drew) if turn_of(device) is None else None
 
 
 def random_stream(step_seed: int, microbatch: int, stage: int, device: torch.device, branch: int = 0) -> RandomStream:

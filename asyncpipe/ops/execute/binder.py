@@ -79,10 +79,12 @@ class Binder:
         self._plan = plan
         self._tensors = tensors
         self._resources = resources
-        self._draws = {lane.device: device_draws(plan.seed, resources.streams[lane].device) for lane in graph.lanes}
+        drew = self.notes.drew
+        streams = resources.streams
+        self._draws = {lane.device: device_draws(plan.seed, streams[lane].device, drew) for lane in graph.lanes}
         """What the tasks of each device draw from, where they share that."""
         self._compute_of = StageCompute(
-            graph, plan, tensors, resources.stages, resources.streams, resources.copiers, context, self._draws
+            graph, plan, tensors, resources.stages, streams, resources.copiers, context, self._draws, drew
         )
         self._events: dict[int, torch.Event] = {}
         self._streams = [resources.streams[lane] for lane in graph.lanes]

@@ -50,8 +50,9 @@ class StageCompute:
         copiers: Mapping[Lane, Copier],
         context: CallerContext,
         draws: Mapping[str, DeviceDraws | None],
+        drew: set[int],
     ) -> None:
-        """``draws``: by device, what its tasks draw from, if they share that."""
+        """``draws``: by device, what its tasks draw from, if they share that. ``drew`` gets the stages that draw."""
         self.stages = stages
         self._graph = graph
         self._plan = plan
@@ -63,7 +64,7 @@ class StageCompute:
         """Of the stages' devices."""
         self._copiers = {stage: copiers[lane] for stage, lane in lanes.items()}
         """To the stages' devices."""
-        self._setups = {stage.index: StageSetup(stage, plan, context, draws[stage.device.name]) for stage in here}
+        self._setups = {stage.index: StageSetup(stage, plan, context, draws[stage.device.name], drew) for stage in here}
         self._sources: list[list[int]] = [[] for _ in stages]
         """By stage: the earlier stages that it receives something from."""
         for source, user in sorted(graph.wiring.links):

@@ -33,10 +33,13 @@ class LossResult(NamedTuple):
 class StageSetup:
     """What all forwards of one stage in one step share; known before the first."""
 
-    __slots__ = ("call", "context", "draws", "is_plain", "is_repeated", "plan", "stage")
+    __slots__ = ("call", "context", "draws", "drew", "is_plain", "is_repeated", "plan", "stage")
 
-    def __init__(self, stage: Stage, plan: StepPlan, context: CallerContext, draws: DeviceDraws | None) -> None:
-        """``draws`` is what the stage's device draws from, if its tasks share that."""
+    def __init__(
+        self, stage: Stage, plan: StepPlan, context: CallerContext, draws: DeviceDraws | None, drew: set[int]
+    ) -> None:
+        """``draws`` is what the stage's device draws from, if its tasks share that. ``drew`` gets stages that draw."""
+        self.drew = drew
         self.stage = stage
         self.plan = plan
         self.context = context
@@ -103,6 +106,8 @@ class StageRun:
             random = random_stream(setup.plan.seed, self._microbatch, stage.index, stage.device.physical)
             with setup.context.entered(), random, stage.buffers.during(self._buffers):
                 flat = self._compute(tensors, given)
+                if random.has_drawn:
+                    setup.drew.add(stage.index)
                 if setup.is_repeated:
                     self._draw_again(random)
             if setup.is_repeated:

@@ -150,7 +150,7 @@ class PartStep(PreparedStep):
         copied = {self.part.whole[task]: size for task, size in notes.copied.items()}
         with self._lock:
             came = dict(self._came)
-        found = StepNotes(copied, samples=notes.samples, wakeups=notes.wakeups, arrived=came)
+        found = StepNotes(copied, samples=notes.samples, wakeups=notes.wakeups, arrived=came, drew=notes.drew)
         if self._use is not None:
             note_devices({stream.device for stream in self.parts.resources.streams.values()}, found)
         return found

@@ -92,12 +92,14 @@ class JobSummary(_ResponseModel):
 class JobDetails(JobSummary):
     """A job, with what was submitted."""
 
-    waits_for: str | None = Field(description="Why a queued job has not started.")
+    waits_for: str | None = Field(
+        description="Why a queued job has not started, or for which lost workers a running one waits."
+    )
     document: dict[str, JsonValue]
 
     @classmethod
     def of_record(cls, record: JobRecord, waits_for: str | None, redact: Redactor) -> JobDetails:
-        """The response for one job; ``waits_for`` is why it has not started."""
+        """The response for one job; ``waits_for`` is why it does not train."""
         waiting = None if waits_for is None else redact(waits_for, MOST_CAUSE)
         return cls(**_summary(record, redact, 2000), waits_for=waiting, document=dict(record.spec.document))
 

@@ -217,7 +217,8 @@ class Routes:
     async def _details(
         self, record: JobRecord, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> web.Response:
-        waits_for = await self.service.waits_for(record.id) if record.state is JobState.QUEUED else None
+        waiting = record.state in (JobState.QUEUED, JobState.RUNNING)
+        waits_for = await self.service.waits_for(record.id) if waiting else None
         return _answer(models.JobDetails.of_record(record, waits_for, self.redact), status, headers)
 
 

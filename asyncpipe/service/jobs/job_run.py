@@ -1,8 +1,8 @@
-"""One run of a job: a ``TrainingRun`` whose progress goes to the job's log, the store, the live page and the metrics.
+"""One run of a job: a ``LastingRun`` whose progress goes to the job's log, the store, the live page and the metrics.
 
 ::
 
-    TrainingRun ── stepped ───▶ log (at once)      store: the step, at most once a second
+    LastingRun ─── stepped ───▶ log (at once)      store: the step, at most once a second
                 ── snapshot ──▶ store ──▶ log      after the snapshot is on disk
                 ── noted ─────▶ log
                 ── ends ──────▶ RunOutcome ──▶ next_state ──▶ the manager makes the transition
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from asyncpipe.core.engine.events import Outcome, StepRecord
 from asyncpipe.core.engine.share import Share
-from asyncpipe.errors import AsyncpipeError, JobFileError, TaskError
+from asyncpipe.errors import AsyncpipeError, HostLostError, JobFileError, TaskError
 from asyncpipe.observe.live import LiveView
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.service.job_states import JobRecord, JobState
@@ -56,7 +56,8 @@ class RunEnding(Enum):
     FAILED = "failed"
     """May succeed from a snapshot: a task failed, hung, or ran out of memory; data could not be read."""
     FAILED_PERMANENTLY = "failed permanently"
-    """Would fail again: the job does not fit its entry or this machine, or its loss is NaN or infinite."""
+    """Would fail again, or has waited for its hosts long enough: the job does not fit its entry or this machine, its
+    loss is NaN or infinite, or it cannot go on without what it has lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +96,20 @@ def next_state(
 def is_permanent(error: BaseException) -> bool:
     """Whether a run that failed with ``error`` would fail again from any snapshot.
 
-    True for the package's own errors about a job's values and types, and for a loss that is NaN or infinite. False for
+    True for the package's own errors about a job's values and types, for a loss that is NaN or infinite, and for lost
+    hosts that the run has waited for. False for
     a loader that fails, a task that raises or hangs, and a lack of memory: these may succeed next time.
     """
     cause = error.__cause__ if isinstance(error, TaskError) else error
     if isinstance(cause, DataError):
         return False
-    if isinstance(cause, JobFileError | NonFiniteLossError):
+    if isinstance(cause, JobFileError | NonFiniteLossError | HostLostError):
         return True
     return isinstance(cause, AsyncpipeError) and isinstance(cause, ValueError | TypeError)
 
 
 class JobTrainer(Protocol):
-    """``TrainingRun``, or a replacement in tests."""
+    """``LastingRun``, or a replacement in tests."""
 
     async def run(self) -> TrainingSummary:
         """Train to the end."""
@@ -147,6 +149,8 @@ class JobRun:
         """The state of the job's live page."""
         self.schedule_turn = asyncio.Lock()
         """Held while the schedule is changed."""
+        self.waits_for: str | None = None
+        """Why it does not train now: it waits for lost workers."""
         self.has_snapshot = False
         """Whether this run has taken a snapshot."""
         self._store = store
@@ -306,6 +310,12 @@ class JobRun:
         """A line for the job's log."""
         if self._log is not None:
             self._log.note(level, text)
+
+    def waiting(self, reason: str | None) -> None:
+        """It waits for lost workers, or does not any more."""
+        if reason is not None and self.waits_for is None:
+            self.noted(logging.WARNING, reason)
+        self.waits_for = reason
 
     def snapshot(self, step: int, path: Path) -> None:
         """A snapshot is on disk."""

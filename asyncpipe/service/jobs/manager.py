@@ -35,8 +35,8 @@ from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import job_of
 from asyncpipe.train.blocking_calls import DedicatedThread
 from asyncpipe.train.job_file import Job
+from asyncpipe.train.lasting_run import LastingRun
 from asyncpipe.train.randomness import RunRandom
-from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 
 __all__ = ["Manager"]
@@ -59,7 +59,7 @@ class Manager:
         store: JobStore,
         *,
         metrics: ServiceMetrics | None = None,
-        make_trainer: MakeTrainer = TrainingRun,
+        make_trainer: MakeTrainer = LastingRun,
         measure: Measure = footprint,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
@@ -162,7 +162,9 @@ class Manager:
         return None if self.jobs.store.thread.is_alive else "the job store's thread has ended"
 
     def waits_for(self, job: str) -> str | None:
-        """Why a queued job has not started; ``None`` for any other job. On the loop."""
+        """Why a queued job has not started, or a running one does not train; ``None`` for any other. On the loop."""
+        if (run := self.jobs.running.get(job)) is not None:
+            return run.waits_for
         if job not in self.jobs.queued:
             return None
         if self.shutdown is not None:

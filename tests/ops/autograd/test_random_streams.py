@@ -58,7 +58,7 @@ def test_the_tasks_of_a_device_draw_each_from_its_own_stream() -> None:
     for key in product((0, 1), (0, 1), (0, 1)):
         with stream(5, *key):
             wanted[key] = torch.rand(3)
-    with DeviceDraws(5) as draws:
+    with DeviceDraws(5, set()) as draws:
         for key in reversed(wanted):
             draws.begin(*key)
             assert torch.equal(torch.rand(3), wanted[key])
@@ -68,7 +68,7 @@ def test_between_the_tasks_of_a_device_the_default_generator_draws() -> None:
     torch.manual_seed(3)
     wanted = torch.rand(3), torch.native_dropout(torch.ones(9), 0.5, True)[0], torch.rand(3)
     torch.manual_seed(3)
-    with DeviceDraws(5) as draws:
+    with DeviceDraws(5, set()) as draws:
         draws.begin(0, 0)
         torch.rand(3)
         draws.pause()
@@ -79,9 +79,9 @@ def test_between_the_tasks_of_a_device_the_default_generator_draws() -> None:
 
 
 def test_tasks_on_an_accelerator_share_no_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert device_draws(1, CPU) is not None
+    assert device_draws(1, CPU, set()) is not None
     monkeypatch.setattr(random_streams, "turn_of", lambda _: GeneratorTurn(CUDA, torch.Generator()))
-    assert device_draws(1, CUDA) is None
+    assert device_draws(1, CUDA, set()) is None
 
 
 def test_a_step_takes_one_number_from_the_callers_generator() -> None:

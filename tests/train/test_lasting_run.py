@@ -1,0 +1,186 @@
+"""Runs that lose workers: they wait, go on with the devices that are left, and have the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resume_helpers import STEPS, disturb, make_chain, make_job
+from run_helpers import Told, assert_same_end, plain
+
+from asyncpipe.errors import HostLostError, JobFileError
+from asyncpipe.pipeline.pool import DevicePool
+from asyncpipe.runtime.workers.launcher import Invitation, WorkerProcess
+from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
+from asyncpipe.train import lasting_run
+from asyncpipe.train.job_file import Job
+from asyncpipe.train.lasting_run import LastingRun
+from asyncpipe.train.progress import StepProgress
+from asyncpipe.train.training_run import TrainingRun
+from asyncpipe.train.workload import Workload
+
+pytestmark = [pytest.mark.usefixtures("snapshot_each_step"), pytest.mark.timeout(120), pytest.mark.one_loop]
+
+DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
+TRAINING = {"overlap": True, "clip": None, "warmup_steps": 3}
+
+
+class Hosts:
+    """Which of them are off: what starts a worker there cannot be reached."""
+
+    def __init__(self) -> None:
+        self.off: set[str] = set()
+
+    def launcher(self, **options: Any) -> ProcessLauncher:
+        hosts = self
+
+        class Launcher(ProcessLauncher):
+            async def start(self, invitation: Invitation) -> WorkerProcess:
+                if invitation.name.partition("#")[0] in hosts.off:
+                    raise OSError(f"no route to {invitation.name}")
+                return await super().start(invitation)
+
+        return Launcher(**options)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Hosts:
+    return Hosts()
+
+
+@pytest.fixture(scope="module")
+def pool(hosts: Hosts) -> Iterator[DevicePool]:
+    """Each device in a worker, which is a host."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("asyncpipe.pipeline.workers.ProcessLauncher", hosts.launcher)
+        pool = DevicePool(workers="processes")
+    asyncio.run(pool.__aenter__())
+    yield pool
+    asyncio.run(pool.aclose())
+
+
+@pytest.fixture(autouse=True)
+def _all_on(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(lasting_run, "LONGEST_PAUSE", 0.02)
+    yield
+    hosts.off.clear()
+
+
+def job_of(folder: Path, *, every: int = 1, steps: int = STEPS, **faults: Any) -> Job:
+    return make_job(
+        folder,
+        pipeline={"devices": DEVICES},
+        training={**TRAINING, "steps": steps},
+        snapshots={"every": every},
+        faults={"step_retries": 0, "wait_seconds": 0, **faults},
+    )
+
+
+class Struck(Told):
+    """Calls ``strikes`` behind steps, by their numbers, the first time that these are done."""
+
+    def __init__(self, strikes: dict[int, Callable[[], object]]) -> None:
+        super().__init__()
+        self.strikes = strikes
+        self.waited: list[str] = []
+        self.where: list[tuple[str, ...]] = []
+
+    def started(self, run: Any) -> None:
+        self.where.append(run.devices)
+
+    def stepped(self, progress: StepProgress) -> None:
+        super().stepped(progress)
+        self.strikes.pop(progress.step, lambda: None)()
+
+    def waiting(self, reason: str | None) -> None:
+        if reason is not None:
+            self.waited.append(reason)
+
+
+def kill(pool: DevicePool, name: str) -> None:
+    assert pool.workers is not None
+    os.kill(pool.workers.up[name].pid, signal.SIGKILL)
+
+
+async def undisturbed(folder: Path, make: Callable[[], Workload], **options: Any) -> Path:
+    disturb()
+    summary = await TrainingRun(job_of(folder, **options), make).run()
+    assert summary.snapshot is not None
+    return summary.snapshot
+
+
+async def test_a_run_is_split_anew_and_takes_in_what_comes_back(tmp_path, hosts, pool):
+    make = make_chain(tied=False)
+
+    def strike() -> None:
+        hosts.off.add("cpu:1")
+        kill(pool, "cpu:1")
+
+    class Whole(Struck):
+        def started(self, started: Any) -> None:
+            super().started(started)
+            if len(self.where) == 3:
+                self.strikes[len(self.losses) + 2] = run.stop
+
+    told = Whole({3: strike, 5: hosts.off.clear})
+    job = job_of(tmp_path / "struck", steps=10**6, lost_host="split")
+    run = LastingRun(job, make, progress=told, pool=pool)
+    disturb()
+    summary = await run.run()
+    assert told.where == [tuple(DEVICES), ("cpu:0", "cpu:2"), tuple(DEVICES)]
+    assert any("goes on without cpu:1, on cpu:0, cpu:2; split anew: " in phase for phase in told.phases)
+
+    alone = Struck({summary.steps: lambda: whole.stop()})
+    whole = TrainingRun(job_of(tmp_path / "alone", steps=10**6), make, progress=alone)
+    disturb()
+    await whole.run()
+    assert_same_end(tmp_path / "alone" / f"step-{summary.steps}", summary.snapshot)
+
+
+async def test_where_a_split_could_change_a_bit_stages_are_moved(tmp_path, hosts, pool):
+    def strike() -> None:
+        hosts.off.add("cpu:1")
+        kill(pool, "cpu:1")
+
+    told = Struck({3: strike})
+    disturb()
+    summary = await LastingRun(job_of(tmp_path / "struck", lost_host="split"), plain, progress=told, pool=pool).run()
+    assert told.where == [tuple(DEVICES), ("cpu:0", "cpu:0", "cpu:2")]
+    assert any("the stages stay as they are, since its stages draw" in phase for phase in told.phases)
+    assert_same_end(await undisturbed(tmp_path / "alone", plain), summary.snapshot)
+
+
+async def test_a_run_waits_for_what_it_has_lost_and_gives_up_in_the_end(tmp_path, hosts, pool):
+    make = make_chain(tied=False)
+
+    def strike() -> None:
+        hosts.off.add("cpu:2")
+        kill(pool, "cpu:2")
+
+    class Back(Struck):
+        def waiting(self, reason: str | None) -> None:
+            super().waiting(reason)
+            if len(self.waited) == 2:
+                hosts.off.clear()
+
+    told = Back({3: strike})
+    disturb()
+    job = job_of(tmp_path / "waits", lost_host="wait", wait_seconds=60)
+    summary = await LastingRun(job, make, progress=told, pool=pool).run()
+    assert told.waited[0].startswith("waits for cpu:2, up to 60 s: worker 'cpu:2' did not start")
+    assert told.where == [tuple(DEVICES)] * 2
+    assert_same_end(await undisturbed(tmp_path / "alone", make), summary.snapshot)
+
+    again = job_of(tmp_path / "gives up", lost_host="wait", wait_seconds=0.05)
+    with pytest.raises(HostLostError, match=r"has lost cpu:2 and has waited 0.05 s .* no route to cpu:2"):
+        await LastingRun(again, make, progress=Struck({3: strike}), pool=pool).run()
+
+
+def test_a_run_that_is_to_go_on_takes_snapshots(pool):
+    with pytest.raises(JobFileError, match=r'faults.lost_host: "wait" goes on from snapshots: name a folder'):
+        LastingRun(make_job(training=TRAINING, faults={"step_retries": 0, "lost_host": "wait"}), plain, pool=pool)
