@@ -34,6 +34,7 @@ def jobs() -> tuple[Band, ...]:
         Band(8, ((_states(), 12), (_transitions(), 12))),
         Band(4, ((_takes_jobs(), 8), (_hung_tasks(), 8), (_log_failures(), 8))),
         Band(8, ((_waiting(), 8), (_retries(), 8), (_commits(), 8))),
+        Band(8, ((_heartbeats(), 16), (_draining(), 8))),
     )
 
 
@@ -98,6 +99,33 @@ def _log_failures() -> Panel:
         steps=EVER,
     )
     return number(options, Query(total("instance", increase("job_log_failures_total")), "{{instance}}"), instant=True)
+
+
+def _heartbeats() -> Panel:
+    options = PanelOptions(
+        title="Age of heartbeats",
+        about="Seconds since something came from a worker process that is up. It is asked every half second, so this is "
+        "short while it lives; after 20 s it is taken for hung. Empty for services whose devices are threads.",
+        unit="s",
+        runbook=("AsyncpipeWorkerLost",),
+    )
+    query = Query(f"max by (instance, worker) ({series('worker_heartbeat_age_seconds')})", "{{worker}} {{instance}}")
+    return lines(options, query)
+
+
+def _draining() -> Panel:
+    options = PanelOptions(
+        title="Drained hosts",
+        about="1 while jobs are to leave a host, as asked by `asyncpipe jobs drain`. They go on elsewhere, or wait if "
+        "nothing is left.",
+        unit="none",
+        high=1,
+        decimals=0,
+        runbook=("AsyncpipeWorkerLost",),
+    )
+    return lines(
+        options, Query(f"max by (instance, host) ({series('host_draining')})", "{{host}} {{instance}}"), held=True
+    )
 
 
 def _waiting() -> Panel:

@@ -24,11 +24,19 @@ __all__ = [
     "total",
 ]
 
-OF_SERVICE: dict[str, tuple[str, ...]] = {
-    sample.name.removeprefix("asyncpipe_"): tuple(sample.labels)
-    for family in ServiceMetrics().collect()
-    for sample in family.samples
-}
+
+def _of_service() -> dict[str, tuple[str, ...]]:
+    metrics = ServiceMetrics()
+    # One that has workers, which have hosts.
+    metrics.heartbeats, metrics.drained = (lambda: {"": 0.0}), (lambda: {"": False})
+    return {
+        sample.name.removeprefix("asyncpipe_"): tuple(sample.labels)
+        for family in metrics.collect()
+        for sample in family.samples
+    }
+
+
+OF_SERVICE = _of_service()
 """Every series about the service itself, which has no label ``job``, and its labels."""
 HISTOGRAM_LABELS = {"bucket": ("le",), "sum": (), "count": ()}
 SERVED: dict[str, tuple[str, ...]] = {

@@ -20,6 +20,7 @@ from asyncpipe.cli.jobs_text import (
     jobs_table,
     loss_line,
     plain,
+    workers_table,
 )
 from asyncpipe.errors import OptionError
 
@@ -35,6 +36,11 @@ _T = TypeVar("_T")
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 STATES = ("queued", "running", "paused", "finished", "failed", "cancelled")
+HOST_CHANGES = {
+    "drain": "have jobs leave a host after their steps, for maintenance",
+    "undrain": "have jobs use a host again",
+}
+"""Commands about hosts, in the same way."""
 CHANGES = {
     "pause": "end the job's step, take a snapshot and leave the devices to others",
     "resume": "continue a paused job when its devices are free",
@@ -62,6 +68,8 @@ examples:
   asyncpipe jobs show 01k8zq1m7h9x2v4n6r8t0w3y5b
   asyncpipe jobs schedule 01k8zq1m7h9x2v4n6r8t0w3y5b interleaved
   asyncpipe jobs losses 01k8zq1m7h9x2v4n6r8t0w3y5b --json > losses.jsonl
+  asyncpipe jobs workers
+  asyncpipe jobs drain host-a
   asyncpipe jobs wait 01k8zq1m7h9x2v4n6r8t0w3y5b --timeout 3600 && echo finished
 
 `asyncpipe jobs COMMAND --help` explains each command.
@@ -103,6 +111,11 @@ def add_parser(subparsers: Subparsers) -> None:
     _add(commands, "history", _history, "show every change of a job's state, with its cause")
     for name, summary in CHANGES.items():
         _add(commands, name, _change, summary).set_defaults(change=name)
+    _add(commands, "workers", _workers, "show the service's worker processes and their hosts", job=False)
+    for name, summary in HOST_CHANGES.items():
+        changing = _add(commands, name, _change_host, summary, job=False)
+        changing.add_argument("host", metavar="HOST", help="the host, as `workers` names it")
+        changing.set_defaults(change=name)
     schedule = _add(commands, "schedule", _schedule, "run a job's next steps by another schedule")
     schedule.add_argument("schedule", metavar="NAME", help="a registered schedule, as interleaved or eager-1f1b(cap=5)")
     _add(commands, "follow", _follow, "show what happens to a job until it ends", FOLLOW)
@@ -217,6 +230,14 @@ def _history(client: JobClient, args: argparse.Namespace) -> int:
 
 def _change(client: JobClient, args: argparse.Namespace) -> int:
     return _print(getattr(client, args.change)(args.job), change_text, args)
+
+
+def _workers(client: JobClient, args: argparse.Namespace) -> int:
+    return _print(client.workers(), lambda found: workers_table(found) if found else "no workers", args)
+
+
+def _change_host(client: JobClient, args: argparse.Namespace) -> int:
+    return _print(getattr(client, args.change)(args.host), workers_table, args)
 
 
 def _schedule(client: JobClient, args: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ __all__ = [
     "jobs_table",
     "loss_line",
     "plain",
+    "workers_table",
 ]
 
 LINE_SECONDS = 5.0
@@ -63,6 +64,24 @@ def history_table(history: Iterable[Mapping[str, Any]]) -> str:
     """A line for each change of a job's state under a heading."""
     rows = [(_when(row["at"]), *(plain(row.get(key) or "") for key in ("from", "to", "cause"))) for row in history]
     return table(("AT", "FROM", "TO", "CAUSE"), rows)
+
+
+def workers_table(workers: Iterable[Mapping[str, Any]]) -> str:
+    """A line for each worker under a heading."""
+    rows = [
+        (
+            plain(worker["name"]),
+            plain(worker["host"]),
+            ("up" if worker["up"] else "down") + (", draining" if worker["draining"] else ""),
+            plain(worker["machine"]),
+            str(worker["pid"] or ""),
+            "" if worker["heartbeat_seconds"] is None else f"{worker['heartbeat_seconds']:.1f} s",
+            plain(" ".join(worker["devices"])),
+            plain(" ".join(worker["jobs"])),
+        )
+        for worker in workers
+    ]
+    return table(("WORKER", "HOST", "STATE", "MACHINE", "PID", "HEARD", "DEVICES", "JOBS"), rows)
 
 
 def job_text(job: Mapping[str, Any]) -> str:

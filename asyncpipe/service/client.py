@@ -142,6 +142,21 @@ class JobClient:
         """The job, which follows the registered ``schedule`` from its next step on."""
         return self._ask("PUT", f"{_path(job)}/schedule", {"schedule": schedule})
 
+    def drain(self, host: str) -> tuple[dict[str, Any], ...]:
+        """The workers of ``host``, which jobs leave after their steps, until ``undrain``."""
+        return self._change_host(host, "drain")
+
+    def undrain(self, host: str) -> tuple[dict[str, Any], ...]:
+        """The workers of ``host``, which jobs may use again."""
+        return self._change_host(host, "undrain")
+
+    def _change_host(self, host: str, what: str) -> tuple[dict[str, Any], ...]:
+        if not host:
+            raise OptionError("a host's name must not be empty")
+        # Draining twice is draining.
+        answer = self._ask("POST", f"/v1/workers/{quote(host, safe='')}/{what}", {}, repeatable=True)
+        return tuple(answer.get("workers", ()))
+
     def _change(self, job: str, what: str) -> dict[str, Any]:
         return self._ask("POST", f"{_path(job)}/{what}", {})
 
@@ -189,6 +204,10 @@ class JobClient:
     def schedules(self) -> tuple[str, ...]:
         """The schedules that jobs may name."""
         return tuple(self._get("/v1/schedules").get("schedules", ()))
+
+    def workers(self) -> tuple[dict[str, Any], ...]:
+        """The service's workers (``name``, ``host``, ``up``, ``draining``, ``jobs`` …); none if it has threads."""
+        return tuple(self._get("/v1/workers").get("workers", ()))
 
     def wait(self, job: str, timeout: float | None = None) -> dict[str, Any]:
         """The job, finished, failed or cancelled. Raises ``WaitTimeoutError`` after ``timeout`` seconds."""

@@ -30,6 +30,7 @@ from asyncpipe.errors import AsyncpipeError
 from asyncpipe.observe.live import LiveView
 from asyncpipe.runtime.portal import Portal, PortalCall, wait_uncancelled
 from asyncpipe.service.job_states import JobRecord, JobState, Transition
+from asyncpipe.service.jobs.hosts import WorkerStatus
 from asyncpipe.service.jobs.job_log import JobEvent, JobLog, LossRow, read_losses
 from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
@@ -153,6 +154,8 @@ class TrainingService:
             manager = Manager(settings, self._entries, store, metrics=self.collector, **self._options)
             self.collector.commits = lambda: store.thread.commits
             self.collector.hung_tasks = lambda: manager.watchdog.hung
+            self.collector.heartbeats = manager.hosts.heartbeats
+            self.collector.drained = manager.hosts.drained
             self._manager = await stack.enter_async_context(manager)
             self._beat()
             self._stack = stack.pop_all()
@@ -272,6 +275,23 @@ class TrainingService:
         await manager.jobs.store.get(job)
         folder = manager.logs.folder / job
         return await in_thread(lambda: read_losses(folder, after, min(limit, MOST_LOSSES)))
+
+    # Workers
+
+    async def workers(self) -> Sequence[WorkerStatus]:
+        """The workers of the service's devices, those that are not up as well; none if the devices are threads."""
+        return await self._hop(self.manager.hosts.workers())
+
+    async def drain_host(self, host: str) -> Sequence[WorkerStatus]:
+        """Have jobs leave ``host`` after their steps, until ``undrain_host``; its workers.
+
+        They go on elsewhere from a snapshot of that step, or wait if nothing is left. Raises ``UnknownHostError``.
+        """
+        return await self._do(self.manager.hosts.drain(host))
+
+    async def undrain_host(self, host: str) -> Sequence[WorkerStatus]:
+        """Have jobs use ``host`` again, those that left it as well; its workers. Raises ``UnknownHostError``."""
+        return await self._do(self.manager.hosts.undrain(host))
 
     def view(self, job: str) -> LiveView | None:
         """The state of a running job's live page; ``None`` for any other job. From any thread."""

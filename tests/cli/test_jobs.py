@@ -43,6 +43,20 @@ RECORD = {
 }
 
 
+WORKER = {
+    "name": "host-a/cpu:0",
+    "host": "host-a",
+    "up": True,
+    "draining": False,
+    "machine": "a.example",
+    "pid": 7,
+    "heartbeat_seconds": 0.25,
+    "round_trip_seconds": None,
+    "devices": ["host-a/cpu:0"],
+    "jobs": [IDS[0]],
+}
+
+
 @dataclass
 class Service:
     """Jobs in a table, as the HTTP API has them."""
@@ -75,6 +89,10 @@ class Service:
             return 201, {**self.jobs[self.keys[key]], "document": body}
         if path.startswith("/v1/jobs?"):
             return 200, {"jobs": list(self.jobs.values()), "next": None}
+        if path.startswith("/v1/workers"):
+            host, _, what = path.removeprefix("/v1/workers").strip("/").partition("/")
+            found = [{**WORKER, "draining": what == "drain"}] if host in ("", "host-a") else []
+            return (200, {"workers": found}) if found else (404, {"title": "Not Found", "detail": "there is no host"})
         _, job, what = re.fullmatch(r"/v1/(jobs)/([^/?]*)/?([^?]*).*", path).groups()
         if job not in self.jobs:
             return 404, {"title": "Not Found", "detail": "there is no job of this id"}
@@ -280,6 +298,17 @@ def test_a_job_is_steered(service, capsys):
     assert "Conflict (409)" in jobs(capsys, "resume", job, status=2)[1]
 
 
+def test_workers_are_a_table_or_json_and_their_hosts_are_drained(service, capsys):
+    heading, row = jobs(capsys, "workers")[0].splitlines()
+    assert heading.split() == ["WORKER", "HOST", "STATE", "MACHINE", "PID", "HEARD", "DEVICES", "JOBS"]
+    assert row.split() == ["host-a/cpu:0", "host-a", "up", "a.example", "7", "0.2", "s", "host-a/cpu:0", IDS[0]]
+    assert json.loads(jobs(capsys, "workers", "--json")[0]) == [WORKER]
+    assert "up, draining" in jobs(capsys, "drain", "host-a")[0]
+    assert "draining" not in jobs(capsys, "undrain", "host-a")[0]
+    assert service.sent[-1] == ("POST", "/v1/workers/host-a/undrain", {})
+    assert "there is no host" in jobs(capsys, "drain", "nowhere", status=2)[1]
+
+
 def test_history_and_losses_are_tables_or_json(service, capsys):
     job = service.add()
     heading, row = jobs(capsys, "history", job)[0].splitlines()
@@ -405,7 +434,8 @@ def test_an_address_on_the_command_line_wins(service, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["", *"submit list show history pause resume cancel schedule follow losses wait".split()]
+    "command",
+    ["", *"submit list show history pause resume cancel schedule workers drain undrain follow losses wait".split()],
 )
 def test_every_command_helps(command, capsys):
     with pytest.raises(SystemExit) as ended:

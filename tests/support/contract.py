@@ -27,6 +27,8 @@ SERVICE = {
     "store_commits_total": (),
     "hung_tasks_total": (),
     "job_log_failures_total": (),
+    "worker_heartbeat_age_seconds": ("worker",),
+    "host_draining": ("host",),
 }
 """What a service tells of itself; these alone have no label for a job."""
 CONTRACT = {

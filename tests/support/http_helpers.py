@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.observe.live import LiveView
 from asyncpipe.service.http import make_api, serve_api
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError
+from asyncpipe.service.jobs.hosts import UnknownHostError, WorkerStatus
 from asyncpipe.service.jobs.job_log import JobEvent, LossRow
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobStore
@@ -79,6 +81,7 @@ class FakeService:
         self.told: dict[str, list[JobEvent]] = {}
         self.news = asyncio.Event()
         self.followers = 0
+        self.drained: set[str] = set()
         self.busy: set[str] = set()
         """Jobs that cannot be paused."""
 
@@ -152,6 +155,35 @@ class FakeService:
 
     def view(self, job: str) -> LiveView | None:
         return self.views.get(job)
+
+    async def workers(self) -> Sequence[WorkerStatus]:
+        up: dict[str, Any] = {"heartbeat_seconds": 0.25, "round_trip_seconds": math.inf, "machine": "here", "pid": 7}
+        down: dict[str, Any] = {"heartbeat_seconds": None, "round_trip_seconds": None, "machine": "", "pid": 0}
+        return [
+            WorkerStatus(
+                name=f"{host}/cpu:0",
+                host=host,
+                up=host == "a",
+                draining=host in self.drained,
+                devices=(f"{host}/cpu:0",),
+                jobs=(),
+                **(up if host == "a" else down),
+            )
+            for host in "ab"
+        ]
+
+    async def drain_host(self, host: str) -> Sequence[WorkerStatus]:
+        return await self._of_host(host, self.drained.add)
+
+    async def undrain_host(self, host: str) -> Sequence[WorkerStatus]:
+        return await self._of_host(host, self.drained.discard)
+
+    async def _of_host(self, host: str, change: Callable[[str], object]) -> Sequence[WorkerStatus]:
+        self._check()
+        if host not in "ab":
+            raise UnknownHostError(host, ["a", "b"])
+        change(host)
+        return [each for each in await self.workers() if each.host == host]
 
     def status(self) -> ServiceStatus:
         return ServiceStatus(not self.draining and self.live, self.live, self.draining or "takes jobs", 1, 2)

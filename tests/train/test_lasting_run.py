@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from asyncpipe.train.job_file import Job
 from asyncpipe.train.lasting_run import LastingRun
 from asyncpipe.train.progress import StepProgress
 from asyncpipe.train.training_run import TrainingRun
-from asyncpipe.train.workload import Workload
+from asyncpipe.train.workload import Batch, Workload
 
 pytestmark = [pytest.mark.usefixtures("snapshot_each_step"), pytest.mark.timeout(120), pytest.mark.one_loop]
 
@@ -115,31 +117,37 @@ async def undisturbed(folder: Path, make: Callable[[], Workload], **options: Any
 
 
 async def test_a_run_is_split_anew_and_takes_in_what_comes_back(tmp_path, hosts, pool):
-    make = make_chain(tied=False)
+    chain, is_back = make_chain(tied=False), threading.Event()
+
+    def make() -> Workload:
+        """Its data ends after some steps for as long as the host is not back."""
+        made = chain()
+
+        def until_it_is_back(*arguments: Any) -> Iterator[Batch]:
+            for number, batch in enumerate(made.batches(*arguments)):
+                if number == 7:
+                    assert is_back.wait(60)
+                yield batch
+
+        return replace(made, batches=until_it_is_back)
 
     def strike() -> None:
         hosts.off.add("cpu:1")
         kill(pool, "cpu:1")
 
     class Whole(Struck):
-        def started(self, started: Any) -> None:
-            super().started(started)
-            if len(self.where) == 3:
-                self.strikes[len(self.losses) + 2] = run.stop
+        def noted(self, level: int, text: str) -> None:
+            super().noted(level, text)
+            if "is back" in text:
+                is_back.set()
 
     told = Whole({3: strike, 5: hosts.off.clear})
-    job = job_of(tmp_path / "struck", steps=10**6, lost_host="split")
-    run = LastingRun(job, make, progress=told, pool=pool)
     disturb()
-    summary = await run.run()
+    job = job_of(tmp_path / "struck", steps=10, lost_host="split")
+    summary = await LastingRun(job, make, progress=told, pool=pool).run()
     assert told.where == [tuple(DEVICES), ("cpu:0", "cpu:2"), tuple(DEVICES)]
     assert any("goes on without cpu:1, on cpu:0, cpu:2; split anew: " in phase for phase in told.phases)
-
-    alone = Struck({summary.steps: lambda: whole.stop()})
-    whole = TrainingRun(job_of(tmp_path / "alone", steps=10**6), make, progress=alone)
-    disturb()
-    await whole.run()
-    assert_same_end(tmp_path / "alone" / f"step-{summary.steps}", summary.snapshot)
+    assert_same_end(await undisturbed(tmp_path / "alone", chain, steps=10), summary.snapshot)
 
 
 async def test_where_a_split_could_change_a_bit_stages_are_moved(tmp_path, hosts, pool):

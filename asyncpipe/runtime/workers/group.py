@@ -68,8 +68,8 @@ class WorkerGroup:
 
     @property
     def workers(self) -> dict[str, WorkerConnection]:
-        """The workers that are up, by name."""
-        return {name: worker for name, worker in self._workers.items() if not worker.ended.is_set()}
+        """The workers that are up, by name. From any thread."""
+        return {name: worker for name, worker in tuple(self._workers.items()) if not worker.ended.is_set()}
 
     async def __aenter__(self) -> WorkerGroup:
         self._portal = portal = Portal()

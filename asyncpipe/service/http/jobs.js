@@ -12,6 +12,7 @@ const POSSIBLE = {
 const jobs = new Map();    // id -> what the API last said of it
 const rows = new Map();    // id -> its row on the page
 const curves = new Map();  // id -> { points: [[step, loss]], asked: the step at which they were asked for }
+let workers = [];          // as the API last said
 let newest = null, shown = MORE, failures = 0, timer = 0, asking = false, again = false;
 
 // ---- Asking
@@ -52,6 +53,7 @@ async function refresh() {
     after = page.next;
   } while (after);
   for (const { id } of before.filter(job => !active.has(job.id)).slice(0, 20)) keep(await ask(`v1/jobs/${id}`));
+  ({ workers } = await ask('v1/workers'));
   await refreshCurves();
 }
 
@@ -88,12 +90,37 @@ function write(element, text) {
 function show() {
   place($('active'), active());
   place($('ended'), ended().slice(0, shown));
+  showWorkers();
   const left = ended().length - shown;
   $('more').hidden = left <= 0;
   write($('more'), left > MORE ? `Show ${MORE} more of ${left}` : `Show ${left} more`);
   $('ended-empty').hidden = ended().length > 0;
   const counts = ACTIVE.map(state => [of([state]).length, state]).filter(([count]) => count);
   write($('about'), counts.map(([count, state]) => `${count} ${state}`).join(' · '));
+}
+
+// Few, and the same ones all the time: their rows stay where they are.
+function showWorkers() {
+  const list = $('workers');
+  $('workers-section').hidden = !workers.length;
+  while (list.children.length > workers.length) list.lastElementChild.remove();
+  workers.forEach((worker, index) => {
+    const row = list.children[index] ?? list.appendChild($('worker').content.firstElementChild.cloneNode(true));
+    const part = name => row.querySelector(name), up = worker.up ? 'up' : 'down';
+    row.dataset.state = worker.draining ? 'draining' : up;
+    write(part('.name'), worker.name);
+    write(part('.state'), worker.draining ? `${up}, draining` : up);
+    const heard = worker.heartbeat_seconds, names = worker.jobs.map(id => jobs.get(id)?.name ?? id);
+    write(part('.facts'), [
+      worker.host === worker.name ? '' : worker.host, worker.machine, worker.pid ? `process ${worker.pid}` : '',
+      heard > 2 ? `silent for ${duration(heard)}` : '', names.join(', '),
+    ].filter(Boolean).join(' · '));
+    for (const button of row.querySelectorAll('button')) {
+      button.hidden = worker.draining !== (button.dataset.act === 'undrain');
+      button.setAttribute('aria-label', `${button.textContent} ${worker.host}`);
+      button.onclick = () => actOnHost(button.dataset.act, worker.host);
+    }
+  });
 }
 
 function place(list, wanted) {
@@ -183,6 +210,18 @@ async function act(what, id) {
   }
   for (const button of buttons) button.disabled = false;
   show();
+  turn();
+}
+
+async function actOnHost(what, host) {
+  try {
+    await ask(`v1/workers/${encodeURIComponent(host)}/${what}`, {
+      method: 'POST', headers: { 'Content-Type': 'application/json' }, body: '{}',
+    });
+    tell('');
+  } catch (error) {
+    tell(error.message);
+  }
   turn();
 }
 

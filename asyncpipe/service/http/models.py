@@ -29,6 +29,8 @@ __all__ = [
     "ScheduleRequest",
     "SchedulesAnswer",
     "TransitionAnswer",
+    "WorkerAnswer",
+    "WorkersAnswer",
 ]
 
 ID = "^[0-9a-hjkmnp-tv-z]{26}$"
@@ -201,6 +203,27 @@ class EntriesAnswer(_ResponseModel):
     """All entries."""
 
     entries: list[EntryAnswer]
+
+
+class WorkerAnswer(_ResponseModel):
+    """A worker of the service."""
+
+    name: str
+    host: str = Field(description="What is drained, and lost, with it: the host in its name, or it alone.")
+    up: bool = Field(description="Whether its process runs. Workers start when the first job needs them.")
+    draining: bool = Field(description="Whether jobs are to leave it.")
+    machine: Redacted = Field(description="The name of the machine that it runs on; empty if it is not up.")
+    pid: int = Field(description="0 if it is not up.")
+    heartbeat_seconds: FiniteNumber = Field(description="Since something came from it; null if it is not up.")
+    round_trip_seconds: FiniteNumber = Field(description="Of the shortest of the last pings; null before the first.")
+    devices: list[str]
+    jobs: list[str] = Field(description="Ids of the running jobs that have stages there.")
+
+
+class WorkersAnswer(_ResponseModel):
+    """Workers of the service; none if its devices are threads."""
+
+    workers: list[WorkerAnswer]
 
 
 class ReadyAnswer(_ResponseModel):

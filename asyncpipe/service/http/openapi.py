@@ -32,7 +32,7 @@ WORDS = {
     400: "The body is not JSON, or JSON that parsers read differently",
     401: "The token is missing or wrong",
     403: "Sent by a page of another server",
-    404: "There is no such job",
+    404: "There is no such job, or no such host",
     408: "The body arrived too slowly",
     409: "The job's state or the idempotency key does not allow it",
     413: "The body is too large",
@@ -84,6 +84,7 @@ def _parameter(name: str, where: str, description: str, **schema: Any) -> dict[s
 
 
 JOB = _parameter("id", "path", "The job's id", type="string", pattern=models.ID)
+HOST = _parameter("host", "path", "The host, as /v1/workers names it", type="string", minLength=1, maxLength=200)
 LIMIT = _parameter(
     "limit", "query", "The most rows of the response", type="integer", minimum=1, maximum=models.MOST_LISTED
 )
@@ -139,6 +140,11 @@ OPERATIONS = [
     _act("cancel", "Cancel a job for good"),
     Operation("put", "/v1/jobs/{id}/schedule", "change_schedule", "Change the schedule after the current step",
                {200: models.JobDetails}, (404, 409, 422, 507), [JOB], models.ScheduleRequest),
+    Operation("get", "/v1/workers", "workers", "Worker processes and their hosts", {200: models.WorkersAnswer}, (422,)),
+    Operation("post", "/v1/workers/{host}/drain", "drain", "Have jobs leave a host after their steps",
+               {200: models.WorkersAnswer}, (404, 422), [HOST], NOTHING),
+    Operation("post", "/v1/workers/{host}/undrain", "undrain", "Have jobs use a host again",
+               {200: models.WorkersAnswer}, (404, 422), [HOST], NOTHING),
     Operation("get", "/v1/schedules", "schedules", "Schedules that jobs may name", {200: models.SchedulesAnswer},
                (422,)),
     Operation("get", "/v1/entries", "entries", "Entries that jobs may name", {200: models.EntriesAnswer}, (422,)),

@@ -20,6 +20,7 @@ from aiohttp.typedefs import Handler, Middleware
 from asyncpipe.errors import OptionError, ScheduleError
 from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.job_states import JobSpecError, JobStateError
+from asyncpipe.service.jobs.hosts import UnknownHostError
 from asyncpipe.service.store.job_store import (
     IdempotencyConflictError,
     QueueFullError,
@@ -104,6 +105,8 @@ def problem_of(error: BaseException, redact: Redactor) -> Problem | None:
             return invalid(*((redact(key, 100), redact(text, 300)) for key, text in error.problems))
         case UnknownJobError():
             return Problem(404, "unknown-job", "there is no job of this id")
+        case UnknownHostError():
+            return Problem(404, "unknown-host", redact(str(error), 300))
         case JobStateError():
             possible = [str(state) for state in error.possible]
             more = {"job": error.job, "state": str(error.state), "possible": possible}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ from asyncpipe.service.job_states import (
     JobState,
     is_idempotency_key,
 )
+from asyncpipe.service.jobs.hosts import WorkerStatus
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import StoreError, UnknownJobError
 from asyncpipe.service.submission.submission import SubmissionError
@@ -108,6 +109,36 @@ class Routes:
             raise invalid(("", "must be an empty JSON object"))
         return await self._details(await self._audited(request, what, job, lambda: act(job)))
 
+    async def drain(self, request: web.Request) -> web.Response:
+        """The workers of a host that jobs leave after their steps."""
+        return await self._act_on_host(request, "drain", self.service.drain_host)
+
+    async def undrain(self, request: web.Request) -> web.Response:
+        """The workers of a host that jobs may use again."""
+        return await self._act_on_host(request, "undrain", self.service.undrain_host)
+
+    async def _act_on_host(
+        self, request: web.Request, what: str, act: Callable[[str], Awaitable[Sequence[WorkerStatus]]]
+    ) -> web.Response:
+        host = request.match_info["host"]
+        if await self._body(request) != {}:
+            raise invalid(("", "must be an empty JSON object"))
+        try:
+            found = await act(host)
+        except Exception as error:
+            self._refused(request, what, error, host=host)
+            raise
+        self.audit.line(request, what, "ok", host=host)
+        return self._workers(found)
+
+    def _workers(self, found: Sequence[WorkerStatus]) -> web.Response:
+        return _answer(models.WorkersAnswer(workers=[models.WorkerAnswer.of(each, self.redact) for each in found]))
+
+    def _refused(self, request: web.Request, what: str, error: Exception, **about: str | None) -> None:
+        problem = problem_of(error, self.redact)
+        status, reason = (500, "internal") if problem is None else (problem.status, problem.kind)
+        self.audit.line(request, what, "refused", **about, status=status, reason=reason)
+
     async def _audited(
         self, request: web.Request, what: str, job: str | None, act: Callable[[], Awaitable[Any]]
     ) -> Any:
@@ -115,9 +146,7 @@ class Routes:
         try:
             done = await act()
         except Exception as error:
-            problem = problem_of(error, self.redact)
-            status, reason = (500, "internal") if problem is None else (problem.status, problem.kind)
-            self.audit.line(request, what, "refused", job=job, status=status, reason=reason)
+            self._refused(request, what, error, job=job)
             raise
         record = done[0] if isinstance(done, tuple) else done
         more = {"new": done[1]} if isinstance(done, tuple) else {}
@@ -177,6 +206,11 @@ class Routes:
             return (await self.service.get(job)).state in FINAL_STATES
         except (ServiceDrainingError, StoreError):
             return False
+
+    async def workers(self, request: web.Request) -> web.Response:
+        """The workers of the service."""
+        _query(request)
+        return self._workers(await self.service.workers())
 
     async def schedules(self, request: web.Request) -> web.Response:
         """The schedules that jobs may name."""

@@ -151,6 +151,8 @@ class JobRun:
         """Held while the schedule is changed."""
         self.waits_for: str | None = None
         """Why it does not train now: it waits for lost workers."""
+        self.workers: tuple[str, ...] = ()
+        """Those that it has stages in."""
         self.has_snapshot = False
         """Whether this run has taken a snapshot."""
         self._store = store
@@ -281,6 +283,7 @@ class JobRun:
 
     def started(self, run: RunStarted) -> None:
         """The model is on its devices."""
+        self.workers = run.workers
         self.noted(logging.INFO, f"started on {', '.join(run.devices)}, {run.parameters:,} parameters")
 
     def stepped(self, progress: StepProgress) -> None:
@@ -316,6 +319,8 @@ class JobRun:
         if reason is not None and self.waits_for is None:
             self.noted(logging.WARNING, reason)
         self.waits_for = reason
+        if reason is not None:
+            self.workers = ()
 
     def snapshot(self, step: int, path: Path) -> None:
         """A snapshot is on disk."""

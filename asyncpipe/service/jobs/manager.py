@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 
 from asyncpipe.errors import AsyncpipeError
@@ -24,6 +24,7 @@ from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
+from asyncpipe.service.jobs.hosts import Hosts
 from asyncpipe.service.jobs.job_log import JobLog, JobLogs
 from asyncpipe.service.jobs.job_queue import Candidate, QueueAction, QueueDecision, decide, place_of
 from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer, RunEnding, RunOutcome, is_permanent, next_state
@@ -71,6 +72,7 @@ class Manager:
         folders = [] if settings.entry_path is None else [str(settings.entry_path.resolve())]
         self.pool = DevicePool(workers=settings.workers, worker_path=folders)
         self.watchdog = Watchdog(self.pool.driver, factor=settings.watchdog_factor, floor=settings.watchdog_floor)
+        self.hosts = Hosts(self.pool, settings.devices, self._workers_in_use)
         self._entries = entries
         self._make_trainer = make_trainer
         self._measure = measure
@@ -307,7 +309,7 @@ class Manager:
         if self.shutdown is not None:
             run.stop()
         try:
-            return await run.run(self._make_trainer, make_workload, log, pool=self.pool)
+            return await run.run(self._make_trainer, make_workload, log, pool=self.pool, leave=self.hosts)
         except Exception as error:
             _logger.exception("the run of job %s failed in asyncpipe's own code; this is a bug", run.record.id)
             return RunOutcome(RunEnding.FAILED_PERMANENTLY, f"{type(error).__name__}: {error}")
@@ -343,6 +345,9 @@ class Manager:
     def _forget(self, job: str) -> None:
         self._failures.pop(job, None)
         self._peaks.pop(job, None)
+
+    def _workers_in_use(self) -> Mapping[str, Sequence[str]]:
+        return {job: run.workers for job, run in self.jobs.running.items()}
 
     def _log_failed(self, job: str, text: str) -> None:
         _logger.error("job %s: %s", job, text)

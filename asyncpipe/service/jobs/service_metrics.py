@@ -39,9 +39,11 @@ class ServiceMetrics(Collector):
 
     def __init__(self) -> None:
         self.is_ready: Callable[[], bool] = lambda: False
-        """Called at each scrape, like the next two."""
+        """Called at each scrape, like the next four."""
         self.commits: Callable[[], int] = lambda: 0
         self.hung_tasks: Callable[[], int] = lambda: 0
+        self.heartbeats: Callable[[], Mapping[str, float]] = dict
+        self.drained: Callable[[], Mapping[str, bool]] = dict
         self._merged = MergedCollector()
         self._collectors: dict[str, PipelineCollector] = {}
         """By job, in the order in which their runs ended."""
@@ -146,6 +148,10 @@ class ServiceMetrics(Collector):
         yield _family(CounterMetricFamily, "store_commits", text, {"": commits})
         text = "Tasks that ran much longer than before, so that their steps were failed."
         yield _family(CounterMetricFamily, "hung_tasks", text, {"": hung})
+        text = "Seconds since something came from a worker of the service that is up."
+        yield _family(GaugeMetricFamily, "worker_heartbeat_age_seconds", text, self.heartbeats(), "worker")
+        text = "1 while jobs are to leave the host, else 0. A worker that names no host is one by itself."
+        yield _family(GaugeMetricFamily, "host_draining", text, self.drained(), "host")
         text = "Failures to write the files of a job's log."
         yield _family(CounterMetricFamily, "job_log_failures", text, {"": log_failures})
 

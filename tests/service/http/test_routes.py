@@ -119,6 +119,24 @@ async def test_what_may_be_named(tmp_path: Path) -> None:
         assert set(entries["entries"][0]["parameters"]["properties"]) == {"width", "scale"}
 
 
+async def test_workers_are_listed_and_their_hosts_drained(tmp_path: Path) -> None:
+    async with mounted(tmp_path) as api:
+        status, answer, _ = await api.ask("GET", "/v1/workers")
+        one, other = answer["workers"]
+        assert (status, one["name"], one["host"], one["up"], one["pid"]) == (200, "a/cpu:0", "a", True, 7)
+        assert (other["up"], other["draining"], other["heartbeat_seconds"]) == (False, False, None)
+        assert (one["heartbeat_seconds"], one["round_trip_seconds"]) == (0.25, None)  # JSON has no infinity.
+        for act, draining in (("drain", True), ("undrain", False)):
+            status, answer, _ = await api.ask("POST", f"/v1/workers/b/{act}", {})
+            assert (status, [row["host"] for row in answer["workers"]]) == (200, ["b"])
+            assert answer["workers"][0]["draining"] is draining
+        status, answer, _ = await api.ask("POST", "/v1/workers/nowhere/drain", {})
+        assert (status, answer["type"].rpartition(":")[2]) == (404, "unknown-host")
+        assert "there is no host 'nowhere'; the service has a, b" in answer["detail"]
+        assert (await api.ask("POST", "/v1/workers/a/drain", {"now": True}))[0] == 422
+        assert (await api.ask("GET", "/v1/workers?what=1"))[0] == 422
+
+
 async def test_probes(tmp_path: Path) -> None:
     async with mounted(tmp_path) as api:
         assert (await api.ask("GET", "/livez"))[0] == (await api.ask("GET", "/readyz"))[0] == 200
@@ -253,7 +271,7 @@ async def test_the_document_has_every_route_and_no_other(tmp_path: Path) -> None
 
 async def test_an_operation_that_is_not_described_would_be_found() -> None:
     names = [operation.name for operation in openapi.OPERATIONS]
-    assert len(names) == len(set(names)) == 15
+    assert len(names) == len(set(names)) == 18
 
 
 async def test_it_listens_where_it_says(tmp_path: Path) -> None:

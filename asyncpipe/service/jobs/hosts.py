@@ -1,0 +1,167 @@
+"""The workers of a service and their hosts: what each one does, and which hosts jobs are to leave.
+
+::
+
+    drain host-a ───▶ runs with devices there end their step, take a snapshot, and go on elsewhere
+                      (train/lasting_run.py); jobs that begin later do without it
+    undrain host-a ─▶ those runs take it in again, in the same way
+
+A host is drained until it is undrained, or the service ends. A worker whose device names no host is one by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+
+from asyncpipe.core.hosts import unit_of
+from asyncpipe.errors import AsyncpipeError
+from asyncpipe.ops.device.devices import resolve_devices
+from asyncpipe.pipeline.pool import DevicePool
+
+__all__ = ["Hosts", "UnknownHostError", "WorkerStatus"]
+
+_logger = logging.getLogger(__name__)
+
+
+class UnknownHostError(AsyncpipeError, LookupError):
+    """The service has no such host; the message names those that it has."""
+
+    def __init__(self, host: str, known: Sequence[str]) -> None:
+        super().__init__(f"there is no host {host!r}; the service has {', '.join(known) or 'no workers'}")
+        self.host = host
+        self.known = tuple(known)
+
+    def __reduce__(self) -> tuple[type[UnknownHostError], tuple[str, tuple[str, ...]]]:
+        return type(self), (self.host, self.known)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker of the service."""
+
+    name: str
+    host: str
+    """What is drained, and lost, with it: the host in its name, or it alone."""
+    up: bool
+    """Whether its process runs. Workers start when the first job needs them, and again when they were lost."""
+    draining: bool
+    """Whether jobs are to leave it."""
+    machine: str
+    """The name of the machine that it runs on; empty if it does not."""
+    pid: int
+    heartbeat_seconds: float | None
+    """Since something came from it, which is asked every half second; ``None`` if it is not up."""
+    round_trip_seconds: float | None
+    devices: tuple[str, ...]
+    jobs: tuple[str, ...]
+    """The running jobs that have stages there."""
+
+
+class Hosts:
+    """The hosts of a service's pool; of the service's loop. Runs ask it what they are to leave (``HostsToLeave``)."""
+
+    def __init__(
+        self, pool: DevicePool, devices: Sequence[str], jobs_in: Callable[[], Mapping[str, Sequence[str]]]
+    ) -> None:
+        """``devices`` are the service's. ``jobs_in`` returns the workers of each running job."""
+        self.others = tuple(devices)
+        self._pool = pool
+        self._jobs_in = jobs_in
+        self._drained: set[str] = set()
+        self._watchers: list[Callable[[], object]] = []
+
+    def __contains__(self, unit: str) -> bool:
+        return unit in self._drained
+
+    def watch(self, changed: Callable[[], object]) -> Callable[[], object]:
+        """Have ``changed`` called whenever a host is drained or undrained, until what this returns is called."""
+        self._watchers.append(changed)
+        return lambda: self._watchers.remove(changed)
+
+    async def drain(self, host: str) -> Sequence[WorkerStatus]:
+        """Have jobs leave ``host`` after their steps; its workers. Raises ``UnknownHostError``."""
+        return await self._change(host, self._drained.add)
+
+    async def undrain(self, host: str) -> Sequence[WorkerStatus]:
+        """Have jobs use ``host`` again; its workers. Raises ``UnknownHostError``."""
+        return await self._change(host, self._drained.discard)
+
+    async def _change(self, host: str, change: Callable[[str], object]) -> Sequence[WorkerStatus]:
+        known = sorted({unit_of(name) for name in self._named()})
+        if host not in known:
+            raise UnknownHostError(host, known)
+        before = host in self._drained
+        change(host)
+        if before != (host in self._drained):
+            _logger.info("host %s is %s", host, "used again" if before else "drained: jobs leave it after their steps")
+            for changed in list(self._watchers):
+                changed()
+        return [each for each in await self.workers() if each.host == host]
+
+    async def workers(self) -> Sequence[WorkerStatus]:
+        """All workers, those that are not up as well; empty if the service's devices are threads."""
+        workers = self._pool.workers
+        if workers is None:
+            return []
+
+        async def look() -> list[WorkerStatus]:
+            # On the pool's loop, where they come and go.
+            named = self._named()
+            up = dict(workers.up)
+            found = []
+            for name in dict.fromkeys([*named, *up]):
+                connection = up.get(name)
+                age = None if connection is None else connection.silent_seconds
+                trip = None if connection is None else connection.round_trip
+                found.append(
+                    WorkerStatus(
+                        name=name,
+                        host=unit_of(name),
+                        up=connection is not None,
+                        draining=unit_of(name) in self._drained,
+                        machine="" if connection is None else connection.host,
+                        pid=0 if connection is None else connection.pid,
+                        heartbeat_seconds=_finite(age),
+                        round_trip_seconds=_finite(trip),
+                        devices=tuple(named.get(name, [name])),
+                        jobs=(),
+                    )
+                )
+            return found
+
+        statuses = await self._pool.run(look())
+        jobs_in = self._jobs_in()
+        return [_with_jobs(each, jobs_in) for each in statuses]
+
+    def heartbeats(self) -> dict[str, float]:
+        """By worker that is up, the seconds since something came from it. From any thread."""
+        workers = self._pool.workers
+        if workers is None:
+            return {}
+        ages = {name: connection.silent_seconds for name, connection in tuple(workers.up.items())}
+        return {name: age for name, age in ages.items() if isfinite(age)}
+
+    def drained(self) -> dict[str, bool]:
+        """By host, whether it is drained. From any thread."""
+        return {host: host in self._drained for host in sorted({unit_of(name) for name in self._named()})}
+
+    def _named(self) -> dict[str, list[str]]:
+        """The devices of each worker that the service's devices have."""
+        workers = self._pool.workers
+        if workers is None:
+            return {}
+        named: dict[str, list[str]] = {}
+        for device, worker in workers.worker_of(resolve_devices(self.others)).items():
+            named.setdefault(worker, []).append(device)
+        return named
+
+
+def _finite(seconds: float | None) -> float | None:
+    return seconds if seconds is not None and isfinite(seconds) else None
+
+
+def _with_jobs(status: WorkerStatus, jobs_in: Mapping[str, Sequence[str]]) -> WorkerStatus:
+    return replace(status, jobs=tuple(job for job, workers in jobs_in.items() if status.name in workers))
