@@ -104,8 +104,8 @@ def _log_failures() -> Panel:
 def _heartbeats() -> Panel:
     options = PanelOptions(
         title="Age of heartbeats",
-        about="Seconds since something came from a worker process that is up. It is asked every half second, so this is "
-        "short while it lives; after 20 s it is taken for hung. Empty for services whose devices are threads.",
+        about="Seconds since something came from a worker process that is up. It is asked every half second, so this "
+        "is short while it lives; after 20 s it is taken for hung. Empty for services whose devices are threads.",
         unit="s",
         runbook=("AsyncpipeWorkerLost",),
     )

@@ -90,6 +90,17 @@ the connection breaks or the service restarts, the command waits for it. With --
 Exits with 0 if the job finished, with 1 if it failed or was cancelled.
 """
 
+WORKERS = """\
+Show the worker processes of a service that has its devices in some, also those that do not run now: workers start when
+the first job needs them. HOST is what `drain` takes: the host in the names of devices, or the worker alone.
+"""
+
+DRAIN = """\
+Have jobs leave a host, for maintenance: each ends its step, takes a snapshot and goes on with other devices, to the same
+losses and weights. If nothing is left for a job, it waits. This lasts until `undrain`, or until the service ends. The
+host's workers run on; when `workers` shows no jobs there, it may be switched off.
+"""
+
 WAIT = """\
 Wait until a job has ended. Exits with 0 if it finished, with 1 if it failed or was cancelled, with 3 if it has not
 ended after --timeout seconds; the job then continues.
@@ -111,9 +122,9 @@ def add_parser(subparsers: Subparsers) -> None:
     _add(commands, "history", _history, "show every change of a job's state, with its cause")
     for name, summary in CHANGES.items():
         _add(commands, name, _change, summary).set_defaults(change=name)
-    _add(commands, "workers", _workers, "show the service's worker processes and their hosts", job=False)
+    _add(commands, "workers", _workers, "show the service's worker processes and their hosts", WORKERS, job=False)
     for name, summary in HOST_CHANGES.items():
-        changing = _add(commands, name, _change_host, summary, job=False)
+        changing = _add(commands, name, _change_host, summary, DRAIN if name == "drain" else None, job=False)
         changing.add_argument("host", metavar="HOST", help="the host, as `workers` names it")
         changing.set_defaults(change=name)
     schedule = _add(commands, "schedule", _schedule, "run a job's next steps by another schedule")
