@@ -96,9 +96,9 @@ the first job needs them. HOST is what `drain` takes: the host in the names of d
 """
 
 DRAIN = """\
-Have jobs leave a host, for maintenance: each ends its step, takes a snapshot and goes on with other devices, to the same
-losses and weights. If nothing is left for a job, it waits. This lasts until `undrain`, or until the service ends. The
-host's workers run on; when `workers` shows no jobs there, it may be switched off.
+Have jobs leave a host, for maintenance: each ends its step, takes a snapshot and goes on with other devices, to the
+same losses and weights. If nothing is left for a job, it waits. This lasts until `undrain`, or until the service ends.
+The host's workers run on; when `workers` shows no jobs there, it may be switched off.
 """
 
 WAIT = """\

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from math import inf
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from asyncpipe.core.engine.events import Observer
 from asyncpipe.core.engine.share import Share
@@ -131,6 +133,13 @@ class LastingRun:
         self._costs = StepCosts()
         self._losses = 0
         """In a row, since the last snapshot."""
+        self._broken: Counter[str] = Counter()
+        """How often connections of each unit broke, while its workers were there, in runs that took no snapshot."""
+        self._broken_since = inf
+        self._return_pause = 0.0
+        """Seconds after which what is gone is tried again; more each time that the run with it took no snapshot."""
+        self._begun_with = 0
+        """How many snapshots there were when the run under way began."""
         self._saved = 0
         """How many snapshots there were at the last loss."""
         self._stopping = self._moving = self._is_between = False
@@ -205,6 +214,7 @@ class LastingRun:
             costs = StepCosts()
             run = self._run = self._make_run([costs])
             self._is_between = self._moving = False
+            self._begun_with = self._progress.snapshots
             if self._stopping:
                 run.stop()
             loss = None
@@ -218,7 +228,7 @@ class LastingRun:
                 self._is_between = True
                 self._learn(run, costs)
             if loss is not None:
-                await self._recover(*loss)
+                await self._recover(loss)
             elif self._stopping or not (summary.stopped and self._moving):
                 return summary
 
@@ -278,17 +288,23 @@ class LastingRun:
 
     # What is lost, and what comes back
 
-    async def _recover(self, unit: str, text: str) -> None:
+    async def _recover(self, loss: _Loss) -> None:
         """Return when the job can go on. Raises ``HostLostError``."""
-        self._note(f"{text}; the job goes on from its last snapshot")
+        self._note(f"{loss.how}; the job goes on from its last snapshot")
         if self._progress.snapshots > self._saved:
             self._losses, self._saved = 0, self._progress.snapshots
+        if self._progress.snapshots > self._begun_with:
+            self._broken.clear()
+            self._return_pause = 0.0
+        if len(loss.units) > 1:
+            await self._recover_from_cut(loss)
+            return
         self._losses += 1
         if self._losses > self._job.faults.snapshot_retries:
-            raise HostLostError([unit], f"gives up after {self._losses} losses without a new snapshot between: {text}")
+            how = f"gives up after {self._losses} losses without a new snapshot between: {loss.how}"
+            raise HostLostError(loss.units, how)
         seconds, pause = self._job.faults.wait_seconds, FIRST_PAUSE
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + seconds
+        deadline = self._loop.time() + seconds
         try:
             while not self._stopping:
                 self._changed.clear()
@@ -297,7 +313,7 @@ class LastingRun:
                 if not (new := missing.keys() - self._gone):
                     return
                 names, reason = ", ".join(sorted(new)), missing[min(new)]
-                if (rest := deadline - loop.time()) <= 0:
+                if (rest := deadline - self._loop.time()) <= 0:
                     if self._policy != SPLIT or not self._units() - self._left_by_order() - missing.keys():
                         raise HostLostError(sorted(new), f"has waited {seconds:g} s for a replacement: {reason}")
                     self._gone |= new
@@ -308,6 +324,30 @@ class LastingRun:
                 pause = min(2 * pause, LONGEST_PAUSE)
         finally:
             self._progress.waiting(None)
+
+    async def _recover_from_cut(self, loss: _Loss) -> None:
+        """A connection broke between workers that are there: try again; in the end, leave out who has most of them."""
+        seconds = self._job.faults.wait_seconds
+        if not self._broken:
+            self._broken_since = self._loop.time()
+        self._broken.update(loss.units)
+        tries, rest = self._broken.total(), self._broken_since + seconds - self._loop.time()
+        if tries <= len(loss.units):
+            return
+        if rest > 0:
+            try:
+                self._changed.clear()
+                self._progress.waiting(f"waits for the connection, up to {seconds:g} s: {loss.how}")
+                await self._change_within(min(FIRST_PAUSE * tries, LONGEST_PAUSE, rest))
+            finally:
+                self._progress.waiting(None)
+            return
+        # Of two that have as many, the one that is not left out already.
+        worst = max(sorted(self._broken), key=lambda unit: (self._broken[unit], unit not in self._gone))
+        if self._policy != SPLIT or not self._units() - self._left_by_order() - {worst}:
+            raise HostLostError(loss.units, f"has waited {seconds:g} s for their connection: {loss.how}")
+        self._gone = {worst}
+        self._note(f"{worst} cannot be reached by others")
 
     async def _start(self, units: Iterable[str]) -> dict[str, str]:
         """Start what is missing of the workers of ``units``; those that cannot be started, and why."""
@@ -337,6 +377,7 @@ class LastingRun:
         if not self._gone:
             yield
             return
+        self._return_pause = max(self._return_pause, LONGEST_PAUSE)
         watching = asyncio.create_task(self._watch_for_returns(), name=f"asyncpipe {self._job.name}: lost hosts")
         try:
             yield
@@ -346,11 +387,12 @@ class LastingRun:
 
     async def _watch_for_returns(self) -> None:
         while True:
-            await asyncio.sleep(LONGEST_PAUSE)
+            await asyncio.sleep(self._return_pause)
             tried = self._gone - self._left_by_order()
             missing = await self._start(tried)
             if back := tried - missing.keys():
                 self._gone -= back
+                self._return_pause *= 2
                 self._note(f"{', '.join(sorted(back))} is back, and is used from the next step on")
                 self._move()
                 return
@@ -413,12 +455,21 @@ class LastingRun:
                 await self._changed.wait()
 
 
-def _loss(error: Exception) -> tuple[str, str] | None:
-    """What was lost, and how, if workers were; else ``None``."""
+class _Loss(NamedTuple):
+    units: tuple[str, ...]
+    """What was lost; several if it is the connection between them."""
+    how: str
+
+
+def _loss(error: Exception) -> _Loss | None:
+    """What was lost, if that is why a run has failed."""
     found = error.__cause__ if isinstance(error, TaskError) else error
     if isinstance(found, WorkerLostError | WorkerStartError):
-        return unit_of(found.worker), _short(found)
-    return ("a connection between workers", _short(found)) if isinstance(found, EdgeError) else None
+        return _Loss((unit_of(found.worker),), _short(found))
+    if isinstance(found, EdgeError):
+        names = {unit_of(name) for name in found.edge or () if isinstance(name, str)}
+        return _Loss(tuple(sorted(names)) or ("a connection",), _short(found))
+    return None
 
 
 def _short(error: Exception) -> str:
