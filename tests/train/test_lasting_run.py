@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from host_helpers import Hosts
 from resume_helpers import STEPS, disturb, make_chain, make_job
 from run_helpers import Told, assert_same_end, plain
 
 from asyncpipe.errors import HostLostError, JobFileError
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.runtime.workers.launcher import Invitation, WorkerProcess
-from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
 from asyncpipe.train import lasting_run
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.lasting_run import LastingRun
@@ -32,24 +31,6 @@ DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 TRAINING = {"overlap": True, "clip": None, "warmup_steps": 3}
 
 
-class Hosts:
-    """Which of them are off: what starts a worker there cannot be reached."""
-
-    def __init__(self) -> None:
-        self.off: set[str] = set()
-
-    def launcher(self, **options: Any) -> ProcessLauncher:
-        hosts = self
-
-        class Launcher(ProcessLauncher):
-            async def start(self, invitation: Invitation) -> WorkerProcess:
-                if invitation.name.partition("#")[0] in hosts.off:
-                    raise OSError(f"no route to {invitation.name}")
-                return await super().start(invitation)
-
-        return Launcher(**options)
-
-
 @pytest.fixture(scope="module")
 def hosts() -> Hosts:
     return Hosts()
@@ -58,12 +39,10 @@ def hosts() -> Hosts:
 @pytest.fixture(scope="module")
 def pool(hosts: Hosts) -> Iterator[DevicePool]:
     """Each device in a worker, which is a host."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("asyncpipe.pipeline.workers.ProcessLauncher", hosts.launcher)
-        pool = DevicePool(workers="processes")
-    asyncio.run(pool.__aenter__())
-    yield pool
-    asyncio.run(pool.aclose())
+    with hosts.pool() as pool:
+        asyncio.run(pool.__aenter__())
+        yield pool
+        asyncio.run(pool.aclose())
 
 
 @pytest.fixture(autouse=True)

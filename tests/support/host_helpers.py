@@ -1,0 +1,41 @@
+"""Workers of this machine that stand for hosts, which can be switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from asyncpipe.core.hosts import unit_of
+from asyncpipe.pipeline.pool import DevicePool
+from asyncpipe.runtime.workers.launcher import Invitation, WorkerProcess
+from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
+
+__all__ = ["Hosts"]
+
+
+class Hosts:
+    """Which hosts are ``off``: no worker can be started there."""
+
+    def __init__(self) -> None:
+        self.off: set[str] = set()
+
+    @contextmanager
+    def pool(self, **options: Any) -> Iterator[DevicePool]:
+        """A pool that is not open, whose workers are on these hosts."""
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("asyncpipe.pipeline.workers.ProcessLauncher", self._launcher)
+            yield DevicePool(workers="processes", **options)
+
+    def _launcher(self, **options: Any) -> ProcessLauncher:
+        hosts = self
+
+        class Launcher(ProcessLauncher):
+            async def start(self, invitation: Invitation) -> WorkerProcess:
+                if unit_of(invitation.name) in hosts.off:
+                    raise OSError(f"no route to {invitation.name}")
+                return await super().start(invitation)
+
+        return Launcher(**options)
