@@ -92,8 +92,8 @@ Exits with 0 if the job finished, with 1 if it failed or was cancelled.
 
 WORKERS = """\
 Show the worker processes of a service that has its devices in some, also those that do not run now: workers start when
-the first job needs them. HOST is what `drain` takes: the host in the names of devices, or the worker alone. HEARD is how
-long ago something came from the worker, which is asked every half second.
+the first job needs them. HOST is what `drain` takes: the host in the names of devices, or the worker alone. HEARD is
+how long ago something came from the worker, which is asked every half second.
 """
 
 DRAIN = """\
