@@ -199,6 +199,14 @@ class EdgeError(AsyncpipeError, RuntimeError):
         self.peers = tuple(peers)
         self.edge = edge
 
+    @classmethod
+    def not_there(cls, me: int, pairs: Sequence[tuple[int, int]], seconds: float, more: str = "") -> EdgeError:
+        """Worker ``me`` has waited so many seconds for those at the other ends of ``pairs``."""
+        peers = sorted({sender if receiver == me else receiver for sender, receiver in pairs})
+        names = ", ".join(f"worker {peer}" for peer in peers)
+        edges = ", ".join(f"{sender} > {receiver}" for sender, receiver in pairs)
+        return cls(f"{names} did not come within {seconds:g} s; waiting for the edges {edges}{more}", peers)
+
     def __reduce__(self) -> tuple[type[EdgeError], tuple[object, ...]]:
         return type(self), (str(self), self.peers, self.edge)
 

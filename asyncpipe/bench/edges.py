@@ -28,10 +28,12 @@ from asyncpipe.bench.harness import alternating, interrupts_blocked, rounds, tab
 from asyncpipe.errors import EdgeError
 from asyncpipe.ops.edges.connect import HOST_TRANSPORTS, Edges, connect
 from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
+from asyncpipe.runtime.workers.meeting import Door, meet
 
 __all__ = ["EdgesSize", "run", "show"]
 
 BARE = "bare gloo"
+BOTH = [(0, 1), (1, 0)]
 TAKEN = ", taken"
 _TRANSPORT_OF = {f"shared_memory{TAKEN}": "shared_memory", **{name: name for name in HOST_TRANSPORTS}}
 """By arm."""
@@ -190,11 +192,11 @@ def _arms(rank: int, folder: str, stack: ExitStack) -> dict[str, Messenger]:
     arms: dict[str, Messenger] = {BARE: _Bare(rank)}
     for name, transport in _TRANSPORT_OF.items():
         arrived: SimpleQueue[ReceivedMessage | EdgeError] = SimpleQueue()
+        door = Door(rank, folder=folder)
+        sockets = meet(rank, BOTH, door, {1 - rank: f"{folder}/{1 - rank}"}, job=name, secret=b"")
         edges = connect(
             rank,
-            [(0, 1), (1, 0)],
-            job=name,
-            folder=folder,
+            sockets,
             on_message=arrived.put,
             on_broken=arrived.put,
             transport=transport,

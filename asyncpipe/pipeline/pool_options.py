@@ -45,9 +45,13 @@ class PoolOptions:
     each accelerator and each logical CPU device. A mapping from device to the name of its worker makes other groups.
     With workers the loop is always the pool's own."""
     transport: Literal["shared_memory", "gloo", "nccl"] = "shared_memory"
-    """How tensors get from one worker to another, which changes no bit: by ``"shared_memory"`` of this machine; by
-    ``"gloo"``, over the loopback interface; or by ``"nccl"`` from device to device, where each worker has one CUDA
+    """How tensors get from one worker to another, which changes no bit: by ``"shared_memory"`` on one machine, and by
+    gloo between two; by ``"gloo"`` everywhere; or by ``"nccl"`` from device to device, where each worker has one CUDA
     device. By the others, tensors of CUDA devices travel through the host."""
+    interface: str | None = None
+    """Where workers of other machines reach a worker: the name of a network interface (``"eth0"``), one of its
+    addresses, or a network that it is in (``"10.1.0.0/16"``). By default where the controller
+    reaches it."""
     edge_shapes: Mapping[tuple[str, str], EdgeShape] | None = None
     """For tests and measurements: the latency and bandwidth of edges, by the names of the workers that they lead from
     and to. So workers of one machine can stand for hosts. Others stay as they are; see ``asyncpipe.testing.reshape``.

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from pickle import PickleBuffer
@@ -21,6 +22,7 @@ from asyncpipe.ops.device.wire import from_buffers, to_buffers, to_wire
 from asyncpipe.ops.execute.stage_files import StoredStages
 from asyncpipe.ops.model.shipping import NamedState, forget_values, refuse_what_trains, ship_model, state_names
 from asyncpipe.pipeline.build import PipelineParts
+from asyncpipe.pipeline.edge_paths import EdgePaths
 from asyncpipe.pipeline.options import PipelineOptions
 from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs
 from asyncpipe.pipeline.wire_messages import (
@@ -28,8 +30,10 @@ from asyncpipe.pipeline.wire_messages import (
     CopyStages,
     Flags,
     GetState,
+    GiveUp,
     LoadPipeline,
     MakeBatch,
+    OpenedDoor,
     PartResult,
     Pieces,
     PutState,
@@ -44,7 +48,6 @@ from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.parts_driver import LOSS_SECONDS, PartsDriver, PartsExecution, PlacedPipeline
 from asyncpipe.runtime.workers.batch_memory import Place
 from asyncpipe.runtime.workers.connection import WorkerConnection
-from asyncpipe.runtime.workers.held_folder import HeldFolder
 from asyncpipe.runtime.workers.packed import pack
 
 __all__ = ["PreparedWork", "RemoteStages"]
@@ -114,31 +117,45 @@ class RemoteStages:
             models = await asyncio.get_running_loop().run_in_executor(thread, self._ship, names)
         self._connections = {name: self._workers.connection(name) for name in names}
         self._is_loaded = True
-        folder = HeldFolder("asyncpipe-edges-")
-        messages = [self._load_message(*each, options, folder.path) for each in zip(names, models, strict=True)]
-        asked = [
-            asyncio.ensure_future(connection.ask(pack(message)))
-            for connection, message in zip(self._connections.values(), messages, strict=True)
-        ]
+        asked: list[asyncio.Future[Any]] = []
         try:
+            paths = EdgePaths(self._connections, self._workers.numbers, self._pairs(), self._workers.transport)
+            doors = dict(zip(names, await self._open_doors(paths), strict=True))
+            messages = [self._load_message(*each, options, paths, doors) for each in zip(names, models, strict=True)]
+            asked += [
+                asyncio.ensure_future(connection.ask(pack(message)))
+                for connection, message in zip(self._connections.values(), messages, strict=True)
+            ]
             await _all_answer(asked)
         except BaseException:
-            # Workers that wait for one which does not come see that the folder is gone. Who builds a model is not
-            # waited for.
-            folder.rename()
-            self._workers.begin(self._give_up(asked, folder))
+            # Who builds a model is not waited for.
+            self._workers.begin(self._give_up(asked))
             raise
-        folder.remove()
         self._names = state_names(self._parts.staged)
         forget_values(self._parts.module)
         links = {device: self._connections[worker] for device, worker in self._worker_of.items()}
         self._placed = PlacedPipeline(self._number, self._tenant, links)
         self.driver.place(self._placed, self._workers.take_restarted(names))
 
-    async def _give_up(self, asked: Sequence[asyncio.Future[Any]], folder: HeldFolder) -> None:
+    async def _open_doors(self, paths: EdgePaths) -> list[OpenedDoor]:
+        """Have the workers let in others, before anybody is told to go there."""
+        interface = self._workers.interface
+        asked = [
+            asyncio.ensure_future(connection.ask(paths.open_door(self._number, name, interface)))
+            for name, connection in self._connections.items()
+        ]
+        try:
+            await _all_answer(asked)
+        finally:
+            await asyncio.gather(*asked, return_exceptions=True)
+        return [each.result() for each in asked]
+
+    async def _give_up(self, asked: Sequence[asyncio.Future[Any]]) -> None:
         """Leave nothing in workers of a pipeline that could not be loaded in all."""
+        for connection in self._connections.values():
+            with suppress(WorkerLostError):
+                connection.send(GiveUp(self._number), urgent=True)
         await asyncio.gather(*asked, return_exceptions=True)
-        folder.remove()
         await self.unload()
 
     def _ship(self, names: Sequence[str]) -> list[list[pickle.PickleBuffer]]:
@@ -147,7 +164,12 @@ class RemoteStages:
         return [ship_model(self._parts.staged, self._owned[name]) for name in names]
 
     def _load_message(
-        self, name: str, model: Sequence[pickle.PickleBuffer], options: bytes, folder: str
+        self,
+        name: str,
+        model: Sequence[pickle.PickleBuffer],
+        options: bytes,
+        paths: EdgePaths,
+        doors: Mapping[str, OpenedDoor],
     ) -> LoadPipeline:
         numbers = self._workers.numbers
         return LoadPipeline(
@@ -160,9 +182,9 @@ class RemoteStages:
             workers=[numbers[self._worker_of[device.name]] for device in self._devices],
             names={numbers[each]: each for each in self._owned},
             me=numbers[name],
-            pairs=self._pairs(),
-            folder=folder,
-            transport=self._workers.transport,
+            pairs=paths.pairs,
+            addresses=paths.addresses(name, doors),
+            transports=paths.transports,
             shapes=self._workers.edge_shapes,
             settings=ProcessSettings.current(),
             share=self._tenant.share,

@@ -21,14 +21,18 @@ from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.ops.execute.stage_files import StoredStages
 from asyncpipe.ops.execute.step_tensors import StepPlan
+from asyncpipe.runtime.workers.launcher import Address
 
 __all__ = [
     "ChangeSchedule",
     "CopyStages",
     "Flags",
     "GetState",
+    "GiveUp",
     "LoadPipeline",
     "MakeBatch",
+    "OpenDoor",
+    "OpenedDoor",
     "PartResult",
     "Pieces",
     "PutState",
@@ -63,9 +67,9 @@ class LoadPipeline:
     me: int
     pairs: Sequence[tuple[int, int]]
     """The edges between workers, in one order for all."""
-    folder: str
-    """Where the workers meet to make them."""
-    transport: str
+    addresses: Mapping[int, Address]
+    """Where those are reached that it sends to, while edges are made."""
+    transports: Mapping[tuple[int, int], str]
     """How tensors travel on them."""
     shapes: Mapping[tuple[int, int], EdgeShape] | None
     """Of edges that are slower than they are, or do not work; ``None`` if they stay as they are."""
@@ -73,6 +77,38 @@ class LoadPipeline:
     share: Share
     pool: bytes = field(repr=False)
     """The options of the worker's pool, which its first pipeline makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDoor:
+    """Controller: let in other workers, for the edges of a pipeline that is about to be loaded.
+
+    The answer is an ``OpenedDoor``.
+    """
+
+    pipeline: int
+    me: int
+    """The worker's number."""
+    is_local: bool
+    """Whether workers of the same machine will come."""
+    is_remote: bool
+    """Whether workers of other machines will."""
+    interface: str | None
+    """Where these do, if not where the controller does."""
+
+
+class OpenedDoor(NamedTuple):
+    """Where to come."""
+
+    local: str | None
+    remote: tuple[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Controller: not all workers can load the pipeline, so wait for no edges. The answer is ``None``."""
+
+    pipeline: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ ENTRY = "asyncpipe.pipeline.resident.serve:serve"
 STARTS = 3
 """How often what is missing is started: a worker may be lost while others start, which takes seconds."""
 
-_OF_THE_CONTROLLER = ("loop", "workers", "transport", "edge_shapes", "worker_path", "executors")
+_OF_THE_CONTROLLER = ("loop", "workers", "transport", "interface", "edge_shapes", "worker_path", "executors")
 """Options of a pool that a worker's pool does not have."""
 
 
@@ -141,6 +141,11 @@ class Workers:
         self._shapes.update(shapes)
         receivers = {receiver for _, receiver in shapes} & self.up.keys()
         await asyncio.gather(*(self.up[each].ask(ReshapeEdges(shapes), urgent=True) for each in receivers))
+
+    @property
+    def interface(self) -> str | None:
+        """Where workers of other machines reach one."""
+        return self._options.interface
 
     async def admit(self, devices: Sequence[Device]) -> None:
         """Start the workers of these devices that are missing, or were lost. They start at the same time."""

@@ -20,8 +20,21 @@ from torch import Tensor
 from asyncpipe.errors import EdgeError
 from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
+from asyncpipe.runtime.workers.meeting import Door, Pair, meet
 
-__all__ = ["BOTH", "SECONDS", "Inbox", "Joined", "joined", "message", "nothing_left", "peer", "same"]
+__all__ = [
+    "BOTH",
+    "SECONDS",
+    "SECRET",
+    "Inbox",
+    "Joined",
+    "connect_in",
+    "joined",
+    "message",
+    "nothing_left",
+    "peer",
+    "same",
+]
 
 BOTH = [(0, 1), (1, 0)]
 SECONDS = 20.0
@@ -73,17 +86,36 @@ def folder() -> Iterator[str]:
         assert os.listdir(name) == []
 
 
+SECRET = b"what workers know"
+
+
+def connect_in(
+    folder: str,
+    me: int,
+    pairs: Sequence[Pair],
+    *,
+    job: str = "job",
+    secret: bytes = SECRET,
+    timeout: float = SECONDS,
+    **options: Any,
+) -> Edges:
+    """The edges of a worker that meets the others in ``folder``."""
+    door = Door(me, folder=folder)
+    addresses = {receiver: f"{folder}/{receiver}" for _, receiver in pairs}
+    sockets = meet(me, pairs, door, addresses, job=job, secret=secret, timeout=timeout)
+    return connect(me, sockets, timeout=timeout, **options)
+
+
 @contextmanager
 def joined(*, inboxes: Sequence[Inbox] | None = None, **options: Any) -> Iterator[Joined]:
     inboxes = inboxes or [Inbox(), Inbox()]
     with folder() as name:
         connects = [
             partial(
-                connect,
+                connect_in,
+                name,
                 me,
                 BOTH,
-                job="job",
-                folder=name,
                 on_message=inboxes[me].on_message,
                 on_broken=inboxes[me].on_broken,
                 **options,
@@ -123,7 +155,7 @@ def peer(**options: Any) -> Iterator[PeerProcess]:
         process.start()
         try:
             callbacks = {"on_message": inbox.on_message, "on_broken": inbox.on_broken}
-            edges = connect(0, BOTH, job="job", folder=name, **callbacks, **options)
+            edges = connect_in(name, 0, BOTH, **callbacks, **options)
             try:
                 edges.out[1].send(message())
                 inbox.take()  # The peer has connected, too.
@@ -138,7 +170,7 @@ def peer(**options: Any) -> Iterator[PeerProcess]:
 
 def _send_back(name: str, options: Mapping[str, Any]) -> None:
     arrived: SimpleQueue[ReceivedMessage | EdgeError] = SimpleQueue()
-    edges = connect(1, BOTH, job="job", folder=name, on_message=arrived.put, on_broken=arrived.put, **options)
+    edges = connect_in(name, 1, BOTH, on_message=arrived.put, on_broken=arrived.put, **options)
     while not isinstance(received := arrived.get(), EdgeError):
         received.release()
         edges.out[0].send(EdgeMessage(received.header, received.tensors, received.meta))

@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 
 from asyncpipe.ops.edges import nccl
-from asyncpipe.ops.edges.gloo import LOOPBACK
+from asyncpipe.ops.edges.connect import LOOPBACK
 from asyncpipe.ops.edges.pair_store import PairStore
 
 __all__ = ["FakeGroup", "replace_nccl"]

@@ -2,7 +2,8 @@
 
 An edge is directed: ``EdgeOut`` at the sender, ``EdgeIn`` at the receiver, and between them one socket, which carries
 headers and small tensors one way and credits the other way. Larger tensors travel by a transport. Imports
-``asyncpipe.core``, ``asyncpipe.errors`` and torch. ``connect.py`` makes all edges of a worker; start there.
+``asyncpipe.core``, ``asyncpipe.errors`` and torch. ``connect.py`` makes all edges of a worker, over sockets that are
+connected (``asyncpipe/runtime/workers/meeting.py``): Unix sockets on one machine, TCP between two. Start there.
 
 - ``message``: what is sent, and what arrives;
 - ``edge_out``, ``edge_in``: the two ends, with a thread each;
@@ -10,7 +11,7 @@ headers and small tensors one way and credits the other way. Larger tensors trav
 - ``channel``: a socket that never blocks its user, and a doorbell for the thread that waits for it;
 - ``wire``: the frames on the socket;
 - ``payload``: what a transport is, and the copies that transports share;
-- ``shared_memory``: the transport on one host;
+- ``shared_memory``: the transport on one machine;
 - ``gloo``: the transport by a process group of ``torch.distributed`` for each edge; its ends meet by ``pair_store``;
 - ``nccl``: the same between CUDA devices;
 - ``shaped``: edges that are slower than they are, or do not work, for tests and measurements.

@@ -1,6 +1,7 @@
 """The transport by gloo: a process group of two for each edge, the sender is rank 0. Tensors travel over the host.
 
-Each group has its own connection, over the loopback interface. Large tensors are sent one by one, from and into their
+Each group has its own connection, over the loopback interface or between hosts. Nobody shows there who they are, so a
+network that strangers are in needs a tunnel (``docs/hosts.md``). Large tensors are sent one by one, from and into their
 own memory, all others of a message in one piece. A send ends only when the receiver has asked for it, so nothing waits
 for one whose header may not have been sent.
 """
@@ -25,7 +26,6 @@ from asyncpipe.ops.edges.payload import PayloadIn, PayloadOut, StreamedPayload, 
 __all__ = ["Gloo", "GlooIn", "GlooOut"]
 
 SENDER, RECEIVER = 0, 1
-LOOPBACK = "127.0.0.1"
 INLINE_BYTES = 1 << 20
 """The edge's own socket is faster than gloo up to here."""
 DIRECT_BYTES = 1 << 19
@@ -39,12 +39,12 @@ _DATA, _ABORT = 0, 1
 class Gloo:
     """The transport. Its groups share one device of gloo's, which is a thread."""
 
-    def __init__(self, device: torch.device) -> None:
-        """``device`` is this worker's; messages arrive on the host."""
+    def __init__(self, device: torch.device, address: str) -> None:
+        """``device`` is this worker's; messages arrive on the host. Other workers connect at ``address``."""
         if not distributed.is_gloo_available():
             raise EdgeError("this torch has no gloo; use the transport 'shared_memory'")
         self._gloo: Any = distributed.ProcessGroupGloo
-        self._device: Any = self._gloo.create_device(hostname=LOOPBACK)
+        self._device: Any = self._gloo.create_device(hostname=address)
 
     def sender(self, store: PairStore) -> PayloadOut:
         return GlooOut(self._group(store, SENDER))

@@ -58,8 +58,8 @@ ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 class Nccl:
     """The transport."""
 
-    def __init__(self, device: torch.device) -> None:
-        """``device`` is this worker's, and no other's."""
+    def __init__(self, device: torch.device, address: str) -> None:
+        """``device`` is this worker's, and no other's. NCCL chooses its interfaces itself (``NCCL_SOCKET_IFNAME``)."""
         if not distributed.is_nccl_available():
             raise EdgeError("this torch has no NCCL; use the transport 'shared_memory'")
         self._device = device

@@ -110,7 +110,7 @@ class PayloadIn(Protocol):
 
 
 class Transport(Protocol):
-    """Makes the sides of a worker's edges. There is one for all edges of a worker."""
+    """Makes the sides of a worker's edges. There is one for all edges of a worker, at one of its addresses."""
 
     def sender(self, store: PairStore) -> PayloadOut:
         """For one edge, made together with the receiver at the other end of ``store``."""

@@ -59,8 +59,8 @@ class _MappedSegment:
 class SharedMemory:
     """The transport."""
 
-    def __init__(self, device: torch.device) -> None:
-        """``device`` is this worker's; messages arrive on the host."""
+    def __init__(self, device: torch.device, address: str) -> None:
+        """``device`` is this worker's; messages arrive on the host, which has both ends of an edge."""
 
     def sender(self, store: PairStore) -> PayloadOut:
         return SharedMemoryOut()

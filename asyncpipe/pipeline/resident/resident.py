@@ -47,7 +47,9 @@ from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs, StepOptions
 from asyncpipe.pipeline.wire_messages import ChangeSchedule, Flags, LoadPipeline, StepWork
 from asyncpipe.runtime.arrivals import Listens
 from asyncpipe.runtime.execution import Tenant
-from asyncpipe.runtime.part_messages import StartPart
+from asyncpipe.runtime.part_messages import EdgeBroken, StartPart
+from asyncpipe.runtime.workers.control_client import ControlClient
+from asyncpipe.runtime.workers.meeting import Door, meet
 
 __all__ = ["Resident"]
 
@@ -64,28 +66,23 @@ class Resident:
     until it begins; and it does, since the controller tells all workers to begin a step, whatever edges do.
     """
 
-    def __init__(
-        self, load: LoadPipeline, pool: DevicePool, worker: str, broken: Callable[[EdgeError], object]
-    ) -> None:
-        """Raises what ``build`` raises. ``worker`` is the name of this one.
-
-        ``broken`` is called on any thread with what has become of an edge.
-        """
+    def __init__(self, load: LoadPipeline, pool: DevicePool, control: ControlClient) -> None:
+        """Raises what ``build`` raises."""
         named = [Device(name, torch.device(physical)) for name, physical in load.devices]
         devices = [
-            device if worker == load.me else device.elsewhere()
-            for device, worker in zip(named, load.workers, strict=True)
+            device if number == load.me else device.elsewhere()
+            for device, number in zip(named, load.workers, strict=True)
         ]
         self._load = replace(load, model=())  # The tensors are those of the stages now, or copied to their devices.
         self._worker_of = {device.name: worker for device, worker in zip(devices, load.workers, strict=True)}
         self._own = [device for device in devices if not device.is_elsewhere]
-        self._worker = worker
+        self._control = control
+        self._worker = control.name
         load.settings.apply()
         self._parts: PipelineParts = build(_model(load), devices, from_wire(load.options))
         self._tenancy = Tenancy(pool, self._own, Tenant(load.share), own=False)
         self._parts_of: WeakKeyDictionary[TaskGraph, Part] = WeakKeyDictionary()
         self._edges = Edges({}, {})
-        self._tell_broken = broken
         self._shaped: ShapedArrivals | None = None
         """Where edges are slower than they are, or do not work."""
         self._copies: dict[str, Any] = {}
@@ -110,8 +107,8 @@ class Resident:
         self._line: object = None
         """Whose turn the gradients are, while steps overlap."""
 
-    async def open(self) -> None:
-        """Connect to the other workers, and start the devices' threads."""
+    async def open(self, door: Door | None) -> None:
+        """Connect to the other workers, which come through ``door``, and start the devices' threads."""
         await self._tenancy.open()
         load = self._load
         # Where a worker has one device, it is this device that waits for messages. Where jobs share it, it may be busy
@@ -124,23 +121,26 @@ class Resident:
             self._shaped = ShapedArrivals(mine, self._arrived)
             arrived = self._shaped.arrived
         if load.pairs:
-            self._edges = await asyncio.to_thread(
-                connect,
-                load.me,
-                load.pairs,
-                job=str(load.pipeline),
-                folder=load.folder,
-                transport=load.transport,
-                device=next((device.physical for device in self._own if device.is_accelerator), None),
-                on_message=arrived,
-                on_broken=self._broken,
-                window=1,
-                # What arrives late is none of the device's.
-                shared=self._listener is not None and self._shaped is None,
-            )
+            assert door is not None
+            self._edges = await asyncio.to_thread(self._connect, door, arrived)
         if self._listener is not None:
             for incoming in self._shared_edges():
                 self._listener.listen(incoming.descriptor, incoming.take)
+
+    def _connect(self, door: Door, arrived: Callable[[ReceivedMessage], None]) -> Edges:
+        load = self._load
+        secret = self._control.edge_secret
+        return connect(
+            load.me,
+            meet(load.me, load.pairs, door, load.addresses, job=str(load.pipeline), secret=secret),
+            transport=load.transports,
+            device=next((device.physical for device in self._own if device.is_accelerator), None),
+            on_message=arrived,
+            on_broken=self._broken,
+            window=1,
+            # What arrives late is none of the device's.
+            shared=self._listener is not None and self._shaped is None,
+        )
 
     def _shared_edges(self) -> list[EdgeIn]:
         """Those from which the device takes messages itself."""
@@ -334,7 +334,7 @@ class Resident:
         named = EdgeError(
             f"the edge from worker {sender!r} to worker {receiver!r} broke ({how})", error.peers, (sender, receiver)
         )
-        self._tell_broken(named)
+        self._control.send(EdgeBroken(self._load.pipeline, named), urgent=True)
 
     def _use(self) -> WorkerUse:
         """What the controller's observers want to know of this worker."""

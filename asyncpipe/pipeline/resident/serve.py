@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from asyncpipe.core.engine.events import StepNotes
-from asyncpipe.errors import EdgeError
 from asyncpipe.ops.device.wire import from_buffers, from_wire
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.resident.part_step import PartStep
@@ -17,16 +16,22 @@ from asyncpipe.pipeline.wire_messages import (
     ChangeSchedule,
     CopyStages,
     GetState,
+    GiveUp,
     LoadPipeline,
     MakeBatch,
+    OpenDoor,
+    OpenedDoor,
     PutState,
     ReadStages,
     ReshapeEdges,
     Unload,
     WriteCopies,
 )
-from asyncpipe.runtime.part_messages import EdgeBroken, EndStep, PartEnded, StartPart, StopPart, portable
+from asyncpipe.runtime.part_messages import EndStep, PartEnded, StartPart, StopPart, portable
 from asyncpipe.runtime.workers.control_client import ControlClient
+from asyncpipe.runtime.workers.held_folder import HeldFolder
+from asyncpipe.runtime.workers.meeting import Door
+from asyncpipe.runtime.workers.place import address_of_interface, interface_of, is_loopback
 
 __all__ = ["serve"]
 
@@ -43,6 +48,8 @@ class _Server:
         self._control = control
         self._pool: DevicePool | None = None
         self._residents: dict[int, Resident] = {}
+        self._doors: dict[int, Door] = {}
+        """Of pipelines that are not loaded yet."""
         self._of_step: dict[int, Resident] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -50,6 +57,8 @@ class _Server:
         try:
             await self._control.serve(self._handle)
         finally:
+            for number in tuple(self._doors):
+                self._close_door(number)
             for resident in self._residents.values():
                 await resident.close()
             if self._pool is not None:
@@ -64,10 +73,15 @@ class _Server:
                 self._of_step[step].stop(step)
             case EndStep(step=step, keep=keep) if step in self._of_step:
                 self._of_step.pop(step).settle(step, keep=keep)
+            case OpenDoor():
+                return self._open_door(message)
             case LoadPipeline():
                 return self._load(message)
+            case GiveUp(pipeline=number):
+                self._give_up(number)
             case Unload(pipeline=number):
                 # It may not have been loaded here, since another worker could not load.
+                self._close_door(number)
                 return None if (resident := self._residents.pop(number, None)) is None else resident.close()
             case GetState(pipeline=number, optimizers=optimizers):
                 resident = self._residents[number]
@@ -94,14 +108,36 @@ class _Server:
         if self._pool is None:
             self._pool = DevicePool(**from_wire(load.pool))
             self._pool.open(board=self._control.board)
-        broken = partial(_tell_broken, self._control, load.pipeline)
-        resident = Resident(load, self._pool, self._control.name, broken)
+        door = self._doors.get(load.pipeline)
         try:
-            await resident.open()
-        except BaseException:
-            await resident.close()
-            raise
+            resident = Resident(load, self._pool, self._control)
+            try:
+                await resident.open(door)
+            except BaseException:
+                await resident.close()
+                raise
+        finally:
+            self._close_door(load.pipeline)
         self._residents[load.pipeline] = resident
+
+    def _open_door(self, message: OpenDoor) -> OpenedDoor:
+        folder = HeldFolder("asyncpipe-edges-") if message.is_local else None
+        address = None
+        if message.is_remote:
+            given = message.interface
+            address = self._control.place.address if given is None else address_of_interface(given)
+            if not is_loopback(address) and (name := interface_of(address)):
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL would choose one itself.
+        door = self._doors[message.pipeline] = Door(message.me, folder=folder, host=address)
+        return OpenedDoor(door.local, door.remote)
+
+    def _close_door(self, pipeline: int) -> None:
+        if (door := self._doors.pop(pipeline, None)) is not None:
+            door.close()
+
+    def _give_up(self, pipeline: int) -> None:
+        if (door := self._doors.get(pipeline)) is not None:
+            door.give_up()
 
     def _start(self, start: StartPart) -> None:
         resident = self._residents[start.pipeline]
@@ -126,7 +162,3 @@ class _Server:
     def _send(self, ended: PartEnded) -> None:
         batches = self._control.batches
         self._control.send(ended if batches is None else replace(ended, freed=batches.freed()))
-
-
-def _tell_broken(control: ControlClient, pipeline: int, error: EdgeError) -> None:
-    control.send(EdgeBroken(pipeline, error), urgent=True)

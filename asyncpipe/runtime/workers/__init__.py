@@ -16,6 +16,9 @@ In the order of a start:
 ``group.py``       the workers of one controller: start, stop, replace
 ``launcher.py``    the seam: who starts workers, and how; ``process_launcher.py`` starts processes of this machine
 ``listener.py``    where workers connect; ``handshake.py`` who is let in; ``held_folder.py`` a folder for sockets
+``tcp.py``         connections between machines, which notice a host that is gone without a word
+``place.py``       where a worker is, and where others reach it
+``meeting.py``     how workers find each other that have edges
 ``lifeline.py``    no worker outlives its controller
 ``worker_main.py``  what a worker does from its first line until its entry runs
 ``channel.py``     messages over the connection; ``packed.py`` makes bytes of them

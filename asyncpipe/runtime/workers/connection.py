@@ -13,6 +13,7 @@ from asyncpipe.runtime.task_board import ShownTask
 from asyncpipe.runtime.workers.batch_memory import BatchMemory
 from asyncpipe.runtime.workers.channel import Role
 from asyncpipe.runtime.workers.packed import pack
+from asyncpipe.runtime.workers.place import WorkerPlace
 from asyncpipe.runtime.workers.supervisor import Supervisor
 
 __all__ = ["WorkerConnection"]
@@ -57,9 +58,10 @@ class WorkerConnection:
         return self.supervisor.pid
 
     @property
-    def host(self) -> str:
-        """The name of its host."""
-        return self.supervisor.host
+    def place(self) -> WorkerPlace:
+        """Where it is, once it is up."""
+        assert self.supervisor.place is not None
+        return self.supervisor.place
 
     @property
     def silent_seconds(self) -> float:

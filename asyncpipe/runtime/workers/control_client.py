@@ -18,12 +18,14 @@ from asyncpipe.runtime.process import Process
 from asyncpipe.runtime.task_board import TaskBoard
 from asyncpipe.runtime.workers.batch_memory import BatchViews
 from asyncpipe.runtime.workers.channel import Channel, Role
-from asyncpipe.runtime.workers.handshake import introduce
+from asyncpipe.runtime.workers.handshake import introduce, secret_for
 from asyncpipe.runtime.workers.launcher import Address, Invitation
 from asyncpipe.runtime.workers.lifeline import CONTROLLER_GONE
 from asyncpipe.runtime.workers.main_module import MainModule
 from asyncpipe.runtime.workers.packed import Packed, pack, unpack
+from asyncpipe.runtime.workers.place import WorkerPlace
 from asyncpipe.runtime.workers.remote_errors import pack_error
+from asyncpipe.runtime.workers.tcp import prepare
 
 __all__ = ["ControlClient"]
 
@@ -46,14 +48,19 @@ class ControlClient:
         main: MainModule,
         board: TaskBoard | None,
         batches: BatchViews | None,
+        secret: bytes,
     ) -> None:
-        """Owns the socket, whose other end is authenticated."""
+        """Owns the socket, whose other end is authenticated: it knows the ``secret``."""
         self.name = name
         self.entry = entry
         self.board = board
         """Where the controller reads what runs here, if it can."""
         self.batches = batches
         """Where the controller puts mini-batches, if it can."""
+        self.edge_secret = secret_for(secret, "edges")
+        """What all workers of the controller know, and nobody else: they show it to each other."""
+        self.place = WorkerPlace.of_this_process(connected)
+        """Where this worker is."""
         self._main = main
         self._process = Process()
         self._inbox: deque[tuple[Role, int, Packed]] = deque()
@@ -73,7 +80,7 @@ class ControlClient:
         """Connect to the controller that sent ``invitation``. Raises ``OSError``, ``RefusedError`` among them."""
         connected = _connected(invitation.address)
         introduce(connected, invitation.secret, invitation.token)
-        return cls(connected, invitation.name, invitation.entry, main, board, batches)
+        return cls(connected, invitation.name, invitation.entry, main, board, batches, invitation.secret)
 
     async def _open(self, connected: socket.socket) -> Channel:
         return Channel(connected, asyncio.get_running_loop(), self)
@@ -105,7 +112,7 @@ class ControlClient:
         arrived = asyncio.Event()
         self._arrived = lambda: loop.call_soon_threadsafe(arrived.set)
         answers = _Answers(arrived)
-        self._channel.send(Role.READY, packed=pack((os.getpid(), socket.gethostname())))
+        self._channel.send(Role.READY, packed=pack((os.getpid(), self.place)))
         try:
             while True:
                 arrived.clear()
@@ -216,7 +223,7 @@ class _Answers:
 def _connected(address: Address) -> socket.socket:
     if isinstance(address, tuple):
         connected = socket.create_connection(address, CONNECT_SECONDS)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        prepare(connected)
         return connected
     connected = socket.socket(socket.AF_UNIX)
     connected.settimeout(CONNECT_SECONDS)

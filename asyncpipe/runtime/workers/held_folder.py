@@ -32,11 +32,6 @@ class HeldFolder:
                     break
                 os.close(self._descriptor)
 
-    def rename(self) -> None:
-        """Let nobody find it any more by its name. What is in it stays, for those who have it open."""
-        os.rename(self.path, renamed := f"{self.path}-renamed")
-        self.path = renamed
-
     def remove(self) -> None:
         """Remove it with what is in it; twice is once."""
         if self._descriptor >= 0:

@@ -14,6 +14,7 @@ from asyncpipe.runtime.process import Process
 from asyncpipe.runtime.workers.handshake import TOKEN_BYTES, let_in
 from asyncpipe.runtime.workers.held_folder import HeldFolder
 from asyncpipe.runtime.workers.launcher import Address
+from asyncpipe.runtime.workers.tcp import prepare
 
 __all__ = ["ControlListener"]
 
@@ -122,8 +123,7 @@ class ControlListener:
         except asyncio.CancelledError:
             connected.close()
         else:
-            if connected.family != socket.AF_UNIX:
-                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            prepare(connected)
             if (expects := self._expected.pop(token, None)) is None:
                 connected.close()  # It comes too late.
             else:

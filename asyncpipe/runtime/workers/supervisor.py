@@ -37,6 +37,7 @@ from asyncpipe.runtime.workers.lifeline import CONTROLLER_GONE
 from asyncpipe.runtime.workers.listener import ControlListener
 from asyncpipe.runtime.workers.main_module import own_main_class
 from asyncpipe.runtime.workers.packed import EMPTY, Packed, unpack
+from asyncpipe.runtime.workers.place import WorkerPlace
 from asyncpipe.runtime.workers.remote_errors import with_remote_text
 from asyncpipe.runtime.workers.remote_logs import handle_remote_record
 
@@ -94,7 +95,8 @@ class Supervisor:
         """``loops`` are the one that this runs on, and the caller's."""
         self.name = name
         self.pid = 0
-        self.host = ""
+        self.place: WorkerPlace | None = None
+        """Once the worker is up."""
         self.clock = ClockOffset()
         self._launcher = launcher
         self._listener = listener
@@ -276,7 +278,7 @@ class Supervisor:
             return
         match role:
             case Role.READY:
-                self.pid, self.host = content
+                self.pid, self.place = content
                 if not self._ready.done():
                     self._ready.set_result(None)
             case Role.ANSWER:

@@ -122,7 +122,7 @@ class Hosts:
                         host=unit_of(name),
                         up=connection is not None,
                         draining=unit_of(name) in self._drained,
-                        machine="" if connection is None else connection.host,
+                        machine="" if connection is None else connection.place.host,
                         pid=0 if connection is None else connection.pid,
                         heartbeat_seconds=_finite(age),
                         round_trip_seconds=_finite(trip),

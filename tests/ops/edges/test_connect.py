@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Iterator
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edge_helpers import Inbox, folder, joined, message, nothing_left
+from edge_helpers import SECRET, Inbox, connect_in, folder, joined, message, nothing_left
 from thread_helpers import Threads, run_all
 
 from asyncpipe.errors import EdgeError, OptionError
 from asyncpipe.ops.edges.connect import TRANSPORTS, Edges, connect
+from asyncpipe.runtime.workers.handshake import introduce, let_in
 
 
 @pytest.fixture
@@ -24,8 +26,8 @@ def place() -> Iterator[str]:
 
 def begin(me: int, pairs: list[tuple[int, int]], place: str, *, inbox: Inbox | None = None, **options: Any) -> Edges:
     inbox = inbox or Inbox()
-    options = {"job": "job", "timeout": 10.0} | options
-    return connect(me, pairs, folder=place, on_message=inbox.on_message, on_broken=inbox.on_broken, **options)
+    options = {"timeout": 10.0} | options
+    return connect_in(place, me, pairs, on_message=inbox.on_message, on_broken=inbox.on_broken, **options)
 
 
 def test_a_ring_of_workers_with_shortcuts(place: str) -> None:
@@ -73,6 +75,12 @@ def test_only_those_are_named_that_have_not_come(place: str) -> None:
         one.close()
 
 
+async def let_in_blocking(connected: socket.socket) -> None:
+    connected.setblocking(False)
+    await let_in(connected, SECRET)
+    connected.setblocking(True)
+
+
 def raised(function: Any) -> EdgeError:
     with pytest.raises(EdgeError) as caught:
         function()
@@ -84,7 +92,7 @@ def test_a_worker_of_another_job(place: str) -> None:
         lambda: raised(lambda: begin(0, [(0, 1)], place, job="another", timeout=5)),
         lambda: raised(lambda: begin(1, [(0, 1)], place, timeout=0.5)),
     )
-    assert str(other) == "worker 1 refuses the edge from worker 0: worker 1 is of job 'job' and version 1"
+    assert str(other) == "worker 1 refuses the edge from worker 0: worker 1 is of job 'job' and version 2"
     assert this.peers == (0,)
 
 
@@ -118,6 +126,7 @@ def test_a_worker_that_does_not_make_the_edge(place: str, transport: str, leaves
         timeout = 10.0 if leaves else 0.2
         caller = Threads(lambda: raised(lambda: begin(0, [(0, 1)], place, transport=transport, timeout=timeout)))
         with listener.accept()[0] as connection:
+            asyncio.run(let_in_blocking(connection))
             connection.recv(1000)
             connection.sendall(b"\x0f\0\0\0" + b'{"error": null}')
             if not leaves:
@@ -133,10 +142,13 @@ def test_a_worker_that_does_not_make_the_edge(place: str, transport: str, leaves
 def test_a_stranger_at_the_door(place: str) -> None:
     """Whoever is no worker is shown out, and others come in."""
     receiver = Threads(lambda: begin(1, [(0, 1)], place))
-    for said in (b"", b"\xff\xff\xff\xff", b"\x02\0\0\0[]", b"\x02\0\0\0{}"):
+    knows = (b"\xff\xff\xff\xff", b"\x02\0\0\0[]", b"\x02\0\0\0{}")
+    for is_known, said in ((False, b""), (False, bytes(500)), *((True, each) for each in knows)):
         with socket.socket(socket.AF_UNIX) as stranger:
             while stranger.connect_ex(f"{place}/1"):
                 pass
+            if is_known:
+                introduce(stranger, SECRET, bytes(16))
             stranger.sendall(said)
     sender = begin(0, [(0, 1)], place)
     for each in (sender, *receiver.join()):
@@ -144,18 +156,30 @@ def test_a_stranger_at_the_door(place: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pairs", "options", "says"),
+    ("pair", "options", "says"),
     [
-        ([(0, 0)], {}, "pairs must be of two different workers, each pair once"),
-        ([(0, 1), (0, 1)], {}, "pairs must be of two different workers, each pair once"),
-        ([(-1, 0)], {}, "pairs must be of two different workers, each pair once"),
-        ([(0, 1)], {"transport": "pigeon"}, "transport must be one of 'shared_memory'.*, got 'pigeon'"),
-        ([(1, 0)], {"window": 0}, "window must be a positive integer, got 0"),
+        ((0, 0), {}, "worker 0 cannot have an edge from worker 0 to worker 0"),
+        ((-1, 0), {}, "worker 0 cannot have an edge from worker -1 to worker 0"),
+        ((1, 2), {}, "worker 0 cannot have an edge from worker 1 to worker 2"),
+        ((0, 1), {"transport": "pigeon"}, "transport must be one of 'shared_memory'.*, got 'pigeon'"),
+        ((1, 0), {"window": 0}, "window must be a positive integer, got 0"),
     ],
 )
-def test_wrong_arguments(place: str, pairs: list[tuple[int, int]], options: dict[str, Any], says: str) -> None:
-    with pytest.raises(OptionError, match=says):
-        begin(0, pairs, place, **options)
+def test_wrong_arguments(pair: tuple[int, int], options: dict[str, Any], says: str) -> None:
+    with nothing_left():
+        inbox, sockets = Inbox(), socket.socketpair()
+        with pytest.raises(OptionError, match=says):
+            connect(0, {pair: sockets[0]}, on_message=inbox.on_message, on_broken=inbox.on_broken, **options)
+        sockets[1].close()
+
+
+def test_no_shared_memory_between_machines() -> None:
+    inbox = Inbox()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        with pytest.raises(OptionError, match="use gloo"):
+            connect(0, {(0, 1): here}, on_message=inbox.on_message, on_broken=inbox.on_broken)
+    assert here.fileno() == -1
 
 
 def test_a_folder_that_others_can_read(tmp_path: Path) -> None:

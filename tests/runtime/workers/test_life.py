@@ -36,7 +36,8 @@ async def test_two_workers_answer_and_nothing_is_left():
         pids = {first.pid, second.pid}
         assert len(pids) == 2
         assert os.getpid() not in pids
-        assert first.host == os.uname().nodename
+        assert first.place == second.place
+        assert (first.place.host, first.place.address) == (os.uname().nodename, "127.0.0.1")
     assert not any(map(is_there, pids))
     assert group.workers == {}
     assert len(recorded.heard) == 100, "a worker that is stopped is not lost"
