@@ -6,6 +6,7 @@ them build on ``harness.py`` (start reading there); the other helpers are
 
     byte_counters.py     bytes of tensor storages, counted without an allocator
     examples.py          models and job files of the repository's examples
+    light_worker.py      worker processes without torch, for ``controller``
     many_steps.py        steps in a row, one by one and overlapping, for ``pipeline``
     real_tasks.py        steps of real tasks against the plain loop, stage by stage
     scraper.py           turns with and without metrics, which are fetched over HTTP as Prometheus does
@@ -37,8 +38,10 @@ BENCHMARKS = {
     "memory": "bytes that wait for a backward, recomputed against not, over the micro-batches",
     "rss": "resident memory of the controller and its workers, for a model that is sent there or built there",
     "plan": "predicted steps of ten pipelines on 2 CPU devices, against measured ones",
+    "prediction": "predicted steps on several hosts, against measured ones of workers with slowed edges",
     "slack": "schedules under jitter and slow copies, simulated and on emulated devices",
     "embedded": "a service inside a web application: its requests while it trains, and what they cost",
+    "controller": "what a controller with workers costs: CPU a task, bytes of messages, memory, at 2 to 1,024 workers",
     "edges": "a message between two worker processes: µs by size, against torch.distributed's send and recv",
     "sharing": "jobs on the same devices: shares by weight, and what a background job gets and takes",
     "paper": "the tables of the torchgpipe paper on emulated devices, against their bounds; its timelines",

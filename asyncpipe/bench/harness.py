@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
@@ -30,9 +31,11 @@ __all__ = [
     "lone_thread",
     "medians",
     "mlp",
+    "rollup_bytes",
     "rounds",
     "run_on_loop",
     "seconds_of",
+    "status_bytes",
     "table",
 ]
 
@@ -118,6 +121,24 @@ while True:
     pass
 """
 """Ends when its standard input does, which is when whoever started it ends, in whatever way."""
+
+
+def status_bytes(pid: int, key: str) -> int:
+    """A line of what the kernel says about a process (``VmRSS``, ``VmHWM``), in bytes. Linux only."""
+    return _kernel_bytes(Path(f"/proc/{pid}/status"), key)
+
+
+def rollup_bytes(pid: int, key: str) -> int:
+    """A sum over the mappings of a process (``Rss``; ``Pss``: shared memory counts in parts), in bytes. Linux only."""
+    return _kernel_bytes(Path(f"/proc/{pid}/smaps_rollup"), key)
+
+
+def _kernel_bytes(file: Path, key: str) -> int:
+    for line in file.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    raise LookupError(key)
 
 
 def mlp(width: int, layers: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from asyncpipe.bench import Figures, Progress
+from asyncpipe.bench.harness import rollup_bytes, status_bytes
 from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
@@ -101,7 +102,7 @@ def _mb(size: int) -> str:
 
 def _measured(case: str, size: RssSize) -> dict[str, Any]:
     """One case, in a process of its own."""
-    start = _status(os.getpid(), "VmRSS")
+    start = status_bytes(os.getpid(), "VmRSS")
     found: dict[str, Any] = asyncio.run(_train(case, size))
     return {"controller_start": start, **found}
 
@@ -118,20 +119,20 @@ async def _train(case: str, size: RssSize) -> dict[str, Any]:
         del model
         x = torch.randn(size.samples, size.width)
         async with pipe:
-            loaded = {pid: _rollup(pid, "Rss") for pid in imports}
+            loaded = {pid: rollup_bytes(pid, "Rss") for pid in imports}
             for _ in range(STEPS):
                 await pipe.step(x, x, return_outputs=False)
             return {
-                "controller_peak": _status(here, "VmHWM"),
-                "controller_end": _status(here, "VmRSS"),
+                "controller_peak": status_bytes(here, "VmHWM"),
+                "controller_end": status_bytes(here, "VmRSS"),
                 "workers": [
                     {
                         "imports": imports[pid],
                         "optimizers": optimizers[pid] - imports[pid],
                         "weights": loaded[pid] - optimizers[pid],
-                        "peak": _status(pid, "VmHWM"),
-                        "end": _rollup(pid, "Rss"),
-                        "end_share": _rollup(pid, "Pss"),
+                        "peak": status_bytes(pid, "VmHWM"),
+                        "end": rollup_bytes(pid, "Rss"),
+                        "end_share": rollup_bytes(pid, "Pss"),
                     }
                     for pid in imports
                 ],
@@ -143,7 +144,7 @@ async def _after(pool: DevicePool, *, train: bool) -> dict[int, int]:
     x = torch.randn(STAGES, 2)
     async with _pipeline([nn.Linear(2, 2) for _ in range(STAGES)], pool, train=train) as pipe:
         await pipe.train(train).step(x, x)
-    return {pid: _rollup(pid, "Rss") for pid in _children(os.getpid())}
+    return {pid: rollup_bytes(pid, "Rss") for pid in _children(os.getpid())}
 
 
 def _pipeline(model: Any, pool: DevicePool, *, train: bool) -> Pipeline:
@@ -168,21 +169,3 @@ def _children(pid: int) -> list[int]:
     return sorted(
         int(child) for child in children if b"asyncpipe/worker" in Path(f"/proc/{child}/cmdline").read_bytes()
     )
-
-
-def _status(pid: int, key: str) -> int:
-    """A line of the kernel's about a process, in bytes."""
-    return _line(Path(f"/proc/{pid}/status"), key)
-
-
-def _rollup(pid: int, key: str) -> int:
-    """A sum over the mappings of a process, in bytes."""
-    return _line(Path(f"/proc/{pid}/smaps_rollup"), key)
-
-
-def _line(file: Path, key: str) -> int:
-    for line in file.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return int(value.split()[0]) * 1024
-    raise LookupError(key)
