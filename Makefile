@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint node dashboards bench campaigns soak differential faults crashes equal kill-service kill-store kill-run clients shapes api clean
+.PHONY: train test lint node dashboards bench campaigns soak differential faults crashes hosts equal kill-service kill-store kill-run clients shapes api clean
 
 train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml $(if $(WORKERS),--workers $(WORKERS))
@@ -39,7 +39,7 @@ CASES ?= 2000
 SEED ?= 1
 CAMPAIGN := $(BIN)/python -m pytest
 
-campaigns: soak differential faults crashes equal kill-service kill-store kill-run clients shapes api
+campaigns: soak differential faults crashes hosts equal kill-service kill-store kill-run clients shapes api
 
 soak: .venv/installed
 	$(BIN)/python -m tests.campaigns.soak --minutes $(MINUTES)
@@ -52,6 +52,9 @@ faults: .venv/installed
 
 equal: .venv/installed
 	$(BIN)/python -m tests.campaigns.workers --cases $(CASES) --seed $(SEED) --minutes $(MINUTES)
+
+hosts: .venv/installed
+	$(BIN)/python -m tests.campaigns.hosts --seed $(SEED)
 
 crashes: .venv/installed
 	$(BIN)/python -m tests.campaigns.crashes --seed $(SEED)

@@ -198,6 +198,8 @@ class EdgeError(AsyncpipeError, RuntimeError):
         super().__init__(message)
         self.peers = tuple(peers)
         self.edge = edge
+        self.edges: tuple[tuple[str, str] | tuple[int, int], ...] = () if edge is None else (edge,)
+        """All edges of the pipeline that broke at that time, as far as the controller has heard."""
 
     @classmethod
     def not_there(cls, me: int, pairs: Sequence[tuple[int, int]], seconds: float, more: str = "") -> EdgeError:

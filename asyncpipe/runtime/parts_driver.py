@@ -96,6 +96,8 @@ class PlacedPipeline:
         """How long its tasks take."""
         self.broken: EdgeError | None = None
         """Set when an edge between two of its workers broke that are there: nothing passes there any more."""
+        self.broken_edges: list[tuple[str, str] | tuple[int, int]] = []
+        """All that broke."""
 
     def tell(self, worker: WorkerLink, *, is_restart: bool = False) -> None:
         """Tell the pipeline's observers what has become of ``worker``."""
@@ -354,6 +356,7 @@ class PartsDriver:
         loop = asyncio.get_running_loop()
         placed = next((each for each in self._pipelines if each.number == pipeline), None)
         if placed is not None and placed.broken is None and error.edge is not None:
+            placed.broken_edges.append(error.edge)
             ends = [worker for worker in set(placed.workers.values()) if worker.name in error.edge]
             loop.call_later(LOSS_SECONDS, self._judge, placed, ends, error)
 
@@ -366,6 +369,7 @@ class PartsDriver:
         if any(worker.silent_seconds > LOSS_SECONDS for worker in ends):
             asyncio.get_running_loop().call_later(LOSS_SECONDS, self._judge, pipeline, ends, error)
             return
+        error.edges = tuple(dict.fromkeys(pipeline.broken_edges))
         pipeline.broken = error
         for execution in tuple(self._executions.values()):
             if execution.pipeline is pipeline:

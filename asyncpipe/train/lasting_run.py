@@ -19,10 +19,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from asyncpipe.core.engine.events import Observer
@@ -135,7 +135,7 @@ class LastingRun:
         """In a row, since the last snapshot."""
         self._broken: Counter[str] = Counter()
         """How often connections of each unit broke, while its workers were there, in runs that took no snapshot."""
-        self._broken_since = inf
+        self._broken_since, self._tries = 0.0, 0
         self._return_pause = 0.0
         """Seconds after which what is gone is tried again; more each time that the run with it took no snapshot."""
         self._begun_with = 0
@@ -296,7 +296,7 @@ class LastingRun:
         if self._progress.snapshots > self._begun_with:
             self._broken.clear()
             self._return_pause = 0.0
-        if len(loss.units) > 1:
+        if loss.broken:
             await self._recover_from_cut(loss)
             return
         self._losses += 1
@@ -329,16 +329,17 @@ class LastingRun:
         """A connection broke between workers that are there: try again; in the end, leave out who has most of them."""
         seconds = self._job.faults.wait_seconds
         if not self._broken:
-            self._broken_since = self._loop.time()
-        self._broken.update(loss.units)
-        tries, rest = self._broken.total(), self._broken_since + seconds - self._loop.time()
-        if tries <= len(loss.units):
+            self._broken_since, self._tries = self._loop.time(), 0
+        self._broken.update(loss.broken)
+        self._tries += 1
+        rest = self._broken_since + seconds - self._loop.time()
+        if self._tries == 1:
             return
         if rest > 0:
             try:
                 self._changed.clear()
                 self._progress.waiting(f"waits for the connection, up to {seconds:g} s: {loss.how}")
-                await self._change_within(min(FIRST_PAUSE * tries, LONGEST_PAUSE, rest))
+                await self._change_within(min(FIRST_PAUSE * self._tries, LONGEST_PAUSE, rest))
             finally:
                 self._progress.waiting(None)
             return
@@ -388,6 +389,8 @@ class LastingRun:
     async def _watch_for_returns(self) -> None:
         while True:
             await asyncio.sleep(self._return_pause)
+            if self._progress.snapshots == self._begun_with:
+                continue  # It has not got anywhere without them.
             tried = self._gone - self._left_by_order()
             missing = await self._start(tried)
             if back := tried - missing.keys():
@@ -459,6 +462,8 @@ class _Loss(NamedTuple):
     units: tuple[str, ...]
     """What was lost; several if it is the connection between them."""
     how: str
+    broken: Mapping[str, int] = MappingProxyType({})
+    """How many connections of each unit broke, if that is what was lost."""
 
 
 def _loss(error: Exception) -> _Loss | None:
@@ -467,8 +472,8 @@ def _loss(error: Exception) -> _Loss | None:
     if isinstance(found, WorkerLostError | WorkerStartError):
         return _Loss((unit_of(found.worker),), _short(found))
     if isinstance(found, EdgeError):
-        names = {unit_of(name) for name in found.edge or () if isinstance(name, str)}
-        return _Loss(tuple(sorted(names)) or ("a connection",), _short(found))
+        ends = Counter(unit_of(name) for edge in found.edges for name in edge if isinstance(name, str))
+        return _Loss(tuple(sorted(ends)) or ("a connection",), _short(found), ends)
     return None
 
 

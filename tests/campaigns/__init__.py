@@ -5,6 +5,7 @@ environment variable sets; those stay beside the code that they test. What is he
 
     soak/          a training service under load and faults, and whether its process grows
     crashes/       worker processes that die, stop or hang, and controllers that are killed
+    hosts/         hosts that are lost, and come back
     differential/  random models as pipelines, against the same models unsplit
 
 A campaign has a short form in the suite (``soak/test_soak.py``). Campaigns import the package and ``asyncpipe.bench``;

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from asyncpipe.core.graph.task import Task
 from asyncpipe.ops.execute.binder import Binder
 
-__all__ = ["DEEDS", "HANGS", "Armed", "Strike", "Struck"]
+__all__ = ["DEEDS", "HANGS", "HELD", "Armed", "Strike", "Struck"]
 
 HANGS = ("stop", "gil", "hang")
 """Ways to go on for ever."""
@@ -34,6 +34,8 @@ def _signal(number: int) -> None:
     threading.Event().wait()  # Another thread may be the one that takes it, and this one must not go on meanwhile.
 
 
+HELD = "held"
+"""A deed: the task waits until the note is gone, so that something can be done from outside meanwhile."""
 DEEDS: dict[str, Callable[[], object]] = {
     "exit": lambda: os._exit(7),
     "segv": lambda: ctypes.string_at(0),
@@ -122,7 +124,11 @@ class _Watch:
             self._count = 0
         if (len(self._steps) - 1, self._count) == (strike.step, strike.count):
             strike.note.write_text(f"{time.perf_counter()} {task.id}")
-            DEEDS[strike.deed]()
+            if strike.deed == HELD:
+                while strike.note.exists():
+                    time.sleep(0.001)
+            else:
+                DEEDS[strike.deed]()
         self._count += 1
 
 

@@ -1,0 +1,59 @@
+"""``python -m tests.campaigns.hosts --seed 1 --minutes 60``: run the campaign."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import pickle
+import random
+import sys
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+
+from tests.campaigns.hosts.campaign import DEEDS, LATEST, Campaign, Figures, all_rounds
+
+
+def main() -> None:
+    """Run the command line. What is wrong ends it."""
+    parser = argparse.ArgumentParser(prog="python -m tests.campaigns.hosts")
+    add = parser.add_argument
+    add("--seed", type=int, default=1, help="of the campaign (default: 1)")
+    add("--minutes", type=float, default=60.0, help="begin nothing more after that (default: 60)")
+    add("--instants", type=int, default=100, help="losses at random instants (default: 100)")
+    add("--part", default="1/1", help="which of how many parts of the rounds (default: 1/1)")
+    add("--deeds", default=",".join(DEEDS), help="how hosts are lost (default: %(default)s)")
+    add("--latest", type=float, default=LATEST, help="seconds to the first step behind a loss (default: %(default)g)")
+    add("--figures", type=Path, metavar="FILE", help="add the figures to those in FILE")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    deadline, chance = time.monotonic() + 60 * args.minutes, random.Random(args.seed)
+    part, parts = map(int, args.part.split("/"))
+    deeds, figures = args.deeds.split(","), Figures()
+    # Split anew and moved; backwards whole and split in two halves.
+    with tempfile.TemporaryDirectory(prefix="h-") as folder:
+        tempfile.tempdir = os.environ["TMPDIR"] = folder
+        for draws, schedule in product((False, True), ("1f1b", "zb-h1")):
+            rounds = all_rounds(chance, deeds, args.instants // 4, schedule)[part - 1 :: parts]
+            own = Path(folder, f"{schedule}-{draws}")
+            own.mkdir()
+            campaign = Campaign(rounds, own, schedule=schedule, draws=draws, deadline=deadline, latest=args.latest)
+            asyncio.run(campaign.run())
+            figures.add(campaign.figures)
+    if args.figures is not None:
+        if args.figures.exists():
+            figures.add(pickle.loads(args.figures.read_bytes()))
+        args.figures.write_bytes(pickle.dumps(figures))
+    print(figures)
+
+
+if __name__ == "__main__":
+    main()

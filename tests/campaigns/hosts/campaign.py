@@ -1,0 +1,321 @@
+"""Rounds of one job on 4 workers, which stand for 4 hosts: one is lost, the job goes on, the host comes back.
+
+::
+
+    4 hosts ──▶ strike ──▶ on 3 hosts (split anew, or stages moved) ──▶ some steps ──▶ the host is back ──▶ 4 hosts
+                  └──────▶ the worker is started again at once ───────────────────────────────────────────▶ 4 hosts
+
+The job is one ``LastingRun`` from the first round to the last. The losses of its steps, also of those that are done
+again, and its last snapshot have the bits of a run on threads to which nothing happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice, product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from host_helpers import Hosts
+from run_helpers import assert_same_end
+from torch import Generator, nn
+
+from asyncpipe.runtime.watchdog import Watchdog
+from asyncpipe.testing import EdgeShape, EdgeState, reshape
+from asyncpipe.train import lasting_run
+from asyncpipe.train.job_file import Job
+from asyncpipe.train.lasting_run import LastingRun
+from asyncpipe.train.progress import ProgressSink, RunStarted, StepProgress
+from asyncpipe.train.training_run import TrainingRun
+from asyncpipe.train.workload import Batch, Workload
+from tests.campaigns.crashes.strikes import HELD, Armed, Strike, Struck
+
+__all__ = ["DEEDS", "HOSTS", "KINDS", "Campaign", "Figures", "Round", "all_rounds"]
+
+HOSTS = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
+KINDS = "FRBWCU"
+DEEDS = ("kill", "cut", "stop")
+"""``kill -9``; all edges of the worker are cut, while its process lives; SIGSTOP, which a watchdog notices."""
+FLOOR = 2.0
+"""Seconds after which the watchdog takes a task, or a silence in a step, for hung."""
+SILENT = 20.0
+"""Seconds after which a worker that is silent is killed while no step is under way."""
+LATEST = 5.0
+"""Seconds from a loss (of one that is stopped, from when it is known) to the end of the first step behind it."""
+START = 20.0
+"""Seconds more where a process is started; on a loaded machine."""
+ALONE = 2
+"""Steps that are done without the host, before it is back."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """``deed`` to ``host``: in a task of ``kind``, or without one after so many ``seconds`` of the run."""
+
+    deed: str
+    host: str
+    kind: str = ""
+    count: int = 0
+    seconds: float = 0.0
+    is_off: bool = True
+    """Whether the host stays away for some steps, or its worker can be started again at once."""
+
+    @property
+    def name(self) -> str:
+        """For the figures."""
+        where = f"in {self.kind}" if self.kind else "at any instant"
+        return f"{self.deed} {where}, {'host away' if self.is_off else 'replaced'}"
+
+
+def all_rounds(chance: random.Random, deeds: Sequence[str], instants: int, schedule: str) -> list[Round]:
+    """Each of ``deeds`` to each host in each kind of task that ``schedule`` has, and at so many random instants."""
+    kinds = KINDS.replace("B", "") if schedule == "zb-h1" else KINDS.replace("W", "")
+    rounds = [
+        Round(deed, host, kind, 0 if kind == "U" else chance.randrange(3))
+        for deed, kind, host in product(deeds, kinds, HOSTS)
+    ]
+    for _ in range(instants):
+        deed, seconds = chance.choice(deeds), chance.uniform(0.0, 1.0)
+        is_off = deed == "cut" or chance.random() < 0.6
+        rounds.append(Round(deed, chance.choice(HOSTS), seconds=seconds, is_off=is_off))
+    chance.shuffle(rounds)
+    # In the last ones no run ends that could be made anew with the next strike in its model.
+    return sorted(rounds, key=lambda each: not each.is_off)
+
+
+@dataclass
+class Figures:
+    """What was seen: seconds from the loss to the end of the first step behind it."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    ways: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Figures) -> None:
+        """Take in those of another part."""
+        for name, seconds in other.seconds.items():
+            self.seconds.setdefault(name, []).extend(seconds)
+        self.ways += other.ways
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(seconds):5}  {name:42} {median(seconds):7.2f} s, at most {max(seconds):7.2f} s"
+            for name, seconds in sorted(self.seconds.items())
+        ]
+        return "\n".join([*lines, *(f"{count:5}  {way}" for way, count in sorted(self.ways.items()))])
+
+
+class Campaign(ProgressSink):
+    """One job and its rounds. It hears what the job does, and strikes."""
+
+    def __init__(
+        self,
+        rounds: Sequence[Round],
+        folder: Path,
+        *,
+        hosts: Sequence[str] = HOSTS,
+        schedule: str = "1f1b",
+        draws: bool = False,
+        deadline: float = float("inf"),
+        latest: float = LATEST,
+        tell: Callable[[str], object] = print,
+    ) -> None:
+        """The model ``draws`` if it is to be moved and not split anew. After ``deadline`` no round begins."""
+        self.figures = Figures()
+        self._rounds = list(rounds)
+        self._folder = folder
+        self._names = tuple(hosts)
+        self._draws = draws
+        self._schedule = schedule
+        self._deadline = deadline
+        self._tell = tell
+        self._latest = latest
+        self._hosts = Hosts()
+        self._note = folder / "note"
+        self._round: Round | None = None
+        """That is under way, until its host is back."""
+        self._struck: Struck | None = None
+        self._is_anew = False
+        """Whether the run has begun anew since the strike."""
+        self._steps_behind = 0
+        """Steps behind the strike."""
+        self._way = ""
+        self._doing: asyncio.Task[None] | None = None
+        self._losses: dict[int, float] = {}
+
+    async def run(self) -> None:
+        """All rounds. Raises ``AssertionError`` unless all is as it should be."""
+        with pytest.MonkeyPatch.context() as patched, self._hosts.pool(edge_shapes={}) as pool:
+            patched.setattr(lasting_run, "LONGEST_PAUSE", 0.1)
+            self._pool = pool
+            async with pool, Watchdog(pool.driver, floor=FLOOR):
+                self._run = LastingRun(self._job("struck"), self._workload, progress=self, pool=pool)
+                try:
+                    summary = await self._run.run()
+                finally:
+                    await self._end_doing()
+        assert self._round is None, f"nothing came of {self._round}"
+        assert not self._rounds or time.monotonic() > self._deadline, f"{len(self._rounds)} rounds were not done"
+        self._tell(f"{summary.steps} steps; the same on threads …")
+        alone = _Heard()
+        made = TrainingRun(self._job("alone"), lambda: self._workload(summary.steps), progress=alone)
+        there = await made.run()
+        assert alone.losses == self._losses, "the losses differ"
+        assert summary.snapshot is not None
+        assert there.snapshot is not None
+        assert_same_end(there.snapshot, summary.snapshot)
+
+    def _job(self, name: str) -> Job:
+        return Job.model_validate(
+            {
+                "name": "hosts",
+                "job": {"entry": "tests:hosts"},
+                "pipeline": {
+                    "devices": list(self._names), "microbatches": 4, "schedule": self._schedule, "checkpoint": "always",
+                },
+                "training": {"steps": 10**6, "batch_size": 12, "learning_rate": 0.01, "overlap": True, "seed": 5},
+                "snapshots": {"folder": str(self._folder / name), "every": 1 if name == "struck" else 10**6, "keep": 3},
+                "faults": {"step_retries": 0, "lost_host": "split", "wait_seconds": 0, "snapshot_retries": 4},
+            }
+        )  # fmt: skip
+
+    def _workload(self, steps: int | None = None) -> Workload:
+        """In a thread of the run: a model that has what is to strike, if the run is to be struck."""
+        strike = None
+        if steps is None:
+            if self._round is None:
+                self._next_round()
+            strike = self._strike_in_model()
+        layers: list[nn.Module] = [Armed(strike), nn.Linear(6, 24), nn.Tanh()]
+        for _ in range(4):
+            layers += [nn.Linear(24, 24), nn.Dropout(0.2) if self._draws else nn.Tanh(), nn.BatchNorm1d(24)]
+        layers.append(nn.Linear(24, 6))
+
+        def batches(size: int, generator: Generator) -> Iterator[Batch]:
+            def endless() -> Iterator[Batch]:
+                while True:
+                    x = torch.randn(size, 6, generator=generator, dtype=torch.float64)
+                    yield x, x.flip(1)
+
+            return islice(endless(), steps)
+
+        return Workload(nn.Sequential(*layers).double(), nn.functional.mse_loss, batches, memoryless=steps is None)
+
+    def _next_round(self) -> None:
+        self._round = self._rounds.pop(0) if self._rounds and time.monotonic() < self._deadline else None
+        self._struck, self._is_anew, self._steps_behind, self._way = None, False, 0, "started again"
+        self._note.unlink(missing_ok=True)
+
+    def _strike_in_model(self) -> Strike | None:
+        what = self._round
+        if what is None or not what.kind or self._struck is not None:
+            return None
+        return Strike(HELD if what.deed == "cut" else what.deed, what.kind, what.host, 1, what.count, self._note)
+
+    # What the run tells
+
+    def entered(self, phase: str) -> None:
+        if "goes on without" in phase:
+            self._way = "split anew" if "split anew" in phase else "stages moved"
+
+    def started(self, run: RunStarted) -> None:
+        if self._round is None:
+            self._run.stop()
+        elif self._struck is None:
+            self._begin(self._round)
+        else:
+            self._is_anew = True
+            if self._round.deed == "cut":
+                # An edge that is cut takes a connection, which breaks again.
+                self._do(reshape(self._pool, _edges_of(self._round.host, self._names, EdgeState.CUT)))
+
+    def stepped(self, progress: StepProgress) -> None:
+        before = self._losses.setdefault(progress.step, progress.loss)
+        assert before == progress.loss, f"step {progress.step} has another loss than before"
+        if (what := self._round) is None or self._struck is None or not self._is_anew:
+            return
+        self._steps_behind += 1
+        if self._steps_behind == 1:
+            self._judge(what, time.perf_counter() - self._struck.at)
+        if self._steps_behind == ALONE:
+            self._end(what)
+
+    def _begin(self, what: Round) -> None:
+        if what.is_off and what.deed != "cut":
+            self._hosts.off.add(what.host)
+        self._do(self._strike(what))
+
+    async def _strike(self, what: Round) -> None:
+        """Do it, or see it done by a task."""
+        if what.kind:
+            while not self._note.exists() or not self._note.read_text():  # noqa: ASYNC110 - a worker writes it
+                await asyncio.sleep(0.001)
+            self._struck = Struck.read(self._note)
+        else:
+            await asyncio.sleep(what.seconds)
+            self._struck = Struck(time.perf_counter())
+        if what.deed == "cut":
+            await reshape(self._pool, _edges_of(what.host, self._names, EdgeState.CUT))
+            self._note.unlink(missing_ok=True)
+        elif not what.kind:
+            workers = self._pool.workers
+            assert workers is not None
+            os.kill(workers.up[what.host].pid, signal.SIGKILL if what.deed == "kill" else signal.SIGSTOP)
+
+    def _judge(self, what: Round, seconds: float) -> None:
+        self.figures.seconds.setdefault(what.name, []).append(seconds)
+        self.figures.ways[self._way] += 1
+        self._tell(f"{what.deed} {what.kind or 'from outside'} of {what.host}: {self._way} after {seconds:.2f} s")
+        # A worker that is stopped between two steps is known to be gone only after its silence.
+        latest = self._latest + (START if not what.is_off else 0.0) + (SILENT if what.deed == "stop" else 0.0)
+        assert seconds < latest, f"{what}: the next step was done after {seconds:.1f} s"
+
+    def _end(self, what: Round) -> None:
+        """The host is back, and so is soon the run; or it is there already."""
+        self._hosts.off.clear()
+        if what.deed == "cut":
+            self._do(reshape(self._pool, _edges_of(what.host, self._names, EdgeState.OPEN)))
+        if what.is_off:
+            self._round = None
+            return
+        self._next_round()
+        if self._round is None:
+            self._run.stop()
+        else:
+            assert not self._round.kind
+            self._begin(self._round)
+
+    def _do(self, what: Coroutine[Any, Any, None]) -> None:
+        assert self._doing is None or self._doing.done()
+        if self._doing is not None:
+            self._doing.result()
+        self._doing = asyncio.ensure_future(what)
+
+    async def _end_doing(self) -> None:
+        if self._doing is not None:
+            self._doing.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._doing
+
+
+class _Heard(ProgressSink):
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def stepped(self, progress: StepProgress) -> None:
+        self.losses[progress.step] = progress.loss
+
+
+def _edges_of(host: str, hosts: Sequence[str], state: EdgeState) -> dict[tuple[str, str], EdgeShape]:
+    others = [other for other in hosts if other != host]
+    return {pair: EdgeShape(state=state) for other in others for pair in ((host, other), (other, host))}

@@ -1,0 +1,18 @@
+"""The short form of the campaign of hosts: the network of one is cut, while it is at work.
+
+Hosts that are switched off are in ``tests/train/test_lasting_run.py``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.campaigns.hosts.campaign import HOSTS, Campaign, Round
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.one_loop, pytest.mark.usefixtures("own_temporary_files")]
+
+
+async def test_a_job_goes_on_without_a_host_that_is_cut_off_and_takes_it_in_again(tmp_path):
+    campaign = Campaign([Round("cut", "cpu:1", "B", 1)], tmp_path, hosts=HOSTS[:3], tell=lambda _: None, latest=60.0)
+    await campaign.run()
+    assert campaign.figures.ways == {"split anew": 1}
