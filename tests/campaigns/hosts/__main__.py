@@ -30,6 +30,8 @@ def main() -> None:
     add("--instants", type=int, default=100, help="losses at random instants (default: 100)")
     add("--part", default="1/1", help="which of how many parts of the rounds (default: 1/1)")
     add("--deeds", default=",".join(DEEDS), help="how hosts are lost (default: %(default)s)")
+    add("--models", default="split,moved", help="the model that is split anew, and the one that draws (default: both)")
+    add("--schedules", default="1f1b,zb-h1", help="which schedules (default: %(default)s)")
     add("--latest", type=float, default=LATEST, help="seconds to the first step behind a loss (default: %(default)g)")
     add("--figures", type=Path, metavar="FILE", help="add the figures to those in FILE")
     args = parser.parse_args()
@@ -43,7 +45,11 @@ def main() -> None:
         tempfile.tempdir = os.environ["TMPDIR"] = folder
         for draws, schedule in product((False, True), ("1f1b", "zb-h1")):
             rounds = all_rounds(chance, deeds, args.instants // 4, schedule)[part - 1 :: parts]
-            own = Path(folder, f"{schedule}-{draws}")
+            if schedule not in args.schedules.split(",") or ("moved" if draws else "split") not in args.models.split(
+                ","
+            ):
+                continue
+            own = Path(folder, f"{schedule}-{model}")
             own.mkdir()
             campaign = Campaign(rounds, own, schedule=schedule, draws=draws, deadline=deadline, latest=args.latest)
             asyncio.run(campaign.run())
