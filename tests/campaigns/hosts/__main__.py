@@ -45,9 +45,8 @@ def main() -> None:
         tempfile.tempdir = os.environ["TMPDIR"] = folder
         for draws, schedule in product((False, True), ("1f1b", "zb-h1")):
             rounds = all_rounds(chance, deeds, args.instants // 4, schedule)[part - 1 :: parts]
-            if schedule not in args.schedules.split(",") or ("moved" if draws else "split") not in args.models.split(
-                ","
-            ):
+            model = "moved" if draws else "split"
+            if schedule not in args.schedules.split(",") or model not in args.models.split(","):
                 continue
             own = Path(folder, f"{schedule}-{model}")
             own.mkdir()
