@@ -78,6 +78,12 @@ if TYPE_CHECKING:
     from asyncpipe.pipeline.result import StepResult as StepResult
     from asyncpipe.pipeline.steps import Batch as Batch
     from asyncpipe.pipeline.sync import SyncPipeline as SyncPipeline
+    from asyncpipe.runtime.workers.launcher import Invitation as Invitation
+    from asyncpipe.runtime.workers.launcher import Launcher as Launcher
+    from asyncpipe.runtime.workers.launcher import PlannedWorker as PlannedWorker
+    from asyncpipe.runtime.workers.launcher import WorkerProcess as WorkerProcess
+    from asyncpipe.runtime.workers.ray_workers import RayWorkers as RayWorkers
+    from asyncpipe.runtime.workers.torchrun_workers import TorchrunWorkers as TorchrunWorkers
     from asyncpipe.service.training_service import TrainingService as TrainingService
 
 __version__ = "0.1.0"
@@ -116,6 +122,9 @@ _HOMES = {
     "pipeline.steps": ("Batch",),
     "pipeline.sync": ("SyncPipeline",),
     "pipeline.result": ("StepResult",),
+    "runtime.workers.launcher": ("Invitation", "Launcher", "PlannedWorker", "WorkerProcess"),
+    "runtime.workers.ray_workers": ("RayWorkers",),
+    "runtime.workers.torchrun_workers": ("TorchrunWorkers",),
     "service.training_service": ("TrainingService",),
 }
 for _folder in sys.path:

@@ -45,6 +45,7 @@ __all__ = [
     "TopologyError",
     "TraceError",
     "UnknownScheduleError",
+    "LauncherError",
     "WorkerLostError",
     "WorkerStartError",
     "missing_package",
@@ -258,6 +259,10 @@ class RemoteError(AsyncpipeError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[RemoteError], tuple[str, str]]:
         return type(self), (self.worker, self.text)
+
+
+class LauncherError(AsyncpipeError, RuntimeError):
+    """Whoever should start workers, or has room for them, does not. The message says what it lacks."""
 
 
 class WorkerStartError(AsyncpipeError, RuntimeError):

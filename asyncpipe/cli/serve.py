@@ -107,7 +107,11 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add("--max-running", metavar="N", help="most jobs that run at once (default: 4)")
     add("--max-queued", metavar="N", help="most jobs that wait; more are refused (default: 1000)")
-    add("--workers", metavar="WHERE", help="threads (default), or processes: each device has a worker process")
+    add(
+        "--workers",
+        metavar="WHERE",
+        help="threads (default), processes (one for each device), ray or torchrun",
+    )
     add("--memory-limit", metavar="LIST", help="memory of a device for all jobs together, as cuda:0=70GiB")
     add("--grace-seconds", metavar="SECONDS", help="time for jobs to end after a signal (default: 30)")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="of stderr (default: info)")
@@ -171,7 +175,7 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
             url = await stack.enter_async_context(serve_api(service, settings))
             _print(f"service: {url}")
             stack.enter_context(metrics_served(service.collector, settings.metrics_port, settings.metrics_address))
-            where = ", in worker processes" if settings.workers == "processes" else ""
+            where = ", in worker processes" if settings.workers != "threads" else ""
             _print(f"entries: {', '.join(service.entries.names)}; devices: {', '.join(settings.devices)}{where}")
             status = service.status()
             _print(f"ready: {status.running} jobs run, {status.queued} wait")

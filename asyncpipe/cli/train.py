@@ -37,6 +37,8 @@ examples:
   asyncpipe train examples/charlm/charlm.toml --steps 50 --devices cpu:0,cpu:1
   asyncpipe train examples/charlm/charlm.toml --device-type cuda --metrics-port 9400
   asyncpipe train examples/charlm/charlm.toml --workers processes
+  asyncpipe train examples/charlm/charlm.toml --workers ray --ray-address 10.0.0.5:6379
+  torchrun --nproc-per-node 3 -m asyncpipe.worker train examples/charlm/charlm.toml
   asyncpipe train examples/charlm/charlm.toml --serve 0 --snapshots runs/charlm
   asyncpipe train examples/charlm/charlm.toml --resume runs/charlm
 """
@@ -56,9 +58,15 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--workers",
-        choices=("threads", "processes"),
-        help="where the devices' threads are: in this process, or in a worker process for each accelerator and each "
-        "CPU device; processes need [training] overlap = true in the job file",
+        choices=("threads", "processes", "ray", "torchrun"),
+        help="where the devices' threads are: in this process, in a worker process for each accelerator and each "
+        "CPU device, or in such processes on the machines of a Ray cluster or of torchrun; all but threads need "
+        "[training] overlap = true in the job file",
+    )
+    parser.add_argument(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="the cluster that --workers ray uses, as 10.0.0.5:6379; by default one starts on this machine",
     )
     _add_watching(parser)
     parser.add_argument("--no-progress", action="store_true", help="print the summary only")
@@ -157,6 +165,7 @@ def _with_options(job: Job, args: argparse.Namespace) -> Job:
         check_workers(job.pipeline.workers, job.training)
     except ValueError as error:
         raise job_file_error(job.path, str(error)) from None
+    job = job.override("ray", address=args.ray_address)
     job = job.override("training", steps=args.steps)
     job = _with_snapshots(job, args.snapshots, args.resume)
     return job.override(

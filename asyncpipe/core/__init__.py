@@ -9,8 +9,7 @@ paths are given: the same calls give the same answers. Each folder may import th
 - ``engine/``: the state machine that runs a task graph: events in, commands out;
 - ``predict/``: costs, simulation, reports, memory, and the planner that searches for the fastest pipeline.
 
-``checks.py`` has checks of options, ``splitmix.py`` a generator of random numbers, ``hosts.py`` which
-workers are lost together. To follow one step, read
-``schedules/protocol.py``, ``graph/lower.py``, ``graph/task_graph.py`` and ``engine/``. ``predict/simulate.py`` runs the
-engine on virtual time.
+``checks.py`` has checks of options, ``splitmix.py`` a generator of random numbers, ``hosts.py`` names of devices and
+which workers are lost together. To follow one step, read ``schedules/protocol.py``, ``graph/lower.py``,
+``graph/task_graph.py`` and ``engine/``. ``predict/simulate.py`` runs the engine on virtual time.
 """

@@ -1,4 +1,4 @@
-"""Which workers are lost together: those of a host, which the names of their devices begin with.
+"""Names of devices, which may begin with that of their host, and which workers are lost together: those of a host.
 
 ::
 
@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
-__all__ = ["host_of", "unit_of"]
+from typing import NamedTuple
+
+__all__ = ["DeviceName", "host_of", "unit_of"]
 
 
 def host_of(name: str) -> str:
@@ -19,3 +21,31 @@ def host_of(name: str) -> str:
 def unit_of(name: str) -> str:
     """What is lost together with the device or worker ``name``: its host, or without one that worker alone."""
     return host_of(name) or name.partition("#")[0]
+
+
+class DeviceName(NamedTuple):
+    """A name, taken apart."""
+
+    host: str
+    """Empty if none is named."""
+    device: str
+    """As torch calls it on that host; the second of one name ends with ``#1``, and so on."""
+
+    @classmethod
+    def parse(cls, name: str) -> DeviceName:
+        """``host/device``, or a device alone."""
+        host, _, device = name.rpartition("/")
+        return cls(host, device)
+
+    @property
+    def physical(self) -> str:
+        """The device without the number that tells two of one name apart."""
+        return self.device.partition("#")[0]
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a CPU's, of which every host has as many as it is asked for."""
+        return self.device.partition(":")[0] == "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.host}/{self.device}" if self.host else self.device

@@ -17,7 +17,6 @@ from asyncpipe.core.schedules.protocol import Schedule
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.autograd.random_streams import draw_step_seed
-from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.model.feed import as_feed
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.sequential import take_all
@@ -60,8 +59,8 @@ class Pipeline(ModelProxy):
         self._set_up(arguments)
 
     def _set_up(self, arguments: PipelineArguments) -> None:
-        self.devices = resolve_devices(arguments.devices)
         pool = arguments.pool or DevicePool(**arguments.pool_options)
+        self.devices = pool.resolve(arguments.devices)
         arguments = resolve_auto(replace(arguments, feed=as_feed(arguments.feed)))
         if isinstance(arguments.model, StageFactory):
             seeded = arguments.model.seeded(partial(draw_step_seed, arguments.generator))
@@ -73,7 +72,7 @@ class Pipeline(ModelProxy):
         parts = build(arguments.model, here, arguments)
         # Copies of the pipeline have the stages as they will be, not as they were built.
         self._arguments = arguments if parts.factory is None else replace(arguments, model=parts.staged)
-        physical = {device.physical for device in self.devices}
+        physical = set() if pool.on_hosts else {device.physical for device in self.devices}
         tenant = Tenant(arguments.share or Share(), Observers(arguments.observers, partial(note_devices, physical)))
         stages = None if pool.workers is None else RemoteStages(parts, self.devices, tenant, pool.workers)
         if stages is not None and arguments.feed is not None and parts.takes is not take_all:

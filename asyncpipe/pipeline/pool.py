@@ -25,7 +25,7 @@ from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import NestedWaitError, PipelineClosedError
 from asyncpipe.ops.autograd.own_draws import replace_torch_random, restore_torch_random
-from asyncpipe.ops.device.devices import Device
+from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
 from asyncpipe.pipeline.pool_options import PoolOptions, takes
 from asyncpipe.pipeline.workers import Workers
@@ -59,6 +59,8 @@ class DevicePool:
 
     @takes(PoolOptions)
     def __init__(self, options: PoolOptions) -> None:
+        self.on_hosts = options.on_hosts
+        """Whether its devices may be on other machines."""
         self.workers = Workers(options) if options.has_workers else None
         """The processes that the devices are in, if they are not in this one."""
         self.driver: Driver | PartsDriver = (
@@ -112,6 +114,10 @@ class DevicePool:
                 self.process.check()
             state = "not open; use 'async with'" if self._finalizer is None else "closed"
             raise PipelineClosedError(f"the device pool is {state}")
+
+    def resolve(self, devices: Sequence[str | torch.device]) -> list[Device]:
+        """Logical devices of these names, as ``resolve_devices``; they may be on hosts if the pool's workers may."""
+        return resolve_devices(devices, on_hosts=self.on_hosts)
 
     @property
     def has_built_in_policies(self) -> bool:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from asyncpipe.core.engine.edge_shape import EdgeShape
     from asyncpipe.core.engine.policies.policy import MakePolicy
     from asyncpipe.runtime.executor import Executor
+    from asyncpipe.runtime.workers.launcher import Launcher
 
 __all__ = ["PoolOptions", "takes"]
 
@@ -40,10 +41,11 @@ class PoolOptions:
     policy: MakePolicy | None = None
     """Makes the policy of a lane, which decides the ready task that runs there next; see ``asyncpipe.Policy``. By
     default one pipeline runs its schedule's order or rule, and several get fair shares."""
-    workers: str | Mapping[str, str] = "threads"
+    workers: str | Mapping[str, str] | Launcher = "threads"
     """Where the devices' threads are: ``"threads"`` of this process, or worker ``"processes"`` of this machine, one for
     each accelerator and each logical CPU device. A mapping from device to the name of its worker makes other groups.
-    With workers the loop is always the pool's own."""
+    ``"ray"`` and ``"torchrun"`` are ``RayWorkers()`` and ``TorchrunWorkers()``, and any launcher (``Launcher``) may be
+    given. With workers the loop is always the pool's own."""
     transport: Literal["shared_memory", "gloo", "nccl"] = "shared_memory"
     """How tensors get from one worker to another, which changes no bit: by ``"shared_memory"`` on one machine, and by
     gloo between two; by ``"gloo"`` everywhere; or by ``"nccl"`` from device to device, where each worker has one CUDA
@@ -65,7 +67,7 @@ class PoolOptions:
         check_choice("loop", self.loop, ("running", "own"))
         check_positive("intra_op_threads", self.intra_op_threads)
         if not isinstance(self.workers, Mapping):
-            check_choice("workers", self.workers, ("threads", "processes"))
+            self._check_workers()
         check_choice("transport", self.transport, ("shared_memory", "gloo", "nccl"))
         if not self.has_workers and self.transport != "shared_memory":
             raise OptionError(f"transport={self.transport!r} is for workers; leave it out, or use workers='processes'")
@@ -73,6 +75,22 @@ class PoolOptions:
             raise OptionError("edge_shapes are of edges between workers; leave them out, or use workers='processes'")
         if self.has_workers and self.executors is not None:
             raise OptionError("executors run tasks in this process; leave them out, or use workers='threads'")
+
+    def _check_workers(self) -> None:
+        if isinstance(self.workers, str):
+            check_choice("workers", self.workers, ("threads", "processes", "ray", "torchrun"))
+        elif not all(callable(getattr(self.workers, name, None)) for name in ("prepare", "start", "close")):
+            raise OptionError(
+                "workers must be 'threads', 'processes', 'ray', 'torchrun', a mapping, or a launcher with the methods "
+                f"prepare, start and close, got {self.workers!r}"
+            )
+
+    @property
+    def on_hosts(self) -> bool:
+        """Whether workers may be on other machines, so that devices are looked for there."""
+        if isinstance(self.workers, Mapping):
+            return False
+        return self.workers not in ("threads", "processes")
 
     @property
     def has_workers(self) -> bool:

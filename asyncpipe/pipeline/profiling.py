@@ -25,6 +25,7 @@ from torch import nn
 from asyncpipe.core.checks import check_positive
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task_graph import Phase, Wiring
+from asyncpipe.core.hosts import DeviceName
 from asyncpipe.core.predict.balance import check_balance, even_balance
 from asyncpipe.core.predict.layer_profile import PARAMETER_SCALE, Measurement, Profile, ProfiledLayer
 from asyncpipe.core.predict.planner import Plan, plan
@@ -196,7 +197,7 @@ class Measuring:
         for number in microbatches:
             _check_microbatches(number, sample)
         self._model = model
-        self._devices = resolve_devices(devices)
+        self._devices = resolve_devices([DeviceName.parse(str(device)).device for device in devices])
         self._layers = _layers(model)
         self._open = partial(_MeasuredPipeline, model, sample=sample, intra_op_threads=intra_op_threads)
         self._stack = ExitStack()

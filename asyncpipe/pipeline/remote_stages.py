@@ -178,7 +178,7 @@ class RemoteStages:
             is_factory=self._parts.factory is not None,
             trains=self._trains,
             options=options,
-            devices=[(device.name, str(device.physical)) for device in self._devices],
+            devices=[(device.name, self._physical(device)) for device in self._devices],
             workers=[numbers[self._worker_of[device.name]] for device in self._devices],
             names={numbers[each]: each for each in self._owned},
             me=numbers[name],
@@ -190,6 +190,12 @@ class RemoteStages:
             share=self._tenant.share,
             pool=self._workers.pool_options,
         )
+
+    def _physical(self, device: Device) -> str:
+        """The device, as its worker calls it."""
+        if device.is_accelerator and self._connections[self._worker_of[device.name]].has_own_accelerators:
+            return f"{device.physical.type}:0"  # A worker of a host has one.
+        return str(device.physical)
 
     def _pairs(self) -> list[tuple[int, int]]:
         """The edges that steps need: both ways between the workers of stages that exchange something."""

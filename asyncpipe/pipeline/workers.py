@@ -9,15 +9,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import count
 from typing import Any
 
-import torch
 from torch import distributed
 
 from asyncpipe.core.engine.edge_shape import EdgeShape
+from asyncpipe.core.hosts import DeviceName
 from asyncpipe.errors import OptionError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.wire import to_wire
@@ -27,7 +27,10 @@ from asyncpipe.runtime.part_messages import EdgeBroken, PartEnded, received
 from asyncpipe.runtime.parts_driver import PartsDriver
 from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.group import WorkerGroup
+from asyncpipe.runtime.workers.launcher import Launcher
 from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
+from asyncpipe.runtime.workers.ray_workers import RayWorkers
+from asyncpipe.runtime.workers.torchrun_workers import TorchrunWorkers
 
 __all__ = ["Workers", "assign_workers", "check_transport"]
 
@@ -35,11 +38,13 @@ ENTRY = "asyncpipe.pipeline.resident.serve:serve"
 STARTS = 3
 """How often what is missing is started: a worker may be lost while others start, which takes seconds."""
 
+_LAUNCHERS: Mapping[str, Callable[[], Launcher]] = {"ray": RayWorkers, "torchrun": TorchrunWorkers}
+
 _OF_THE_CONTROLLER = ("loop", "workers", "transport", "interface", "edge_shapes", "worker_path", "executors")
 """Options of a pool that a worker's pool does not have."""
 
 
-def assign_workers(devices: Sequence[Device], workers: str | Mapping[str, str]) -> dict[str, str]:
+def assign_workers(devices: Sequence[Device], workers: str | Mapping[str, str] | Launcher) -> dict[str, str]:
     """The name of the worker of each device, by the device's name.
 
     By default, an accelerator has a worker, which has all logical devices on it; a logical CPU device has one of its
@@ -51,18 +56,21 @@ def assign_workers(devices: Sequence[Device], workers: str | Mapping[str, str]) 
         if missing := [name for name in names if name not in workers]:
             raise OptionError(f"workers names no worker for {', '.join(missing)}; name one for each of the devices")
         return {name: workers[name] for name in names}
-    return {device.name: str(device.physical) if device.is_accelerator else device.name for device in devices}
+    return {
+        device.name: str(DeviceName(device.host, str(device.physical))) if device.is_accelerator else device.name
+        for device in devices
+    }
 
 
 def check_transport(transport: str, devices: Sequence[Device], worker_of: Mapping[str, str]) -> None:
     """Raise ``OptionError`` if ``transport`` cannot carry tensors between the workers of these devices."""
     if transport == "nccl":
-        owned: dict[str, set[torch.device]] = {}
+        owned: dict[str, set[DeviceName]] = {}
         for device in devices:
-            owned.setdefault(worker_of[device.name], set()).add(device.physical)
-        owners: dict[torch.device, str] = {}
+            owned.setdefault(worker_of[device.name], set()).add(DeviceName(device.host, str(device.physical)))
+        owners: dict[DeviceName, str] = {}
         for worker, physical in owned.items():
-            if len(physical) > 1 or "cpu" in {each.type for each in physical}:
+            if len(physical) > 1 or any(each.is_cpu for each in physical):
                 raise OptionError(
                     "transport='nccl' is for workers that have one CUDA device each, and worker "
                     f"{worker!r} has {', '.join(sorted(map(str, physical)))}; use 'shared_memory'"
@@ -78,6 +86,12 @@ def check_transport(transport: str, devices: Sequence[Device], worker_of: Mappin
         raise OptionError(f"this torch has no {transport}; use transport='shared_memory'")
 
 
+def _launcher(workers: str | Mapping[str, str] | Launcher) -> Launcher:
+    if isinstance(workers, str | Mapping):
+        return _LAUNCHERS.get(workers if isinstance(workers, str) else "processes", ProcessLauncher)()
+    return workers
+
+
 class Workers:
     """Used on the pool's loop, which is in a thread of its own."""
 
@@ -89,8 +103,9 @@ class Workers:
         self._pipelines = count()
         self._shapes = None if options.edge_shapes is None else dict(options.edge_shapes)
         self._options = options
-        launcher = ProcessLauncher(path=options.worker_path)
-        self._group = WorkerGroup(launcher, ENTRY, received=self._received, lost=self._lost)
+        self._group = WorkerGroup(
+            _launcher(options.workers), ENTRY, received=self._received, lost=self._lost, path=options.worker_path
+        )
         self._is_open = False
         self._turn = asyncio.Lock()
         """Held while workers start: of two pipelines that need the same one, the second waits for it."""
@@ -153,11 +168,13 @@ class Workers:
             if not self._is_open:
                 await self._group.__aenter__()
                 self._is_open = True
-            names = dict.fromkeys(self.worker_of(devices).values())
+            owned: dict[str, tuple[str, ...]] = {}
+            for device, name in self.worker_of(devices).items():
+                owned[name] = (*owned.get(name, ()), device)
             for _ in range(STARTS):
-                if not (missing := [name for name in names if name not in self.up]):
+                if not (missing := [name for name in owned if name not in self.up]):
                     return
-                for connection in await self._group.start(*missing):
+                for connection in await self._group.start(*missing, devices=owned):
                     if connection.name in self._connections:
                         self._restarted.add(connection.name)
                     self._connections[connection.name] = connection

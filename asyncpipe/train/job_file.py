@@ -12,7 +12,7 @@ A whole file::
     [pipeline]
     devices = ["cpu:0", "cpu:1"]
     schedule = "1f1b"
-    workers = "threads"                 # or "processes"; see PipelineTable
+    workers = "threads"                 # or "processes", "ray", "torchrun"; see PipelineTable
 
     [training]
     steps = 500
@@ -38,6 +38,10 @@ A whole file::
     most_skipped = 10                   # skipped updates in a row
     lost_host = "fail"                  # if workers are lost: or "wait" for others, or "split" the model anew
     wait_seconds = 60.0                 # how long to wait for them
+
+    [ray]                               # for workers = "ray"; see RayTable
+    address = "10.0.0.5:6379"           # of a cluster; absent: one is started, on this machine
+    interface = "10.0.0.7"              # of this machine, where workers connect to
 
 Relative paths are relative to the working directory. Nothing of the job is imported here.
 """
@@ -66,6 +70,8 @@ from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.schedules.registry import could_be_schedule, known_schedules
 from asyncpipe.errors import JobFileError, OptionError
 from asyncpipe.pipeline.options import PipelineOptions
+from asyncpipe.runtime.workers.launcher import Launcher
+from asyncpipe.runtime.workers.ray_workers import RayWorkers
 from asyncpipe.train.validation import StrictModel, read_toml, wrong_keys
 
 __all__ = [
@@ -75,6 +81,7 @@ __all__ = [
     "JobTable",
     "ObserveTable",
     "PipelineTable",
+    "RayTable",
     "SnapshotTable",
     "StagesTable",
     "TrainingTable",
@@ -132,8 +139,10 @@ CheckpointName = Annotated[
     CheckpointMode, Strict(False), Field(description=f"must be one of {', '.join(CheckpointMode)}")
 ]
 Workers = Annotated[
-    Literal["threads", "processes"] | dict[str, str],
-    Field(description='must be "threads", "processes", or a table of the name of each device\'s worker'),
+    Literal["threads", "processes", "ray", "torchrun"] | dict[str, str],
+    Field(
+        description='must be "threads", "processes", "ray", "torchrun", or a table of the name of each device\'s worker'
+    ),
 ]
 Balance = Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(_checked_balance)]
 
@@ -179,8 +188,9 @@ class PipelineTable(StagesTable):
     """
 
     workers: Workers = "threads"
-    """Where the devices' threads are: in this process, or in worker processes of this machine. Losses and weights are
-    the same to the last bit, and a run may go on from the snapshots of either.
+    """Where the devices' threads are: in this process, in worker processes of this machine, or on hosts, which ``ray``
+    or ``torchrun`` have; devices may have hosts there (``"host-a/cuda:0"``). Losses and weights are the same to the
+    last bit, and a run may go on from the snapshots of any.
 
     Gradients stay in the workers, so each stage is updated inside the step: a job with workers has
     ``training.overlap = true``. On a pool, whoever made the pool decides."""
@@ -188,6 +198,19 @@ class PipelineTable(StagesTable):
         default=_DEFAULTS["transport"], description='must be "shared_memory", "gloo" or "nccl"'
     )
     """How tensors get from one worker to another. On a pool, whoever made the pool decides."""
+
+
+class RayTable(StrictModel):
+    """``[ray]``: options of ``asyncpipe.RayWorkers``, which explains them; for ``pipeline.workers = "ray"``."""
+
+    address: NonEmptyText = "local"
+    placement: Literal["host", "device"] = Field(default="host", description='must be "host" or "device"')
+    hosts: PositiveInt | None = None
+    cpus: NonNegativeFloat = 1.0
+    resources: dict[str, PositiveFloat] = Field(default_factory=dict, description="must be a table of numbers")
+    interface: NonEmptyText | None = None
+    environment: dict[str, str] = Field(default_factory=dict, description="must be a table of texts")
+    seconds: PositiveFloat = 60.0
 
 
 class TrainingTable(StrictModel):
@@ -315,6 +338,7 @@ class Job(StrictModel):
     snapshots: SnapshotTable | None = None
     """Absent: no snapshots are taken."""
     faults: FaultTable = FaultTable()
+    ray: RayTable = RayTable()
 
     _path: Path = PrivateAttr(default=Path("job.toml"))
 
@@ -328,6 +352,10 @@ class Job(StrictModel):
         """Take the path from the validation context: it is not a key of the file."""
         if context is not None:
             self._path = context["path"]
+
+    def pool_workers(self) -> str | Mapping[str, str] | Launcher:
+        """What a pool for this job takes as ``workers``."""
+        return RayWorkers(**self.ray.model_dump()) if self.pipeline.workers == "ray" else self.pipeline.workers
 
     @property
     def path(self) -> Path:

@@ -39,7 +39,7 @@ from asyncpipe.errors import (
     WorkerStartError,
 )
 from asyncpipe.observe.metrics import PipelineCollector
-from asyncpipe.ops.device.devices import Device, resolve_devices
+from asyncpipe.ops.device.devices import Device
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.train.import_path import import_path
 from asyncpipe.train.job_file import AUTO, Job, blaming_key, job_file_error
@@ -192,8 +192,8 @@ class LastingRun:
             yield
             return
         table = self._job.pipeline
-        workers = table.workers
-        if not isinstance(workers, str):
+        workers = self._job.pool_workers()
+        if isinstance(workers, Mapping):
             # A device that takes the place of a lost one has the name of a second one.
             again = {f"{device}#{n}": name for device, name in workers.items() for n in range(1, len(table.devices))}
             workers = {**again, **workers}
@@ -356,7 +356,7 @@ class LastingRun:
         workers = self._pool.workers
         assert workers is not None
         devices: dict[str, list[Device]] = {unit: [] for unit in units}
-        for device in resolve_devices(self._job.pipeline.devices):
+        for device in self._pool.resolve(self._job.pipeline.devices):
             if (unit := self._unit_of()[device.name.partition("#")[0]]) in devices:
                 devices[unit].append(device)
         missing: dict[str, str] = {}
@@ -442,7 +442,7 @@ class LastingRun:
         assert self._pool is not None
         assert self._pool.workers is not None
         try:
-            devices = resolve_devices(self._job.pipeline.devices)
+            devices = self._pool.resolve(self._job.pipeline.devices)
             workers = self._pool.workers.worker_of(devices)
         except (DeviceError, OptionError):  # The run says which key of the job is wrong.
             return {}

@@ -256,7 +256,7 @@ class TrainingRun:
         own: dict[str, Any] = {}
         if self._in_workers and self._pool is None:
             folder = str(self._job.path.resolve().parent)
-            own = {"workers": table.workers, "transport": table.transport, "worker_path": [folder]}
+            own = {"workers": self._job.pool_workers(), "transport": table.transport, "worker_path": [folder]}
         with blaming_key(self._job, "pipeline"):
             return Pipeline(
                 workload.model,

@@ -10,21 +10,51 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
+RANK = "--torchrun-rank"
+"""The argument of a rank that serves."""
 _CONTROLLERS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 """Signals that a terminal or a service manager sends to all processes."""
 
 
 def main() -> None:
-    """Become the worker of the invitation that comes on standard input."""
+    """Become the worker of the invitation that comes on standard input; with ``-m`` and arguments, what torchrun wants.
+
+    By its path, this program gets an argument which it does not read: it tells who looks at the list of processes.
+    """
+    if sys.argv[1:] and (__spec__ is not None or sys.argv[1:] == [RANK]):
+        _run_by_torchrun()
+        return
     _leave_signals_to_the_controller()
     values = _read_invitation()
-    sys.path[:] = values["sys_path"]
+    theirs = values["sys_path"]
+    if not values.get("is_same_host"):
+        theirs = [entry for entry in theirs if os.path.exists(entry)]
+        theirs += [entry for entry in sys.path if entry not in theirs]
+    sys.path[:] = theirs
     sys.argv[:] = values["argv"]
     from asyncpipe.runtime.workers.worker_main import become_worker
 
     become_worker(values, lifeline=_lifeline())
+    _end()
+
+
+def _run_by_torchrun() -> None:
+    if __spec__ is None:
+        sys.path[0] = str(Path(__file__).parents[2])
+    from asyncpipe.worker.under_torchrun import run, serve
+
+    if os.environ.get("RANK") in (None, "0"):
+        run(sys.argv[1:])
+    else:
+        _leave_signals_to_the_controller()
+        serve()
+        _end()
+
+
+def _end() -> None:
     # Python's own end deletes all that torch has loaded, object by object, which takes most of a second of CPU time.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -507,7 +507,7 @@ async def test_a_worker_that_is_lost_while_others_start_is_started_again(monkeyp
         async def __aenter__(self):
             return self
 
-        async def start(self, *names):
+        async def start(self, *names, **_):
             self.starts.append(names)
             self.workers |= {name: SimpleNamespace(name=name) for name in names}
             started = [self.workers[name] for name in names]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncpipe.core.hosts import DeviceName
 from asyncpipe.errors import DeviceError
 
 __all__ = ["ACCELERATORS", "Device", "resolve_devices"]
@@ -22,10 +23,15 @@ class Device:
     """A logical device: its own thread and streams on a physical device, which others may share."""
 
     name: str
-    """As the caller wrote it; the second of the same name gets ``#1``, and so on."""
+    """As the caller wrote it, maybe with its host; the second of the same name gets ``#1``, and so on."""
     physical: torch.device
     is_elsewhere: bool = False
     """Whether another worker has it. What is on it is only known by its shape here (``ops/model/shipping.py``)."""
+
+    @property
+    def host(self) -> str:
+        """The host that its name has; empty if it has none."""
+        return DeviceName.parse(self.name).host
 
     @property
     def is_accelerator(self) -> bool:
@@ -37,25 +43,29 @@ class Device:
         return Device(self.name, torch.device("meta"), is_elsewhere=True)
 
 
-def resolve_devices(devices: Sequence[str | torch.device]) -> list[Device]:
+def resolve_devices(devices: Sequence[str | torch.device], *, on_hosts: bool = False) -> list[Device]:
     """Logical devices, one an entry: ``cpu``, ``cpu:N`` (any N) and ``cuda:N`` (those present; may repeat).
 
+    With ``on_hosts``, entries may name a host, as ``host-a/cuda:0``, and whether a device is there is seen there.
     Raises ``DeviceError`` for an empty list, an unknown type of device, or a device that is not present.
     """
     if isinstance(devices, str | torch.device) or not devices:
         raise DeviceError(f"devices must be a list such as ['cpu:0', 'cpu:1'], got {devices!r}")
     resolved: list[Device] = []
     for entry in devices:
-        physical = _physical(entry)
         text = str(entry)
+        host, device = DeviceName.parse(text)
+        if "/" in text and not (on_hosts and host and device):
+            raise DeviceError(f"{entry!r} names a host; give a device of this machine, or workers that are on hosts")
+        physical = _physical(entry, device if host else entry, is_here=not on_hosts)
         repeats = sum(device.name.partition("#")[0] == text for device in resolved)
         resolved.append(Device(f"{text}#{repeats}" if repeats else text, physical))
     return resolved
 
 
-def _physical(entry: str | torch.device) -> torch.device:
+def _physical(entry: str | torch.device, without_host: str | torch.device, *, is_here: bool) -> torch.device:
     try:
-        device = torch.device(entry)
+        device = torch.device(without_host)
     except (RuntimeError, TypeError):
         raise DeviceError(f"{entry!r} is no device; asyncpipe knows {_KNOWN}") from None
     kind = device.type
@@ -63,6 +73,8 @@ def _physical(entry: str | torch.device) -> torch.device:
         return torch.device("cpu")
     if kind not in ACCELERATORS:
         raise DeviceError(f"{entry!r} is a device of type {kind!r}; asyncpipe knows {_KNOWN}")
+    if not is_here:
+        return torch.device(kind, device.index or 0)
     module = torch.get_device_module(kind)
     count = module.device_count()
     # Not device.index: torch keeps it in eight bits, so cuda:256 would become cuda:0.

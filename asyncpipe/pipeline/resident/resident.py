@@ -22,7 +22,7 @@ from asyncpipe.core.engine.worker_notes import EdgeTraffic, WorkerUse
 from asyncpipe.core.graph.part import Departure, Part, part
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import EdgeError, OptionError, PipelineClosedError
-from asyncpipe.ops.device.devices import Device
+from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.device.memory import allocated_bytes
 from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.ops.device.wire import from_buffers, from_wire, to_buffers
@@ -68,6 +68,8 @@ class Resident:
 
     def __init__(self, load: LoadPipeline, pool: DevicePool, control: ControlClient) -> None:
         """Raises what ``build`` raises."""
+        own = [physical for (_, physical), worker in zip(load.devices, load.workers, strict=True) if worker == load.me]
+        resolve_devices(own)  # The controller may be on another host.
         named = [Device(name, torch.device(physical)) for name, physical in load.devices]
         devices = [
             device if number == load.me else device.elsewhere()

@@ -15,6 +15,10 @@ In the order of a start:
 
 ``group.py``       the workers of one controller: start, stop, replace
 ``launcher.py``    the seam: who starts workers, and how; ``process_launcher.py`` starts processes of this machine
+``ray_workers.py``  starts them on the machines of a Ray cluster; ``ray_process.py`` is where Ray itself runs
+``torchrun_workers.py``  starts them in torchrun's processes, which meet in ``torchrun.py``
+``agents.py``      workers that agents start, which are where the two above have put them; ``agent.py`` is such an agent
+``handed_down.py``  what a worker takes over from its controller's process
 ``listener.py``    where workers connect; ``handshake.py`` who is let in; ``held_folder.py`` a folder for sockets
 ``tcp.py``         connections between machines, which notice a host that is gone without a word
 ``place.py``       where a worker is, and where others reach it

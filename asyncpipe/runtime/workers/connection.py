@@ -79,6 +79,11 @@ class WorkerConnection:
         return self.supervisor.batches
 
     @property
+    def has_own_accelerators(self) -> bool:
+        """Whether it sees only the accelerators among its devices, numbered from 0 in their order."""
+        return self.supervisor.has_own_accelerators
+
+    @property
     def clock_offset(self) -> float:
         """Seconds to take off its times (``time.perf_counter``) to have this process's. 0 on one host."""
         return self.supervisor.clock.offset

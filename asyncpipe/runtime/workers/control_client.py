@@ -31,6 +31,11 @@ __all__ = ["ControlClient"]
 
 CONNECT_SECONDS = 20.0
 """For the controller to answer. It waits for nothing that a worker does."""
+SILENT_SECONDS = 60.0
+"""Without anything from a controller that is reached by TCP, after which it is taken for gone: nobody tells a worker
+that the controller's host has lost its power or its network. Controllers send a ping twice a second."""
+SILENT_LOOKS = 6
+"""How often a worker looks within that time. Looks count, not the clock: this process may have been stopped."""
 
 
 class ControlClient:
@@ -67,6 +72,7 @@ class ControlClient:
         self._arrived: Callable[[], object] = lambda: None
         """Wakes who serves; does nothing before that."""
         self._portal = Portal()
+        self._silent_looks = 0
         self._channel = self._portal.call(self._open(connected))
 
     @classmethod
@@ -83,7 +89,19 @@ class ControlClient:
         return cls(connected, invitation.name, invitation.entry, main, board, batches, invitation.secret)
 
     async def _open(self, connected: socket.socket) -> Channel:
-        return Channel(connected, asyncio.get_running_loop(), self)
+        loop = asyncio.get_running_loop()
+        channel = Channel(connected, loop, self)
+        if connected.family != socket.AF_UNIX:
+            loop.call_later(SILENT_SECONDS / SILENT_LOOKS, self._look, channel, channel.heard_at)
+        return channel
+
+    def _look(self, channel: Channel, heard_at: float) -> None:
+        """End the process if nothing was heard for long; otherwise look again later."""
+        self._silent_looks = self._silent_looks + 1 if channel.heard_at == heard_at else 0
+        if self._silent_looks >= SILENT_LOOKS:
+            self.closed()
+        loop = asyncio.get_running_loop()
+        loop.call_later(SILENT_SECONDS / SILENT_LOOKS, self._look, channel, channel.heard_at)
 
     def send(self, message: object, *, urgent: bool = False) -> None:
         """Send ``message``, or what ``pack`` made of it, to the controller. From any thread; never blocks.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from asyncpipe.errors import OptionError, WorkerLostError
@@ -13,13 +14,15 @@ from asyncpipe.runtime.portal import Portal, wait_uncancelled
 from asyncpipe.runtime.process import Process
 from asyncpipe.runtime.thread_calls import wait_to_end
 from asyncpipe.runtime.workers.connection import WorkerConnection
-from asyncpipe.runtime.workers.launcher import Address, Launcher
+from asyncpipe.runtime.workers.launcher import Address, Launcher, PlannedWorker
 from asyncpipe.runtime.workers.listener import ControlListener
 from asyncpipe.runtime.workers.supervisor import Supervisor, WorkerLimits
 
 __all__ = ["WorkerGroup"]
 
 SECRET_BYTES: Final = 32
+
+_logger = logging.getLogger(__name__)
 
 
 class WorkerGroup:
@@ -46,15 +49,18 @@ class WorkerGroup:
         lost: Callable[[WorkerConnection, WorkerLostError], object] = lambda worker, error: None,
         address: Address | None = None,
         limits: WorkerLimits | None = None,
+        path: Sequence[str] = (),
     ) -> None:
         """``entry`` (``module:function``) is what runs in each worker; see ``Invitation``.
 
         ``received`` is called on the caller's loop with each message of a worker that is no answer, ``lost`` when one
-        is gone unexpectedly, behind its last message. Workers connect to ``address``, a host and a port (0: any), or,
-        without one, to a Unix socket in a folder that only this user can enter.
+        is gone unexpectedly, behind its last message. Workers connect to ``address``, a host and a port (0: any),
+        unless the launcher names another one; without any, to a Unix socket in a folder that only this user can enter.
+        They look for modules in the folders of ``path`` before those of this process's ``sys.path``.
         """
         self._launcher = launcher
         self._entry = entry
+        self._path = tuple(path)
         self._received = received
         self._lost = lost
         self._limits = WorkerLimits() if limits is None else limits
@@ -79,8 +85,12 @@ class WorkerGroup:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def start(self, *names: str) -> tuple[WorkerConnection, ...]:
+    async def start(
+        self, *names: str, devices: Mapping[str, tuple[str, ...]] | None = None
+    ) -> tuple[WorkerConnection, ...]:
         """Workers of these names, which are up; they start at the same time. Also in the place of one that has ended.
+
+        ``devices`` are those of each, for launchers that must know.
 
         All or none: if one does not come up (``WorkerStartError``), or the caller is cancelled, the others are killed.
         """
@@ -91,15 +101,19 @@ class WorkerGroup:
         if taken := sorted(twice | (self.workers.keys() | self._starting) & set(names)):
             raise OptionError(f"workers need names of their own, and these are taken: {', '.join(taken)}")
         connections = tuple(WorkerConnection(name, self._received, self._lost) for name in names)
-        starts = [asyncio.create_task(self._start(self._portal, connection)) for connection in connections]
+        planned = {name: PlannedWorker(name, (devices or {}).get(name, ())) for name in names}
+        preparing = asyncio.create_task(self._portal.run(self._prepare(list(planned.values()))))
+        starts = [
+            asyncio.create_task(self._start(self._portal, planned[each.name], each, preparing)) for each in connections
+        ]
         self._starts.update(starts)
         self._starting.update(names)
         try:
             await asyncio.gather(*starts)
         except BaseException:
-            for start in starts:
+            for start in (preparing, *starts):
                 start.cancel()
-            await wait_uncancelled(asyncio.gather(*starts, return_exceptions=True))
+            await wait_uncancelled(asyncio.gather(preparing, *starts, return_exceptions=True))
             up = [connection for connection in connections if connection.is_up]
             for connection in up:
                 connection.supervisor.stop()
@@ -112,13 +126,20 @@ class WorkerGroup:
         self._workers.update(zip(names, connections, strict=True))
         return connections
 
-    async def _start(self, portal: Portal, connection: WorkerConnection) -> None:
+    async def _prepare(self, workers: Sequence[PlannedWorker]) -> None:
+        if (address := await self._launcher.prepare(workers)) is not None:
+            self._listener.address = address
+
+    async def _start(
+        self, portal: Portal, worker: PlannedWorker, connection: WorkerConnection, prepared: asyncio.Task[None]
+    ) -> None:
+        await asyncio.shield(prepared)
         loops = (portal.loop, asyncio.get_running_loop())
 
         async def start() -> None:
-            supervisor = Supervisor(connection.name, self._launcher, self._listener, self._limits, connection, loops)
+            supervisor = Supervisor(worker, self._launcher, self._listener, self._limits, connection, loops)
             connection.begin(supervisor)
-            await supervisor.start(self._entry, self._secret)
+            await supervisor.start(self._entry, self._secret, self._path)
 
         await portal.run(start())
 
@@ -139,6 +160,10 @@ class WorkerGroup:
         await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
         portal, self._portal = self._portal, None
         if portal is not None:
+            try:
+                await portal.run(self._launcher.close())
+            except Exception:
+                _logger.exception("a launcher of workers cannot be closed")
             portal.close()
             portal.join()
 

@@ -1,23 +1,53 @@
 """The seam between the controller and whatever starts its workers: this machine, a cluster, or somebody else.
 
-A launcher is given an ``Invitation`` and answers with a ``WorkerProcess``. What it starts connects to the invitation's
-address and shows that it knows the secret. So a launcher need not reach the process that it starts, except to hand down
-the invitation on a way that nobody else can read.
+A launcher is given an ``Invitation`` and starts a process that accepts it: ``python -m asyncpipe.worker``, which reads
+the invitation's line from standard input. The worker connects to the controller and shows that it knows the secret. So
+a launcher need not reach what it has started, except to hand down that line on a way that nobody else can read.
+``docs/hosts.md`` has a launcher of one's own.
 """
 
 from __future__ import annotations
 
+import json
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from asyncpipe.core.hosts import DeviceName
 from asyncpipe.runtime.task_board import TaskBoard
 from asyncpipe.runtime.workers.batch_memory import BatchMemory
+from asyncpipe.runtime.workers.handed_down import HandedDown
 
-__all__ = ["Address", "Invitation", "Launcher", "WorkerExit", "WorkerProcess"]
+__all__ = ["Address", "Invitation", "Launcher", "PlannedWorker", "WatchedProcess", "WorkerExit", "WorkerProcess"]
 
 Address = str | tuple[str, int]
 """The path of a Unix socket, or a host and a port."""
+
+
+class PlannedWorker(NamedTuple):
+    """A worker that is to be started."""
+
+    name: str
+    devices: tuple[str, ...] = ()
+    """Names of those that it is to have, as ``cuda:0`` or ``host-a/cuda:0``."""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Those that its devices name; there should be one at most."""
+        hosts = (DeviceName.parse(device).host for device in self.devices)
+        return tuple(dict.fromkeys(host for host in hosts if host))
+
+    @property
+    def accelerators(self) -> tuple[str, ...]:
+        """The physical accelerators among its devices, as ``cuda:0``, each once and in their order."""
+        names = [DeviceName.parse(device) for device in self.devices]
+        return tuple(sorted({name.physical for name in names if not name.is_cpu}, key=_number))
+
+
+def _number(device: str) -> tuple[str, int]:
+    kind, _, number = device.partition(":")
+    return kind, int(number or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +61,19 @@ class Invitation:
     secret: bytes = field(repr=False)
     token: bytes = field(repr=False)
     """Names this start: a worker that comes too late is not taken for its successor."""
+    devices: tuple[str, ...] = ()
+    """As ``PlannedWorker.devices``."""
+    path: tuple[str, ...] = ()
+    """Folders in which the worker looks for modules before those of the controller's ``sys.path``."""
+
+    def line(self) -> bytes:
+        """What ``python -m asyncpipe.worker`` reads from standard input, which must stay open as long as the worker is
+        to live. Holds the secret: others must not be able to read it."""
+        return self.line_for(HandedDown.of_this_process(self.path))
+
+    def line_for(self, handed_down: HandedDown, **values: object) -> bytes:
+        """The line for a worker that takes over ``handed_down``, with more ``values`` for ``become_worker``."""
+        return json.dumps(handed_down.to_json() | {"invitation": self.to_json()} | values).encode() + b"\n"
 
     def to_json(self) -> dict[str, Any]:
         """The invitation in the types of JSON. Holds the secret."""
@@ -40,6 +83,7 @@ class Invitation:
             "address": self.address,
             "secret": self.secret.hex(),
             "token": self.token.hex(),
+            "devices": self.devices,
         }
 
     @classmethod
@@ -52,6 +96,7 @@ class Invitation:
             address if isinstance(address, str) else (address[0], address[1]),
             bytes.fromhex(values["secret"]),
             bytes.fromhex(values["token"]),
+            tuple(values["devices"]),
         )
 
 
@@ -73,23 +118,33 @@ class WorkerExit:
 
 
 class WorkerProcess(Protocol):
-    """A process that was started. Its methods are called on the loop on which it was started."""
+    """A process that was started, as an ``asyncio.subprocess.Process`` is. Used on the loop on which it was started."""
+
+    def kill(self) -> None:
+        """End it at once, whatever it does. Does not block. May raise ``ProcessLookupError`` if it has ended."""
+        ...
+
+    async def wait(self) -> int | None:
+        """Its status once it has ended, or the negative number of the signal that ended it; ``None`` if nobody knows.
+
+        What it used of the operating system is given back then. May be cancelled, and called again.
+        """
+        ...
+
+
+@runtime_checkable
+class WatchedProcess(WorkerProcess, Protocol):
+    """A process of which more is known. All of asyncpipe's own launchers start such ones."""
 
     board: TaskBoard | None
     """What runs in it, also when it has ended; ``None`` if it is on another host. Read on any thread."""
     batches: BatchMemory | None
     """Memory for its mini-batches; ``None`` if it is on another host."""
-
-    def kill(self) -> None:
-        """End it at once, whatever it does. Does not block. Does nothing if it has ended."""
-        ...
+    has_own_accelerators: bool
+    """Whether it sees only the accelerators among its devices, numbered from 0 in their order."""
 
     def show_stacks(self) -> None:
         """Have it write to its standard error what its threads do, if that can be done. Does not block."""
-        ...
-
-    async def ended(self) -> WorkerExit:
-        """How it ended, once it has. What it used of the operating system is given back then. May be called again."""
         ...
 
     def stderr(self) -> str:
@@ -98,11 +153,27 @@ class WorkerProcess(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts processes that become workers."""
+    """Starts processes that become workers; for ``DevicePool(workers=...)``. One launcher is used by one pool.
+
+    Its methods are called on a loop that serves all workers of the pool, so they must not block.
+    """
+
+    async def prepare(self, workers: Sequence[PlannedWorker]) -> Address | None:
+        """Make room for ``workers``, which are about to start; some of the names may have been prepared before.
+
+        Returns the address of this machine at which they shall connect: a host (of one of its interfaces) and a port (0
+        takes a free one), or ``None`` for a Unix socket, which only workers of this machine can reach. Raises what
+        keeps them from starting, before any does.
+        """
+        ...
 
     async def start(self, invitation: Invitation) -> WorkerProcess:
         """Start a process that accepts ``invitation``; need not wait until it has. Several starts run at a time.
 
-        Called on a loop that serves all workers, so it must not block. Raises what kept the process from starting.
+        Raises what kept the process from starting.
         """
+        ...
+
+    async def close(self) -> None:
+        """All workers have ended: give back what was taken for them. Called once, also if nothing was prepared."""
         ...

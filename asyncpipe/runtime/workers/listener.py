@@ -38,7 +38,8 @@ class ControlListener:
     def __init__(self, secret: bytes, address: Address | None) -> None:
         """``address`` is where to listen, a Unix socket in a new folder if it is not given."""
         self._secret = secret
-        self._address = address
+        self.address = address
+        """May be set: what listens already goes on where it is."""
         self._expected: dict[bytes, Callable[[socket.socket], None]] = {}
         self._handshakes: set[asyncio.Task[None]] = set()
         self._process = Process()
@@ -61,7 +62,7 @@ class ControlListener:
                 self._close()
 
     def _open(self) -> socket.socket:
-        address = self._address
+        address = self.address
         if address is None:
             self._folder = HeldFolder("asyncpipe-control-")
             address = os.path.join(self._folder.path, "control")
@@ -78,7 +79,8 @@ class ControlListener:
                 self._remove_folder()
                 raise
         else:
-            listening = socket.create_server(address)
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            listening = socket.create_server(address, family=family)
         listening.setblocking(False)
         asyncio.get_running_loop().add_reader(listening, self._accept)
         return listening

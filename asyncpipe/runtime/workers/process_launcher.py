@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import json
-import logging
 import os
 import signal
 import subprocess
@@ -15,14 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.spawn import get_executable
 from pathlib import Path
-from typing import Any
 from weakref import WeakSet
 
 from asyncpipe.errors import OptionError
 from asyncpipe.runtime.task_board import TaskBoard, new_board_file, new_memory
 from asyncpipe.runtime.workers.batch_memory import BatchMemory
-from asyncpipe.runtime.workers.launcher import Invitation, WorkerExit
-from asyncpipe.runtime.workers.main_module import MainModule
+from asyncpipe.runtime.workers.handed_down import HandedDown
+from asyncpipe.runtime.workers.launcher import Invitation, PlannedWorker
 from asyncpipe.runtime.workers.worker_main import STACKS_SIGNAL
 
 __all__ = ["LocalProcess", "ProcessLauncher"]
@@ -42,12 +39,17 @@ class ProcessLauncher:
     error is passed on to ``sys.stderr`` here, and its end is kept for errors.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None, path: Sequence[str] = ()) -> None:
-        """``environment`` is added to that of this process; the folders of ``path`` come before its ``sys.path``."""
+    def __init__(self, environment: Mapping[str, str] | None = None, handed_down: HandedDown | None = None) -> None:
+        """``environment`` is added to that of this process. ``handed_down`` is that of a controller on another host,
+        in whose place this process starts workers.
+        """
         if os.name != "posix":
             raise OptionError(f"workers as processes need a POSIX system, and this is {sys.platform}; use threads")
         self._environment = dict(environment or {})
-        self._path = tuple(path)
+        self._handed_down = handed_down
+
+    async def prepare(self, workers: Sequence[PlannedWorker]) -> None:
+        """There is room."""
 
     async def start(self, invitation: Invitation) -> LocalProcess:
         """The worker's process. Takes some milliseconds, in which the loop stands still."""
@@ -77,24 +79,19 @@ class ProcessLauncher:
                 os.close(memory)
                 os.close(batches)
             _forks.let_go_of(local)
-        values = _surroundings(self._path) | {"invitation": invitation.to_json(), "board": memory, "batches": batches}
-        local.write(json.dumps(values).encode() + b"\n")
+        handed_down = self._handed_down or HandedDown.of_this_process(invitation.path)
+        is_there = self._handed_down is None
+        local.write(invitation.line_for(handed_down, board=memory, batches=batches, is_same_host=is_there))
         return local
 
-
-def _surroundings(path: Sequence[str]) -> dict[str, Any]:
-    """What a worker takes over from this process, beside what each child inherits. Read by ``worker_main``."""
-    main = MainModule.of_this_process()
-    return {
-        "sys_path": [os.path.abspath(entry) for entry in (*path, *sys.path)],
-        "argv": sys.argv,
-        "main": {"name": main.name, "path": main.path},
-        "log_levels": {name: logging.getLogger(name).getEffectiveLevel() for name in ("", "asyncpipe")},
-    }
+    async def close(self) -> None:
+        """Nothing is kept between workers."""
 
 
 class LocalProcess:
-    """A ``WorkerProcess`` of this machine. Used on the loop on which it was started."""
+    """A ``WatchedProcess`` of this machine. Used on the loop on which it was started."""
+
+    has_own_accelerators = False
 
     def __init__(
         self, process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, board: TaskBoard, batches: BatchMemory
@@ -108,7 +105,7 @@ class LocalProcess:
         self._lifeline = process.stdin
         self._stderr = process.stderr
         self._loop = loop
-        self._ended: asyncio.Future[WorkerExit] = loop.create_future()
+        self._ended: asyncio.Future[int | None] = loop.create_future()
         self._tail = b""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         os.set_blocking(self._stderr.fileno(), False)
@@ -129,7 +126,7 @@ class LocalProcess:
         if not self._ended.done():
             os.kill(self.pid, STACKS_SIGNAL)
 
-    async def ended(self) -> WorkerExit:
+    async def wait(self) -> int | None:
         return await asyncio.shield(self._ended)
 
     def stderr(self) -> str:
@@ -178,7 +175,7 @@ class LocalProcess:
             self.board.close()
         if self.batches is not None:
             self.batches.close()
-        self._ended.set_result(WorkerExit(status))
+        self._ended.set_result(status)
 
     def _pass_on(self) -> bool:
         """Pass on what it wrote to its standard error; whether there was something."""

@@ -32,7 +32,14 @@ from asyncpipe.runtime.task_board import TaskBoard
 from asyncpipe.runtime.workers.batch_memory import BatchMemory
 from asyncpipe.runtime.workers.channel import Channel, Role
 from asyncpipe.runtime.workers.clock import ClockOffset
-from asyncpipe.runtime.workers.launcher import Invitation, Launcher, WorkerExit, WorkerProcess
+from asyncpipe.runtime.workers.launcher import (
+    Invitation,
+    Launcher,
+    PlannedWorker,
+    WatchedProcess,
+    WorkerExit,
+    WorkerProcess,
+)
 from asyncpipe.runtime.workers.lifeline import CONTROLLER_GONE
 from asyncpipe.runtime.workers.listener import ControlListener
 from asyncpipe.runtime.workers.main_module import own_main_class
@@ -85,7 +92,7 @@ class Supervisor:
 
     def __init__(
         self,
-        name: str,
+        worker: PlannedWorker,
         launcher: Launcher,
         listener: ControlListener,
         limits: WorkerLimits,
@@ -93,11 +100,12 @@ class Supervisor:
         loops: tuple[asyncio.AbstractEventLoop, asyncio.AbstractEventLoop],
     ) -> None:
         """``loops`` are the one that this runs on, and the caller's."""
-        self.name = name
+        self.name = worker.name
         self.pid = 0
         self.place: WorkerPlace | None = None
         """Once the worker is up."""
         self.clock = ClockOffset()
+        self._devices = worker.devices
         self._launcher = launcher
         self._listener = listener
         self._limits = limits
@@ -143,20 +151,29 @@ class Supervisor:
     @property
     def board(self) -> TaskBoard | None:
         """What runs in the worker, or ran when it ended."""
-        return None if self._process is None else self._process.board
+        return None if self._watched is None else self._watched.board
 
     @property
     def batches(self) -> BatchMemory | None:
         """Memory for the worker's mini-batches."""
-        return None if self._process is None else self._process.batches
+        return None if self._watched is None else self._watched.batches
+
+    @property
+    def has_own_accelerators(self) -> bool:
+        """Whether the worker sees only the accelerators among its devices, numbered from 0 in their order."""
+        return self._watched is not None and self._watched.has_own_accelerators
+
+    @property
+    def _watched(self) -> WatchedProcess | None:
+        return self._process if isinstance(self._process, WatchedProcess) else None
 
     # On the loop of the workers.
 
-    async def start(self, entry: str, secret: bytes) -> None:
+    async def start(self, entry: str, secret: bytes, path: tuple[str, ...] = ()) -> None:
         """Return when the worker is up, and is watched. Raises ``WorkerStartError``; nothing is left of it then."""
         try:
             async with asyncio.timeout(self._limits.start) as limit:
-                await self._come_up(entry, secret)
+                await self._come_up(entry, secret, path)
         except BaseException as error:
             await self._clear_away()
             if isinstance(error, _EndedEarlyError):
@@ -171,9 +188,10 @@ class Supervisor:
     def _start_error(self, how: str) -> WorkerStartError:
         return WorkerStartError(self.name, how, self._stderr())
 
-    async def _come_up(self, entry: str, secret: bytes) -> None:
+    async def _come_up(self, entry: str, secret: bytes, path: tuple[str, ...]) -> None:
         with self._listener.expecting(self._connect) as (address, token):
-            self._process = await self._launcher.start(Invitation(self.name, entry, address, secret, token))
+            invitation = Invitation(self.name, entry, address, secret, token, self._devices, path)
+            self._process = await self._launcher.start(invitation)
             self._ended = self._loop.create_task(_exit_of(self._process))
             await _first_of(self._ended, self._connected)
         if self._connected.done():
@@ -204,8 +222,8 @@ class Supervisor:
             seconds = max(0.0, min(self._limits.ping, self._stops_at - self._loop.time()))
             await _first_of(self._ended, self._closed, self._told, timeout=seconds)
             if self._told.done():
-                if self._shows_stacks and self._process is not None:
-                    self._process.show_stacks()
+                if self._shows_stacks and self._watched is not None:
+                    self._watched.show_stacks()
                     await _first_of(self._ended, timeout=STACK_SECONDS)
                 return f"was killed by its controller: {self._told.result()}"
             if self._ended.done() or self._closed.done():
@@ -237,6 +255,8 @@ class Supervisor:
         if self._process is not None:
             try:
                 self._process.kill()
+            except ProcessLookupError:
+                pass
             except Exception:
                 _logger.exception("worker %r cannot be killed", self.name)
             self._ended.cancel()
@@ -251,7 +271,7 @@ class Supervisor:
         return status
 
     def _stderr(self) -> str:
-        return "" if self._process is None else self._process.stderr()
+        return "" if self._watched is None else self._watched.stderr()
 
     def _kill(self, why: str, stacks: bool = False) -> None:
         if not self._told.done():
@@ -317,7 +337,7 @@ async def _first_of(*futures: asyncio.Future[Any], timeout: float | None = None)
 
 async def _exit_of(process: WorkerProcess) -> WorkerExit:
     try:
-        return await process.ended()
+        return WorkerExit(await process.wait())
     except Exception:
         _logger.exception("a launcher cannot say how a worker has ended")
         return WorkerExit(None)

@@ -18,7 +18,6 @@ from math import isfinite
 
 from asyncpipe.core.hosts import unit_of
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.pipeline.pool import DevicePool
 
 __all__ = ["Hosts", "UnknownHostError", "WorkerStatus"]
@@ -154,7 +153,7 @@ class Hosts:
         if workers is None:
             return {}
         named: dict[str, list[str]] = {}
-        for device, worker in workers.worker_of(resolve_devices(self.others)).items():
+        for device, worker in workers.worker_of(self._pool.resolve(self.others)).items():
             named.setdefault(worker, []).append(device)
         return named
 

@@ -22,6 +22,7 @@ from contextlib import AsyncExitStack, suppress
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.runtime.watchdog import Watchdog
+from asyncpipe.runtime.workers.ray_workers import RayWorkers
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
 from asyncpipe.service.jobs.hosts import Hosts
@@ -70,7 +71,8 @@ class Manager:
         self.logs = JobLogs(settings.folder / "jobs", self._log_failed)
         self.jobs = ActiveJobs(store, self.logs, self.metrics, settings.max_queued, self._forget)
         folders = [] if settings.entry_path is None else [str(settings.entry_path.resolve())]
-        self.pool = DevicePool(workers=settings.workers, worker_path=folders)
+        launcher = RayWorkers(**settings.ray.model_dump()) if settings.workers == "ray" else settings.workers
+        self.pool = DevicePool(workers=launcher, worker_path=folders)
         self.watchdog = Watchdog(self.pool.driver, factor=settings.watchdog_factor, floor=settings.watchdog_floor)
         self.hosts = Hosts(self.pool, settings.devices, self._workers_in_use)
         self._entries = entries

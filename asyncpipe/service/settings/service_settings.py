@@ -48,6 +48,7 @@ from asyncpipe.observe.http_hosts import is_loopback
 from asyncpipe.service.settings import setting_types as types
 from asyncpipe.service.settings.setting_types import EntrySettings
 from asyncpipe.service.settings.token_file import read_token
+from asyncpipe.train.job_file import RayTable
 from asyncpipe.train.validation import WrongKey, read_toml, similar, wrong_keys
 
 __all__ = ["EntrySettings", "ServiceSettings", "SettingsError"]
@@ -114,9 +115,13 @@ class ServiceSettings(BaseSettings):
     body_seconds: types.Seconds = 10.0
     header_seconds: types.Seconds = 10.0
     max_connections: types.PositiveInteger = 1000
-    workers: Literal["threads", "processes"] = Field(default="threads", description='must be "threads" or "processes"')
+    workers: Literal["threads", "processes", "ray", "torchrun"] = Field(
+        default="threads", description='must be "threads", "processes", "ray" or "torchrun"'
+    )
     """Where the devices' threads are: in this process, or in worker processes, one for each accelerator and each CPU
-    device. With processes, jobs must have ``training.overlap = true``."""
+    device, here or on hosts (``ray``, ``torchrun``). With workers, jobs must have ``training.overlap = true``."""
+    ray: RayTable = RayTable()
+    """As ``[ray]`` in a job file, for ``workers = "ray"``."""
     loop: Literal["own", "running"] = Field(default="own", description='must be "own" or "running"')
     """Whether training has an event loop of its own, which a blocking handler of the host cannot delay."""
 
@@ -166,7 +171,7 @@ class ServiceSettings(BaseSettings):
         from asyncpipe.ops.device.devices import resolve_devices
 
         try:
-            resolve_devices(self.devices)
+            resolve_devices(self.devices, on_hosts=self.workers in ("ray", "torchrun"))
         except DeviceError as error:
             raise SettingsError(f"devices: {error}") from error
 

@@ -37,13 +37,13 @@ __all__ = [
 ]
 
 _PORT = "must be a port from 0 (any free one) to 65535"
-_DEVICES = 'must be a list of device names, cpu, cpu:N, cuda or cuda:N, such as ["cpu:0", "cpu:1"]'
+_DEVICES = 'must be a list of device names, cpu, cpu:N, cuda or cuda:N, such as ["cpu:0", "cpu:1"] or ["host/cuda:0"]'
 _ENTRIES = 'must be a list of entries that jobs may name, or a table of them, as ["package.module:factory"]'
 _HOSTS = 'must be a list of host names without scheme and port, such as ["train.example.org"]'
 _MEMORY_LIMIT = 'must be a table of bytes by device, each at least 1, such as {"cuda:0" = "20 GiB"}'
 
 _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
-_DEVICE = re.compile(r"(cpu|cuda)(:(\d|[1-9]\d|1[01]\d|12[0-7]))?", re.ASCII)
+_DEVICE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)?(cpu|cuda)(:(\d|[1-9]\d|1[01]\d|12[0-7]))?", re.ASCII)
 """Indices end at 127: torch keeps an index in 8 bits and wraps larger ones silently."""
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]", re.ASCII)
 

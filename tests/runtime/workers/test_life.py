@@ -17,7 +17,7 @@ from worker_helpers import SECONDS, Recorded, folders, is_alive, is_there, open_
 from asyncpipe.errors import OptionError, WorkerLostError, WorkerStartError
 from asyncpipe.runtime.workers import supervisor
 from asyncpipe.runtime.workers.group import WorkerGroup
-from asyncpipe.runtime.workers.launcher import Invitation, WorkerExit
+from asyncpipe.runtime.workers.launcher import Invitation
 from asyncpipe.runtime.workers.process_launcher import LocalProcess, ProcessLauncher
 from asyncpipe.runtime.workers.supervisor import WorkerLimits
 
@@ -298,6 +298,10 @@ class SlowToEnd:
         self.asked = 0
         self.board = process.board
         self.batches = process.batches
+        self.has_own_accelerators = False
+
+    def show_stacks(self) -> None:
+        self.process.show_stacks()
 
     def kill(self) -> None:
         self.process.kill()
@@ -305,9 +309,9 @@ class SlowToEnd:
     def stderr(self) -> str:
         return self.process.stderr()
 
-    async def ended(self) -> WorkerExit:
+    async def wait(self) -> int | None:
         self.asked += 1
-        return await self.process.ended() if self.asked > 2 else await asyncio.get_running_loop().create_future()
+        return await self.process.wait() if self.asked > 2 else await asyncio.get_running_loop().create_future()
 
 
 class StartsSlowToEnd(ProcessLauncher):

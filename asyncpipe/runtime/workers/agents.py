@@ -1,0 +1,131 @@
+"""Workers that agents on hosts start, as their controller sees them. What the launchers of several hosts share."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from asyncpipe.errors import WorkerLostError
+from asyncpipe.runtime.workers.agent import ENTRY, ChildEnded, StartChild, Strike
+from asyncpipe.runtime.workers.connection import WorkerConnection
+from asyncpipe.runtime.workers.group import WorkerGroup
+from asyncpipe.runtime.workers.handed_down import HandedDown
+from asyncpipe.runtime.workers.launcher import Invitation, Launcher
+
+__all__ = ["AgentProcess", "Agents", "shared_out"]
+
+KILLED_SECONDS = 1.0
+"""For an agent to say that a worker which it was told to kill has ended. Its host may be gone."""
+PASSED_ON = ("CUBLAS_", "GLOO_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_")
+"""Variables of the environment that begin so are the controller's in all workers: results may depend on them."""
+
+
+class AgentProcess:
+    """A worker that an agent has started: a ``WatchedProcess``."""
+
+    board = None
+    batches = None
+
+    def __init__(self, token: bytes, agent: WorkerConnection, *, has_own_accelerators: bool) -> None:
+        self.agent = agent
+        self.has_own_accelerators = has_own_accelerators
+        self._token = token
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int | None] = self._loop.create_future()
+        self._stderr = ""
+
+    def kill(self) -> None:
+        if not self._ended.done():
+            self._strike(stacks=False)
+            self._loop.call_later(KILLED_SECONDS, self.end, None, "")
+
+    def show_stacks(self) -> None:
+        self._strike(stacks=True)
+
+    async def wait(self) -> int | None:
+        return await asyncio.shield(self._ended)
+
+    def stderr(self) -> str:
+        return self._stderr
+
+    def end(self, status: int | None, stderr: str) -> None:
+        """It has ended, or nobody can say."""
+        if not self._ended.done():
+            self._stderr = stderr
+            self._ended.set_result(status)
+
+    def _strike(self, *, stacks: bool) -> None:
+        with suppress(WorkerLostError):
+            self.agent.send(Strike(self._token, stacks), urgent=True)
+
+
+class _Children:
+    """Who is told what agents say. Apart from ``Agents``, since the thread of the connections holds it."""
+
+    def __init__(self) -> None:
+        self.of: dict[bytes, AgentProcess] = {}
+        """By token."""
+
+    def received(self, _: WorkerConnection, message: ChildEnded) -> None:
+        if (child := self.of.pop(message.token, None)) is not None:
+            child.end(message.status, message.stderr)
+
+    def lost(self, agent: WorkerConnection, error: WorkerLostError) -> None:
+        for token, child in list(self.of.items()):
+            if child.agent is agent:
+                del self.of[token]
+                child.end(None, f"the agent that had started it is gone: {error}")
+
+
+class Agents:
+    """Used on one loop. ``launcher`` starts the agents, by their names, when they are needed."""
+
+    def __init__(self, launcher: Launcher, environment: Mapping[str, str] | None = None) -> None:
+        """``environment`` is added to that of all workers."""
+        self._children = _Children()
+        self._group = WorkerGroup(launcher, ENTRY, received=self._children.received, lost=self._children.lost)
+        self._environment = dict(environment or {})
+        self._is_open = False
+        self._turns: dict[str, asyncio.Lock] = {}
+
+    async def start(
+        self, invitation: Invitation, agent: str, accelerators: tuple[int, ...] | None = None
+    ) -> AgentProcess:
+        """Have the agent start a worker that sees these of the agent's accelerators, or all."""
+        connection = await self._agent(agent)
+        passed_on = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+        process = AgentProcess(invitation.token, connection, has_own_accelerators=accelerators is not None)
+        # Before the answer: it may end at once.
+        self._children.of[invitation.token] = process
+        start = StartChild(
+            invitation, HandedDown.of_this_process(invitation.path), passed_on | self._environment, accelerators
+        )
+        try:
+            await connection.ask(start)
+        except BaseException:
+            process.kill()
+            raise
+        return process
+
+    async def close(self) -> None:
+        """End all agents, and the launcher."""
+        if self._is_open:
+            await self._group.close()
+
+    async def _agent(self, name: str) -> WorkerConnection:
+        async with self._turns.setdefault(name, asyncio.Lock()):
+            if not self._is_open:
+                self._is_open = True
+                await self._group.__aenter__()
+            if (running := self._group.workers.get(name)) is not None:
+                return running
+            return (await self._group.start(name))[0]
+
+
+def shared_out(names: Sequence[str], places: int) -> list[tuple[str, ...]]:
+    """``names`` in as many groups of neighbours as there are ``places``, as equal as can be; the first are larger."""
+    size, more = divmod(len(names), places)
+    ends = [(place + 1) * size + min(place + 1, more) for place in range(places)]
+    return [tuple(names[start:end]) for start, end in zip([0, *ends], ends, strict=False)]

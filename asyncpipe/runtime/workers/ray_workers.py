@@ -1,0 +1,305 @@
+"""Workers on the machines of a Ray cluster. Ray starts, places and watches them; it carries nothing that they say.
+
+::
+
+    controller ── lines ── Ray's driver ── actor ── agent ── worker
+        ║                                             ║        ║
+        ╚════════ control connections, TCP ═══════════╩════════╝
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from asyncpipe.core.checks import check_choice, check_positive
+from asyncpipe.errors import LauncherError, OptionError, missing_package
+from asyncpipe.runtime.workers.agents import AgentProcess, Agents, shared_out
+from asyncpipe.runtime.workers.held_folder import HeldFolder
+from asyncpipe.runtime.workers.launcher import Address, Invitation, PlannedWorker
+from asyncpipe.runtime.workers.place import address_of_interface
+from asyncpipe.runtime.workers.process_launcher import PROGRAM
+from asyncpipe.runtime.workers.ray_process import RayProcess
+
+__all__ = ["RayWorkers"]
+
+OBJECT_STORE_BYTES = 80 << 20
+"""Of a cluster of our own. Ray wants 75 MiB at least, and nothing is put there."""
+OWN_RESOURCE = "asyncpipe"
+"""What workers take of a cluster of our own, which has no end of it: nobody else asks for CPUs there."""
+LONGEST_FOLDER = 40
+"""Letters. Ray makes paths of Unix sockets of it, which may have 107."""
+
+
+class RayWorkers:
+    """Workers on a Ray cluster: ``DevicePool(workers=RayWorkers(address="10.0.0.5:6379"))``. For one pool.
+
+    Without an address Ray starts on this machine, for this pool alone, and ends with it. Needs the extra ``ray``, which
+    is imported in a process of its own, when the first worker starts.
+
+    ``placement="host"`` reserves one bundle a host. Hosts are those that devices name (``host-a/cuda:0``): machines of
+    the cluster by name, host name or address, or, if none of them is one, names that the job gives to machines which
+    Ray chooses, each another one. Devices without a host are shared out over ``hosts`` machines, neighbours together;
+    by default over all. ``placement="device"`` reserves one bundle for each worker, wherever Ray finds room. A worker
+    takes ``cpus`` of the cluster, and a GPU if its device is one: it sees the GPU that Ray gave it, whatever the number
+    in the device's name. ``resources`` are added to each bundle, by Ray's names.
+
+    ``interface`` is where workers connect to this machine (``"eth0"``, an address or a network of it); needed where the
+    cluster has others.
+    ``environment`` is added to that of workers. ``seconds`` is how long to wait for room. ``options`` go to
+    ``ray.init``: ``{"runtime_env": {...}}``, for instance.
+    """
+
+    def __init__(
+        self,
+        address: str = "local",
+        *,
+        placement: Literal["host", "device"] = "host",
+        hosts: int | None = None,
+        cpus: float = 1.0,
+        resources: Mapping[str, float] | None = None,
+        interface: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        seconds: float = 60.0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_choice("placement", placement, ("host", "device"))
+        if hosts is not None:
+            check_positive("hosts", hosts)
+        if not address or cpus < 0 or seconds <= 0:
+            raise OptionError("RayWorkers takes an address that is not empty, cpus >= 0 and seconds > 0")
+        if placement == "device" and hosts is not None:
+            raise OptionError("placement='device' lets Ray choose the hosts; leave hosts out, or use 'host'")
+        self._address = address
+        self._placement = placement
+        self._hosts = hosts
+        self._cpus = cpus
+        self._resources = dict(resources or {})
+        self._interface = interface
+        self._seconds = seconds
+        self._options = dict(options or {})
+        self._actors = _Actors()
+        self._agents = Agents(self._actors, environment)
+        self._nodes: list[dict[str, str]] = []
+        self._folder: HeldFolder | None = None
+        self._seats: dict[str, _SeatInBundle] = {}
+        """By worker."""
+        self._turn = asyncio.Lock()
+
+    async def prepare(self, workers: Sequence[PlannedWorker]) -> Address | None:
+        """Reserve bundles for those that have none, all at once."""
+        async with self._turn:
+            if self._actors.ray is None:
+                self._actors.ray = await self._open()
+            if new := [worker for worker in workers if worker.name not in self._seats]:
+                await self._reserve(self._actors.ray, new)
+        return self._actors.address
+
+    async def start(self, invitation: Invitation) -> AgentProcess:
+        """Have the agent of its bundle start it, which starts before if it is not there."""
+        seat = self._seats[invitation.name]
+        return await self._agents.start(invitation, seat.agent, seat.accelerators)
+
+    async def close(self) -> None:
+        """End the agents, give back the bundles, and end Ray if it was started here."""
+        await self._agents.close()
+        ray, self._actors.ray = self._actors.ray, None
+        if ray is not None:
+            await ray.close()
+        if self._folder is not None:
+            self._folder.remove()
+
+    async def _open(self) -> RayProcess:
+        if importlib.util.find_spec("ray") is None:
+            raise missing_package("workers='ray' needs Ray", "ray")
+        options = dict(self._options)
+        if self._address == "local":
+            options = {
+                "num_cpus": 1,
+                "resources": {OWN_RESOURCE: 1e6},
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_temp_dir": self._temporary(),
+            } | options
+        ray = RayProcess()
+        try:
+            found = await ray.ask("open", address=self._address, options=options, path=sys.path)
+            self._nodes = found["nodes"]
+            self._actors.address = self._own_address(found["here"])
+        except LauncherError as error:
+            await ray.close()
+            where = "start" if self._address == "local" else f"be reached at {self._address!r}"
+            raise LauncherError(f"Ray cannot {where}: {error}") from None
+        except BaseException:
+            await ray.close()
+            raise
+        return ray
+
+    def _temporary(self) -> str:
+        if len(tempfile.gettempdir()) > LONGEST_FOLDER:
+            return "/tmp/ray"  # noqa: S108 - where Ray puts its files by itself
+        self._folder = HeldFolder("asyncpipe-ray-")
+        return self._folder.path
+
+    def _own_address(self, here: str) -> Address | None:
+        if self._interface is not None:
+            return address_of_interface(self._interface), 0
+        others = sorted({node["address"] for node in self._nodes} - {here})
+        if others:
+            raise OptionError(
+                f"the cluster has other machines ({', '.join(others)}), whose workers connect to this one: give "
+                f"RayWorkers(interface=...) the address at which they reach it; Ray knows it as {here}"
+            )
+        return None
+
+    async def _reserve(self, ray: RayProcess, workers: Sequence[PlannedWorker]) -> None:
+        groups = self._groups(workers)
+        bundles = [self._needs(members) for members in groups.values()]
+        pinned = self._pinned([name for name in groups if self._placement == "host"])
+        asked = [{**bundle, **pinned.get(name, {})} for name, bundle in zip(groups, bundles, strict=True)]
+        strategy = "STRICT_SPREAD" if self._placement == "host" else "PACK"
+        try:
+            number = await ray.ask("reserve", bundles=asked, strategy=strategy, seconds=self._seconds)
+        except LauncherError as error:
+            each = "of its own machine " * (self._placement == "host")
+            listed = "; ".join(f"{name}: {bundle}" for name, bundle in zip(groups, asked, strict=True))
+            raise LauncherError(
+                f"the cluster has had no room for {len(asked)} bundles {each}within {self._seconds:g} s ({listed}): "
+                f"it has {error}"
+            ) from None
+        for index, (name, members) in enumerate(groups.items()):
+            agent = f"agent {number} of {name}"
+            self._actors.places[agent] = _BundleOfAgent(number, index, bundles[index])
+            gpus = [(worker.name, each) for worker in members for each in worker.accelerators]
+            for worker in members:
+                own = tuple([place for place, (owner, _) in enumerate(gpus) if owner == worker.name])
+                self._seats[worker.name] = _SeatInBundle(agent, own)
+
+    def _groups(self, workers: Sequence[PlannedWorker]) -> dict[str, list[PlannedWorker]]:
+        """The workers of each bundle, by host or by worker."""
+        named = [worker for worker in workers if worker.hosts]
+        if wrong := [worker.name for worker in workers if len(worker.hosts) > 1]:
+            raise OptionError(f"the devices of worker {wrong[0]!r} are on several hosts; a worker is on one")
+        if self._placement == "device":
+            if named:
+                raise OptionError(
+                    f"{named[0].devices[0]!r} names a host, and with placement='device' Ray chooses it; use 'host'"
+                )
+            return {worker.name: [worker] for worker in workers}
+        if not named:
+            places = min(self._hosts or len(self._nodes), len(workers))
+            by_name = {worker.name: worker for worker in workers}
+            shares = shared_out(list(by_name), places)
+            return {f"host {place}": [by_name[name] for name in names] for place, names in enumerate(shares)}
+        if len(named) < len(workers):
+            without = next(worker for worker in workers if not worker.hosts)
+            raise OptionError(
+                f"{named[0].devices[0]!r} names a host, and {without.devices[0]!r} does not; name one for each device, "
+                "or for none"
+            )
+        groups: dict[str, list[PlannedWorker]] = {}
+        for worker in workers:
+            groups.setdefault(worker.hosts[0], []).append(worker)
+        return groups
+
+    def _needs(self, workers: Sequence[PlannedWorker]) -> dict[str, float]:
+        """What a bundle has to have."""
+        gpus = sum(len(worker.accelerators) for worker in workers)
+        cpus = {OWN_RESOURCE: float(len(workers))} if self._address == "local" else {"CPU": self._cpus * len(workers)}
+        asked = {**cpus, "GPU": float(gpus), **self._resources}
+        return {name: amount for name, amount in asked.items() if amount}
+
+    def _pinned(self, hosts: Sequence[str]) -> dict[str, dict[str, float]]:
+        """What keeps the bundles of hosts on the machines of that name, if the names are those of machines."""
+        machines = {
+            host: node["address"]
+            for host in hosts
+            for node in self._nodes
+            if host in (node["name"], node["hostname"], node["address"])
+        }
+        if machines and (unknown := [host for host in hosts if host not in machines]):
+            there = sorted({node[key] for node in self._nodes for key in ("name", "hostname")})
+            raise OptionError(f"the cluster has no host {', '.join(unknown)}; it has {', '.join(there)}")
+        return {host: {f"node:{address}": 0.001} for host, address in machines.items()}
+
+
+class _SeatInBundle(NamedTuple):
+    agent: str
+    accelerators: tuple[int, ...]
+
+
+class _BundleOfAgent(NamedTuple):
+    """Where an agent is."""
+
+    group: int
+    bundle: int
+    needs: Mapping[str, float]
+
+
+class _Actors:
+    """A launcher of agents, as actors."""
+
+    def __init__(self) -> None:
+        self.ray: RayProcess | None = None
+        self.address: Address | None = None
+        self.places: dict[str, _BundleOfAgent] = {}
+
+    async def prepare(self, workers: Sequence[PlannedWorker]) -> Address | None:
+        return self.address
+
+    async def start(self, invitation: Invitation) -> _ActorProcess:
+        assert self.ray is not None
+        return _ActorProcess(self.ray, self.places[invitation.name], invitation)
+
+    async def close(self) -> None:
+        """Ray itself ends when its agents have."""
+
+
+class _ActorProcess:
+    """An agent in an actor: a ``WatchedProcess``."""
+
+    board = None
+    batches = None
+    has_own_accelerators = False
+
+    def __init__(self, ray: RayProcess, place: _BundleOfAgent, invitation: Invitation) -> None:
+        self._ray = ray
+        passed_on = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        self._number, ended = ray.begin(
+            "start",
+            group=place.group,
+            bundle=place.bundle,
+            needs=dict(place.needs),
+            line=invitation.line().decode(),
+            program=str(PROGRAM),
+            environment=passed_on,
+        )
+        self._ended = asyncio.ensure_future(_status(ended))
+        self._stderr = ""
+
+    def kill(self) -> None:
+        if not self._ended.done():
+            self._ray.begin("kill", of=self._number)
+
+    def show_stacks(self) -> None:
+        """An agent that hangs is of no interest."""
+
+    async def wait(self) -> int | None:
+        status, self._stderr = await asyncio.shield(self._ended)
+        return status
+
+    def stderr(self) -> str:
+        return self._stderr
+
+
+async def _status(ended: Any) -> tuple[int | None, str]:
+    try:
+        status, stderr = await asyncio.wrap_future(ended)
+    except LauncherError as error:  # Ray has lost it, or could not start it.
+        return None, str(error)
+    return status, stderr

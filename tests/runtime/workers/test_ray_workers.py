@@ -1,0 +1,219 @@
+"""Workers on a cluster: what is asked of Ray, and what agents do. Ray itself is not needed; ``test_ray.py`` has it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import importlib.util
+import os
+import signal
+import threading
+from itertools import count
+from pathlib import Path
+
+import pytest
+from worker_helpers import SECONDS, Recorded, is_alive, is_there, until
+
+from asyncpipe.errors import LauncherError, OptionError
+from asyncpipe.runtime.workers import ray_workers
+from asyncpipe.runtime.workers.agents import shared_out
+from asyncpipe.runtime.workers.launcher import PlannedWorker
+from asyncpipe.runtime.workers.ray_workers import RayWorkers
+from asyncpipe.worker.ray_driver import _AgentActor
+
+pytestmark = pytest.mark.one_loop
+
+
+class Cluster:
+    """In the place of ``RayProcess``: two machines, which are this one. Actors are threads."""
+
+    def __init__(self):
+        self.here = "10.0.0.1"
+        self.nodes = [
+            {"name": "10.0.0.1", "hostname": "first", "address": "10.0.0.1"},
+            {"name": "big", "hostname": "second", "address": "10.0.0.1"},
+        ]
+        self.opened, self.reserved, self.started = [], [], []
+        self.closed = 0
+        self.threads = []
+        self.numbers = count()
+
+    async def ask(self, do, **arguments):
+        if do == "open":
+            if arguments["address"] == "nowhere":
+                raise LauncherError("ConnectionError: no answer")
+            self.opened.append(arguments)
+            return {"nodes": self.nodes, "here": self.here}
+        if len(arguments["bundles"]) > len(self.nodes):
+            raise LauncherError("RuntimeError: 2 machines")
+        self.reserved.append(arguments)
+        return len(self.reserved) - 1
+
+    def begin(self, do, **arguments):
+        ended = concurrent.futures.Future()
+        if do == "start":
+            run = {name: arguments.pop(name) for name in ("line", "program", "environment")}
+            self.started.append(arguments)
+            self.threads.append(threading.Thread(target=lambda: ended.set_result(_AgentActor().run(**run))))
+            self.threads[-1].start()
+        return next(self.numbers), ended
+
+    async def close(self):
+        self.closed += 1
+        for thread in self.threads:
+            await asyncio.to_thread(thread.join)
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    made = Cluster()
+    monkeypatch.setattr(ray_workers, "RayProcess", lambda: made)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,7")
+    return made
+
+
+async def test_agents_start_workers_in_their_bundles_and_say_how_they_end(cluster, capfd, monkeypatch):
+    monkeypatch.setenv("RAY_SETTING", "is for Ray")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    launcher = RayWorkers(environment={"MINE": "too"}, resources={"disk": 1})
+    recorded = Recorded(launcher=launcher)
+    devices = {"a": ("here/cuda:1",), "b": ("there/cpu:0",), "c": ("here/cuda:4", "here/cuda:4#1")}
+    async with recorded.group as group:
+        a, b, c = await group.start("a", "b", "c", devices=devices)
+        bundles = [{"asyncpipe": 2, "GPU": 2, "disk": 1}, {"asyncpipe": 1, "disk": 1}]
+        assert [(each["bundles"], each["strategy"]) for each in cluster.reserved] == [(bundles, "STRICT_SPREAD")]
+        assert sorted((each["bundle"], each["needs"]) for each in cluster.started) == [*enumerate(bundles)]
+        facts = [(await worker.ask(("facts",)))["environment"] for worker in (a, b, c)]
+        assert [each["CUDA_VISIBLE_DEVICES"] for each in facts] == ["5", "", "3"]
+        assert all((each["MINE"], each["OMP_NUM_THREADS"]) == ("too", "3") for each in facts)
+        assert not any("RAY_SETTING" in each for each in facts)
+        assert all(worker.has_own_accelerators and worker.batches is None for worker in (a, b, c))
+        agents = [parent_of(worker.pid) for worker in (a, b, c)]
+        assert agents[0] == agents[2] != agents[1]
+        # A worker ends: it takes its place again, without a bundle more.
+        a.send(("exit", 7, "last words"))
+        loss = await recorded.loss()
+        assert (loss.worker, loss.exit_status, loss.stderr) == ("a", 7, "last words")
+        b.kill("this is a test")
+        loss = await recorded.loss()
+        assert (loss.worker, loss.exit_status) == ("b", -signal.SIGKILL)
+        (a, b) = await group.start("a", "b", devices=devices)
+        assert len(cluster.reserved) == 1
+        # An agent ends: all its workers do, at once.
+        os.kill(agents[0], signal.SIGKILL)
+        losses = {(await recorded.loss()).worker for _ in range(2)}
+        assert losses == {"a", "c"}
+        (a,) = await group.start("a", devices=devices)
+        assert await a.ask(("echo", "again")) == "again"
+        assert [each["bundle"] for each in cluster.started[2:]] == [0]
+        assert cluster.started[2]["group"] == 0
+        # More of a later pipeline, on the same host.
+        (d,) = await group.start("d", devices={"d": ("cpu:9",)})
+        assert cluster.reserved[1]["bundles"] == [{"asyncpipe": 1, "disk": 1}]
+        pids = [worker.pid for worker in (a, b, d)]
+        assert all(map(is_alive, pids))
+    assert not any(map(is_there, pids))
+    assert cluster.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "devices", "message"),
+    [
+        ({}, [("a/cpu:0", "b/cpu:0")], "the devices of worker 'w0' are on several hosts"),
+        ({}, [("a/cpu:0",), ("cpu:0",)], "'a/cpu:0' names a host, and 'cpu:0' does not"),
+        (
+            {},
+            [("first/cpu:0",), ("frist/cpu:0",)],
+            "has no host frist; it has 10.0.0.1, big, first, second",
+        ),
+        (
+            {},
+            [("a/cpu:0",), ("b/cpu:0",), ("c/cpu:0",)],
+            r"no room for 3 bundles of its own .*\(a: .*2 ma",
+        ),
+        ({"placement": "device"}, [("a/cpu:0",)], "with placement='device' Ray chooses it"),
+        ({"address": "nowhere"}, [("cpu:0",)], "Ray cannot be reached at 'nowhere': ConnectionError: no answer"),
+    ],
+)
+async def test_what_cannot_be_placed_says_so(cluster, arguments, devices, message):
+    launcher = RayWorkers(**arguments)
+    with pytest.raises((OptionError, LauncherError), match=message):
+        await launcher.prepare([PlannedWorker(f"w{number}", each) for number, each in enumerate(devices)])
+    await launcher.close()
+    assert cluster.closed == 1
+    assert not cluster.started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "devices", "bundles"),
+    [
+        ({}, ["cpu:0", "cpu:1", "cpu:2"], [2, 1]),
+        ({"hosts": 1}, ["cpu:0", "cpu:1", "cpu:2"], [3]),
+        ({"placement": "device"}, ["cpu:0", "cpu:1"], [1, 1]),
+        ({}, ["b/cpu:0", "a/cpu:0", "b/cpu:1"], [2, 1]),
+    ],
+)
+async def test_devices_are_shared_out_over_bundles(cluster, arguments, devices, bundles):
+    launcher = RayWorkers("auto", cpus=0.5, **arguments)
+    assert await launcher.prepare([PlannedWorker(name, (name,)) for name in devices]) is None
+    assert [bundle["CPU"] for bundle in cluster.reserved[0]["bundles"]] == [0.5 * number for number in bundles]
+    assert "resources" not in cluster.opened[0]["options"], "of a cluster that is not ours nothing is changed"
+    await launcher.close()
+
+
+async def test_a_host_that_is_a_machine_is_that_machine(cluster):
+    launcher = RayWorkers("auto")
+    await launcher.prepare([PlannedWorker("w", ("second/cpu:0",)), PlannedWorker("v", ("10.0.0.1/cpu:0",))])
+    assert cluster.reserved[0]["bundles"] == 2 * [{"CPU": 1.0, "node:10.0.0.1": 0.001}]
+    await launcher.close()
+
+
+async def test_other_machines_must_be_told_where_to_connect(cluster):
+    cluster.nodes[1]["address"] = "10.0.0.2"
+    with pytest.raises(OptionError, match=r"other machines \(10.0.0.2\).*interface.*knows it as 10.0.0.1"):
+        await RayWorkers("auto").prepare([PlannedWorker("w", ("cpu:0",))])
+    launcher = RayWorkers("auto", interface="127.0.0.1")
+    assert await launcher.prepare([PlannedWorker("w", ("cpu:0",))]) == ("127.0.0.1", 0)
+    await launcher.close()
+
+
+async def test_without_ray_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=r"needs Ray; to install it.*\[ray\]"):
+        await asyncio.wait_for(RayWorkers().prepare([PlannedWorker("w", ("cpu:0",))]), SECONDS)
+    for wrong in (
+        {"placement": "rack"},
+        {"hosts": 0},
+        {"cpus": -1},
+        {"address": ""},
+        {"placement": "device", "hosts": 1},
+    ):
+        with pytest.raises(OptionError):
+            RayWorkers(**wrong)
+
+
+def test_neighbours_stay_together():
+    assert shared_out("abcde", 2) == [("a", "b", "c"), ("d", "e")]
+    assert shared_out("abc", 3) == [("a",), ("b",), ("c",)]
+
+
+async def test_nothing_is_left_of_a_start_that_an_agent_cannot_make(cluster, monkeypatch):
+    monkeypatch.setattr(ray_workers, "PROGRAM", "/no/such/program")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "asyncpipe" else object())
+    recorded = Recorded(launcher=RayWorkers())
+    monkeypatch.setattr(Cluster, "begin", lambda self, do, **_: (0, _failed("asyncpipe is not installed on second")))
+    async with recorded.group as group:
+        with pytest.raises(Exception, match="asyncpipe is not installed on second"):
+            await group.start("w", devices={"w": ("cpu:0",)})
+    await until("Ray is told to end", lambda: cluster.closed)
+
+
+def _failed(text):
+    future = concurrent.futures.Future()
+    future.set_exception(LauncherError(text))
+    return future
