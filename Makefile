@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint node dashboards bench campaigns soak differential faults crashes hosts equal kill-service kill-store kill-run clients shapes api clean
+.PHONY: train test lint node dashboards bench campaigns soak differential faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes api clean
 
 train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml $(if $(WORKERS),--workers $(WORKERS))
@@ -39,7 +39,7 @@ CASES ?= 2000
 SEED ?= 1
 CAMPAIGN := $(BIN)/python -m pytest
 
-campaigns: soak differential faults crashes hosts equal kill-service kill-store kill-run clients shapes api
+campaigns: soak differential faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes api
 
 soak: .venv/installed
 	$(BIN)/python -m tests.campaigns.soak --minutes $(MINUTES)
@@ -58,6 +58,9 @@ hosts: .venv/installed
 
 crashes: .venv/installed
 	$(BIN)/python -m tests.campaigns.crashes --seed $(SEED)
+
+hangs: .venv/installed
+	$(BIN)/python -m tests.campaigns.hangs --cases $(or $(HANGS),200) --seed $(SEED)
 
 kill-service: .venv/installed
 	ASYNCPIPE_KILLS=$(or $(KILLS),50) $(CAMPAIGN) tests/service/test_service_killed.py

@@ -7,6 +7,7 @@ Subclasses of ``ValueError`` and ``TypeError`` are mistakes of the caller and ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 __all__ = [
     "ArgumentTypeError",
@@ -16,6 +17,7 @@ __all__ = [
     "BatchError",
     "DeviceError",
     "EdgeError",
+    "HangError",
     "HostLostError",
     "HungTaskError",
     "InvalidTransition",
@@ -218,7 +220,51 @@ class PaddedLabelsWarning(UserWarning):
     """The loss of a step is another mean than that of the unsplit model, because micro-batches are padded unevenly."""
 
 
-class HungTaskError(AsyncpipeError, RuntimeError):
+class HangError(AsyncpipeError, RuntimeError):
+    """A step stood still, and this is why: the one task, worker or edge that everything else waits for.
+
+    ``state`` is what it is at: ``"computing"``, ``"not answering"``, ``"waiting for an edge"`` … (``HangState``).
+    ``worker`` should do something and does not; it is empty where devices are threads. ``task_id`` is the task that it
+    is at on ``device``, if it is at one, ``seconds`` how long it has been, if that is known. If an edge is at the root,
+    ``peer`` is the worker at its other end. ``waits`` are sentences, each of a task that waits for the next one's; the
+    last one waits for the root. ``stack`` is what the thread in question is in, if it could be asked.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        state: str,
+        *,
+        worker: str = "",
+        device: str = "",
+        task_id: str = "",
+        peer: str = "",
+        seconds: float = 0.0,
+        waits: Sequence[str] = (),
+        stack: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.state = state
+        self.worker = worker
+        self.device = device
+        self.task_id = task_id
+        self.peer = peer
+        self.seconds = seconds
+        self.waits = tuple(waits)
+        self.stack = stack
+
+    @property
+    def story(self) -> str:
+        """The sentence, what leads there, and the stack, in lines."""
+        lines = [str(self), *(f"  {wait}" for wait in self.waits)]
+        return "\n".join([*lines, self.stack.rstrip()] if self.stack else lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception's attributes travel as its state.
+        return HangError, (str(self), self.state), self.__dict__
+
+
+class HungTaskError(HangError):
     """A task ran for so long that the watchdog gave it up; the cause of its step's ``TaskError``.
 
     Python cannot kill a thread, so the task may still run, on a thread that its device no longer uses. Its result is
@@ -227,19 +273,30 @@ class HungTaskError(AsyncpipeError, RuntimeError):
     if that is not known).
     """
 
-    def __init__(self, task_id: str, device: str, seconds: float, expected: float | None) -> None:
+    def __init__(
+        self,
+        task_id: str,
+        device: str,
+        seconds: float,
+        expected: float | None,
+        waits: Sequence[str] = (),
+        stack: str = "",
+    ) -> None:
         usual = "it had not run before" if expected is None else f"usually it takes {expected:.3g} s"
         super().__init__(
             f"{task_id} on {device} did not end within {seconds:.3g} s, and was given up ({usual}); all stacks are in "
-            "the log. Go on with a new model, from a snapshot: the task may still write to this one"
+            "the log. Go on with a new model, from a snapshot: the task may still write to this one",
+            "computing",
+            device=device,
+            task_id=task_id,
+            seconds=seconds,
+            waits=waits,
+            stack=stack,
         )
-        self.task_id = task_id
-        self.device = device
-        self.seconds = seconds
         self.expected = expected
 
-    def __reduce__(self) -> tuple[type[HungTaskError], tuple[str, str, float, float | None]]:
-        return type(self), (self.task_id, self.device, self.seconds, self.expected)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HungTaskError, (self.task_id, self.device, self.seconds, self.expected, self.waits, self.stack)
 
 
 class MessageError(AsyncpipeError, TypeError):
@@ -283,10 +340,17 @@ class WorkerLostError(AsyncpipeError, RuntimeError):
 
     ``how`` says what became of it. ``exit_status`` is its status, or the negative number of the signal that ended it;
     ``None`` if that is not known. ``running`` is what ran there, and ``stderr`` the end of what it wrote there.
+    ``hang`` is why the watchdog has killed it, if it has.
     """
 
     def __init__(
-        self, worker: str, how: str, exit_status: int | None = None, running: Sequence[str] = (), stderr: str = ""
+        self,
+        worker: str,
+        how: str,
+        exit_status: int | None = None,
+        running: Sequence[str] = (),
+        stderr: str = "",
+        hang: HangError | None = None,
     ) -> None:
         while_running = f", while it ran {', '.join(running)}" if running else ""
         super().__init__(f"worker {worker!r} {how}{while_running}{_last_words(stderr)}")
@@ -295,13 +359,14 @@ class WorkerLostError(AsyncpipeError, RuntimeError):
         self.exit_status = exit_status
         self.running = tuple(running)
         self.stderr = stderr
+        self.hang = hang
 
-    def while_running(self, running: Sequence[str]) -> WorkerLostError:
-        """The same loss, with what ran in the worker."""
-        return type(self)(self.worker, self.how, self.exit_status, running, self.stderr)
+    def while_running(self, running: Sequence[str], hang: HangError | None = None) -> WorkerLostError:
+        """The same loss, with what ran in the worker, and how it hung."""
+        return type(self)(self.worker, self.how, self.exit_status, running, self.stderr, hang or self.hang)
 
-    def __reduce__(self) -> tuple[type[WorkerLostError], tuple[str, str, int | None, tuple[str, ...], str]]:
-        return type(self), (self.worker, self.how, self.exit_status, self.running, self.stderr)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.worker, self.how, self.exit_status, self.running, self.stderr, self.hang)
 
 
 class HostLostError(AsyncpipeError, RuntimeError):

@@ -17,5 +17,6 @@ In the order of a step:
 ``task_threads.py``  which code runs inside a task
 ``thread_calls.py``  calls in threads for coroutines that wait for them: errors, cancellation
 ``watchdog.py``    fails a step whose task hangs, on a thread or in a worker
+``hang_search.py``  asks the workers of a step that hangs what they are at, and ends what is at the root
 ``workers/``       worker processes, and the connection to each
 """

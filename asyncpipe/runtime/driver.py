@@ -12,7 +12,7 @@ import contextvars
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -31,8 +31,10 @@ from asyncpipe.core.engine.events import (
     StepSubmitted,
     TaskFailed,
 )
+from asyncpipe.core.engine.hangs import hang_roots
 from asyncpipe.core.engine.policies.policy import MakePolicy
 from asyncpipe.core.engine.scheduler import SchedulerState
+from asyncpipe.core.engine.worker_reports import PartReport, RunningReport, SeenWorker, WorkerReport
 from asyncpipe.core.graph.programs import Programs, programs
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.errors import InvalidTransition, PipelineClosedError
@@ -241,17 +243,52 @@ class Driver:
     # For the watchdog
 
     def running(self) -> list[RunningTask]:
-        """The running tasks, on executors that can give them up."""
+        """The running tasks, on executors that can give them up. From any thread."""
         found = []
-        for executor in self._executors.values():
+        for executor in tuple(self._executors.values()):
             if not isinstance(executor, Replaceable):
                 continue
             for current in executor.running:
                 handle, task, started, _ = current
                 if (execution := self._executions.get(handle.number)) is not None:
                     expected = self.scheduler.expected(handle.number, task)
-                    found.append(RunningTask(execution, task, started, executor, current, expected, self.fail))
+                    found.append(
+                        RunningTask(execution, task, started, executor, current, expected, self.fail, self._waits)
+                    )
         return found
+
+    def _waits(self, execution: Execution, task: int) -> Sequence[str]:
+        """How other tasks of a step wait for one that hangs, from the one that is farthest from it."""
+        ended, heads = self.progress(execution)
+        running = []
+        for each in self.running():
+            other = each.execution.graph.tasks[each.task]
+            running.append(RunningReport(other.lane.device, each.execution.number, each.task, other.id, 0.0))
+        report = WorkerReport(0, running, PartReport(frozenset(ended), heads, frozenset()))
+        seen = SeenWorker("", execution.graph.own_devices, report)
+        hung = execution.graph.tasks[task]
+        for root in hang_roots(execution.number, execution.graph, [seen]):
+            if (root.task, root.device) == (hung.id, hung.lane.device):
+                return tuple(map(str, root.waits))
+        return ()
+
+    def progress(self, execution: Execution) -> tuple[set[int], dict[str, int]]:
+        """The tasks of a step that have ended, and by device that runs a program the next one. From any thread.
+
+        What happens meanwhile may be in it or not.
+        """
+        if execution.done.done():
+            return set(range(len(execution.graph.tasks))), {}
+        if not (runs := execution.runs):
+            return self.scheduler.ended(execution.number), {}
+        ended: set[int] = set()
+        heads: dict[str, int] = {}
+        for run in runs:
+            tasks, position = run.program.tasks, run.position
+            ended.update(tasks[:position])
+            if position < len(tasks):
+                heads[execution.graph.devices[run.program.device]] = tasks[position]
+        return ended.difference(each.task for each in self.running() if each.execution is execution), heads
 
     def fail(self, execution: Execution, task: int, error: BaseException) -> None:
         """Fail the step with ``error``, because the executor has given up ``task`` and will not report it."""

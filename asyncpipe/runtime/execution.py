@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -230,15 +232,19 @@ class RunningTask(NamedTuple):
     """The mean seconds that it took in earlier steps of its job; ``None`` if that is not known."""
     fail: Callable[[Execution, int, BaseException], None]
     """Fails the step, because the executor has given the task up and will not report it."""
+    waits: Callable[[Execution, int], Sequence[str]]
+    """Says how other tasks of the step wait for this one."""
 
     @property
     def thread(self) -> int | None:
         """The identifier of the thread that runs it."""
         return self.executor.thread
 
-    def give_up(self, seconds: float) -> str | None:
-        """Abandon it after ``seconds``, and fail its step; what to log. ``None`` if it has just ended by itself."""
+    def give_up(self, seconds: float, found: Callable[[str], object]) -> None:
+        """Abandon it after ``seconds``, and fail its step; ``found`` gets what to log, unless it has just ended."""
         task = self.execution.graph.tasks[self.task]
-        error = HungTaskError(task.id, task.lane.device, seconds, self.expected)
-        given_up = self.executor.give_up(self.current, lambda: self.fail(self.execution, self.task, error))
-        return str(error) if given_up else None
+        waits, frame = self.waits(self.execution, self.task), sys._current_frames().get(self.thread or 0)
+        stack = "" if frame is None else "".join(traceback.format_stack(frame))
+        error = HungTaskError(task.id, task.lane.device, seconds, self.expected, waits, stack)
+        if self.executor.give_up(self.current, lambda: self.fail(self.execution, self.task, error)):
+            found("\n".join([str(error), *(f"  {wait}" for wait in waits)]))

@@ -2,7 +2,8 @@
 
 It decides nothing: every worker has a driver and a scheduler of its own, and no tensor and no dependency comes this
 way. It is in two places where one controller has to be: a step that fails in one worker is stopped in the others, and
-a step is over when all its parts are. A third one is the watchdog: it sees what runs in each worker (``TaskBoard``)::
+a step is over when all its parts are. A third one is the watchdog: it sees what runs in each worker (``TaskBoard``),
+and asks what each is at where nothing happens (``HangSearch``)::
 
     start ──▶ StartPart to each worker ──▶ PartEnded of each ──▶ futures, observers
                           │ the first that failed, a lost worker, or a cancellation
@@ -21,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 from asyncpipe.core.engine.events import (
     DeviceMemory,
@@ -38,8 +39,9 @@ from asyncpipe.core.engine.parts_record import WorkerPart, parts_record
 from asyncpipe.core.engine.worker_notes import WorkerChange, WorkerNotes, WorkerState
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.errors import EdgeError, PipelineClosedError, WorkerLostError
+from asyncpipe.errors import EdgeError, HangError, PipelineClosedError, WorkerLostError
 from asyncpipe.runtime.execution import Tenant
+from asyncpipe.runtime.hang_search import HangSearch, Suspect
 from asyncpipe.runtime.part_messages import EndStep, PartEnded, StartPart, StopPart, on_clock
 from asyncpipe.runtime.portal import wait_uncancelled
 from asyncpipe.runtime.task_board import ShownTask
@@ -79,6 +81,9 @@ class WorkerLink(Protocol):
 
     def running(self) -> Sequence[ShownTask]:
         """The tasks that run there, or ran when it ended, in numbers of its part of their step. From any thread."""
+
+    async def query(self, question: Any) -> Any:
+        """The answer of the thread there that answers pings. Raises ``WorkerLostError`` if the worker is gone."""
 
     def kill(self, why: str, *, stacks: bool = False) -> None:
         """End it, after a moment in which it writes down ``stacks``; it is lost then. From any thread."""
@@ -176,41 +181,12 @@ class PartsExecution:
         raise_for(self.graph, end)
 
 
-class _InWorker(NamedTuple):
-    """A task that runs in a worker, or a worker that is silent during a step: ``MayHang``."""
-
-    worker: WorkerLink
-    started: float
-    expected: float | None
-    task: str | None
-    """``None`` if it is the worker that is silent."""
-    given_up: set[WorkerLink]
-
-    @property
-    def thread(self) -> int | None:
-        """``None``: it is in another process."""
-        return None
-
-    def give_up(self, seconds: float) -> str | None:
-        """Kill the worker, which fails the steps that it has a part of."""
-        if self.worker in self.given_up or self.worker.lost is not None:
-            return None
-        self.given_up.add(self.worker)
-        why = f"it has not answered for {seconds:.3g} s"
-        if self.task is not None:
-            usual = "it had not run before" if self.expected is None else f"usually it takes {self.expected:.3g} s"
-            why = f"{self.task} did not end within {seconds:.3g} s ({usual})"
-        self.worker.kill(why, stacks=True)
-        return f"worker {self.worker.name!r} is killed: {why}"
-
-
 class PartsDriver:
     """Runs steps in workers, several at a time. ``Driver`` does the same on threads."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._given_up: set[WorkerLink] = set()
-        """Those that the watchdog has killed, and that are not gone yet."""
+        self._search = HangSearch(clock, self._tasks_in, self._hung)
         self._pipelines: set[PlacedPipeline] = set()
         """Those whose observers are told of losses."""
         self._executions: dict[int, PartsExecution] = {}
@@ -269,6 +245,7 @@ class PartsDriver:
         execution = PartsExecution(self._steps, graph, pipeline, StepNotes(), workers, tasks, self._clock())
         self._steps += 1
         self._executions[execution.number] = execution
+        self._search.begin(execution)
         follows = None
         if after is not None and after.number in self._executions:
             after.later = execution
@@ -331,6 +308,7 @@ class PartsDriver:
         execution = self._executions.get(part.step)
         if execution is None or worker in execution.ended:
             return
+        self._search.moved(part.step)
         execution.ended[worker] = part = on_clock(part, execution.workers[worker].clock_offset)
         if part.error is not None and execution.error is None:
             execution.error = part.error
@@ -341,14 +319,14 @@ class PartsDriver:
 
     def worker_lost(self, worker: WorkerLink, error: WorkerLostError) -> None:
         """``worker`` is gone: end the steps that it has a part of."""
-        self._given_up.discard(worker)
+        hang = self._search.lost(worker)
         for pipeline in self._pipelines:
             if worker in pipeline.workers.values():
                 pipeline.tell(worker)
         ran = self._tasks_in(worker)
         for execution in tuple(self._executions.values()):
             if execution.workers.get(worker.name) is worker and worker.name not in execution.ended:
-                found = error.while_running([_named(execution, other, task) for other, task, _ in ran])
+                found = error.while_running([_named(execution, other, task) for other, task, _ in ran], hang)
                 self.part_ended(worker.name, PartEnded(execution.number, (), StepNotes(), found))
 
     def edge_broken(self, pipeline: int, error: EdgeError) -> None:
@@ -378,23 +356,14 @@ class PartsDriver:
 
     # For the watchdog
 
-    def running(self) -> Sequence[_InWorker]:
-        """What runs in workers, and the workers that are silent during a step. From any thread."""
-        executions = tuple(self._executions.values())
-        workers = {
-            worker
-            for execution in executions
-            for name, worker in execution.workers.items()
-            if name not in execution.ended and worker not in self._given_up
-        }
-        found = []
-        for worker in workers:
-            for execution, task, started in self._tasks_in(worker):
-                expected = execution.pipeline.times.expected(task)
-                found.append(_InWorker(worker, started, expected, f"{task.id} on {task.lane.device}", self._given_up))
-            # A worker that is stopped between two tasks runs none. It may take as long to answer as a task.
-            found.append(_InWorker(worker, self._clock() - worker.silent_seconds, 0.0, None, self._given_up))
-        return found
+    def running(self) -> Sequence[Suspect]:
+        """What runs in workers, the workers that are silent, and the steps that stand still. From any thread."""
+        return self._search.suspects()
+
+    def _hung(self, execution: PartsExecution, error: HangError) -> None:
+        """No worker is to blame, but the step cannot go on."""
+        execution.error = execution.error or error
+        self._stop(execution)
 
     def _tasks_in(self, worker: WorkerLink) -> list[tuple[PartsExecution, Task, float]]:
         """What runs in a worker, or ran when it ended, and since when."""
@@ -408,6 +377,7 @@ class PartsDriver:
     def _end(self, execution: PartsExecution) -> None:
         end = execution.finish(self._clock())
         del self._executions[execution.number]
+        self._search.end(execution.number)
         execution.later = None
         for future, value in (
             (execution.issued, StepFinished(end.step, end.outcome, end.failed_task, end.error)),

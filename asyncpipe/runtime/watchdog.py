@@ -13,6 +13,10 @@ never ends. The watchdog compares the time of each running task with the mean of
 A thread cannot be killed and may still write to the old model. A worker can; it takes the stages of all pipelines that
 live in it along. One that is stopped, or whose threads cannot run since one of them holds the GIL, answers no pings
 during a step, and is killed after the floor, whatever it runs.
+
+In workers a step can also stand still while nothing runs: a message is lost, or nobody takes it. After the floor, all
+workers are asked what they are at. Who is at the root of the waits is killed. Where it is the link between two that
+answer, nobody is, and the step fails with ``HangError``. Errors of hangs name the root (``core/engine/hangs.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from asyncpipe.errors import OptionError
@@ -57,8 +62,11 @@ class MayHang(Protocol):
     def thread(self) -> int | None:
         """The identifier of the thread that runs it, if that is one of this process."""
 
-    def give_up(self, seconds: float) -> str | None:
-        """End its step, since it has run for ``seconds``; what to log. ``None`` if it has just ended by itself."""
+    def give_up(self, seconds: float, found: Callable[[str], object]) -> None:
+        """End its step, since it has run for ``seconds``; at once, or when it is clear what hangs.
+
+        ``found`` is then called with what to log, on any thread; not if it has just ended by itself.
+        """
 
 
 class Watched(Protocol):
@@ -97,7 +105,7 @@ class Watchdog:
         """When checks resumed after a break in which tasks may not have run either. Their time counts from here."""
         self._watching: asyncio.Task[None] | None = None
         self.hung = 0
-        """How many tasks it has given up."""
+        """How many hangs it has found, and ended."""
 
     async def __aenter__(self) -> Watchdog:
         self._watching = asyncio.get_running_loop().create_task(self._watch(), name="asyncpipe watchdog")
@@ -132,9 +140,11 @@ class Watchdog:
 
     def _give_up(self, running: MayHang, seconds: float) -> None:
         stacks = "" if running.thread is None else "\n" + _stacks(running.thread)
-        if (text := running.give_up(seconds)) is not None:
-            self.hung += 1
-            _logger.error("%s%s", text, stacks)
+        running.give_up(seconds, partial(self._found, stacks))
+
+    def _found(self, stacks: str, text: str) -> None:
+        self.hung += 1
+        _logger.error("%s%s", text, stacks)
 
 
 def _stacks(first: int) -> str:

@@ -32,6 +32,7 @@ from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import (
     DeviceError,
     EdgeError,
+    HangError,
     HostLostError,
     OptionError,
     TaskError,
@@ -41,6 +42,7 @@ from asyncpipe.errors import (
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.pipeline.pool import DevicePool
+from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.train.import_path import import_path
 from asyncpipe.train.job_file import AUTO, Job, blaming_key, job_file_error
 from asyncpipe.train.other_devices import NotSplit, StepCosts, moved, split_anew
@@ -201,7 +203,7 @@ class LastingRun:
         folder = str(self._job.path.resolve().parent)
         with blaming_key(self._job, "pipeline"):
             pool = DevicePool(workers=workers, transport=table.transport, worker_path=[folder])
-        async with pool:
+        async with pool, Watchdog(pool.driver):
             self._pool, self._is_own = pool, True
             yield
 
@@ -221,7 +223,7 @@ class LastingRun:
             try:
                 async with self._those_that_return():
                     summary = await run.run()
-            except (WorkerLostError, WorkerStartError, EdgeError, TaskError) as error:
+            except (WorkerLostError, WorkerStartError, EdgeError, HangError, TaskError) as error:
                 if self._policy == FAIL or (loss := _loss(error)) is None:
                     raise
             finally:
@@ -474,6 +476,9 @@ def _loss(error: Exception) -> _Loss | None:
     if isinstance(found, EdgeError):
         ends = Counter(unit_of(name) for edge in found.edges for name in edge if isinstance(name, str))
         return _Loss(tuple(sorted(ends)) or ("a connection",), _short(found), ends)
+    if isinstance(found, HangError) and found.peer:  # Nothing gets through from one to the other.
+        ends = Counter((unit_of(found.worker), unit_of(found.peer)))
+        return _Loss(tuple(sorted(ends)), _short(found), ends)
     return None
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import pickle
 import sys
 import threading
+from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
@@ -13,12 +16,20 @@ import pytest
 from asyncpipe.core.engine.events import StepNotes, TaskCompleted, TaskFailed, TaskIssued
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.engine.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
+from asyncpipe.core.engine.worker_reports import (
+    PartReport,
+    ReceiverReport,
+    RunningReport,
+    SenderReport,
+    WorkerReport,
+)
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import WorkerLostError
+from asyncpipe.errors import HangError, WorkerLostError
 from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.executor import Assignment
+from asyncpipe.runtime.hang_search import INQUIRY
 from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.part_messages import PartEnded
 from asyncpipe.runtime.parts_driver import PartsDriver, PlacedPipeline
@@ -46,6 +57,7 @@ class Link:
         self.shown = []
         self.sent = []
         self.killed = []
+        self.report = WorkerReport(0)
 
     @property
     def silent_seconds(self):
@@ -56,6 +68,17 @@ class Link:
 
     def running(self):
         return self.shown
+
+    async def query(self, question):
+        _, in_full = question
+        if self.silent_seconds > 1.0:
+            await asyncio.get_running_loop().create_future()
+        if not in_full:
+            return replace(self.report, part=None)
+        running = [
+            RunningReport("cpu:1", each.step, SECOND[each.task], "?", Clock.now - each.started) for each in self.shown
+        ]
+        return replace(self.report, running=[*running, *self.report.running])
 
     def kill(self, why, *, stacks):
         assert stacks
@@ -91,6 +114,13 @@ def start(driver, links, pipeline=None):
 
 def watch(driver, **options):
     return Watchdog(driver, clock=lambda: Clock.now, **options)
+
+
+async def check(watchdog):
+    """A look of the watchdog, and what comes of it."""
+    watchdog.check()
+    await asyncio.sleep(0)
+    await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == INQUIRY))
 
 
 async def test_a_loss_names_what_ran_there_and_whose_it_was(driver, links):
@@ -171,15 +201,24 @@ async def test_the_worker_of_a_task_that_hangs_is_killed_once(driver, links, cap
     links[1].shown = [ShownTask(step.number, NUMBER, 100.0)]
     for Clock.now in (109.0, 179.0):  # Ten floors, since it has never run.
         links[0].heard_at = links[1].heard_at = Clock.now
-        watchdog.check()
+        await check(watchdog)
     assert not links[1].killed
     Clock.now = links[0].heard_at = links[1].heard_at = 181.0
     for _ in range(2):
-        watch(driver, factor=10.0, floor=8.0).check()
+        await check(watch(driver, factor=10.0, floor=8.0))
     assert links[1].killed == ["F(1,1) on cpu:1 did not end within 81 s (it had not run before)"]
     assert not links[0].killed
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert record.getMessage() == f"worker 'b' is killed: {links[1].killed[0]}"
+    first, second = record.getMessage().splitlines()
+    assert first == f"worker 'b' is killed: {links[1].killed[0]}"
+    assert second == "F(1,1) on cpu:1 in worker 'b' has been computing for 81 s, and the step waits for it"
+    links[1].lost = WorkerLostError("b", "was killed by its controller", -9)
+    driver.worker_lost(links[1], links[1].lost)
+    driver.part_ended("a", PartEnded(step.number, (), StepNotes()))
+    with pytest.raises(WorkerLostError) as raised:
+        await driver.issued(step)
+    hang = raised.value.hang
+    assert (hang.state, hang.worker, hang.device, hang.task_id) == ("computing", "b", "cpu:1", "F(1,1)")
 
 
 async def test_how_long_a_task_may_take_follows_from_earlier_steps(driver, links):
@@ -191,7 +230,7 @@ async def test_how_long_a_task_may_take_follows_from_earlier_steps(driver, links
     links[1].shown = [ShownTask(step.number, NUMBER, 100.0)]
     for Clock.now, killed in ((119.0, 0), (121.0, 1)):
         links[0].heard_at = links[1].heard_at = Clock.now
-        watch(driver, factor=10.0, floor=8.0).check()
+        await check(watch(driver, factor=10.0, floor=8.0))
         assert len(links[1].killed) == killed
     assert links[1].killed == ["F(1,1) on cpu:1 did not end within 21 s (usually it takes 2 s)"]
 
@@ -199,8 +238,103 @@ async def test_how_long_a_task_may_take_follows_from_earlier_steps(driver, links
 async def test_a_worker_that_is_silent_during_a_step_is_killed_whatever_it_runs(driver, links):
     start(driver, links)
     Clock.now = links[0].heard_at = 109.0
-    watch(driver, floor=8.0).check()
+    await check(watch(driver, floor=8.0))
     assert (links[0].killed, links[1].killed) == ([], ["it has not answered for 9 s"])
+
+
+def begun(ended=(), heads=None, came=()):
+    return PartReport(frozenset(ended), heads or {}, frozenset(came))
+
+
+def task_number(name):
+    return next(task.number for task in GRAPH.tasks if task.id == name)
+
+
+def crossing(links, *, is_stuck=False, came=0):
+    """What F(0,0) has made left worker a, and worker b does not have it."""
+    forward, copy = task_number("F(0,0)"), task_number("C(0,0>1)")
+    behind = {"cpu:0": task_number("C(0,1>0)")}
+    ended = [n for n in range(forward, len(GRAPH.tasks)) if GRAPH.tasks[n].id in ("F(0,0)", "F(1,0)")]
+    links[0].report = WorkerReport(1, part=begun(ended, behind), sends={"b": SenderReport(2, 9)})
+    receives = {"a": ReceiverReport(came, 9, is_stuck=is_stuck, taker="asyncpipe edge 0>1")}
+    stacks = {
+        "asyncpipe edge 0>1": [("edge.py", 7, "hold")],
+        "asyncpipe cpu:1": [("device.py", 9, "wait")],
+        "MainThread": [("main.py", 1, "main")],
+    }
+    links[1].report = WorkerReport(0, part=begun((), {"cpu:1": copy}), takes=receives, stacks=stacks)
+
+
+async def still(driver, links, seconds=10.0):
+    """So many seconds pass in which the watchdog looks on."""
+    watchdog = watch(driver, floor=8.0)
+    for _ in range(int(2 * seconds)):
+        Clock.now += 0.5
+        links[0].heard_at = links[1].heard_at = Clock.now
+        await check(watchdog)
+    return watchdog
+
+
+async def test_a_link_that_loses_what_is_sent_ends_the_step_and_kills_nobody(driver, links, caplog):
+    step = start(driver, links)
+    crossing(links)
+    await still(driver, links, 8.0)
+    assert not step.aborted
+    watchdog = await still(driver, links, 2.0)
+    assert (watchdog.hung, step.aborted, links[0].killed, links[1].killed) == (1, True, [], [])
+    for name in ("a", "b"):
+        driver.part_ended(name, PartEnded(step.number, (), StepNotes()))
+    with pytest.raises(HangError) as raised:
+        await driver.issued(step)
+    error = raised.value
+    assert (error.state, error.worker, error.peer, error.task_id) == ("waiting for an edge", "b", "a", "C(0,0>1)")
+    assert str(error).startswith("nothing gets through from worker 'a' to worker 'b'")
+    assert error.waits == (
+        "C(0,1>0) on cpu:0 waits for B(0,1)",
+        "C(0,0>1) on cpu:1 waits for F(0,0), whose message left worker 'a'",
+    )
+    assert error.story in caplog.text
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), vars(copied)) == (str(error), vars(error))
+
+
+async def test_who_does_not_take_messages_is_killed_and_its_stack_is_told(driver, links):
+    step = start(driver, links)
+    crossing(links, is_stuck=True, came=2)
+    await still(driver, links)
+    assert not links[0].killed
+    (why,) = links[1].killed
+    assert why == "worker 'b' does not take what worker 'a' sends, for which C(0,0>1) on cpu:1 waits"
+    links[1].lost = WorkerLostError("b", why, -9)
+    driver.worker_lost(links[1], links[1].lost)
+    driver.part_ended("a", PartEnded(step.number, (), StepNotes()))
+    with pytest.raises(WorkerLostError) as raised:
+        await driver.issued(step)
+    hang = pickle.loads(pickle.dumps(raised.value)).hang
+    assert (hang.state, hang.worker, hang.peer) == ("not taking messages", "b", "a")
+    assert hang.stack == "asyncpipe edge 0>1 of worker 'b':\n  File \"edge.py\", line 7, in hold\n"
+
+
+async def test_a_step_in_which_something_happens_or_computes_goes_on(driver, links):
+    step = start(driver, links)
+    crossing(links)
+    for moved in range(6):
+        links[0].report = replace(links[0].report, moved=moved)
+        await still(driver, links, 4.0)
+    links[1].report = replace(
+        links[1].report, running=[RunningReport("cpu:1", step.number, task_number("C(0,0>1)"), "C(0,0>1)", 1.0)]
+    )
+    await still(driver, links, 40.0)
+    assert (step.aborted, links[0].killed, links[1].killed) == (False, [], [])
+
+
+async def test_a_task_that_hangs_in_a_worker_without_a_board_is_seen_by_what_the_worker_says(driver, links):
+    step = start(driver, links)
+    crossing(links)
+    running = RunningReport("cpu:1", step.number, task_number("C(0,0>1)"), "C(0,0>1)", 90.0)
+    links[1].report = replace(links[1].report, running=[running])
+    await still(driver, links, 2.0)
+    assert links[1].killed == ["C(0,0>1) on cpu:1 did not end within 90.5 s (it had not run before)"]
 
 
 async def test_a_worker_that_is_silent_without_a_step_is_left_to_its_supervisor(driver, links):
@@ -208,7 +342,7 @@ async def test_a_worker_that_is_silent_without_a_step_is_left_to_its_supervisor(
     for name in ("a", "b"):
         driver.part_ended(name, PartEnded(step.number, (), StepNotes()))
     Clock.now = 1000.0
-    watch(driver, floor=8.0).check()
+    await check(watch(driver, floor=8.0))
     assert (links[0].killed, links[1].killed) == ([], [])
 
 

@@ -93,6 +93,9 @@ async def test_the_step_of_a_hung_task_fails_and_others_go_on(driver, clock, cap
     assert isinstance(cause, HungTaskError)
     assert (cause.task_id, cause.device, cause.expected) == ("F(1,1)", "cpu:1", None)
     assert cause.seconds > 600
+    assert cause.state == "computing"
+    assert cause.waits == ("C(1,1>0) on cpu:0 waits for B(1,1)",)  # Which is behind it on its device.
+    assert "assert self.let_go.wait(30)" in cause.stack
     await (await behind).completed()
     assert watchdog.hung == 1
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
@@ -188,10 +191,11 @@ def test_mistakes_are_told():
 
 
 def test_the_error_survives_pickling():
-    error = HungTaskError("F(0,0)", "cpu:0", 61.0, 0.5)
+    error = HungTaskError("F(0,0)", "cpu:0", 61.0, 0.5, ["F(0,1) on cpu:1 waits for F(0,0)"], "in work")
     copied = pickle.loads(pickle.dumps(error))
     assert str(copied) == str(error)
     assert (copied.task_id, copied.device, copied.seconds, copied.expected) == ("F(0,0)", "cpu:0", 61.0, 0.5)
+    assert (copied.waits, copied.stack) == (("F(0,1) on cpu:1 waits for F(0,0)",), "in work")
 
 
 async def test_executors_that_cannot_give_up_are_left_alone():

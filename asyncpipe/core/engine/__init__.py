@@ -5,6 +5,7 @@ Which ready task of a lane comes next is for the lane's policy: ``policies/``, w
 ``dispatcher`` asks the policies and hands tasks over; ``steps`` is the state of steps and lanes, ``jobs`` what is known
 of jobs; ``microbatch_admission`` says which micro-batches a rule lets into a device; ``share`` what a job gets of lanes
 that others use; ``parts_record`` makes one record of what workers tell, and ``worker_notes`` is what is told of them.
+``hangs`` finds the root of a step that stands still, from what workers say of themselves (``worker_reports``).
 
 The runtime drives this with real events, ``core/predict/simulate.py`` with virtual time. Imports the task graph and
 schedules; no torch, asyncio, threads or clocks.

@@ -75,6 +75,7 @@ __all__ = ["SchedulerState", "TaskState"]
 # Module constants: an enum attribute costs a lookup in the hottest loop.
 _WAITING, _READY, _DISPATCHED, _ISSUED, _COMPLETED, _FAILED, _DROPPED = TaskState
 _NOT_BEGUN = (_WAITING, _READY, _DISPATCHED)
+_NOT_ENDED = frozenset(_NOT_BEGUN)
 _OK = Outcome.OK
 
 
@@ -156,6 +157,11 @@ class SchedulerState:
         """Whether a device has the task: it was dispatched, and neither completed, failed nor was dropped."""
         found = self._steps.get(step)
         return found is not None and found.states[task] in (_DISPATCHED, _ISSUED)
+
+    def ended(self, step: int) -> set[int]:
+        """The tasks of a step under way that devices are done with, or have queued on an accelerator. On any thread."""
+        found = self._steps.get(step)
+        return set() if found is None else {n for n, state in enumerate(found.states) if state not in _NOT_ENDED}
 
     def waits_outside(self, step: int) -> bool:
         """Whether a gate of the step is closed."""

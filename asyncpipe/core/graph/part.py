@@ -26,7 +26,7 @@ from asyncpipe.core.graph.task_graph import Rule, TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.errors import DeviceError
 
-__all__ = ["BEGINNING", "Departure", "Part", "part"]
+__all__ = ["BEGINNING", "Departure", "Part", "owner_of", "part"]
 
 BEGINNING = -1
 """In place of a task that is waited for: the beginning of the step in the other part."""
@@ -121,7 +121,7 @@ def part(graph: TaskGraph, devices: Iterable[str]) -> Part:
             [
                 Departure(task.lane.device, task.number, BEGINNING, tensors=True)
                 for task in graph.tasks
-                if task.number not in number and (owner := _owner(graph, task)) is not None and is_own[owner]
+                if task.number not in number and (owner := owner_of(graph, task)) is not None and is_own[owner]
             ]
         ),
     )
@@ -133,11 +133,11 @@ def _awaited(graph: TaskGraph, is_own: Sequence[bool], own: Mapping[int, int]) -
         for before in graph.dependencies[task.number]:
             if before not in own:
                 yield task.number, before, graph.devices[graph.placement[graph.tasks[before].stage]]
-        if (owner := _owner(graph, task)) is not None and not is_own[owner]:
+        if (owner := owner_of(graph, task)) is not None and not is_own[owner]:
             yield task.number, BEGINNING, graph.devices[graph.placement[owner]]
 
 
-def _owner(graph: TaskGraph, task: Task) -> int | None:
+def owner_of(graph: TaskGraph, task: Task) -> int | None:
     """The stage whose parameters ``task`` copies as they are when the step begins; ``None`` of any other task."""
     return None if task.source is None or graph.read_by(task.number) else task.source
 

@@ -20,7 +20,7 @@ from typing import Any
 from asyncpipe.core.engine.events import Outcome, StepCompleted, StepRecord
 from asyncpipe.core.engine.worker_notes import WorkerChange
 from asyncpipe.core.predict.report import report
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import HangError, HungTaskError, OptionError, WorkerLostError
 from asyncpipe.observe.live.step_data import rounded, step_data, timeline_data
 from asyncpipe.observe.live.workers_data import SeenWorkers
 from asyncpipe.observe.metrics.graph_arrays import GraphArraysCache
@@ -197,7 +197,7 @@ def _rate(seconds: float, samples: float, tokens: float) -> float | None:
 
 
 def _sentence(record: StepRecord) -> str:
-    """A sentence about a step that failed or was cancelled; of its error only the class is named."""
+    """A sentence about a step that failed or was cancelled; of its error only the class is named, or what hung."""
     if record.outcome is Outcome.CANCELLED:
         return f"Step {record.step} was cancelled."
     for _, event in reversed(record.journal):
@@ -206,5 +206,15 @@ def _sentence(record: StepRecord) -> str:
             if event.failed_task is not None:
                 task = record.graph.tasks[event.failed_task]
                 where = f" in {task.id} on {task.lane.device}"
-            return f"Step {record.step} failed{where}: {type(event.error).__name__}."
+            error = event.error
+            hang = error.hang if isinstance(error, WorkerLostError) else error if isinstance(error, HangError) else None
+            return f"Step {record.step} failed{where}: {type(error).__name__}{_told(hang)}."
     return f"Step {record.step} failed."
+
+
+def _told(hang: HangError | None) -> str:
+    """Why a step hung, and what waited for it: tasks, devices and workers, no text of the caller's."""
+    if hang is None:
+        return ""
+    why = f"it has been computing for {hang.seconds:.3g} s" if isinstance(hang, HungTaskError) else str(hang)
+    return f"; {'; '.join([why, *reversed(hang.waits)])}"

@@ -83,6 +83,8 @@ class EdgeChannel:
         self._ringing = threading.Lock()
         self._open = True
         self._stopped = False
+        self.is_waiting = False
+        """Whether a thread is in ``wait``."""
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
         self._poll.register(connected, 0)
@@ -100,6 +102,11 @@ class EdgeChannel:
                 self._rest_descriptors += descriptors
                 return False
             return self._send(buffers, list(descriptors))
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the system has not taken all that was written."""
+        return bool(self._rest)
 
     def flush(self) -> bool:
         """Send what ``write`` has left; whether nothing is left."""
@@ -222,7 +229,11 @@ class EdgeChannel:
         """
         while True:
             self._poll.modify(self._socket, events | HUNG_UP | (select.POLLOUT if self._rest else 0))
-            happened = dict(self._poll.poll(None if seconds is None else max(0, seconds * 1000)))
+            self.is_waiting = True
+            try:
+                happened = dict(self._poll.poll(None if seconds is None else max(0, seconds * 1000)))
+            finally:
+                self.is_waiting = False
             if happened.pop(self._bell, 0):
                 os.read(self._bell, 4096)
                 if self._stopped:

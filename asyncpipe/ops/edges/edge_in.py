@@ -10,12 +10,13 @@ from functools import partial
 from typing import NamedTuple
 
 from asyncpipe.core.checks import check_positive
+from asyncpipe.core.engine.worker_reports import ReceiverReport
 from asyncpipe.errors import EdgeError
 from asyncpipe.ops.edges.channel import ClosedByPeerError, EdgeChannel, StoppedError, broken, join_or
 from asyncpipe.ops.edges.message import EdgeHeader, MessageLayout, ReceivedMessage
 from asyncpipe.ops.edges.payload import PayloadIn, SlotNews, read_inline
 from asyncpipe.ops.edges.window import Window
-from asyncpipe.ops.edges.wire import HEADER_SIZE, INLINE, EdgeFrameKind, Frame, encode_credit
+from asyncpipe.ops.edges.wire import HEADER_SIZE, INLINE, STREAMED, EdgeFrameKind, Frame, encode_credit
 
 __all__ = ["EdgeIn", "EdgeInCounters"]
 
@@ -24,6 +25,8 @@ FREED_TOGETHER = 8
 FREED_AT_MOST = 1024
 LEFT_SECONDS = 0.02
 """What nobody else has taken for so long is taken by the edge's thread."""
+STUCK_SECONDS = 0.25
+"""Nobody takes so long to take what is there."""
 
 
 class EdgeInCounters(NamedTuple):
@@ -72,7 +75,13 @@ class EdgeIn:
         self.descriptor = channel.descriptor
         """Where there is something to read when there is something to ``take``."""
         self._taking = threading.Lock()
-        """Held by who takes what has come."""
+        """Held by who takes what has come, if several may."""
+        self._taking_since: float | None = None
+        """Since when somebody takes what has come."""
+        self._taker = 0
+        """The thread that does."""
+        self._awaits_payload = False
+        """Whether that is what the transport still brings."""
         self._failure: Exception | None = None
         """Why nothing can be taken any more; told by the edge's thread."""
         self._layouts: dict[int, MessageLayout] = {}
@@ -83,8 +92,8 @@ class EdgeIn:
         self._lock = threading.Lock()
         """Of what follows."""
         self._window = Window(check_positive("window", window))
-        self._held: dict[int, int] = {}
-        """The epochs of messages that were not released, by their number on this edge."""
+        self._held: dict[int, EdgeHeader] = {}
+        """The headers of messages that were not released, by their number on this edge."""
         self._freed: list[int] = []
         self._messages = self._bytes = self._dropped = 0
         self._closing = False
@@ -103,7 +112,7 @@ class EdgeIn:
         with self._delivering:
             self._epoch = max(self._epoch, epoch)
             with self._lock:
-                old = [number for number, of in self._held.items() if of < self._epoch]
+                old = [number for number, of in self._held.items() if of.epoch < self._epoch]
                 for number in old:
                     del self._held[number]
                 self._window.release(len(old))
@@ -120,6 +129,24 @@ class EdgeIn:
 
     def counters(self) -> EdgeInCounters:
         return EdgeInCounters(self._messages, self._bytes, self._dropped, self._window.held)
+
+    @property
+    def held(self) -> list[EdgeHeader]:
+        """What the messages are for that hold a credit. From any thread."""
+        return list(self._held.values())
+
+    def report(self, under_way: int, holders: frozenset[str]) -> ReceiverReport:
+        """Where it stands. From any thread, whatever the others do.
+
+        ``under_way`` messages count as not here, since the edge is shaped; ``holders`` are the devices that have still
+        to take some.
+        """
+        since = self._taking_since
+        is_stuck = since is not None and time.perf_counter() - since > STUCK_SECONDS and not self._awaits_payload
+        if not self.is_shared:
+            is_stuck = is_stuck and not self._channel.is_waiting  # For the rest of a message.
+        taker = next((each.name for each in threading.enumerate() if each.ident == self._taker), "") if is_stuck else ""
+        return ReceiverReport(self._messages - under_way, self._window.told, holders, is_stuck, taker, self._over)
 
     def sever(self) -> None:
         """Break the edge, as a network does that is gone: both ends notice it. For tests."""
@@ -138,13 +165,17 @@ class EdgeIn:
 
     def _run(self) -> None:
         error: Exception | None = None
+        self._taker = threading.get_ident()
         try:
             with self._lock:
                 self._tell()
             if self.is_shared:
                 self._take_what_is_left()
             while not self._closing:
-                self._receive(Frame.decode(self._channel.read(HEADER_SIZE)))
+                frame = Frame.decode(self._channel.read(HEADER_SIZE))
+                self._taking_since = time.perf_counter()
+                self._receive(frame)
+                self._taking_since = None
         except (StoppedError, ClosedByPeerError):
             pass
         except Exception as caught:  # noqa: BLE001 - it is told
@@ -164,6 +195,7 @@ class EdgeIn:
         """Take what has come, on any thread; never waits. False if nothing will come any more."""
         if not self._taking.acquire(blocking=False):
             return True  # Somebody does.
+        self._taking_since, self._taker = time.perf_counter(), threading.get_ident()
         try:
             if self._failure is not None or self._over:
                 return False
@@ -174,6 +206,7 @@ class EdgeIn:
             self._channel.ring()
             return False
         finally:
+            self._taking_since = None
             self._taking.release()
         return True
 
@@ -213,7 +246,9 @@ class EdgeIn:
         if frame.slot == INLINE:
             tensors, ready = read_inline(layout, self._channel), None
         else:
+            self._awaits_payload = frame.slot == STREAMED
             tensors, ready = self._payload.take(layout, frame.slot)
+            self._awaits_payload = False
         at = time.perf_counter()
         header = EdgeHeader(frame.epoch, frame.step, frame.task, frame.source)
         with self._lock:
@@ -221,7 +256,7 @@ class EdgeIn:
                 raise ValueError(f"a message came that is beyond the window of {self._window.size}")
             self._messages += 1
             self._bytes += layout.size
-            self._held[self._messages] = header.epoch
+            self._held[self._messages] = header
             self._tell()
             release = partial(self._release, self._messages)
         with self._delivering:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from asyncpipe.core.engine.worker_reports import SenderReport
 from asyncpipe.errors import EdgeError, OptionError
 from asyncpipe.ops.edges.channel import HUNG_UP, ClosedByPeerError, EdgeChannel, StoppedError, broken, join_or
 from asyncpipe.ops.edges.message import EdgeMessage, MessageLayout, TensorLayout, layout_of
@@ -137,6 +138,17 @@ class EdgeOut:
         starved_at = self._starved_at
         waiting = 0.0 if starved_at is None else time.perf_counter() - starved_at
         return EdgeOutCounters(self._messages, self._bytes, self._dropped, self._waited + waiting)
+
+    def report(self, step: int) -> SenderReport:
+        """Where it stands, and what it has still to send of ``step``. From any thread, whatever the others do."""
+        queued = [each.message.header for each in self._queue.copy()]
+        return SenderReport(
+            self._messages,
+            self._limit,
+            frozenset((header.task, header.source) for header in queued if header.step == step),
+            is_held_up=self._channel.is_held_up,
+            is_over=self._over,
+        )
 
     # For the thread that has the turn
 

@@ -78,6 +78,11 @@ class ShapedArrivals:
                 self._held.setdefault(sender, []).extend(message for _, _, message in sorted(mine, key=_order))
             self._changed.notify()
 
+    def under_way(self, sender: int) -> int:
+        """How many messages of ``sender`` have come, and count as still on their way. From any thread, at once."""
+        due = sum(message.sender == sender for _, _, message in tuple(self._due))
+        return due + len(self._held.get(sender, ()))
+
     def advance(self, epoch: int) -> None:
         """Begin ``epoch``: messages of older ones are dropped when they are due."""
         with self._changed:

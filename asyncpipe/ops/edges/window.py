@@ -24,6 +24,11 @@ class Window:
         return self._released + self.size
 
     @property
+    def told(self) -> int:
+        """The limit that the sender was told."""
+        return self._told
+
+    @property
     def held(self) -> int:
         """Messages that have arrived and were not released."""
         return self._arrived - self._released

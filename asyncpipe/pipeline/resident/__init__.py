@@ -5,4 +5,5 @@ Imports ``pipeline`` and what is below. The controller never imports it. In the 
 ``serve.py``       the entry of a worker: its pool of devices, and what the controller tells it
 ``resident.py``    one pipeline's stages here: loaded, asked for their state, unloaded
 ``part_step.py``   this worker's part of one step
+``self_report.py``  what its threads are at, when the controller looks for the root of a hang
 """

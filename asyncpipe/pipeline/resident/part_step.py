@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from asyncpipe.core.engine.events import StepNotes, StepRecord, TaskCompleted, TaskFailed, TaskIssued
 from asyncpipe.core.engine.parts_record import TaskEvent
 from asyncpipe.core.engine.worker_notes import WorkerUse
+from asyncpipe.core.engine.worker_reports import PartReport
 from asyncpipe.core.graph.part import Part
 from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.ops.device.wire import to_buffers
@@ -53,14 +53,14 @@ class PartStep(PreparedStep):
         self.number = number
         self._worker = worker
         self.part = part
+        self.whole = inputs.graph
+        """The graph of the whole step."""
         self._crossings = crossings
         self._is_started = overlaps
         self._use = use
         self._gates = Gates()
-        self._came: dict[int, float] = {}
-        """By task (of the whole graph), when the last message for it came."""
-        self._lock = threading.Lock()
-        """Of that: two edges may bring something for one task."""
+        self._came: dict[tuple[int, int], float] = {}
+        """By task (of the whole graph) and its dependency, when the message came."""
         self.execution: Execution | None = None
 
     def begin(self, after: Execution | None) -> None:
@@ -81,8 +81,7 @@ class PartStep(PreparedStep):
     def arrived(self, message: ReceivedMessage) -> None:
         """What a task waits for has come from another worker. Its credit goes back when the task has run."""
         task, dependency = message.header.task, message.header.source
-        with self._lock:
-            self._came[task] = max(message.at, self._came.get(task, message.at))
+        self._came[task, dependency] = message.at
         self._crossings.arrived(task, message.meta, list(message.tensors), message.release)
         self._gates.open([self.part.arrivals[task, dependency]])
 
@@ -107,6 +106,18 @@ class PartStep(PreparedStep):
         events, notes = self._events(record), self._notes(record.notes)
         use = None if self._use is None else self._use()
         return portable(self._worker, PartEnded(self.number, events, notes, error, result, use=use))
+
+    def report(self) -> PartReport | None:
+        """How far it is; ``None`` before it begins. From any thread, whatever the others do."""
+        if (execution := self.execution) is None:
+            return None
+        ended, heads = self.tenancy.pool.threads.progress(execution)
+        whole = self.part.whole
+        return PartReport(
+            frozenset(whole[task] for task in ended),
+            {device: whole[task] for device, task in heads.items()},
+            frozenset(tuple(self._came)),
+        )
 
     def settle(self, *, keep: bool) -> None:
         """The whole step is over: keep what it has left in gradients and buffers, or undo it."""
@@ -148,8 +159,9 @@ class PartStep(PreparedStep):
 
     def _notes(self, notes: StepNotes) -> StepNotes:
         copied = {self.part.whole[task]: size for task, size in notes.copied.items()}
-        with self._lock:
-            came = dict(self._came)
+        came: dict[int, float] = {}
+        for (task, _), at in tuple(self._came.items()):
+            came[task] = max(at, came.get(task, at))
         found = StepNotes(copied, samples=notes.samples, wakeups=notes.wakeups, arrived=came, drew=notes.drew)
         if self._use is not None:
             note_devices({stream.device for stream in self.parts.resources.streams.values()}, found)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from asyncpipe.core.engine.edge_shape import EdgeShape, EdgeState
 from asyncpipe.core.engine.worker_notes import EdgeTraffic, WorkerUse
+from asyncpipe.core.engine.worker_reports import WorkerReport
 from asyncpipe.core.graph.part import Departure, Part, part
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import EdgeError, OptionError, PipelineClosedError
@@ -351,6 +352,32 @@ class Resident:
                 counted.waited_seconds - before.waited_seconds,
             )
         return WorkerUse(allocated_bytes(torch.device("cpu")), sent)
+
+    # For who looks for the root of a hang, on the thread that answers pings: nothing here may wait for another thread
+
+    def report(self, number: int) -> WorkerReport:
+        """What is known here of a step, and of the edges."""
+        parts = {step: step.report() for step in tuple(self._steps.values())}
+        mine = next((report for step, report in parts.items() if step.number == number), None)
+        sends = {self._load.names[peer]: edge.report(number) for peer, edge in self._edges.out.items()}
+        takes = {}
+        for peer, edge in self._edges.into.items():
+            holders = {
+                step.whole.tasks[header.task].lane.device
+                for header in edge.held
+                for step, report in parts.items()
+                if step.number == header.step and report is not None and header.task not in report.ended
+            }
+            under_way = 0 if self._shaped is None else self._shaped.under_way(peer)
+            takes[self._load.names[peer]] = edge.report(under_way, frozenset(holders))
+        moved = sum(each.sent for each in sends.values()) + sum(each.came for each in takes.values())
+        if mine is not None:
+            moved += len(mine.ended) + len(mine.came)
+        return WorkerReport(moved, part=mine, sends=sends, takes=takes)
+
+    def step(self, number: int) -> PartStep | None:
+        """The part of a step, if it is one of this pipeline and was not settled. From any thread."""
+        return self._steps.get(number)
 
     # State
 

@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from asyncpipe.core.engine.events import StepNotes
+from asyncpipe.core.engine.worker_reports import WorkerReport
 from asyncpipe.ops.device.wire import from_buffers, from_wire
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.resident.part_step import PartStep
 from asyncpipe.pipeline.resident.resident import Resident
+from asyncpipe.pipeline.resident.self_report import running_reports, stacks
 from asyncpipe.pipeline.wire_messages import (
     ChangeSchedule,
     CopyStages,
@@ -54,6 +56,7 @@ class _Server:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
+        self._control.answer_queries(self._report)
         try:
             await self._control.serve(self._handle)
         finally:
@@ -103,6 +106,17 @@ class _Server:
             case ChangeSchedule(pipeline=number):
                 self._residents[number].change(message)
         return None
+
+    def _report(self, question: tuple[int, bool]) -> WorkerReport:
+        """What this worker is at in a step, and if that is asked, why. On the thread that answers pings."""
+        number, in_full = question
+        running = () if self._pool is None else running_reports(self._pool.threads, self._of_step, number)
+        if (resident := self._of_step.get(number)) is None:
+            return WorkerReport(0, running, stacks=stacks())
+        report = resident.report(number)
+        if not in_full:
+            return WorkerReport(report.moved, running)
+        return replace(report, running=running, stacks=stacks())
 
     async def _load(self, load: LoadPipeline) -> None:
         if self._pool is None:

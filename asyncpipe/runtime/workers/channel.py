@@ -61,6 +61,8 @@ class Role(IntEnum):
     STOP = 6
     PING = 7
     PONG = 8
+    QUERY = 9
+    """Is answered as what is asked, but by the thread that answers pings."""
 
 
 class _FrameKind(IntEnum):

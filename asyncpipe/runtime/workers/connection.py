@@ -113,10 +113,17 @@ class WorkerConnection:
         What the worker raises is raised here, with the traceback's text (``RemoteError``) as the last of its causes. A
         worker that ends before it has answered is a ``WorkerLostError``. Otherwise as ``send``.
         """
+        return await self._ask(Role.ASK, message, urgent)
+
+    async def query(self, question: object) -> Any:
+        """Ask what the thread there answers that answers pings (``ControlClient.answer_queries``); as ``ask``."""
+        return await self._ask(Role.QUERY, question, urgent=True)
+
+    async def _ask(self, role: Role, message: object, urgent: bool) -> Any:
         number = next(self._numbers)
         answer = self._asked[number] = self._loop.create_future()
         try:
-            self._send(Role.ASK, number, message, urgent)
+            self._send(role, number, message, urgent)
             return await answer
         finally:
             del self._asked[number]

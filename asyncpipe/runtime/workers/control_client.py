@@ -66,6 +66,7 @@ class ControlClient:
         """What all workers of the controller know, and nobody else: they show it to each other."""
         self.place = WorkerPlace.of_this_process(connected)
         """Where this worker is."""
+        self._answers_query: Callable[[Any], object] = lambda question: None
         self._main = main
         self._process = Process()
         self._inbox: deque[tuple[Role, int, Packed]] = deque()
@@ -118,6 +119,13 @@ class ControlClient:
             self._channel.send(Role.LOG, packed=pack(record))
         elif logging.lastResort is not None:  # A forked child of the worker, whose connection this is not.
             logging.lastResort.handle(record)
+
+    def answer_queries(self, answer: Callable[[Any], object]) -> None:
+        """From now on, ``answer`` says what the controller wants to know whatever the other threads of this process do.
+
+        It is called on the thread that answers pings, and must not wait for any other.
+        """
+        self._answers_query = answer
 
     async def serve(self, handle: Callable[[Any], Any]) -> None:
         """Call ``handle`` on this loop with each message from the controller, in order, until it says to stop.
@@ -190,13 +198,23 @@ class ControlClient:
     # The channel calls these on its own thread.
 
     def received(self, role: Role, number: int, packed: Packed) -> None:
-        """Answer a ping; leave the rest to who serves."""
+        """Answer a ping and a query; leave the rest to who serves."""
         if role is Role.PING:
             now = struct.pack("!d", time.perf_counter())
             self._channel.send(Role.PONG, number, Packed((memoryview(now),)), urgent=True)
+        elif role is Role.QUERY:
+            self._answer_query(number, packed)
         else:
             self._inbox.append((role, number, packed))
             self._arrived()
+
+    def _answer_query(self, number: int, packed: Packed) -> None:
+        try:
+            answer = pack(self._answers_query(unpack(packed, self._main.get)))
+        except Exception as error:  # noqa: BLE001 - raised in the controller
+            self._channel.send(Role.FAILURE, number, pack_error(self.name, error), urgent=True)
+        else:
+            self._channel.send(Role.ANSWER, number, answer, urgent=True)
 
     def closed(self) -> None:
         """The controller is gone: nothing that this process does is of use any more."""

@@ -34,7 +34,7 @@ from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import HangError, HungTaskError, OptionError, WorkerLostError
 from asyncpipe.observe.live import step_data
 from asyncpipe.observe.live import view as live_view
 from asyncpipe.observe.live.view import LiveView, Series
@@ -235,6 +235,19 @@ def test_nothing_of_a_failed_step_is_kept_but_a_sentence() -> None:
         "last": "Step 3 failed in B(2,1) on dev:1: Error.",
     }
     assert state["step"]["number"] == 0
+
+
+def test_of_a_hang_the_page_says_what_hung_and_who_waits() -> None:
+    view, graph = LiveView(), lowered()
+    waits = ["C(0,0>1) on b waits for F(0,0)"]
+    view.step_completed(failed(graph, HungTaskError("F(0,0)", "dev:0", 61.0, 2.0, waits)))
+    told = "HungTaskError; it has been computing for 61 s; C(0,0>1) on b waits for F(0,0)."
+    assert fold(view)["spoiled"]["last"] == f"Step 3 failed in B(2,1) on dev:1: {told}"
+    hang = HangError("worker 'b' does not take what worker 'a' sends", "not taking messages", waits=waits)
+    for error in (hang, WorkerLostError("b", "was killed by its controller: /secret", hang=hang)):
+        view.step_completed(failed(graph, error))
+        told = f"{type(error).__name__}; worker 'b' does not take what worker 'a' sends; {waits[0]}."
+        assert fold(view)["spoiled"]["last"] == f"Step 3 failed in B(2,1) on dev:1: {told}"
 
 
 def test_a_cancelled_step_is_told_of() -> None:
