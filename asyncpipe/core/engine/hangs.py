@@ -128,7 +128,7 @@ class HangRoot:
         return f"{worker} has not begun the step"
 
 
-class _Step(NamedTuple):
+class _HangHop(NamedTuple):
     """One hop of a search: a wait and the device that it leads to, or a root."""
 
     wait: HangWait | None
@@ -142,7 +142,7 @@ def hang_roots(step: int, graph: TaskGraph, workers: Iterable[SeenWorker]) -> li
     ``graph`` is that of the whole step. Where nothing hangs, the roots are what the step happens to be at; of a step
     that is at its end there are none.
     """
-    search = _Search(step, graph, workers)
+    search = _RootSearch(step, graph, workers)
     found: dict[tuple[str, ...], HangRoot] = {}
     roots = [root for device in graph.own_devices for root in search.from_device(device)]
     for root in roots or search.circles():
@@ -152,7 +152,7 @@ def hang_roots(step: int, graph: TaskGraph, workers: Iterable[SeenWorker]) -> li
     return sorted(found.values(), key=lambda root: (_ROOTS.index(root.state), -root.seconds))
 
 
-class _Search:
+class _RootSearch:
     """Follows waits."""
 
     def __init__(self, step: int, graph: TaskGraph, workers: Iterable[SeenWorker]) -> None:
@@ -163,7 +163,7 @@ class _Search:
         self._by_device: dict[str, list[int]] = {}
         for task in graph.tasks:
             self._by_device.setdefault(task.lane.device, []).append(task.number)
-        self._next: dict[str, list[_Step]] = {}
+        self._next: dict[str, list[_HangHop]] = {}
 
     def from_device(self, first: str) -> Iterator[HangRoot]:
         """The roots to which the waits of a device lead; a circle leads to none."""
@@ -186,26 +186,26 @@ class _Search:
                     wait = hop.wait
                     yield HangRoot(wait.state, wait.worker, device, wait.task, wait.peer, waits=(wait,))
 
-    def _hops(self, device: str) -> list[_Step]:
+    def _hops(self, device: str) -> list[_HangHop]:
         if device not in self._next:
             self._next[device] = list(self._look(device))
         return self._next[device]
 
-    def _look(self, device: str) -> Iterator[_Step]:
+    def _look(self, device: str) -> Iterator[_HangHop]:
         """What a device is at."""
         worker = self._home[device]
         if (root := _unreachable(worker, device)) is not None:
-            yield _Step(None, device, root)
+            yield _HangHop(None, device, root)
             return
         report = worker.report
         assert report is not None
         part = report.part
         if part is None:
-            yield _Step(None, device, HangRoot(HangState.NOT_BEGINNING, worker.name, seconds=worker.silent))
+            yield _HangHop(None, device, HangRoot(HangState.NOT_BEGINNING, worker.name, seconds=worker.silent))
             return
         mine = [each for each in report.running if each.device == device and each.step == self._step]
         if mine:
-            yield _Step(None, device, _computing(worker, mine))
+            yield _HangHop(None, device, _computing(worker, mine))
             return
         ready = []
         for head in self._heads(device, part):
@@ -218,7 +218,7 @@ class _Search:
             others = [each for each in report.running if each.device == device]
             task = self._graph.tasks[ready[0]].id
             idle = HangRoot(HangState.NOT_BEGINNING, worker.name, device, task, seconds=worker.silent)
-            yield _Step(None, device, _computing(worker, others) if others else idle)
+            yield _HangHop(None, device, _computing(worker, others) if others else idle)
 
     def _heads(self, device: str, part: PartReport) -> Iterable[int]:
         """The tasks of a device that may be next: one by a program, any whose turn it could be otherwise."""
@@ -242,23 +242,23 @@ class _Search:
                 missing.append((BEGINNING, device))
         return missing
 
-    def _behind(self, task: int, worker: SeenWorker, before: int, device: str) -> Iterator[_Step]:
+    def _behind(self, task: int, worker: SeenWorker, before: int, device: str) -> Iterator[_HangHop]:
         """Why ``before``, of ``device``, has not reached ``task`` in ``worker``."""
         sender = self._home[device]
         waits = self._wait(task, worker, HangState.WAITS_FOR_TASK, before, sender)
         if sender is worker:
-            yield _Step(waits, device, None)
+            yield _HangHop(waits, device, None)
         elif (root := _unreachable(sender, device)) is not None:
-            yield _Step(waits, device, root)
+            yield _HangHop(waits, device, root)
         else:
             assert sender.report is not None
             part = sender.report.part
             if part is None or (before != BEGINNING and before not in part.ended):
-                yield _Step(waits, device, None)
+                yield _HangHop(waits, device, None)
             else:
                 yield from self._on_edge(task, worker, before, sender)
 
-    def _on_edge(self, task: int, worker: SeenWorker, before: int, sender: SeenWorker) -> Iterator[_Step]:
+    def _on_edge(self, task: int, worker: SeenWorker, before: int, sender: SeenWorker) -> Iterator[_HangHop]:
         """Why the message that ``before`` has sent to ``task`` is not there. Both workers answer."""
         named = self._graph.tasks[task]
         device = named.lane.device
@@ -272,33 +272,33 @@ class _Search:
             return HangRoot(state, at.name, device if at is worker else "", named.id if at is worker else "", peer.name)
 
         if into is None or out is None:
-            yield _Step(on_edge, device, root(HangState.WAITS_FOR_EDGE))
+            yield _HangHop(on_edge, device, root(HangState.WAITS_FOR_EDGE))
         elif into.is_stuck:
-            yield _Step(on_edge, device, replace(root(HangState.NOT_TAKING), thread=into.taker))
+            yield _HangHop(on_edge, device, replace(root(HangState.NOT_TAKING), thread=into.taker))
         elif out.is_over or into.is_over or into.came < out.sent or out.is_held_up:
-            yield _Step(on_edge, device, root(HangState.WAITS_FOR_EDGE))
+            yield _HangHop(on_edge, device, root(HangState.WAITS_FOR_EDGE))
         elif (task, before) not in out.queued:
             # It has come, and nobody has it.
-            yield _Step(on_edge, device, root(HangState.NOT_TAKING))
+            yield _HangHop(on_edge, device, root(HangState.NOT_TAKING))
         elif out.sent < out.limit:
             yield from self._unsent(root(HangState.NOT_SENDING, sender), on_edge, before, sender)
         elif into.limit > out.limit:
             # Credits were given back, and have not come: the other direction of the same connection.
-            yield _Step(on_edge, device, root(HangState.WAITS_FOR_EDGE))
+            yield _HangHop(on_edge, device, root(HangState.WAITS_FOR_EDGE))
         else:
             credit = on_edge._replace(state=HangState.WAITS_FOR_CREDIT)
             if not into.holders:
-                yield _Step(credit, device, root(HangState.WAITS_FOR_CREDIT))
+                yield _HangHop(credit, device, root(HangState.WAITS_FOR_CREDIT))
             for holder in sorted(into.holders):
                 # One that holds a credit for what comes later in its order waits for this very message.
-                yield _Step(credit, holder, root(HangState.WAITS_FOR_CREDIT) if holder == device else None)
+                yield _HangHop(credit, holder, root(HangState.WAITS_FOR_CREDIT) if holder == device else None)
 
-    def _unsent(self, idle: HangRoot, wait: HangWait, before: int, sender: SeenWorker) -> Iterator[_Step]:
+    def _unsent(self, idle: HangRoot, wait: HangWait, before: int, sender: SeenWorker) -> Iterator[_HangHop]:
         """A message that could be sent and is not: its tensors may still be computed, on an accelerator."""
         assert sender.report is not None
         device = idle.device if before == BEGINNING else self._graph.tasks[before].lane.device
         queued = [each for each in sender.report.running if each.device == device]
-        yield _Step(wait, device, _computing(sender, queued) if queued else idle)
+        yield _HangHop(wait, device, _computing(sender, queued) if queued else idle)
 
     def _wait(self, task: int, worker: SeenWorker, state: HangState, before: int, sender: SeenWorker) -> HangWait:
         waiting = self._graph.tasks[task]
