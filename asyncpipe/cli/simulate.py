@@ -6,13 +6,13 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
-from asyncpipe.cli.arguments import add_command
+from asyncpipe.cli.arguments import add_command, natural
 from asyncpipe.cli.step_options import (
     SCHEDULE_HELP,
     add_costs_argument,
@@ -28,11 +28,15 @@ from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.at_scale import predict_step
 from asyncpipe.core.predict.balance import even_balance
-from asyncpipe.core.predict.costs import Jitter, parse_costs
+from asyncpipe.core.predict.costs import Costs, Jitter, StageCosts, parse_costs
 from asyncpipe.core.predict.memory import StageMemory, format_bytes, peak_memory
-from asyncpipe.core.predict.report import peak_per_device, report, reports, steady_state
+from asyncpipe.core.predict.report import link_waits, peak_per_device, report, reports, steady_state
 from asyncpipe.core.predict.simulate import simulate, simulate_steps
+from asyncpipe.core.predict.topology import Topology, TopologyCosts
+from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 
@@ -69,6 +73,15 @@ what --steps adds:
   schedule whose devices are idle only at the ends of a step (zb-h2, zbv) has no bubble, and one whose first device
   begins and ends the step (gpipe, 1f1b) gains nothing. Steps of a schedule that decides by a rule do not overlap.
 
+what --topology adds:
+  The devices are the first ones of the file, which 'asyncpipe plan --help' describes; a copy is a message of --sent
+  bytes on their links (with --profile: of the measured size), and C does not count. Costs are seconds on a device of
+  speed 1. The table shows in what part of the step a device waits for links.
+  With --large the step may have a thousand devices and ten million tasks: the schedule's programs are run without the
+  scheduler, in a minute or two and 260 MB, and the last line is all that is printed. --extrapolate runs two
+  steps of fewer micro-batches instead, and draws a line through them: exact where links hold nothing up, and within
+  some thousandths where they do.
+
 what --trace writes:
   the step, or all of --steps, in Chrome's trace format, like the traces of real steps; open it in https://ui.perfetto.dev.
   A unit of --costs is shown as 1 ms. With --profile times are the predicted seconds, and each device's
@@ -80,6 +93,7 @@ examples:
   asyncpipe simulate 1f1b --order hint --stages 4 --microbatches 16 --jitter 0.3 --repeat 40
   asyncpipe simulate zb-h1 --stages 4 --microbatches 8 --trace step.json
   asyncpipe simulate zb-h2 --stages 4 --microbatches 8 --steps 2 --svg steps.svg
+  asyncpipe simulate 1f1b --stages 4 --microbatches 16 --costs F=0.01,B=0.02 --topology hosts.toml --sent 4000000
   asyncpipe simulate my_package.schedules:Mine --stages 4 --microbatches 8
   asyncpipe simulate 1f1b --stages 3 --microbatches 8 --profile model.json --balance 3,5,2 --checkpoint always
 """
@@ -125,6 +139,10 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="A",
         help="steps that are submitted behind the one under way (default: 1); 0: each waits for the end of the other",
     )
+    parser.add_argument("--topology", type=Path, metavar="FILE.toml", help="hosts, devices and links to run it on")
+    parser.add_argument("--sent", type=natural, metavar="BYTES", help="size of a message (with --topology; default: 0)")
+    parser.add_argument("--large", action="store_true", help="a step too large for a graph (with --topology)")
+    parser.add_argument("--extrapolate", action="store_true", help="run fewer micro-batches, and a line through them")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a trace of the step, for Perfetto; 1 unit of --costs is 1 ms"
@@ -149,15 +167,25 @@ class _CostModel:
     """Seconds in a trace for each unit of the costs."""
     virtual: bool = True
     """Whether the costs have a unit of their own."""
+    sizes: Callable[[Task], float] | None = None
+    """The bytes of messages, on a topology."""
 
 
 def _simulate(args: argparse.Namespace) -> int:
     steps, ahead = _steps(args)
+    topology = _topology(args)
     model = _cost_model(args)
     models = _jittered(model.costs, args)
     schedule = find_schedule(args.name, order=args.order)
     shape = shape_of(schedule, args.stages, args.microbatches, args.virtual)
-    graph = lower(schedule, shape, checkpoint=CheckpointMode.parse(args.checkpoint), wiring=model.wiring)
+    names = None
+    if topology is not None:
+        if args.large:
+            return _large(args, schedule, shape, model, topology)
+        names = topology.first_devices(shape.devices)
+        models = [TopologyCosts(each, topology, model.sizes) for each in models]
+    checkpoint = CheckpointMode.parse(args.checkpoint)
+    graph = lower(schedule, shape, devices=names, checkpoint=checkpoint, wiring=model.wiring)
     found = _summary([_run(graph, costs, model.memory, steps, ahead) for costs in models])
     if model.overhead is not None:
         found["step_seconds"] = found["makespan"] + model.overhead
@@ -206,6 +234,59 @@ def _steps(args: argparse.Namespace) -> tuple[int, int]:
     return args.steps, ahead
 
 
+def _topology(args: argparse.Namespace) -> Topology | None:
+    """What is asked for; raises ``OptionError`` for options that mean nothing without it, or beside others."""
+    for name in ("sent", "large", "extrapolate"):
+        if args.topology is None and getattr(args, name):
+            raise OptionError(f"--{name} is for a step on hosts; give --topology FILE with it")
+    if args.extrapolate and not args.large:
+        raise OptionError("--extrapolate is for a step without a graph; give --large with it")
+    for name in ("jitter", "steps", "trace", "svg"):
+        if args.large and getattr(args, name) is not None:
+            raise OptionError(f"--{name} needs the step's graph; leave out --large")
+    if args.sent is not None and args.profile is not None:
+        raise OptionError("--sent goes with --costs; a profile says what layers send")
+    return None if args.topology is None else Topology.read(args.topology)
+
+
+def _large(args: argparse.Namespace, schedule: Schedule, shape: Shape, model: _CostModel, topology: Topology) -> int:
+    """Predict a step without its graph, and print its figures."""
+    if model.wiring is not None and model.wiring.links != Wiring.chain(shape.stages).links:
+        raise OptionError("the model's stages have skip connections, which --large does not know; leave it out")
+    costs = model.costs
+    if isinstance(costs, Costs):
+        seconds = {
+            TaskKind.FORWARD: costs.forward,
+            TaskKind.RECOMPUTE: costs.recompute,
+            TaskKind.BACKWARD: costs.full_backward,
+            TaskKind.INPUT_GRADIENT: costs.input_gradient,
+            TaskKind.WEIGHT_GRADIENT: costs.weight_gradient,
+        }
+        rows = {kind: [each] * shape.stages for kind, each in seconds.items()}
+        costs = StageCosts(rows, [args.sent or 0] * (shape.stages - 1))
+    assert isinstance(costs, StageCosts)
+    checkpoint = CheckpointMode.parse(args.checkpoint)
+    found = predict_step(schedule, shape, costs, topology, checkpoint=checkpoint, extrapolate=args.extrapolate)
+    figures = {
+        "makespan": found.seconds,
+        "bubble_ratio": found.bubble_ratio,
+        "link_ratio": found.link_ratio,
+        "tasks": found.tasks,
+        "simulated": list(found.simulated),
+    }
+    if args.json:
+        print(json.dumps(figures))
+        return 0
+    how = (
+        "" if len(found.simulated) == 1 else f"; a line through steps of {found.simulated[0]} and {found.simulated[1]}"
+    )
+    print(
+        f"makespan {found.seconds:.6g}, bubble {found.bubble_ratio:.1%}, waits for links {found.link_ratio:.1%} "
+        f"({found.tasks:,} tasks{how})"
+    )
+    return 0
+
+
 def _timeline(records: Sequence[StepRecord], *, virtual: bool) -> str:
     from asyncpipe.observe.pictures.timeline import text_timeline
 
@@ -236,7 +317,8 @@ def _cost_model(args: argparse.Namespace) -> _CostModel:
         if args.balance is not None:
             raise OptionError("--balance splits the layers of a profile; give --profile FILE with it")
         costs = parse_costs(args.costs)
-        return _CostModel(costs, f"costs {spelled(costs)}", unit=TRACE_UNIT)
+        sent = args.sent or 0
+        return _CostModel(costs, f"costs {spelled(costs)}", unit=TRACE_UNIT, sizes=lambda task: sent)
     from asyncpipe.core.predict.layer_profile import Profile
 
     profile = Profile.read(args.profile)
@@ -245,13 +327,15 @@ def _cost_model(args: argparse.Namespace) -> _CostModel:
         balance = even_balance(profile.layer_seconds(args.microbatches, checkpoint), args.stages)
     else:
         balance = _balance(args.balance, args.stages)
+    measured = profile.costs(balance, args.microbatches, checkpoint)
     return _CostModel(
-        costs=profile.costs(balance, args.microbatches, checkpoint),
+        costs=measured,
         label=f"costs of {args.profile}, balance {','.join(map(str, balance))}",
         wiring=profile.wiring(balance),
         memory=profile.memory(balance, args.microbatches),
         overhead=profile.measurement(args.microbatches).step,
         virtual=False,
+        sizes=measured.size,
     )
 
 
@@ -295,9 +379,14 @@ def _run(
         "bubble": [max(0.0, 1.0 - busy) if found.seconds else 0.0 for busy in found.device_utilization.values()],
         "peak": peak_per_device(found, graph),
         "peak_in_flight": found.peak_in_flight,
+        **({} if not found.arrived else {"waits": _shares(link_waits(found, graph).values(), found.seconds)}),
         **({} if memory is None else {"memory": peak_memory(record, memory)}),
         **steady,
     }
+
+
+def _shares(seconds: Iterable[float], whole: float) -> list[float]:
+    return [each / whole if whole else 0.0 for each in seconds]
 
 
 def _summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -306,7 +395,7 @@ def _summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     times = [name for name in ("makespan", "critical_path", "steady_seconds") if name in columns]
     found: dict[str, Any] = {name: fmean(columns.pop(name)) for name in times}
     for name, rows in columns.items():
-        merge = fmean if name.endswith("bubble") else max
+        merge = fmean if name.endswith(("bubble", "waits")) else max
         found[name] = [merge(values) for values in zip(*rows, strict=True)]
     found |= {f"{name}_ratio": fmean(found[name]) for name in ("bubble", "steady_bubble") if name in found}
     if len(runs) > 1:
@@ -317,12 +406,13 @@ def _summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _device_table(graph: TaskGraph, found: dict[str, Any]) -> str:
     """A row for each device: its stages and its figures."""
     steady = ["steady"] if "steady_bubble" in found else []
-    head = ["device", "stages", "bubble", *steady, "peak", *(["memory"] if "memory" in found else [])]
+    waits = ["waits for links"] if "waits" in found else []
+    head = ["device", "stages", "bubble", *steady, *waits, "peak", *(["memory"] if "memory" in found else [])]
     rows = []
     for device, name in enumerate(graph.devices):
         stages = " ".join(str(stage) for stage, at in enumerate(graph.placement) if at == device)
         memory = [format_bytes(found["memory"][device])] if "memory" in found else []
-        bubbles = [f"{found[kind][device]:.1%}" for kind in ("bubble", "steady_bubble") if kind in found]
+        bubbles = [f"{found[kind][device]:.1%}" for kind in ("bubble", "steady_bubble", "waits") if kind in found]
         rows.append([name, stages, *bubbles, f"{found['peak'][device]:g}", *memory])
     return table(head, rows, numbers=head[2:])
 

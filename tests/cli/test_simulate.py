@@ -429,7 +429,8 @@ def test_the_examples_of_the_help_are_commands(
     with pytest.raises(SystemExit):
         main(["simulate", "--help"])
     lines = [line.strip() for line in capsys.readouterr().out.partition("examples:\n")[2].splitlines()]
-    assert len(lines) == 7
+    assert len(lines) == 8
+    (tmp_path / "hosts.toml").write_text('[[hosts]]\nname = "a"\ndevices = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]\n')
     for line in lines:
         program, *arguments = line.replace("my_package.schedules", __name__).replace("model.json", str(profile)).split()
         assert program == "asyncpipe"
@@ -448,3 +449,59 @@ def test_simulating_imports_no_torch() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# Several hosts
+
+HOSTS = """
+link = {latency = 0.5, bandwidth = 100}
+
+[[hosts]]
+name = "a"
+devices = ["cpu:0"]
+
+[[hosts]]
+name = "b"
+devices = ["cpu:0"]
+speeds = [0.5]
+"""
+
+
+def test_a_step_runs_on_a_topology(capsys, tmp_path):
+    hosts = tmp_path / "hosts.toml"
+    hosts.write_text(HOSTS)
+    command = ["simulate", "gpipe", "--stages", "2", "--microbatches", "1", "--costs", "F=1,B=2"]
+    placed = [*command, "--topology", str(hosts), "--sent", "100"]
+    assert main(placed) == 0
+    shown = capsys.readouterr().out
+    # Twice 1.5 s on the link, and the second device takes twice as long: 1 + 1.5 + 2 + 4 + 1.5 + 2.
+    assert "makespan 12, " in shown
+    assert re.search(r"^a/cpu:0 +0 +75\.0% +12\.5% +1$", shown, re.MULTILINE)
+    assert main([*placed, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["waits"] == [0.125, 0.125]
+    assert main([*placed, "--large"]) == 0
+    assert capsys.readouterr().out == "makespan 12, bubble 62.5%, waits for links 12.5% (4 tasks)\n"
+    many = [*placed, "--microbatches", "1000", "--large", "--json"]
+    figures = []
+    for more in ([], ["--extrapolate"]):
+        assert main([*many, *more]) == 0
+        figures.append(json.loads(capsys.readouterr().out))
+    assert figures[0]["simulated"] == [1000]
+    assert len(figures[1]["simulated"]) == 2
+    assert figures[0]["makespan"] == pytest.approx(figures[1]["makespan"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--large"], "--large is for a step on hosts; give --topology FILE with it"),
+        (["--topology", "hosts.toml", "--extrapolate"], "--extrapolate is for a step without a graph"),
+        (["--topology", "hosts.toml", "--large", "--steps", "2"], "--steps needs the step's graph; leave out --large"),
+        (["--topology", "hosts.toml"], "the topology has 2 devices, the schedule needs 3"),
+    ],
+)
+def test_options_of_hosts_that_do_not_fit_are_refused(capsys, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts.toml").write_text(HOSTS)
+    assert main(["simulate", "1f1b", "--stages", "3", "--microbatches", "2", *options]) == 2
+    assert message in capsys.readouterr().err

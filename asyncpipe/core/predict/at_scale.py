@@ -81,14 +81,13 @@ def predict_step(
     ``costs`` are those of a device of speed 1; what they say of copies but their bytes does not count. Time grows with
     the number of tasks, memory by some 30 bytes for each. With ``extrapolate`` both grow with the square of the devices
     at most, and the result may be off (see above); steps of fewer micro-batches than the two together are run whole.
-    Raises ``OptionError`` for a schedule that decides by a rule, ``DeviceError``, and ``ScheduleError`` as ``lower``.
+    Raises ``OptionError`` for a schedule that decides by a rule, ``TopologyError`` for too few devices,
+    ``DeviceError``, and ``ScheduleError`` as ``lower``.
     """
     if not isinstance(schedule, OrderedSchedule):
         raise OptionError(f"schedule {schedule.name!r} decides by a rule; give an ordered one, or simulate its graph")
     schedule.check(shape)
-    if devices is None and len(topology.devices) < shape.devices:
-        raise OptionError(f"the topology has {len(topology.devices)} devices, the schedule needs {shape.devices}")
-    names = tuple(topology.devices[: shape.devices] if devices is None else devices)
+    names = topology.first_devices(shape.devices) if devices is None else tuple(devices)
     step = _StepOfPrograms(schedule, shape, costs, topology, names, checkpoint)
     m, p = shape.microbatches, shape.devices
     unit = p * max(ROUNDS, -(-FEWEST // p))

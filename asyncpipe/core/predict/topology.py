@@ -132,6 +132,12 @@ class Topology:
         """The names of all devices, host by host: ``host-a/cuda:0``."""
         return tuple(f"{host.name}/{device}" for host in self.hosts for device in host.devices)
 
+    def first_devices(self, count: int) -> tuple[str, ...]:
+        """The names of the first ``count`` devices; raises ``TopologyError`` if there are fewer."""
+        if len(self.devices) < count:
+            raise TopologyError(f"the topology has {len(self.devices)} devices, the schedule needs {count}")
+        return self.devices[:count]
+
     @property
     def speeds(self) -> dict[str, float]:
         """The speed of each device, by its name."""
