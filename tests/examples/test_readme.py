@@ -48,6 +48,7 @@ def test_no_block_is_left_out():
     assert counts["schedules.md"] == 3
     assert counts["watching.md"] == 4
     assert counts["processes.md"] == 5
+    assert counts["hosts.md"] == 1
     assert counts["service.md"] == 2
     assert sum(len(blocks(page, "console")) for page in PAGES) == 4
 
