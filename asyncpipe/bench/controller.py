@@ -221,9 +221,14 @@ def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _worker_pids(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    children = (child for task in tasks for child in (task / "children").read_text().split())
-    return [int(child) for child in children if b"asyncpipe/worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    """Its workers, which may be children of the process that they are forked from."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            listed = Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"asyncpipe/worker" in listed:
+                found += _worker_pids(child) if b"fork server" in listed else [child]
+    return found
 
 
 def _cpu_seconds(pid: int) -> float:

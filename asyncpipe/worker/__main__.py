@@ -9,6 +9,7 @@ import atexit
 import json
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,15 @@ def main() -> None:
         _run_by_torchrun()
         return
     _leave_signals_to_the_controller()
-    values = _read_invitation()
-    theirs = values["sys_path"]
-    if not values.get("is_same_host"):
-        theirs = [entry for entry in theirs if os.path.exists(entry)]
-        theirs += [entry for entry in sys.path if entry not in theirs]
-    sys.path[:] = theirs
-    sys.argv[:] = values["argv"]
+    values = _read_line()
+    _take_over(values)
+    if "forks" in values:
+        # From here on this is each of the workers.
+        board, batches = _forked(values)
+        values = _read_line() | {"board": board, "batches": batches}
+        _take_over(values)
+    # Forked children are ended as all others. What is sent before they say so waits until then.
+    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_be_usual)
     from asyncpipe.runtime.workers.worker_main import become_worker
 
     become_worker(values, lifeline=_lifeline())
@@ -63,6 +66,24 @@ def _end() -> None:
     os._exit(0)
 
 
+def _take_over(values: dict[str, Any]) -> None:
+    """Have the controller's ``sys.path``, as far as its folders are here, its arguments, and variables of one's own."""
+    os.environ.update(values.get("environment", {}))
+    theirs = values["sys_path"]
+    if not values.get("is_same_host"):
+        theirs = [entry for entry in theirs if os.path.exists(entry)]
+        theirs += [entry for entry in sys.path if entry not in theirs]
+    sys.path[:] = theirs
+    sys.argv[:] = values["argv"]
+
+
+def _forked(values: dict[str, Any]) -> tuple[int, int]:
+    """Become what workers are forked from; returns in these, with the numbers of their board and batches."""
+    from asyncpipe.runtime.workers.fork_server import serve_forks
+
+    return serve_forks(socket.socket(fileno=values["forks"]), _lifeline(), values["entry"])
+
+
 def _leave_signals_to_the_controller() -> None:
     """Ignore those signals: the controller stops its workers.
 
@@ -70,8 +91,6 @@ def _leave_signals_to_the_controller() -> None:
     """
     for each in _CONTROLLERS:
         signal.signal(each, _do_nothing)
-    # Forked children are ended as all others. What is sent before they say so waits until then.
-    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_be_usual)
     _unblock()  # As the launcher has blocked them.
 
 
@@ -93,7 +112,7 @@ def _be_usual() -> None:
     _unblock()
 
 
-def _read_invitation() -> dict[str, Any]:
+def _read_line() -> dict[str, Any]:
     """The one line of JSON that is written. The pipe stays open, and silent, from then on."""
     line = b""
     while not line.endswith(b"\n"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asyncpipe.runtime.workers.launcher import Invitation
+from asyncpipe.runtime.workers.local_process import LocalProcess
 from asyncpipe.runtime.workers.place import MACHINE
-from asyncpipe.runtime.workers.process_launcher import LocalProcess, ProcessLauncher
+from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
 
 __all__ = ["OnHosts"]
 
@@ -16,9 +17,8 @@ class OnHosts(ProcessLauncher):
 
     def __init__(self, hosts: Mapping[str, str]) -> None:
         super().__init__()
-        self._on = {name: ProcessLauncher({MACHINE: host}) for name, host in hosts.items()}
+        self._hosts = hosts
 
-    async def start(self, invitation: Invitation) -> LocalProcess:
-        if (launcher := self._on.get(invitation.name)) is not None:
-            return await launcher.start(invitation)
-        return await super().start(invitation)
+    async def start(self, invitation: Invitation, own: Mapping[str, str] | None = None) -> LocalProcess:
+        host = self._hosts.get(invitation.name)
+        return await super().start(invitation, own if host is None else {**(own or {}), MACHINE: host})

@@ -12,10 +12,13 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from asyncpipe.runtime.workers.control_client import ControlClient
+
+IMPORTED_LATER = ("numpy.random",)
 
 
 class TwoArgumentsError(Exception):
@@ -121,6 +124,8 @@ class Deeds:
             "threads": threading.active_count(),
             "torch": "torch" in sys.modules,
             "stdin": sys.stdin.read(),
+            "parent": os.getppid(),
+            "drawn": import_module("numpy.random").random(),
         }
 
 

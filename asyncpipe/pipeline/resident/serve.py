@@ -37,6 +37,9 @@ from asyncpipe.runtime.workers.place import address_of_interface, interface_of, 
 
 __all__ = ["serve"]
 
+IMPORTED_LATER = ("torch.distributed", "torch._dynamo")
+"""What a worker imports for its edges, and what torch imports when it makes an optimizer; see ``serve_forks``."""
+
 
 async def serve(control: ControlClient) -> None:
     """Serve the controller until it says to stop."""

@@ -14,7 +14,10 @@
 In the order of a start:
 
 ``group.py``       the workers of one controller: start, stop, replace
-``launcher.py``    the seam: who starts workers, and how; ``process_launcher.py`` starts processes of this machine
+``launcher.py``    the seam: who starts workers, and how
+``process_launcher.py``  starts processes of this machine: ``child_process.py`` a fresh interpreter, ``fork_server.py``
+                   one that others are forked from (``process_title.py`` tells them apart), ``local_process.py``
+                   what the controller has of each
 ``ray_workers.py``  starts them on the machines of a Ray cluster; ``ray_process.py`` is where Ray itself runs
 ``torchrun_workers.py``  starts them in torchrun's processes, which meet in ``torchrun.py``
 ``agents.py``      workers that agents start, which are where the two above have put them; ``agent.py`` is such an agent

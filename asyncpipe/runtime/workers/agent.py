@@ -21,7 +21,8 @@ from typing import Any
 from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.runtime.workers.handed_down import HandedDown
 from asyncpipe.runtime.workers.launcher import Invitation
-from asyncpipe.runtime.workers.process_launcher import LocalProcess, ProcessLauncher
+from asyncpipe.runtime.workers.local_process import LocalProcess
+from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
 
 __all__ = ["ENTRY", "ChildEnded", "StartChild", "Strike", "serve"]
 
@@ -72,6 +73,8 @@ class _Agent:
     def __init__(self, control: ControlClient) -> None:
         self._control = control
         self._children: dict[bytes, LocalProcess] = {}
+        self._launchers: list[tuple[StartChild, ProcessLauncher]] = []
+        """With what each was made for."""
         self._watching: set[asyncio.Task[None]] = set()
 
     def handle(self, message: Any) -> Any:
@@ -87,14 +90,23 @@ class _Agent:
             child.kill()
         if self._watching:
             await asyncio.wait(self._watching)
+        for _, launcher in self._launchers:
+            await launcher.close()
+
+    def _launcher(self, start: StartChild) -> ProcessLauncher:
+        for made_for, launcher in self._launchers:
+            if (made_for.environment, made_for.handed_down) == (start.environment, start.handed_down):
+                return launcher
+        self._launchers.append((start, ProcessLauncher(start.environment, start.handed_down)))
+        return self._launchers[-1][1]
 
     async def _start(self, start: StartChild) -> int:
-        environment = dict(start.environment)
+        own = {}
         if start.accelerators is not None:
             visible = os.environ.get(_VISIBLE, "").split(",")
             numbers = visible if visible[0] else [str(each) for each in range(max(start.accelerators, default=-1) + 1)]
-            environment[_VISIBLE] = ",".join(numbers[each] for each in start.accelerators)
-        child = await ProcessLauncher(environment, start.handed_down).start(start.invitation)
+            own[_VISIBLE] = ",".join(numbers[each] for each in start.accelerators)
+        child = await self._launcher(start).start(start.invitation, own)
         self._children[start.invitation.token] = child
         watching = asyncio.create_task(self._watch(start.invitation.token, child))
         self._watching.add(watching)

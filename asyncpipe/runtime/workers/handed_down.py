@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -40,6 +41,10 @@ class HandedDown:
                 "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
             },
         )
+
+    def line(self, **values: object) -> bytes:
+        """What ``asyncpipe/worker`` reads: these, with more ``values``."""
+        return json.dumps(self.to_json() | values).encode() + b"\n"
 
     def to_json(self) -> dict[str, Any]:
         """In the types of JSON. Read by ``asyncpipe/worker/__main__.py`` first."""

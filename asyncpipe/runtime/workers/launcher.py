@@ -8,7 +8,6 @@ a launcher need not reach what it has started, except to hand down that line on 
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -73,7 +72,7 @@ class Invitation:
 
     def line_for(self, handed_down: HandedDown, **values: object) -> bytes:
         """The line for a worker that takes over ``handed_down``, with more ``values`` for ``become_worker``."""
-        return json.dumps(handed_down.to_json() | {"invitation": self.to_json()} | values).encode() + b"\n"
+        return handed_down.line(invitation=self.to_json(), **values)
 
     def to_json(self) -> dict[str, Any]:
         """The invitation in the types of JSON. Holds the secret."""

@@ -52,10 +52,10 @@ class MainModule:
 
         Raises ``MessageError`` if it cannot be imported without running the script once more.
         """
-        if ALIAS not in sys.modules:
+        if sys.modules["__main__"].__name__ != ALIAS:
             # Pickles made here then name a module which the controller knows, too.
             sys.modules["__main__"] = sys.modules[ALIAS] = self._load(name)
-        return reduce(getattr, name.split("."), sys.modules[ALIAS])
+        return reduce(getattr, name.split("."), sys.modules["__main__"])
 
     def _load(self, wanted: str) -> ModuleType:
         path = self.path

@@ -20,10 +20,10 @@ from typing import Any, Literal, NamedTuple
 from asyncpipe.core.checks import check_choice, check_positive
 from asyncpipe.errors import LauncherError, OptionError, missing_package
 from asyncpipe.runtime.workers.agents import AgentProcess, Agents, shared_out
+from asyncpipe.runtime.workers.child_process import PROGRAM
 from asyncpipe.runtime.workers.held_folder import HeldFolder
 from asyncpipe.runtime.workers.launcher import Address, Invitation, PlannedWorker
 from asyncpipe.runtime.workers.place import address_of_interface
-from asyncpipe.runtime.workers.process_launcher import PROGRAM
 from asyncpipe.runtime.workers.ray_process import RayProcess
 
 __all__ = ["RayWorkers"]

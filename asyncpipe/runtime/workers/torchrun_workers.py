@@ -13,8 +13,8 @@ from typing import NamedTuple
 from asyncpipe.core.hosts import DeviceName
 from asyncpipe.errors import OptionError
 from asyncpipe.runtime.workers.agents import AgentProcess, Agents, shared_out
+from asyncpipe.runtime.workers.child_process import PROGRAM
 from asyncpipe.runtime.workers.launcher import Address, Invitation, PlannedWorker
-from asyncpipe.runtime.workers.process_launcher import PROGRAM
 from asyncpipe.runtime.workers.torchrun import Rank, RankHere, Rendezvous, rendezvous
 
 __all__ = ["TorchrunWorkers"]

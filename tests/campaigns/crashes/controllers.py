@@ -52,6 +52,7 @@ def kill_controllers(
         mark = f"crash-{os.getpid()}-{number}"
         command = [sys.executable, "-m", __name__, str(snapshot), mark, str(devices), str(steps)]
         controller = subprocess.Popen(command)
+        server = f"fork server of {controller.pid}"
         if number == kills or time.monotonic() > deadline:
             assert controller.wait(SECONDS) == 0
             break
@@ -65,7 +66,7 @@ def kill_controllers(
             killed = time.perf_counter()
             status = controller.wait(SECONDS)
         assert status in (0, -signal.SIGKILL), f"a controller has failed by itself: {status}"
-        while pids_named(mark) and time.perf_counter() < killed + 2 * LATEST:
+        while (pids_named(mark) or pids_named(server)) and time.perf_counter() < killed + 2 * LATEST:
             time.sleep(0.01)
         most = max(most, seconds := time.perf_counter() - killed)
         done = 0 if (found := _read(snapshot)) is None else found.steps
@@ -74,6 +75,7 @@ def kill_controllers(
         if status == 0:
             snapshot.unlink()
     assert not pids_named(mark)
+    assert not pids_named(server)
     found = _read(snapshot)
     assert found is not None
     alone.check(found)

@@ -29,7 +29,7 @@ class Held:
             # Sockets and pipes have numbers of their own.
             "descriptors": Counter(target.partition(":[")[0] for target in descriptors),
             "threads": Counter(thread.name for thread in threading.enumerate()),
-            "children": Counter(_children()),
+            "descendants": Counter(_descendants("self")),
         }
         for folder in self._folders:
             # Those of Python's multiprocessing, which others on this machine may use, and asyncpipe does not.
@@ -70,19 +70,20 @@ def pids_in(folder: Path) -> list[int]:
 
 
 def child_named(name: str) -> int | None:
-    """The child of this process whose last argument is ``name``, as it is of a worker, also of one that starts."""
-    for entry in _children():
+    """The descendant of this process whose last argument is ``name``, as it is of a worker, also of one that starts."""
+    for entry in _descendants("self"):
         with suppress(OSError):
-            if Path(f"/proc/{entry}/cmdline").read_bytes().endswith(f"\0{name}\0".encode()):
+            if Path(f"/proc/{entry}/cmdline").read_bytes().rstrip(b"\0").endswith(f"\0{name}".encode()):
                 return int(entry)
     return None
 
 
-def _children() -> list[str]:
+def _descendants(pid: str) -> list[str]:
     found = []
-    for each in _entries("/proc/self/task"):
+    for each in _entries(f"/proc/{pid}/task"):
         with suppress(OSError):  # That thread has ended.
-            found += Path(f"/proc/self/task/{each}/children").read_text().split()
+            for child in Path(f"/proc/{pid}/task/{each}/children").read_text().split():
+                found += [child, *_descendants(child)]
     return found
 
 

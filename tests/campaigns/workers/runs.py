@@ -125,14 +125,13 @@ class _Run:
         async with pipe:
             begin = {name: value.clone() for name, value in pipe.state_dict().items()}
             for k, step in enumerate(plan.steps):
-                if self.cancelled is not None and k in self.cancelled:
-                    if step.deed == "cancel and load":
-                        pipe.load_state_dict(begin)
-                    continue
                 self.generator.manual_seed(plan.seed + k)
                 try:
                     with self._autocast():
-                        await self._do(pipe, k, step, begin)
+                        if self.cancelled is None or k not in self.cancelled:
+                            await self._do(pipe, k, step, begin)
+                        elif step.deed == "cancel and load":
+                            await self._load(pipe, k, begin)
                 except AsyncpipeError as error:
                     self.trace.add(f"{k} {step.deed}: error", f"{type(error).__name__}: {error}")
             self.trace.add("state", pipe.state_dict())
@@ -199,7 +198,13 @@ class _Run:
         finally:
             pipe.train()
         if step.deed == "cancel and load":
-            pipe.load_state_dict(begin)
+            await self._load(pipe, k, begin)
+
+    async def _load(self, pipe: Pipeline, k: int, begin: dict[str, Tensor]) -> None:
+        """Begin again behind a step that may have updated a stage: a whole step uses all that was accumulated."""
+        self.generator.manual_seed(self.plan.seed + k)
+        await pipe.step(*self.batch(k))
+        pipe.load_state_dict(begin)
 
     def _note(self, name: str, result: Any) -> None:
         self.trace.add(f"{name}: loss", [result.loss, list(result.losses)])

@@ -18,7 +18,8 @@ from asyncpipe.errors import OptionError, WorkerLostError, WorkerStartError
 from asyncpipe.runtime.workers import supervisor
 from asyncpipe.runtime.workers.group import WorkerGroup
 from asyncpipe.runtime.workers.launcher import Invitation
-from asyncpipe.runtime.workers.process_launcher import LocalProcess, ProcessLauncher
+from asyncpipe.runtime.workers.local_process import LocalProcess
+from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
 from asyncpipe.runtime.workers.supervisor import WorkerLimits
 
 
@@ -214,7 +215,7 @@ async def test_one_that_does_not_come_up_is_killed():
 @pytest.mark.one_loop
 async def test_a_launcher_that_fails_is_a_start_that_fails(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    monkeypatch.setattr("asyncpipe.runtime.workers.process_launcher.get_executable", lambda: "/no/such/python")
+    monkeypatch.setattr("asyncpipe.runtime.workers.child_process.get_executable", lambda: "/no/such/python")
     async with Recorded().group as group:
         with pytest.raises(WorkerStartError, match=r"could not be launched .FileNotFoundError") as raised:
             await group.start("worker")

@@ -93,7 +93,8 @@ async def test_agents_start_workers_in_their_bundles_and_say_how_they_end(cluste
         assert all((each["MINE"], each["OMP_NUM_THREADS"]) == ("too", "3") for each in facts)
         assert not any("RAY_SETTING" in each for each in facts)
         assert all(worker.has_own_accelerators and worker.batches is None for worker in (a, b, c))
-        agents = [parent_of(worker.pid) for worker in (a, b, c)]
+        # Between an agent and its workers is what these are forked from.
+        agents = [parent_of(parent_of(worker.pid)) for worker in (a, b, c)]
         assert agents[0] == agents[2] != agents[1]
         # A worker ends: it takes its place again, without a bundle more.
         a.send(("exit", 7, "last words"))

@@ -33,13 +33,18 @@ def parent(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
+def agent(pid):
+    # Between an agent and its workers is what these are forked from.
+    return parent(parent(pid))
+
+
 async def main():
     told = {"controller": os.getpid()}
     recorded = Recorded(launcher=TorchrunWorkers(environment={"MINE": "too"}))
     devices = {"a": ("cpu:0",), "b": ("cuda:0",), "c": ("cuda:0",)}
     async with recorded.group as group:
         workers = await group.start("a", "b", "c", devices=devices)
-        told["agents"] = [parent(worker.pid) for worker in workers]
+        told["agents"] = [agent(worker.pid) for worker in workers]
         told["seen"] = [(await each.ask(("facts",)))["environment"] for each in workers]
         told["seen"] = [{name: each.get(name) for name in ("CUDA_VISIBLE_DEVICES", "MINE", "ASYNCPIPE_SECRET")}
                         for each in told["seen"]]
@@ -47,10 +52,10 @@ async def main():
         loss = await recorded.loss()
         told["loss"] = [loss.worker, loss.exit_status, loss.stderr]
         (again,) = await group.start("a", devices=devices)
-        told["again"] = parent(again.pid)
+        told["again"] = agent(again.pid)
     async with Recorded(launcher=TorchrunWorkers()).group as group:
         (worker,) = await group.start("d", devices={"d": ("cpu:0",)})
-        told["second pool"] = parent(worker.pid)
+        told["second pool"] = agent(worker.pid)
         print(json.dumps(told), flush=True)
         if "HANGS" in os.environ:
             time.sleep(1000)

@@ -1,0 +1,116 @@
+"""What workers are forked from: they are as fresh interpreters, and lose nothing when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from worker_helpers import SECONDS, Recorded, is_alive, is_there, open_files, until
+
+from asyncpipe.errors import WorkerStartError
+from asyncpipe.runtime.workers.fork_server import ForkServer
+
+pytestmark = [
+    pytest.mark.skipif(not ForkServer.AVAILABLE, reason="this system has no descriptors of processes"),
+    pytest.mark.one_loop,
+]
+
+
+def listed(pid: int) -> str:
+    """Its last argument, as ``ps`` shows it."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0 ").rpartition(b"\0")[2].decode()
+
+
+async def test_workers_are_forked_from_one_process_and_share_nothing_that_they_draw():
+    async with Recorded().group as group:
+        workers = await group.start("first", "second")
+        facts = [await worker.ask(("facts",)) for worker in workers]
+        (server,) = {each["parent"] for each in facts}
+        assert server != os.getpid()
+        assert listed(server) == f"fork server of {os.getpid()}"
+        assert [listed(worker.pid) for worker in workers] == ["first", "second"]
+        assert facts[0]["drawn"] != facts[1]["drawn"]
+        assert [each["threads"] for each in facts] == [2, 2]
+        pipes = [{file for file in each["files"] if file.startswith(("pipe:", "socket:"))} for each in facts]
+        assert pipes[0]
+        assert not pipes[0] & pipes[1], "one has what keeps the other alive"
+    await until("it has ended", lambda: not is_there(server))
+
+
+async def test_how_a_forked_worker_ends_is_known():
+    recorded = Recorded()
+    async with recorded.group as group:
+        first, second, third = await group.start("first", "second", "third")
+        first.send(("exit", 3))
+        assert (await recorded.loss()).exit_status == 3
+        second.kill("a test wants it")
+        assert (await recorded.loss()).exit_status == -signal.SIGKILL
+        third.send(("signal", signal.SIGUSR1))
+        assert (await recorded.loss()).exit_status == -signal.SIGUSR1
+        assert not any(is_there(worker.pid) for worker in (first, second, third))
+
+
+async def test_a_worker_is_a_fresh_interpreter_where_the_environment_has_changed(monkeypatch):
+    async with Recorded().group as group:
+        (first,) = await group.start("first")
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        (second,) = await group.start("second")
+        facts = await second.ask(("facts",))
+        assert facts["environment"]["OMP_NUM_THREADS"] == "1"
+        assert facts["parent"] == os.getpid()
+        assert (await first.ask(("facts",)))["parent"] != os.getpid()
+
+
+async def test_workers_outlive_their_server_and_the_next_one_has_another(tmp_path):
+    recorded = Recorded()
+    before = open_files()
+    async with recorded.group as group:
+        (first,) = await group.start("first")
+        server = (await first.ask(("facts",)))["parent"]
+        os.kill(server, signal.SIGKILL)
+        await until("it has ended", lambda: not is_there(server))
+        assert await first.ask(("echo", 1)) == 1
+        (second,) = await group.start("second")
+        assert (await second.ask(("facts",)))["parent"] not in (server, os.getpid())
+        first.send(("exit", 3))
+        loss = await recorded.loss()
+        assert loss.worker == "first"
+        assert loss.exit_status is None, "nobody knows"
+        assert await second.ask(("echo", 2)) == 2
+    assert open_files() == before
+    assert not is_alive(first.pid)
+
+
+async def test_a_start_that_is_cancelled_while_it_is_forked_leaves_nothing(monkeypatch):
+    asked = asyncio.Event()
+    fork = ForkServer.fork
+    loop = asyncio.get_running_loop()
+
+    async def told(self: ForkServer, *arguments: object) -> object:
+        loop.call_soon_threadsafe(asked.set)
+        return await fork(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ForkServer, "fork", told)
+    before = open_files()
+    async with Recorded().group as group:
+        start = asyncio.create_task(group.start("first"))
+        async with asyncio.timeout(SECONDS):
+            await asked.wait()
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        (second,) = await group.start("second")
+        assert await second.ask(("echo", 1)) == 1
+    assert open_files() == before
+
+
+async def test_a_server_that_cannot_start_is_told(monkeypatch):
+    monkeypatch.setattr("asyncpipe.runtime.workers.child_process.get_executable", lambda: "/no/such/python")
+    before = open_files()
+    async with Recorded().group as group:
+        with pytest.raises(WorkerStartError, match="No such file"):
+            await group.start("first")
+    assert open_files() == before
