@@ -25,7 +25,7 @@ LATENCY = 0.01
 @pytest.fixture(scope="module")
 def pool():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "ProcessLauncher", lambda path: OnHosts(HOSTS))
+        patch.setattr(workers, "ProcessLauncher", lambda: OnHosts(HOSTS))
         pool = DevicePool(workers="processes", edge_shapes={})
     asyncio.run(pool.__aenter__())
     yield pool
