@@ -24,6 +24,7 @@ from asyncpipe.train.lasting_run import LastingRun
 from asyncpipe.train.progress import StepProgress
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
+from tests.campaigns.crashes.left import child_named
 
 pytestmark = [pytest.mark.usefixtures("snapshot_each_step"), pytest.mark.timeout(120), pytest.mark.one_loop]
 
@@ -166,6 +167,25 @@ async def test_a_run_waits_for_what_it_has_lost_and_gives_up_in_the_end(tmp_path
     again = job_of(tmp_path / "gives up", lost_host="wait", wait_seconds=0.05)
     with pytest.raises(HostLostError, match=r"has lost cpu:2 and has waited 0.05 s .* no route to cpu:2"):
         await LastingRun(again, make, progress=Struck({3: strike}), pool=pool).run()
+
+
+async def test_a_run_with_workers_of_its_own_keeps_those_that_are_left(tmp_path):
+    def strike() -> None:
+        pid = child_named("b")
+        assert pid is not None
+        kept.append(child_named("a"))
+        os.kill(pid, signal.SIGKILL)
+
+    kept: list[int | None] = []
+    told = Struck({3: strike, STEPS: lambda: kept.append(child_named("a"))})
+    job = job_of(tmp_path / "struck", lost_host="wait", wait_seconds=60)
+    job = job.override("pipeline", workers={"cpu:0": "a", "cpu:1": "b", "cpu:2": "b"})
+    disturb()
+    summary = await LastingRun(job, plain, progress=told).run()
+    assert told.where == [tuple(DEVICES)] * 2
+    assert kept[0] == kept[1] is not None
+    assert "starting workers" in told.phases
+    assert_same_end(await undisturbed(tmp_path / "alone", plain), summary.snapshot)
 
 
 def test_a_run_that_is_to_go_on_takes_snapshots(pool):
