@@ -45,8 +45,10 @@ __all__ = ["DEEDS", "HOSTS", "KINDS", "Campaign", "Figures", "Round", "all_round
 
 HOSTS = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
 KINDS = "FRBWCU"
-DEEDS = ("kill", "cut", "stop")
-"""``kill -9``; all edges of the worker are cut, while its process lives; SIGSTOP, which a watchdog notices."""
+DEEDS = ("kill", "cut", "hole", "stop")
+"""``kill -9``; all edges of the worker are cut, or carry nothing any more, while its process lives; SIGSTOP. A watchdog
+notices the last two."""
+CUTS = {"cut": EdgeState.CUT, "hole": EdgeState.BLACK_HOLE}
 FLOOR = 2.0
 """Seconds after which the watchdog takes a task, or a silence in a step, for hung."""
 SILENT = 20.0
@@ -87,7 +89,7 @@ def all_rounds(chance: random.Random, deeds: Sequence[str], instants: int, sched
     ]
     for _ in range(instants):
         deed, seconds = chance.choice(deeds), chance.uniform(0.0, 1.0)
-        is_off = deed == "cut" or chance.random() < 0.6
+        is_off = deed in CUTS or chance.random() < 0.6
         rounds.append(Round(deed, chance.choice(HOSTS), seconds=seconds, is_off=is_off))
     chance.shuffle(rounds)
     # In the last ones no run ends that could be made anew with the next strike in its model.
@@ -220,7 +222,7 @@ class Campaign(ProgressSink):
         what = self._round
         if what is None or not what.kind or self._struck is not None:
             return None
-        return Strike(HELD if what.deed == "cut" else what.deed, what.kind, what.host, 1, what.count, self._note)
+        return Strike(HELD if what.deed in CUTS else what.deed, what.kind, what.host, 1, what.count, self._note)
 
     # What the run tells
 
@@ -251,7 +253,7 @@ class Campaign(ProgressSink):
             self._end(what)
 
     def _begin(self, what: Round) -> None:
-        if what.is_off and what.deed != "cut":
+        if what.is_off and what.deed not in CUTS:
             self._hosts.off.add(what.host)
         self._do(self._strike(what))
 
@@ -264,8 +266,8 @@ class Campaign(ProgressSink):
         else:
             await asyncio.sleep(what.seconds)
             self._struck = Struck(time.perf_counter())
-        if what.deed == "cut":
-            await reshape(self._pool, _edges_of(what.host, self._names, EdgeState.CUT))
+        if what.deed in CUTS:
+            await reshape(self._pool, _edges_of(what.host, self._names, CUTS[what.deed]))
             self._note.unlink(missing_ok=True)
         elif not what.kind:
             workers = self._pool.workers
@@ -277,13 +279,13 @@ class Campaign(ProgressSink):
         self.figures.ways[self._way] += 1
         self._tell(f"{what.deed} {what.kind or 'from outside'} of {what.host}: {self._way} after {seconds:.2f} s")
         # A worker that is stopped between two steps is known to be gone only after its silence.
-        latest = self._latest + (START if not what.is_off else 0.0) + (SILENT if what.deed == "stop" else 0.0)
+        latest = self._latest + (START if not what.is_off else 0.0) + (SILENT if what.deed in ("stop", "hole") else 0.0)
         assert seconds < latest, f"{what}: the next step was done after {seconds:.1f} s"
 
     def _end(self, what: Round) -> None:
         """The host is back, and so is soon the run; or it is there already."""
         self._hosts.off.clear()
-        if what.deed == "cut":
+        if what.deed in CUTS:
             self._do(reshape(self._pool, _edges_of(what.host, self._names, EdgeState.OPEN)))
         if what.is_off:
             self._round = None
