@@ -9,7 +9,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import fields
 from itertools import count
 from typing import Any
@@ -107,8 +109,8 @@ class Workers:
             _launcher(options.workers), ENTRY, received=self._received, lost=self._lost, path=options.worker_path
         )
         self._is_open = False
-        self._turn = asyncio.Lock()
-        """Held while workers start: of two pipelines that need the same one, the second waits for it."""
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By name, held while a worker starts: of two pipelines that need it, the second waits. Others do not."""
         self._connections: dict[str, WorkerConnection] = {}
         self._restarted: set[str] = set()
         """Those that took the place of lost ones, until a pipeline is loaded there."""
@@ -164,13 +166,16 @@ class Workers:
 
     async def admit(self, devices: Sequence[Device]) -> None:
         """Start the workers of these devices that are missing, or were lost. They start at the same time."""
-        async with self._turn:
+        owned: dict[str, tuple[str, ...]] = {}
+        for device, name in self.worker_of(devices).items():
+            owned[name] = (*owned.get(name, ()), device)
+        async with AsyncExitStack() as turns:
+            # In one order, so that no two callers wait for each other.
+            for name in sorted(owned):
+                await turns.enter_async_context(self._turns[name])
             if not self._is_open:
-                await self._group.__aenter__()
                 self._is_open = True
-            owned: dict[str, tuple[str, ...]] = {}
-            for device, name in self.worker_of(devices).items():
-                owned[name] = (*owned.get(name, ()), device)
+                await self._group.__aenter__()
             for _ in range(STARTS):
                 if not (missing := [name for name in owned if name not in self.up]):
                     return

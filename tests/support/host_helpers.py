@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +19,13 @@ __all__ = ["Hosts"]
 
 
 class Hosts:
-    """Which hosts are ``off``: no worker can be started there."""
+    """Which hosts are ``off``: no worker can be started there. Nor is it at ``silent`` ones, where nobody answers."""
 
     def __init__(self) -> None:
         self.off: set[str] = set()
+        self.silent: set[str] = set()
+        self.asked = threading.Event()
+        """Set when a silent one was asked to start a worker."""
 
     @contextmanager
     def pool(self, **options: Any) -> Iterator[DevicePool]:
@@ -34,6 +39,9 @@ class Hosts:
 
         class Launcher(ProcessLauncher):
             async def start(self, invitation: Invitation) -> WorkerProcess:
+                if unit_of(invitation.name) in hosts.silent:
+                    hosts.asked.set()
+                    await asyncio.Event().wait()
                 if unit_of(invitation.name) in hosts.off:
                     raise OSError(f"no route to {invitation.name}")
                 return await super().start(invitation)

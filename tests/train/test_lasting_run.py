@@ -188,6 +188,17 @@ async def test_a_run_with_workers_of_its_own_keeps_those_that_are_left(tmp_path)
     assert_same_end(await undisturbed(tmp_path / "alone", plain), summary.snapshot)
 
 
+async def test_a_host_that_does_not_answer_keeps_nobody_from_others(hosts, pool):
+    hosts.silent.add("cpu:8")
+    there, silent = (pool.resolve([name]) for name in ("cpu:0", "cpu:8"))
+    waiting = asyncio.ensure_future(pool.run(pool.workers.admit(silent)))
+    await pool.run(pool.workers.admit(there))
+    assert not waiting.done()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
 def test_a_run_that_is_to_go_on_takes_snapshots(pool):
     with pytest.raises(JobFileError, match=r'faults.lost_host: "wait" goes on from snapshots: name a folder'):
         LastingRun(make_job(training=TRAINING, faults={"step_retries": 0, "lost_host": "wait"}), plain, pool=pool)
