@@ -51,6 +51,7 @@ def _all_on(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(lasting_run, "LONGEST_PAUSE", 0.02)
     yield
     hosts.off.clear()
+    hosts.silent.clear()
 
 
 def job_of(folder: Path, *, every: int = 1, steps: int = STEPS, **faults: Any) -> Job:
@@ -192,6 +193,7 @@ async def test_a_host_that_does_not_answer_keeps_nobody_from_others(hosts, pool)
     hosts.silent.add("cpu:8")
     there, silent = (pool.resolve([name]) for name in ("cpu:0", "cpu:8"))
     waiting = asyncio.ensure_future(pool.run(pool.workers.admit(silent)))
+    assert await asyncio.to_thread(hosts.asked.wait, 60)
     await pool.run(pool.workers.admit(there))
     assert not waiting.done()
     waiting.cancel()
