@@ -295,7 +295,8 @@ class _InstantWorker:
     def __init__(self, name: str, driver: PartsDriver, own: OwnTasks) -> None:
         self.name = name
         self.lost: WorkerLostError | None = None
-        self.pid, self.silent_seconds, self.round_trip, self.clock_offset = os.getpid(), 0.0, 0.0, 0.0
+        self.pid = os.getpid()
+        self.silent_seconds = self.round_trip = self.clock_offset = self.clock_error = 0.0
         self.steps = self.sent_bytes = self.journal_bytes = 0
         self.answering_seconds = 0.0
         """What a worker would have spent on its answers, and not the controller."""

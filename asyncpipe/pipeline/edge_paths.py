@@ -31,6 +31,8 @@ class EdgePaths:
         between = "nccl" if transport == "nccl" else "gloo"
         self.transports = {pair: transport if self._is_local(pair) else between for pair in pairs}
         """How tensors travel on each edge."""
+        self.is_far = not all(map(self._is_local, pairs))
+        """Whether some are between machines."""
 
     def open_door(self, pipeline: int, worker: str, interface: str | None) -> OpenDoor:
         """For whom ``worker`` must open its door."""

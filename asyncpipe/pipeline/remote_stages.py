@@ -185,6 +185,7 @@ class RemoteStages:
             pairs=paths.pairs,
             addresses=paths.addresses(name, doors),
             transports=paths.transports,
+            is_far=paths.is_far,
             shapes=self._workers.edge_shapes,
             settings=ProcessSettings.current(),
             share=self._tenant.share,

@@ -71,6 +71,8 @@ class LoadPipeline:
     """Where those are reached that it sends to, while edges are made."""
     transports: Mapping[tuple[int, int], str]
     """How tensors travel on them."""
+    is_far: bool
+    """Whether some are between machines, whose clocks are different."""
     shapes: Mapping[tuple[int, int], EdgeShape] | None
     """Of edges that are slower than they are, or do not work; ``None`` if they stay as they are."""
     settings: ProcessSettings

@@ -24,6 +24,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from asyncpipe.core.engine.clocks import EdgePassage, agreed_shifts
 from asyncpipe.core.engine.events import (
     DeviceMemory,
     Outcome,
@@ -75,6 +76,10 @@ class WorkerLink(Protocol):
     @property
     def clock_offset(self) -> float:
         """Seconds to take off its times to have this process's."""
+
+    @property
+    def clock_error(self) -> float:
+        """How far they may be off then, in seconds."""
 
     def send(self, message: object) -> None:
         """Send a message to it; never blocks. Raises ``WorkerLostError`` if it is gone."""
@@ -129,6 +134,8 @@ class PartsExecution:
     """The step behind this one."""
     ended: dict[str, PartEnded] = field(default_factory=dict, init=False)
     """What the workers have told, by name."""
+    clocks: dict[str, tuple[float, float]] = field(default_factory=dict, init=False)
+    """How many seconds were taken off their times, and how far these may be off."""
     aborted: bool = field(default=False, init=False)
     """Whether its workers were told to stop."""
     error: BaseException | None = field(default=None, init=False)
@@ -160,11 +167,29 @@ class PartsExecution:
         """Its record, once it is ``done``. From any thread. It is made when somebody asks for it."""
         with self._made:
             if self._record is None:
+                self._agree()
                 parts = [WorkerPart(frozenset(self.tasks[name]), part.events) for name, part in self.ended.items()]
                 share = self.tenant.share
                 record = parts_record(self.number, self.graph, share, self.started, parts, self._over, self.error)
                 self._record = replace(record, notes=_notes(self))
             return self._record
+
+    def _agree(self) -> None:
+        """Have the times of workers on several machines agree with the messages between them."""
+        crossings = []
+        for name, part in self.ended.items():
+            for (task, _), left in part.notes.left.items():
+                receiver = self.pipeline.workers[self.graph.tasks[task].lane.device].name
+                arrived = self.ended[receiver].notes.arrived.get(task) if receiver in self.ended else None
+                if arrived is not None:
+                    crossings.append(EdgePassage(name, left, receiver, arrived))
+        if not crossings:
+            return
+        shifts = agreed_shifts({name: error for name, (_, error) in self.clocks.items()}, crossings)
+        for name, shift in shifts.items():
+            offset, error = self.clocks[name]
+            self.clocks[name] = offset - shift, error
+            self.ended[name] = on_clock(self.ended[name], -shift)
 
     def finish(self, now: float) -> StepCompleted:
         """All its parts have ended: how it has."""
@@ -309,7 +334,9 @@ class PartsDriver:
         if execution is None or worker in execution.ended:
             return
         self._search.moved(part.step)
-        execution.ended[worker] = part = on_clock(part, execution.workers[worker].clock_offset)
+        link = execution.workers[worker]
+        execution.clocks[worker] = link.clock_offset, link.clock_error
+        execution.ended[worker] = part = on_clock(part, link.clock_offset)
         if part.error is not None and execution.error is None:
             execution.error = part.error
         if part.error is not None or any(isinstance(event, TaskFailed) for _, event in part.events):
@@ -425,6 +452,7 @@ def _notes(execution: PartsExecution) -> StepNotes:
         list(_samples(notes)),
         [wakeup for each in notes.values() for wakeup in each.wakeups],
         {task: at for each in notes.values() for task, at in each.arrived.items()},
+        {key: at for each in notes.values() for key, at in each.left.items()},
         {name: _worker_notes(execution, worker) for name, worker in execution.workers.items()},
         {stage for each in notes.values() for stage in each.drew},
     )
@@ -447,7 +475,8 @@ def _worker_notes(execution: PartsExecution, worker: WorkerLink) -> WorkerNotes:
         pid=worker.pid,
         devices=tuple(device for device, other in execution.pipeline.workers.items() if other is worker),
         round_trip=worker.round_trip,
-        clock_offset=worker.clock_offset,
+        clock_offset=execution.clocks[worker.name][0],
+        clock_error=execution.clocks[worker.name][1],
         use=execution.ended[worker.name].use,
     )
 

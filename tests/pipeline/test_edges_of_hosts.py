@@ -6,12 +6,13 @@ import asyncio
 
 import pytest
 import torch
-from host_launcher import OnHosts
+from host_launcher import SKEW, OnHosts
 from torch import nn
 
 from asyncpipe import DevicePool, Pipeline
 from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.errors import EdgeError, OptionError
+from asyncpipe.observe.pictures.trace import to_chrome
 from asyncpipe.pipeline import workers
 from asyncpipe.testing import EdgeShape, EdgeState, reshape
 
@@ -25,8 +26,8 @@ LATENCY = 0.01
 @pytest.fixture(scope="module")
 def pool():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "ProcessLauncher", lambda: OnHosts(HOSTS))
-        pool = DevicePool(workers="processes", edge_shapes={})
+        patch.setattr(workers, "ENTRY", "host_launcher:serve_with_another_clock")
+        pool = DevicePool(workers=OnHosts(HOSTS), edge_shapes={})
     asyncio.run(pool.__aenter__())
     yield pool
     asyncio.run(pool.aclose())
@@ -126,6 +127,26 @@ async def test_slow_edges_change_when_messages_arrive_and_no_bit(pool):
         # They pass one behind the other, with 5 ms each.
         assert max(arrived[task] for task in made) - min(made.values()) > LATENCY + len(made) * 0.005
     await reshape(pool, {DEVICES: EdgeShape()})
+
+
+async def test_workers_with_other_clocks_make_one_record(pool):
+    records = Records()
+    await train(pool, observers=[records])
+    for record in records.seen:
+        notes = record.notes
+        clocks = {name: (each.clock_offset, each.clock_error) for name, each in notes.workers.items()}
+        assert all(0 < error < 1 for _, error in clocks.values())
+        assert abs(clocks["cpu:0"][0]) <= clocks["cpu:0"][1]
+        assert abs(clocks["cpu:1"][0] - SKEW) <= clocks["cpu:1"][1]
+        assert notes.left
+        assert all(notes.arrived[task] >= left - 1e-8 for (task, _), left in notes.left.items())
+        begin, end = record.journal[0][0], record.journal[-1][0]
+        slack = max(error for _, error in clocks.values())
+        ran = [event for _, event in record.journal if isinstance(event, TaskCompleted)]
+        assert all(begin - slack <= event.started <= event.ended <= end + slack for event in ran)
+    labels = [event["args"] for event in to_chrome(records.seen)["traceEvents"] if event["name"] == "process_labels"]
+    assert len(labels) == 2
+    assert labels[1]["labels"].startswith(("clock +1000.0", "clock +999.9"))
 
 
 async def test_a_black_hole_holds_everything_until_it_is_open_again(pool):

@@ -52,7 +52,7 @@ class Link:
         self.name = name
         self.lost = None
         self.pid = ord(name)
-        self.round_trip, self.clock_offset = 0.25, 0.0
+        self.round_trip, self.clock_offset, self.clock_error = 0.25, 0.0, 0.0
         self.heard_at = 0.0
         self.shown = []
         self.sent = []
@@ -193,6 +193,31 @@ async def test_records_are_on_one_clock_and_observers_are_told_of_workers(driver
     driver.forget(pipeline)
     driver.worker_lost(links[1], links[1].lost)
     assert watcher.changes[2:] == [lost]
+
+
+async def test_no_message_arrives_before_it_left(driver, links):
+    """The clock of one worker is known to 0.4 s; what it received tells more."""
+    links[1].clock_offset, links[1].clock_error = 1000.0, 0.4
+    watcher = Watcher()
+    tenant = Tenant(observers=Observers([watcher]))
+    pipeline = PlacedPipeline(0, tenant, dict(zip(["cpu:0", "cpu:1"], links, strict=True)))
+    driver.place(pipeline, ())
+    step = start(driver, links, pipeline)
+    forward, copy = (next(task.number for task in GRAPH.tasks if task.id == name) for name in ("F(0,0)", "C(0,0>1)"))
+    done = [(101.0, TaskCompleted(step.number, forward, 100.0, 101.0))]
+    driver.part_ended("a", PartEnded(step.number, done, StepNotes(left={(copy, forward): 100.75})))
+    done = [(1101.5, TaskCompleted(step.number, copy, 1101.0, 1101.5))]
+    driver.part_ended("b", PartEnded(step.number, done, StepNotes(arrived={copy: 1100.5})))
+    (record,) = watcher.records
+    notes = record.notes
+    assert notes.left == {(copy, forward): 100.75}
+    shift = 1000.0 - notes.workers["b"].clock_offset
+    # It is shifted by what the message says at least, and by what is possible at most.
+    assert 0.25 <= shift <= 0.4
+    assert notes.arrived == {copy: pytest.approx(100.5 + shift)}
+    ran = {event.task: event[2:] for _, event in record.journal if isinstance(event, TaskCompleted)}
+    assert ran == {forward: (100.0, 101.0), copy: (pytest.approx(101.0 + shift), pytest.approx(101.5 + shift))}
+    assert [notes.workers[name].clock_error for name in "ab"] == [0.0, 0.4]
 
 
 async def test_the_worker_of_a_task_that_hangs_is_killed_once(driver, links, caplog):

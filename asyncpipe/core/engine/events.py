@@ -211,6 +211,8 @@ class StepNotes:
     """(seconds that the loop was late, seconds that the scheduler took), of every wake-up since the last record."""
     arrived: dict[int, float] = field(default_factory=dict)
     """By task that waits for other workers: when the last message that it needs of them came."""
+    left: dict[tuple[int, int], float] = field(default_factory=dict)
+    """By (task that waits for another machine, task that it waits for): when the message left."""
     workers: dict[str, WorkerNotes] = field(default_factory=dict)
     """Those that ran a part of the step, by name."""
     drew: set[int] = field(default_factory=set)

@@ -55,6 +55,8 @@ class WorkerNotes:
     """Seconds that were taken off its times to have the controller's."""
     use: WorkerUse | None = None
     """Where somebody is to see it, and the worker has told."""
+    clock_error: float = 0.0
+    """How far its times may still be off, in seconds. 0 if it shares the controller's clock."""
 
 
 @dataclass(frozen=True, slots=True)

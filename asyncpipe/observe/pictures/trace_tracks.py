@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncpipe.core.engine.events import StepRecord, TaskCompleted
+from asyncpipe.core.engine.worker_notes import WorkerNotes
 from asyncpipe.core.graph.task import Lane, Queue
 
 __all__ = ["TraceEvent", "TraceTracks"]
@@ -24,7 +25,8 @@ class TraceTracks:
     thread with its process's number for the main thread.
 
     Times are microseconds since the earliest of the journals, to the nanosecond. ``unit`` is how many seconds a unit of
-    the journals' time stands for.
+    the journals' time stands for. A worker on another clock has a label: how far that is off, and how exactly this is
+    known.
     """
 
     def __init__(self, records: Sequence[StepRecord], unit: float) -> None:
@@ -39,10 +41,16 @@ class TraceTracks:
         measured = {name for record in records for name in record.notes.memory}
         measured |= {name for record in records for _, name, _ in record.notes.samples}
         self._workers = {
-            device: f"worker {name} (pid {worker.pid})"
+            device: _called(name, worker)
             for record in records
             for name, worker in record.notes.workers.items()
             for device in worker.devices
+        }
+        self._clocks = {
+            _called(name, worker): f"clock {worker.clock_offset:+.6f} s ± {worker.clock_error * 1e6:.0f} µs"
+            for record in records
+            for name, worker in record.notes.workers.items()
+            if worker.clock_error
         }
         place = {device: self._workers.get(device, device) for device in logical}
         place |= {device: f"{device} memory" for device in sorted(measured - logical.keys())}
@@ -76,6 +84,8 @@ class TraceTracks:
             yield from _named("process", {"pid": self._rows.stop}, "steps", 1)
         for name, pid in self._processes.items():
             yield from _named("process", {"pid": pid}, name, pid)
+            if (clock := self._clocks.get(name)) is not None:
+                yield {"ph": "M", "name": "process_labels", "pid": pid, "args": {"labels": clock}}
         for lane, tid in self._lanes.items():
             yield from _named("thread", self.lane(lane), self._name_of(lane), tid)
         for row, tid in enumerate(self._rows, 1):
@@ -93,6 +103,10 @@ class TraceTracks:
             return self.span(self._origin, self._origin)
         ended = [event.ended for _, event in record.journal if isinstance(event, TaskCompleted)]
         return self.span(record.journal[0][0], max([record.journal[-1][0], *ended]))
+
+
+def _called(name: str, worker: WorkerNotes) -> str:
+    return f"worker {name} (pid {worker.pid})"
 
 
 def _starts(record: StepRecord) -> Iterator[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -43,11 +43,12 @@ class PartStep(PreparedStep):
         *,
         overlaps: bool,
         use: Callable[[], WorkerUse] | None,
+        left: Mapping[tuple[int, int], float] | None,
     ) -> None:
         """``number`` is the step's in the controller. ``overlaps``: its gradients are set aside by its run of steps.
 
         ``use`` is given where somebody gets its record, who wants to know that of the worker, and what the physical
-        devices hold.
+        devices hold. In ``left`` is noted when messages leave, if they go to other machines.
         """
         super().__init__(inputs, tenancy, part.graph, tensors, crossings)
         self.number = number
@@ -58,6 +59,7 @@ class PartStep(PreparedStep):
         self._crossings = crossings
         self._is_started = overlaps
         self._use = use
+        self._left = left
         self._gates = Gates()
         self._came: dict[tuple[int, int], float] = {}
         """By task (of the whole graph) and its dependency, when the message came."""
@@ -162,7 +164,14 @@ class PartStep(PreparedStep):
         came: dict[int, float] = {}
         for (task, _), at in tuple(self._came.items()):
             came[task] = max(at, came.get(task, at))
-        found = StepNotes(copied, samples=notes.samples, wakeups=notes.wakeups, arrived=came, drew=notes.drew)
+        found = StepNotes(
+            copied,
+            samples=notes.samples,
+            wakeups=notes.wakeups,
+            arrived=came,
+            left=dict(self._left or {}),
+            drew=notes.drew,
+        )
         if self._use is not None:
             note_devices({stream.device for stream in self.parts.resources.streams.values()}, found)
         return found

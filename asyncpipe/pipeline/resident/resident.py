@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -218,7 +219,8 @@ class Resident:
         tensors = StepTensors.of(takes, targets)
         graph = inputs.graph
         own = self._part(graph)
-        send = partial(self._send, start.step, work.epoch)
+        left: dict[tuple[int, int], float] | None = {} if self._load.is_far else None
+        send = partial(self._send, start.step, work.epoch, left)
         crossings = Crossings(graph, own, tensors, self._parts.resources.ties, send)
         step = PartStep(
             self._worker,
@@ -230,6 +232,7 @@ class Resident:
             crossings,
             overlaps=work.overlaps,
             use=self._use if work.is_observed else None,
+            left=left,
         )
         self._widen([*(each.part for each in self._steps.values()), own])
         before = self._steps.get(-1 if start.after is None else start.after)
@@ -308,11 +311,14 @@ class Resident:
         self,
         step: int,
         epoch: int,
+        left: dict[tuple[int, int], float] | None,
         departure: Departure,
         meta: bytes,
         tensors: Sequence[Tensor | None],
         event: torch.Event | None,
     ) -> None:
+        if left is not None:
+            left[departure.task, departure.dependency] = time.perf_counter()
         header = EdgeHeader(epoch, step, departure.task, departure.dependency)
         self._edges.out[self._worker_of[departure.device]].send(EdgeMessage(header, tensors, meta, event))
 

@@ -33,7 +33,7 @@ class ClockOffset:
     def offset(self) -> float:
         """Seconds to take off the other clock's times. 0 where the shortest round trip does not tell it from 0.
 
-        This is exact where the two processes share a clock, as those of one host do.
+        This is exact where the two processes share a clock, as those of one machine do.
         """
         if not self._trips:
             return 0.0

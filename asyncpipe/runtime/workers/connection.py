@@ -85,8 +85,13 @@ class WorkerConnection:
 
     @property
     def clock_offset(self) -> float:
-        """Seconds to take off its times (``time.perf_counter``) to have this process's. 0 on one host."""
-        return self.supervisor.clock.offset
+        """Seconds to take off its times (``time.perf_counter``) to have this process's. 0 on one machine."""
+        return 0.0 if self.supervisor.shares_clock else self.supervisor.clock.offset
+
+    @property
+    def clock_error(self) -> float:
+        """How far its times may be off then, in seconds; 0 on one machine, infinite before the first ping."""
+        return 0.0 if self.supervisor.shares_clock else self.supervisor.clock.half_trip
 
     @property
     def round_trip(self) -> float:

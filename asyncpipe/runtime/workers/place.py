@@ -15,7 +15,7 @@ from pathlib import Path
 
 from asyncpipe.errors import OptionError
 
-__all__ = ["LOOPBACK", "MACHINE", "WorkerPlace", "address_of_interface", "interface_of", "is_loopback"]
+__all__ = ["LOOPBACK", "MACHINE", "WorkerPlace", "address_of_interface", "interface_of", "is_loopback", "this_machine"]
 
 LOOPBACK = "127.0.0.1"
 MACHINE = "ASYNCPIPE_MACHINE"
@@ -40,7 +40,7 @@ class WorkerPlace:
     def of_this_process(cls, control: socket.socket) -> WorkerPlace:
         """The place of the worker that has the connection ``control`` to its controller."""
         address = LOOPBACK if control.family == socket.AF_UNIX else control.getsockname()[0]
-        return cls(_machine(), socket.gethostname(), address)
+        return cls(this_machine(), socket.gethostname(), address)
 
 
 def address_of_interface(interface: str) -> str:
@@ -108,8 +108,12 @@ def _can_bind(address: str) -> bool:
     return True
 
 
-def _machine() -> str:
-    """The kernel that runs, what it shows of file systems, and whose files they are: sockets lie in a user's folder."""
+def this_machine() -> str:
+    """``WorkerPlace.machine`` of this process.
+
+    That is the kernel that runs, what it shows of file systems, and whose files they are: sockets lie in a user's
+    folder.
+    """
     if given := os.environ.get(MACHINE):
         return given
     try:

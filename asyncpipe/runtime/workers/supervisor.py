@@ -44,7 +44,7 @@ from asyncpipe.runtime.workers.lifeline import CONTROLLER_GONE
 from asyncpipe.runtime.workers.listener import ControlListener
 from asyncpipe.runtime.workers.main_module import own_main_class
 from asyncpipe.runtime.workers.packed import EMPTY, Packed, unpack
-from asyncpipe.runtime.workers.place import WorkerPlace
+from asyncpipe.runtime.workers.place import WorkerPlace, this_machine
 from asyncpipe.runtime.workers.remote_errors import with_remote_text
 from asyncpipe.runtime.workers.remote_logs import handle_remote_record
 
@@ -105,6 +105,8 @@ class Supervisor:
         self.place: WorkerPlace | None = None
         """Once the worker is up."""
         self.clock = ClockOffset()
+        self.shares_clock = False
+        """Whether the worker is on this machine."""
         self._devices = worker.devices
         self._launcher = launcher
         self._listener = listener
@@ -299,6 +301,7 @@ class Supervisor:
         match role:
             case Role.READY:
                 self.pid, self.place = content
+                self.shares_clock = self.place.machine == this_machine()
                 if not self._ready.done():
                     self._ready.set_result(None)
             case Role.ANSWER:

@@ -1,0 +1,85 @@
+"""Shifts of clocks: within their errors, so that nothing arrives before it left."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncpipe.core.engine.clocks import EdgePassage, agreed_shifts
+
+WORKERS = ("a", "b", "c", "d")
+TINY = 1e-8
+"""Of the arithmetic."""
+
+
+@st.composite
+def observed(draw: st.DrawFn) -> tuple[dict[str, float], dict[str, float], list[EdgePassage]]:
+    """Errors, what clocks are really off, and messages whose true times are in order."""
+    errors = {worker: draw(st.floats(0, 1)) for worker in WORKERS}
+    off = {worker: draw(st.floats(-1, 1)) * error for worker, error in errors.items()}
+    crossings = []
+    for _ in range(draw(st.integers(0, 12))):
+        sender, receiver = draw(st.permutations(WORKERS))[:2]
+        left = draw(st.floats(0, 10))
+        arrived = left + draw(st.floats(0, 0.5))
+        crossings.append(EdgePassage(sender, left + off[sender], receiver, arrived + off[receiver]))
+    return errors, off, crossings
+
+
+def contradictions(shifts: dict[str, float], crossings: list[EdgePassage]) -> list[EdgePassage]:
+    return [each for each in crossings if each.arrived + shifts[each.receiver] < each.left + shifts[each.sender] - TINY]
+
+
+@given(observed())
+def test_nothing_arrives_before_it_left_and_shifts_are_within_the_errors(
+    case: tuple[dict[str, float], dict[str, float], list[EdgePassage]],
+) -> None:
+    errors, _, crossings = case
+    shifts = agreed_shifts(errors, crossings)
+    assert not contradictions(shifts, crossings)
+    assert all(abs(shifts[worker]) <= errors[worker] + TINY for worker in WORKERS)
+
+
+@given(observed())
+def test_times_that_agree_stay_as_they_are(case: tuple[dict[str, float], dict[str, float], list[EdgePassage]]) -> None:
+    errors, off, crossings = case
+    true = [EdgePassage(s, left - off[s], r, arrived - off[r]) for s, left, r, arrived in crossings]
+    if not any(each.arrived < each.left for each in true):
+        assert agreed_shifts(errors, true) == dict.fromkeys(WORKERS, 0.0)
+
+
+@given(observed(), st.floats(1.5, 1e6))
+def test_errors_that_were_told_too_small_are_stretched(
+    case: tuple[dict[str, float], dict[str, float], list[EdgePassage]], times: float
+) -> None:
+    errors, _, crossings = case
+    small = {worker: (error + 1e-3) / times for worker, error in errors.items()}
+    assert not contradictions(agreed_shifts(small, crossings), crossings)
+
+
+def test_an_example() -> None:
+    """Of two workers, one is exact."""
+    crossings = [EdgePassage("a", 1.0, "b", 0.9), EdgePassage("b", 2.0, "a", 2.4)]
+    shifts = agreed_shifts({"a": 0.0, "b": 0.5}, crossings)
+    assert shifts["a"] == 0
+    assert 0.1 - TINY <= shifts["b"] <= 0.4
+
+
+def test_a_clock_that_nobody_has_asked_yet_moves_no_more_than_it_must() -> None:
+    shifts = agreed_shifts({"a": 0.0, "b": float("inf")}, [EdgePassage("a", 1.0, "b", 0.9)])
+    assert shifts == {"a": 0.0, "b": pytest.approx(0.1)}
+
+
+@given(observed())
+def test_the_times_are_as_exact_as_they_were_said_to_be(
+    case: tuple[dict[str, float], dict[str, float], list[EdgePassage]],
+) -> None:
+    errors, off, crossings = case
+    shifts = agreed_shifts(errors, crossings)
+    assert all(abs(shifts[worker] + off[worker]) <= errors[worker] + TINY for worker in WORKERS)
+
+
+def test_messages_that_no_shifts_explain() -> None:
+    crossings = [EdgePassage("a", 1.0, "b", 0.9), EdgePassage("b", 2.0, "a", 1.9)]
+    assert agreed_shifts({"a": 1.0, "b": 1.0}, crossings) == {"a": 0.0, "b": 0.0}
