@@ -111,6 +111,8 @@ class _StreamWithTurn(RandomStream):
         self._outer_turn.__enter__()
         self._turn.take(self.seed)
         self._has_turn = True
+        if not self._key[1]:
+            self._unused = self._turn.generator.get_state()
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -128,8 +130,7 @@ class _StreamWithTurn(RandomStream):
         """As for a CPU; of the default generator, only a task of micro-batch 0 knows: it costs a look at its state."""
         if super().has_drawn or self._key[1]:
             return super().has_drawn
-        unused = torch.Generator(self._turn.device).manual_seed(self.seed).get_state()
-        return not torch.equal(self._turn.generator.get_state(), unused)
+        return not torch.equal(self._turn.generator.get_state(), self._unused)
 
     def drawn(self) -> list[Tensor]:
         """As for a CPU, with the state of the default generator."""

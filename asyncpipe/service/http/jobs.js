@@ -105,7 +105,7 @@ function showWorkers() {
   $('workers-section').hidden = !workers.length;
   while (list.children.length > workers.length) list.lastElementChild.remove();
   workers.forEach((worker, index) => {
-    const row = list.children[index] ?? list.appendChild($('worker').content.firstElementChild.cloneNode(true));
+    const row = list.children[index] ?? list.appendChild(newWorker());
     const part = name => row.querySelector(name), up = worker.up ? 'up' : 'down';
     row.dataset.state = worker.draining ? 'draining' : up;
     write(part('.name'), worker.name);
@@ -118,9 +118,17 @@ function showWorkers() {
     for (const button of row.querySelectorAll('button')) {
       button.hidden = worker.draining !== (button.dataset.act === 'undrain');
       button.setAttribute('aria-label', `${button.textContent} ${worker.host}`);
-      button.onclick = () => actOnHost(button.dataset.act, worker.host);
+      button.dataset.host = worker.host;
     }
   });
+}
+
+function newWorker() {
+  const row = $('worker').content.firstElementChild.cloneNode(true);
+  for (const button of row.querySelectorAll('button')) {
+    button.addEventListener('click', () => actOnHost(button.dataset.act, button.dataset.host));
+  }
+  return row;
 }
 
 function place(list, wanted) {

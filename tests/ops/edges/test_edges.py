@@ -6,6 +6,7 @@ import select
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import pytest
@@ -485,7 +486,8 @@ def test_others_take_messages_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def taken_to_the_end(pair: Joined) -> bool:
     while pair.into.take():
-        select.select([pair.into.descriptor], [], [], SECONDS)
+        with suppress(OSError, ValueError):  # Its thread has closed it meanwhile.
+            select.select([pair.into.descriptor], [], [], SECONDS)
     return False
 
 

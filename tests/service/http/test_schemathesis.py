@@ -127,10 +127,12 @@ def test_every_answer_is_as_the_document_says(tmp_path: Path, make: Make) -> Non
             assert response.status_code < 500
             assert tmp_path.name not in response.text
 
-        assert each_operation(api.url, check) == 15
+        assert each_operation(api.url, check) == 18
     reached = {status for _, status in statuses}
     assert {200, 201, 404, 409, 422} <= reached, statuses
     unanswered = {operation for operation, _ in statuses} - {name for name, status in statuses if status < 300}
+    if make is real:  # It trains on threads, which have no hosts.
+        unanswered = {operation for operation in unanswered if "{host}" not in operation}
     assert not unanswered, "\n".join(map(str, sorted(statuses.items())))
 
 
@@ -144,4 +146,4 @@ def test_without_a_token_nothing_is_answered(tmp_path: Path) -> None:
             if case.path not in probes:
                 assert response.status_code in (400, 401, 421, 431), response.text
 
-        assert each_operation(api.url, check) == 15
+        assert each_operation(api.url, check) == 18
