@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from asyncpipe import cli
 from asyncpipe.errors import JobFileError
+from asyncpipe.runtime.workers.ray_workers import RayWorkers
 from asyncpipe.train.entry import find_entry
 from asyncpipe.train.job_file import (
     FaultTable,
@@ -17,6 +18,7 @@ from asyncpipe.train.job_file import (
     JobTable,
     ObserveTable,
     PipelineTable,
+    RayTable,
     SnapshotTable,
     TrainingTable,
     load_job,
@@ -105,6 +107,18 @@ def test_faults_are_what_the_table_says(write):
     table = '[faults]\nstep_retries = 0\nsnapshot_retries = 5\nnon_finite = "skip"\nmost_skipped = 3\n[observe]'
     faults = load_job(write(("[observe]", table))).faults
     assert faults == FaultTable(step_retries=0, snapshot_retries=5, non_finite="skip", most_skipped=3)
+
+
+def test_workers_of_ray_are_made_with_the_options_of_their_table(write):
+    overlap = ("learning_rate = 1\n", "learning_rate = 1\noverlap = true\n[faults]\nstep_retries = 0\n")
+    table = '[ray]\naddress = "10.0.0.1:6379"\nplacement = "device"\ncpus = 0.5\n\n[observe]\n'
+    workers = ('schedule = "gpipe"', 'schedule = "gpipe"\nworkers = "ray"')
+    job = load_job(write(overlap, workers, ("[observe]\n", table)))
+    assert (job.ray.address, job.ray.placement, job.ray.cpus, job.ray.hosts) == ("10.0.0.1:6379", "device", 0.5, None)
+    assert isinstance(job.pool_workers(), RayWorkers)
+    assert job.override("pipeline", workers="torchrun").pool_workers() == "torchrun"
+    with pytest.raises(JobFileError, match=r"ray\.placement: must be \"host\" or \"device\""):
+        load_job(write(overlap, workers, ("[observe]\n", table.replace("device", "rack"))))
 
 
 def test_a_table_that_is_absent_is_made_of_what_overrides_it(write):
@@ -320,7 +334,7 @@ def test_finding_an_entry_leaves_the_import_path_as_it_was(write):
 
 
 @pytest.mark.parametrize(
-    "table", [Job, JobTable, PipelineTable, TrainingTable, ObserveTable, SnapshotTable, FaultTable]
+    "table", [Job, JobTable, PipelineTable, TrainingTable, ObserveTable, SnapshotTable, FaultTable, RayTable]
 )
 def test_every_key_says_what_is_allowed(table):
     with pytest.raises(ValidationError) as caught:

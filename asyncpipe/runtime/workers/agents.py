@@ -13,6 +13,7 @@ from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.group import WorkerGroup
 from asyncpipe.runtime.workers.handed_down import HandedDown
 from asyncpipe.runtime.workers.launcher import Invitation, Launcher
+from asyncpipe.runtime.workers.supervisor import WorkerLimits
 
 __all__ = ["AgentProcess", "Agents", "shared_out"]
 
@@ -76,16 +77,22 @@ class _Children:
         for token, child in list(self.of.items()):
             if child.agent is agent:
                 del self.of[token]
-                child.end(None, f"the agent that had started it is gone: {error}")
+                child.end(None, f"its agent, {agent.name!r}, {error.how}")
 
 
 class Agents:
     """Used on one loop. ``launcher`` starts the agents, by their names, when they are needed."""
 
-    def __init__(self, launcher: Launcher, environment: Mapping[str, str] | None = None) -> None:
-        """``environment`` is added to that of all workers."""
+    def __init__(self, launcher: Launcher, environment: Mapping[str, str] | None, seconds: float) -> None:
+        """``environment`` is added to that of all workers. ``seconds`` are for an agent to be up."""
         self._children = _Children()
-        self._group = WorkerGroup(launcher, ENTRY, received=self._children.received, lost=self._children.lost)
+        self._group = WorkerGroup(
+            launcher,
+            ENTRY,
+            received=self._children.received,
+            lost=self._children.lost,
+            limits=WorkerLimits(start=seconds),
+        )
         self._environment = dict(environment or {})
         self._is_open = False
         self._turns: dict[str, asyncio.Lock] = {}

@@ -32,6 +32,8 @@ OBJECT_STORE_BYTES = 80 << 20
 """Of a cluster of our own. Ray wants 75 MiB at least, and nothing is put there."""
 OWN_RESOURCE = "asyncpipe"
 """What workers take of a cluster of our own, which has no end of it: nobody else asks for CPUs there."""
+KILLED_SECONDS = 1.0
+"""For Ray to say that an actor which it was told to kill has ended. It says so of none that waits for room."""
 LONGEST_FOLDER = 40
 """Letters. Ray makes paths of Unix sockets of it, which may have 107."""
 
@@ -51,8 +53,8 @@ class RayWorkers:
 
     ``interface`` is where workers connect to this machine (``"eth0"``, an address or a network of it); needed where the
     cluster has others.
-    ``environment`` is added to that of workers. ``seconds`` is how long to wait for room. ``options`` go to
-    ``ray.init``: ``{"runtime_env": {...}}``, for instance.
+    ``environment`` is added to that of workers. ``seconds`` is how long to wait for room, and for an agent that was
+    lost to be there again. ``options`` go to ``ray.init``: ``{"runtime_env": {...}}``, for instance.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class RayWorkers:
         self._seconds = seconds
         self._options = dict(options or {})
         self._actors = _Actors()
-        self._agents = Agents(self._actors, environment)
+        self._agents = Agents(self._actors, environment, seconds)
         self._nodes: list[dict[str, str]] = []
         self._folder: HeldFolder | None = None
         self._seats: dict[str, _SeatInBundle] = {}
@@ -279,27 +281,32 @@ class _ActorProcess:
             program=str(PROGRAM),
             environment=passed_on,
         )
-        self._ended = asyncio.ensure_future(_status(ended))
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int | None] = self._loop.create_future()
         self._stderr = ""
+        asyncio.wrap_future(ended).add_done_callback(self._has_ended)
 
     def kill(self) -> None:
         if not self._ended.done():
             self._ray.begin("kill", of=self._number)
+            self._loop.call_later(KILLED_SECONDS, self._end, None, "")
 
     def show_stacks(self) -> None:
         """An agent that hangs is of no interest."""
 
     async def wait(self) -> int | None:
-        status, self._stderr = await asyncio.shield(self._ended)
-        return status
+        return await asyncio.shield(self._ended)
 
     def stderr(self) -> str:
         return self._stderr
 
+    def _has_ended(self, ended: asyncio.Future[Any]) -> None:
+        if (error := ended.exception()) is not None:  # Ray has lost it, or could not start it.
+            self._end(None, str(error))
+        else:
+            self._end(*ended.result())
 
-async def _status(ended: Any) -> tuple[int | None, str]:
-    try:
-        status, stderr = await asyncio.wrap_future(ended)
-    except LauncherError as error:  # Ray has lost it, or could not start it.
-        return None, str(error)
-    return status, stderr
+    def _end(self, status: int | None, stderr: str) -> None:
+        if not self._ended.done():
+            self._stderr = stderr
+            self._ended.set_result(status)

@@ -47,7 +47,7 @@ class TorchrunWorkers:
             )
         self._seconds = seconds
         self._rendezvous = rendezvous(self._own)
-        self._agents = Agents(_Ranks(self._rendezvous), environment)
+        self._agents = Agents(_Ranks(self._rendezvous), environment, seconds)
         self._ranks: list[RankHere] = []
         self.seats: dict[str, _SeatAtRank] = {}
         """By worker: its rank, and the numbers of its accelerators there."""

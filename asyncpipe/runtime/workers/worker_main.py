@@ -50,8 +50,8 @@ def become_worker(values: dict[str, Any], lifeline: int | None) -> None:
     if not values.get("is_same_host"):
         board = batches = None  # The memory of whoever has started this process in the controller's place.
     control = ControlClient.connect(Invitation.from_json(values["invitation"]), handed_down.main, board, batches)
+    logs = _send_logs(control, handed_down.log_levels)
     try:
-        logs = _send_logs(control, handed_down.log_levels)
         entry = _find(control.entry)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(_run(entry, control))

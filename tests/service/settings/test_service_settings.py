@@ -339,6 +339,15 @@ def test_devices_that_are_not_there_are_told_when_they_are_looked_for():
         settings.check_devices()
 
 
+def test_devices_of_hosts_are_looked_for_there():
+    devices = ["host-a/cuda:127", "10.0.0.1/cpu:0"]
+    settings = ServiceSettings(**{**RIGHT, "devices": devices}, workers="ray", ray={"address": "10.0.0.1:6379"})
+    settings.check_devices()
+    assert settings.ray.address == "10.0.0.1:6379"
+    with pytest.raises(SettingsError, match="devices: 'host-a/cuda:127' names a host"):
+        ServiceSettings(**{**RIGHT, "devices": devices}).check_devices()
+
+
 def test_the_folder_is_made_for_this_user_alone(tmp_path):
     settings = ServiceSettings(**RIGHT, folder=tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists(), "settings change nothing by being made"
