@@ -71,6 +71,8 @@ class EdgeChannel:
         self._socket = connected
         self.descriptor = connected.fileno()
         """The socket's, to wait for what comes elsewhere."""
+        self.is_far = connected.family != socket.AF_UNIX
+        """Whether the peer is on another machine."""
         self._view = memoryview(bytearray(_BUFFER_SIZE))
         self._start = self._end = 0
         self._descriptors: deque[int] = deque()
@@ -250,8 +252,11 @@ class EdgeChannel:
     def hung_up(self) -> bool:
         """Whether the peer is gone, or has closed the edge. What it has sent before may still be read."""
         poll = select.poll()
-        poll.register(self._socket, HUNG_UP)
-        return bool(poll.poll(0))
+        with self._writing:
+            if not self._open:
+                return True
+            poll.register(self._socket, HUNG_UP)
+            return bool(poll.poll(0))
 
     def sever(self) -> None:
         """End the connection as a broken one ends: neither end can read or write any more. From any thread."""

@@ -9,6 +9,7 @@ for one whose header may not have been sent.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, distributed
 
 from asyncpipe.errors import EdgeError
+from asyncpipe.ops.edges.channel import EdgeChannel
 from asyncpipe.ops.edges.message import MessageLayout
 from asyncpipe.ops.edges.pair_store import PairStore
 from asyncpipe.ops.edges.payload import PayloadIn, PayloadOut, StreamedPayload, empty, flat, host_tensor
@@ -31,6 +33,8 @@ INLINE_BYTES = 1 << 20
 DIRECT_BYTES = 1 << 19
 OWN_BYTES = 1 << 18
 """Tensors of at least so many bytes are sent on their own: a copy costs more than another message."""
+LOOK_SECONDS = 1.0
+"""Between two looks whether the other host is still there."""
 FOREVER = timedelta(days=1000)
 """A peer that is alive takes what is sent: its thread waits for nothing. One that is not is noticed, or ended."""
 _DATA, _ABORT = 0, 1
@@ -47,10 +51,10 @@ class Gloo:
         self._device: Any = self._gloo.create_device(hostname=address)
 
     def sender(self, store: PairStore) -> PayloadOut:
-        return GlooOut(self._group(store, SENDER))
+        return GlooOut(self._group(store, SENDER), store.channel)
 
     def receiver(self, store: PairStore) -> PayloadIn:
-        return GlooIn(self._group(store, RECEIVER))
+        return GlooIn(self._group(store, RECEIVER), store.channel)
 
     def close(self) -> None:
         self._device = None
@@ -71,8 +75,35 @@ class _GlooEnd(StreamedPayload):
 
     rank: int
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, channel: EdgeChannel) -> None:
         self._group: Any = group
+        self._waits = self._is_gone = False
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
+        if channel.is_far:
+            name = f"asyncpipe gloo {channel.descriptor}"
+            self._watcher = threading.Thread(target=self._watch, args=(channel,), name=name, daemon=True)
+            self._watcher.start()
+
+    def _wait(self, work: Any) -> None:
+        self._waits = True
+        try:
+            work.wait(FOREVER)
+        except RuntimeError:
+            if self._is_gone:
+                raise ConnectionError("the other host does not answer") from None
+            raise
+        finally:
+            self._waits = False
+            del work  # A traceback would keep it.
+
+    def _watch(self, channel: EdgeChannel) -> None:
+        """Abort what waits for a host that is gone without a word. The edge's socket notices; gloo's do not."""
+        while not self._closed.wait(LOOK_SECONDS):
+            if self._waits and channel.hung_up():
+                self._is_gone = True
+                self.abort()
+                return
 
     def abort(self) -> None:
         # A group has no other way to end what blocks: after a timeout of one operation gloo ends all of them.
@@ -81,6 +112,9 @@ class _GlooEnd(StreamedPayload):
                 group.recv([torch.empty(1, dtype=torch.uint8)], 1 - self.rank, _ABORT).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
+        self._closed.set()
+        if self._watcher is not None:
+            self._watcher.join()
         self._group = None
 
 
@@ -91,8 +125,8 @@ class GlooOut(_GlooEnd):
     inline_bytes = INLINE_BYTES
     direct_bytes = DIRECT_BYTES
 
-    def __init__(self, group: Any) -> None:
-        super().__init__(group)
+    def __init__(self, group: Any, channel: EdgeChannel) -> None:
+        super().__init__(group, channel)
         self._begun: deque[tuple[Any, Tensor]] = deque()
         """With the tensors, which gloo reads until it is done."""
 
@@ -119,7 +153,7 @@ class GlooOut(_GlooEnd):
         for _ in range(begun):
             work, tensor = self._begun.popleft()
             try:
-                work.wait(FOREVER)
+                self._wait(work)
             finally:
                 del work, tensor  # A traceback would keep them.
 
@@ -152,7 +186,7 @@ class GlooIn(_GlooEnd):
         return tensors, None
 
     def _receive(self, tensor: Tensor) -> None:
-        self._group.recv([tensor], SENDER, _DATA).wait(FOREVER)
+        self._wait(self._group.recv([tensor], SENDER, _DATA))
 
 
 def _source(layout: MessageLayout, tensors: Sequence[Tensor | None], each: int) -> Tensor:

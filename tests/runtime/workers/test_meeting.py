@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from edge_helpers import SECONDS, SECRET, Inbox, message, nothing_left
 from thread_helpers import Threads, run_all
 
@@ -227,7 +228,8 @@ def test_a_host_whose_cable_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
         stages[3].wait()
         if me == 0:
             ip("link", "set", "cable0", "down")
-            host.edges.out[1].send(message(2))
+            # Too large to go with its header: what waits for the transport notices as well.
+            host.edges.out[1].send(message(2, torch.zeros(1 << 19)))
         error = host.inbox.error()
         host.edges.close()
         return error
