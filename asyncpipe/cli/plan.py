@@ -36,8 +36,9 @@ If the job overlaps its steps, what counts is how soon one follows the other.
 
 With --topology the stages are placed on several hosts: on all devices that the file lists, host by host, the hosts in
 the order in which a message passes all of them soonest, more layers to faster devices, and messages take the time that
-the links say. The layers are those of a device of speed 1. The plan shows what each device has, and the share of the
-step in which it waits for links.
+the links say. The layers are those of a device of speed 1, as they are measured here. The plan shows what each device
+has, and the share of the step in which it waits for links. The printed table has workers = "ray" unless the job says
+"torchrun"; such a job has overlap = true.
 
 Without --profile the model is measured first, in real training steps on the job's devices. Memory counts weights,
 gradients, AdamW's averages and what micro-batches keep for their backwards.
@@ -67,6 +68,8 @@ a file for --topology (latency in seconds, bandwidth in bytes per second):
 """
 
 SHOWN = 10
+ON_HOSTS = ("ray", "torchrun")
+"""What starts workers on hosts, in a job file."""
 
 _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     f"{letter}{unit}": base**power
@@ -202,7 +205,10 @@ def _table(plans: list[Plan]) -> str:
 
 def _toml(job: Job, best: Plan) -> str:
     """The ``[pipeline]`` table that chooses the plan; it takes the place of the job's."""
+    workers: object = job.pipeline.workers
+    if best.placing is not None and workers not in ON_HOSTS:
+        workers = ON_HOSTS[0]
     options = {"devices": job.pipeline.devices, **best.options()}
-    if job.pipeline.workers != "threads" and isinstance(job.pipeline.workers, str):
-        options |= {"workers": job.pipeline.workers}
+    if workers != "threads" and isinstance(workers, str):
+        options |= {"workers": workers}
     return "\n".join(["[pipeline]", *(f"{key} = {json.dumps(value)}" for key, value in options.items())])

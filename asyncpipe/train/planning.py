@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Generator
 
+from asyncpipe.core.hosts import DeviceName
 from asyncpipe.core.predict.layer_profile import ADAMW_SCALE, Profile
 from asyncpipe.core.predict.planner import Plan
 from asyncpipe.ops.model.feed import Feed
@@ -27,12 +28,18 @@ def measure_job(
 ) -> Profile:
     """The measured costs of the job's model on its devices, with mini-batches of its size.
 
+    Devices of other hosts are taken to be like those of this machine that are called so.
     Blocks until the measurement is done; the workload does not change. Raises ``JobFileError`` if the job does not fit
     the workload or this machine, and ``TaskError`` if the model fails.
     """
     with blaming_key(job, "pipeline"):
         return measure(
-            workload.model, job.pipeline.devices, _sample(job, workload), microbatches, steps=steps, progress=progress
+            workload.model,
+            _devices_here(job.pipeline.devices),
+            _sample(job, workload),
+            microbatches,
+            steps=steps,
+            progress=progress,
         )
 
 
@@ -46,7 +53,7 @@ def choose_for(job: Job, workload: Workload, *, ahead: int = 0, progress: Callab
     with blaming_key(job, "pipeline"):
         return choose(
             workload.model,
-            table.devices,
+            _devices_here(table.devices),
             _sample(job, workload),
             table.microbatches,
             balance=table.balance,
@@ -55,6 +62,11 @@ def choose_for(job: Job, workload: Workload, *, ahead: int = 0, progress: Callab
             ahead=ahead,
             progress=progress,
         )
+
+
+def _devices_here(devices: Sequence[str]) -> list[str]:
+    """Devices of this machine in the place of those of other hosts, since profiling needs no workers."""
+    return [str(DeviceName.parse(device)._replace(host="")) for device in devices]
 
 
 def with_plan(job: Job, plan: Plan) -> Job:

@@ -498,6 +498,18 @@ def test_a_plan_places_stages_on_hosts(job, profile, capsys):
     assert chosen["devices"] == [row[0] for row in rows]
     assert chosen["balance"] == [int(row[3]) for row in rows]
     assert re.search(r"^step [\d.]+ ms, [\d.]+% of it waiting for links", shown, re.MULTILINE)
+    # The table takes the place of the job's, which is a job on hosts then: also one to plan again.
+    rest = JOB.replace(JOB[JOB.index("[pipeline]") : JOB.index("[training]")], "")
+    job.write_text(rest + OVERLAP + "\n" + shown[shown.index("[pipeline]") :])
+    placed = load_job(job).pipeline
+    assert (list(placed.devices), list(placed.balance), placed.workers) == (
+        chosen["devices"],
+        chosen["balance"],
+        "ray",
+    )
+    again = ["plan", str(job), "--topology", str(hosts), "--schedules", "1f1b", "--microbatches", "2", "--steps", "1"]
+    assert main(again) == 0
+    assert capsys.readouterr().out.count("left/cpu:1") == 2
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"] == chosen["devices"] == found["plans"][0]["devices"]

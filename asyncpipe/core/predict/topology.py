@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncpipe.core.graph.task import Task
+from asyncpipe.core.hosts import DeviceName
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import StageCosts
 from asyncpipe.errors import DeviceError, TopologyError
@@ -130,7 +131,7 @@ class Topology:
     @property
     def devices(self) -> tuple[str, ...]:
         """The names of all devices, host by host: ``host-a/cuda:0``."""
-        return tuple(f"{host.name}/{device}" for host in self.hosts for device in host.devices)
+        return tuple(str(DeviceName(host.name, device)) for host in self.hosts for device in host.devices)
 
     def first_devices(self, count: int) -> tuple[str, ...]:
         """The names of the first ``count`` devices; raises ``TopologyError`` if there are fewer."""
@@ -146,9 +147,9 @@ class Topology:
 
     def host(self, device: str) -> Host:
         """The host of ``device``; raises ``DeviceError`` that lists the devices for one that is not here."""
-        name, _, own = device.partition("/")
+        named = DeviceName.parse(device)
         for host in self.hosts:
-            if host.name == name and own in host.devices:
+            if host.name == named.host and named.device in host.devices:
                 return host
         raise self.unknown(device)
 
