@@ -218,6 +218,11 @@ class _RootSearch:
             others = [each for each in report.running if each.device == device]
             task = self._graph.tasks[ready[0]].id
             idle = HangRoot(HangState.NOT_BEGINNING, worker.name, device, task, seconds=worker.silent)
+            stuck = next((peer for peer, into in report.takes.items() if into.is_stuck), None)
+            if stuck is not None:
+                # The device's own thread, which takes messages while it has nothing else to do.
+                taker = report.takes[stuck].taker
+                idle = replace(idle, state=HangState.NOT_TAKING, peer=stuck, thread=taker)
             yield _HangHop(None, device, _computing(worker, others) if others else idle)
 
     def _heads(self, device: str, part: PartReport) -> Iterable[int]:

@@ -61,8 +61,8 @@ def draw_layout(chance: random.Random, workers: int | None = None) -> Layout:
         name, each = chance.choice(sorted(BUILT_IN)), chance.choice([1, 1, 2])
         shape = Shape(each * len(chosen), chance.randint(2, 6), len(chosen))
         order = chance.choice(["strict", "strict", "hint"])
-        schedule = find_schedule(name, order=order)
         try:
+            schedule = find_schedule(name, order=order)
             schedule.check(shape)
             placement = list(schedule.placement(shape))
         except ScheduleError:

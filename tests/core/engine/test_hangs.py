@@ -18,8 +18,11 @@ from asyncpipe.core.engine.worker_reports import (
     SenderReport,
     WorkerReport,
 )
+from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.part import part
 from asyncpipe.core.graph.programs import programs
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
 
 S = HangState
 PLANTS = (S.COMPUTING, S.SILENT, S.GONE, S.NOT_TAKING, S.NOT_SENDING, S.WAITS_FOR_EDGE, S.WAITS_FOR_CREDIT)
@@ -264,3 +267,21 @@ def test_where_credits_are_few_the_root_is_what_the_receiver_does(seed: int) -> 
         assert (root.state, root.task) == (S.COMPUTING, world.graph.tasks[world.task].id)
     else:
         assert root.state is S.WAITS_FOR_CREDIT
+
+
+def test_a_device_that_hangs_in_taking_a_message_does_not_begin_what_it_has() -> None:
+    """It waits for nothing that its head needs: the message is for a later task."""
+    graph = lower(find_schedule("gpipe"), Shape(2, 2, 2), devices=["a", "b"], checkpoint=CheckpointMode.NEVER)
+    numbers = {task.id: task.number for task in graph.tasks}
+    ended = frozenset(numbers[name] for name in ("F(0,0)", "F(1,0)"))
+    came = frozenset({(numbers["C(0,0>1)"], numbers["F(0,0)"])})
+    sends = {"right": SenderReport(2, 9)}
+    left = WorkerReport(0, part=PartReport(ended, {"a": numbers["C(0,1>0)"]}, frozenset()), sends=sends)
+    part_of_b = PartReport(frozenset(), {"b": numbers["C(0,0>1)"]}, came)
+    for is_stuck, state in ((True, S.NOT_TAKING), (False, S.NOT_BEGINNING)):
+        takes = {"left": ReceiverReport(2, 9, is_stuck=is_stuck, taker="device")}
+        right = WorkerReport(0, part=part_of_b, takes=takes)
+        workers = [SeenWorker("left", ("a",), left), SeenWorker("right", ("b",), right)]
+        root = hang_roots(STEP, graph, workers)[0]
+        assert (root.state, root.worker, root.peer) == (state, "right", "left" if is_stuck else "")
+        assert root.task == "C(0,0>1)"
