@@ -89,8 +89,8 @@ def same_sums(before: TaskGraph, after: TaskGraph) -> bool:
     """Whether the gradients of every layer are added up alike, wherever a stage begins and ends.
 
     So they are if each stage of either graph takes its micro-batches in one and the same order, and backwards are
-    whole. A graph whose rule decides as it goes has no order. Where backwards are split, a kernel is called for some of
-    its gradients at a time, or for all of them in the first stage, whose input has none: it may round in other ways.
+    whole. A graph whose rule decides as it goes has no order. Where backwards are split, the first stage, whose input
+    has no gradient, calls kernels for all gradients at once and others do not; that this changes no bit is not shown.
     """
     graphs = (before, after)
     if any(graph.rule is not None or any(task.kind is _W for task in graph.tasks) for graph in graphs):
