@@ -104,7 +104,7 @@ def split_anew(job: Job, model: object, gone: Collection[str], costs: StepCosts,
     except AsyncpipeError as error:
         raise NotSplit(str(error)) from error
     if not same_sums(before, after):
-        raise NotSplit(f"what the schedule {table.schedule} adds up, and how, follows from the stages")
+        raise NotSplit(f"the schedule {table.schedule} adds gradients in an order that follows from the stages")
     return job.override("pipeline", devices=left, balance=plan.balance)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from math import inf
 
 from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.task import WHOLE_STEP
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.balance import check_balance
@@ -26,6 +27,8 @@ __all__ = ["plan_anew", "profile_of_stages", "same_sums"]
 
 _F, _R, _B = TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD
 _I, _W = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
+_ADDING = (_B, _W)
+"""Kinds of tasks that add to the gradients of parameters."""
 
 
 def profile_of_stages(steps: Sequence[MeasuredStep], balance: Sequence[int], weights: Sequence[float]) -> Profile:
@@ -88,19 +91,17 @@ def plan_anew(
 def same_sums(before: TaskGraph, after: TaskGraph) -> bool:
     """Whether the gradients of every layer are added up alike, wherever a stage begins and ends.
 
-    So they are if each stage of either graph takes its micro-batches in one and the same order, and backwards are
-    whole. A graph whose rule decides as it goes has no order. Where backwards are split, the first stage, whose input
-    has no gradient, calls kernels for all gradients at once and others do not; that this changes no bit is not shown.
+    So they are if each stage of either graph takes its micro-batches in one and the same order, in tasks of the same
+    kind. A graph whose rule decides as it goes has no order.
     """
-    graphs = (before, after)
-    if any(graph.rule is not None or any(task.kind is _W for task in graph.tasks) for graph in graphs):
+    if before.rule is not None or after.rule is not None:
         return False
     return len(_orders(before) | _orders(after)) == 1
 
 
-def _orders(graph: TaskGraph) -> set[tuple[int, ...]]:
-    orders: list[list[int]] = [[] for _ in range(graph.shape.stages)]
+def _orders(graph: TaskGraph) -> set[tuple[tuple[TaskKind, int], ...]]:
+    orders: list[list[tuple[TaskKind, int]]] = [[] for _ in range(graph.shape.stages)]
     for task in graph.tasks:
-        if task.kind is _B:
-            orders[task.stage].append(task.microbatch)
+        if task.kind in _ADDING and task.microbatch != WHOLE_STEP:
+            orders[task.stage].append((task.kind, task.microbatch))
     return set(map(tuple, orders))

@@ -172,7 +172,9 @@ class Campaign(ProgressSink):
         alone = _Heard()
         made = TrainingRun(self._job("alone"), lambda: self._workload(summary.steps), progress=alone)
         there = await made.run()
-        assert alone.losses == self._losses, "the losses differ"
+        # Steps behind the last snapshot of a lost run are not done again if that was the last round.
+        done = {step: loss for step, loss in self._losses.items() if step <= summary.steps}
+        assert alone.losses == done, "the losses differ"
         assert summary.snapshot is not None
         assert there.snapshot is not None
         assert_same_end(there.snapshot, summary.snapshot)
