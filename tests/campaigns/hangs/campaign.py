@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from asyncpipe import Batch, DevicePool, Pipeline
 from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.engine.hangs import HangState
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import AsyncpipeError, HangError, WorkerLostError
 from asyncpipe.pipeline import workers
@@ -150,7 +151,12 @@ class Lane:
             try:
                 await _train(pipe, layout)
             except AsyncpipeError as error:
-                said = error.hang if isinstance(error, WorkerLostError) else error
+                said: AsyncpipeError | None = error
+                if isinstance(error, WorkerLostError):
+                    said = error.hang
+                    if expected.state is HangState.SILENT and f"{expected.task} on {expected.device}" in error.running:
+                        # All that its devices ran was stopped, and the sentence names one of it.
+                        expected = replace(expected, task="", device="")
                 seconds = time.perf_counter() - float(self._note.read_text())
                 return expected, said or error, seconds
             finally:
