@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import os
 import signal
 import threading
@@ -20,8 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from asyncpipe.core.graph.task import Task
 from asyncpipe.ops.edges.channel import EdgeChannel
 from asyncpipe.ops.edges.connect import Edges, connect
@@ -29,8 +26,8 @@ from asyncpipe.ops.edges.edge_out import EdgeOut
 from asyncpipe.ops.edges.message import EdgeMessage, ReceivedMessage
 from asyncpipe.ops.execute.binder import Binder
 from asyncpipe.pipeline.resident import resident
-from asyncpipe.pipeline.resident.serve import serve
 from asyncpipe.runtime.workers.control_client import ControlClient
+from tests.campaigns.serving import serve_campaign
 
 __all__ = ["ENTRY", "HELD", "Plant", "planted"]
 
@@ -174,25 +171,14 @@ def _install() -> None:
     resident.connect = _connect  # type: ignore[attr-defined]
 
 
-class _Control:
-    """The controller, which also says what is to hang."""
-
-    def __init__(self, control: ControlClient) -> None:
-        self._control = control
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._control, name)
-
-    async def serve(self, handle: Callable[[Any], Any]) -> None:
-        def heard(message: Any) -> Any:
-            return _planted.arm(message) if isinstance(message, Plant) else handle(message)
-
-        await self._control.serve(heard)
-
-
 async def planted(control: ControlClient) -> None:
-    """Serve the controller as the package's own entry does."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # For a case that is late.
-    torch.set_num_threads(1)
+    """Serve the controller, and hang as the campaign says."""
     _install()
-    await serve(_Control(control))  # type: ignore[arg-type]
+    await serve_campaign(control, _take)
+
+
+def _take(message: Any) -> bool:
+    if isinstance(message, Plant):
+        _planted.arm(message)
+        return True
+    return False

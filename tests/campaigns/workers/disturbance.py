@@ -11,16 +11,12 @@ large ones. Broken on purpose, to see that the campaign sees it:
 
 from __future__ import annotations
 
-import faulthandler
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.ops.edges.edge_in import EdgeIn
@@ -29,8 +25,8 @@ from asyncpipe.ops.edges.gloo import GlooOut
 from asyncpipe.ops.edges.message import EdgeMessage, ReceivedMessage
 from asyncpipe.ops.edges.shared_memory import SharedMemoryOut
 from asyncpipe.pipeline.resident import resident
-from asyncpipe.pipeline.resident.serve import serve
 from asyncpipe.runtime.workers.control_client import ControlClient
+from tests.campaigns.serving import serve_campaign
 
 __all__ = ["ENTRY", "Disturb", "disturbed"]
 
@@ -157,30 +153,16 @@ def _unless_stale(advance: Callable[[Any, int], None]) -> Callable[[Any, int], N
     return advance_or_not
 
 
-class _Control:
-    """The controller, which also says how to disturb."""
-
-    def __init__(self, control: ControlClient) -> None:
-        self._control = control
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._control, name)
-
-    async def serve(self, handle: Callable[[Any], Any]) -> None:
-        def heard(message: Any) -> Any:
-            if not isinstance(message, Disturb):
-                return handle(message)
-            _disturbance.now = message
-            for payload in (SharedMemoryOut, GlooOut):
-                payload.inline_bytes, payload.direct_bytes = message.inline_bytes, message.direct_bytes
-            return None
-
-        await self._control.serve(heard)
-
-
 async def disturbed(control: ControlClient) -> None:
-    """Serve the controller as the package's own entry does."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # For a case that is late.
-    torch.set_num_threads(1)
+    """Serve the controller, and be disturbed."""
     _install()
-    await serve(_Control(control))  # type: ignore[arg-type]
+    await serve_campaign(control, _take)
+
+
+def _take(message: Any) -> bool:
+    if not isinstance(message, Disturb):
+        return False
+    _disturbance.now = message
+    for payload in (SharedMemoryOut, GlooOut):
+        payload.inline_bytes, payload.direct_bytes = message.inline_bytes, message.direct_bytes
+    return True
