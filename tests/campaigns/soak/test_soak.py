@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -75,6 +76,8 @@ def test_what_is_measured_of_a_process():
     async def waiting():
         await asyncio.sleep(0)
 
+    while gc.collect():  # What other tests have left, and their finalizers after that, must not go between the two.
+        pass
     held = samples.measure()
     kept = [nn.Parameter(torch.zeros(1)) for _ in range(100)], [waiting() for _ in range(30)], bytearray(2**24)
     with ThreadPoolExecutor(1, thread_name_prefix="asyncio") as pool:
