@@ -164,90 +164,26 @@ class _StepOfPrograms:
     def run(self, m: int) -> StepForecast:
         """The step with ``m`` micro-batches."""
         shape = Shape(self._shape.stages, m, self._shape.devices)
-        stages, placement = shape.stages, self._placement
         programs = [self._program(device, shape) for device in range(shape.devices)]
-        # Where a value for (direction, stage, micro-batch) is, or will be: activations first, then gradients.
-        there = array("d", [_COMES]) * (2 * stages * m)
-        way = array("d", [0.0]) * (2 * stages * m)
-        """How long it was on its way."""
-        position, free = [0] * shape.devices, [0.0] * shape.devices
-        busy, waits = [0.0] * shape.devices, [0.0] * shape.devices
-        waiting: list[int] = [-1] * shape.devices
-        """What a device waits for, as an index of ``there``."""
-        channel_free = [0.0] * self._channels
-        ends: list[tuple[float, int]] = []
-        """A heap of (end, device) for the tasks that run."""
         recomputes = [self._checkpoint.recomputes(i, m) for i in range(m)]
-        seconds, onward, back, last = self._seconds, self._onward, self._back, stages - 1
-        gradients = stages * m
-        tasks = 0
-
-        def begin(device: int) -> None:
-            """Begin the next task of ``device``, or note what it waits for."""
-            program, at = programs[device], position[device]
-            if at == len(program):
-                return
-            which, i = divmod(program[at], m)
-            stage, kind = divmod(which, 4)
-            since, row = free[device], seconds[stage]
-            extra = 0.0
-            if kind == 0:
-                needs = stage * m + i if stage else -1
-            elif kind == 3:
-                needs = -1
-            else:
-                needs = gradients + stage * m + i if stage < last else -1
-                if recomputes[i]:
-                    extra = row[4] or 0.0
-            start = since + extra
-            if needs >= 0:
-                arrives = there[needs]
-                if arrives < 0:
-                    waiting[device] = needs
-                    return
-                if arrives > start:
-                    waits[device] += arrives - max(start, arrives - way[needs])
-                    start = arrives
-            cost = row[kind]
-            assert cost is not None
-            busy[device] += cost + extra
-            heappush(ends, (start + cost, device))
-
+        clock = _Clock(programs, m, self._seconds, recomputes, self._channels)
+        stages, placement, onward, back = shape.stages, self._placement, self._onward, self._back
+        last, gradients = stages - 1, stages * m
         for device in range(shape.devices):
-            begin(device)
-        end = 0.0
-        while ends:
-            end, device = heappop(ends)
-            which, i = divmod(programs[device][position[device]], m)
+            clock.begin(device)
+        while clock.ends:
+            end, device = heappop(clock.ends)
+            which, i = divmod(clock.end(device, end), m)
             stage, kind = divmod(which, 4)
-            free[device] = end
-            position[device] += 1
-            tasks += 1
-            goes, target = None, -1
-            if kind == 0:
-                if stage < last:
-                    goes, target = onward[stage], stage + 1
-                    made = target * m + i
-            elif kind != 3 and stage:
-                goes, target = back[stage], stage - 1
-                made = gradients + target * m + i
-            if target >= 0:
-                arrives = end
-                if goes is not None:
-                    channel, transfer, latency = goes
-                    channel_free[channel] = max(channel_free[channel], end) + transfer
-                    arrives = channel_free[channel] + latency
-                    way[made] = arrives - end
-                there[made] = arrives
-                user = placement[target]
-                if waiting[user] == made:
-                    waiting[user] = -1
-                    begin(user)
-            begin(device)
+            if kind == 0 and stage < last:
+                clock.deliver((stage + 1) * m + i, end, onward[stage], placement[stage + 1])
+            elif kind in (1, 2) and stage:
+                clock.deliver(gradients + (stage - 1) * m + i, end, back[stage], placement[stage - 1])
+            clock.begin(device)
         for device, program in enumerate(programs):
-            if position[device] < len(program):
+            if clock.position[device] < len(program):
                 raise ScheduleError(f"schedule {self._schedule.name!r} deadlocks: device {device} waits for ever")
-        return StepForecast(max(free), tuple(busy), tuple(waits), tasks, (m,))
+        return StepForecast(max(clock.free), tuple(clock.busy), tuple(clock.waits), sum(map(len, programs)), (m,))
 
     def _program(self, device: int, shape: Shape) -> array[int]:
         """The actions of ``device`` as numbers: (stage, kind, micro-batch) with the last running fastest."""
@@ -258,3 +194,85 @@ class _StepOfPrograms:
                 "q",
                 [(stage * 4 + number[kind]) * m + i for kind, i, stage in flat(self._schedule.order(device, shape))],
             )
+
+
+class _Clock:
+    """When tasks begin and end, and messages arrive, in one step. Slotted: its attributes are read for each task."""
+
+    __slots__ = (
+        "_channel_free", "_gradients", "_last", "_m", "_programs", "_recomputes", "_seconds", "_there", "_waiting",
+        "_way", "busy", "ends", "free", "position", "waits",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        programs: Sequence[Sequence[int]],
+        m: int,
+        seconds: Sequence[Sequence[float | None]],
+        recomputes: Sequence[bool],
+        channels: int,
+    ) -> None:
+        self._programs, self._m, self._seconds, self._recomputes = programs, m, seconds, recomputes
+        stages, devices = len(seconds), len(programs)
+        self._last, self._gradients = stages - 1, stages * m
+        # Where a value for (direction, stage, micro-batch) is, or will be: activations first, then gradients.
+        self._there = array("d", [_COMES]) * (2 * stages * m)
+        self._way = array("d", [0.0]) * (2 * stages * m)
+        """How long it was on its way."""
+        self._waiting = [-1] * devices
+        """What a device waits for, as an index of ``_there``."""
+        self._channel_free = [0.0] * channels
+        self.position, self.free = [0] * devices, [0.0] * devices
+        self.busy, self.waits = [0.0] * devices, [0.0] * devices
+        self.ends: list[tuple[float, int]] = []
+        """A heap of (end, device) for the tasks that run."""
+
+    def begin(self, device: int) -> None:
+        """Begin the next task of ``device``, or note what it waits for."""
+        program, at = self._programs[device], self.position[device]
+        if at == len(program):
+            return
+        which, i = divmod(program[at], self._m)
+        stage, kind = divmod(which, 4)
+        row, needs, extra = self._seconds[stage], -1, 0.0
+        if kind == 0:
+            if stage:
+                needs = stage * self._m + i
+        elif kind != 3:
+            if stage < self._last:
+                needs = self._gradients + stage * self._m + i
+            if self._recomputes[i]:
+                extra = row[4] or 0.0
+        start = self.free[device] + extra
+        if needs >= 0:
+            arrives = self._there[needs]
+            if arrives < 0:
+                self._waiting[device] = needs
+                return
+            if arrives > start:
+                self.waits[device] += arrives - max(start, arrives - self._way[needs])
+                start = arrives
+        cost = row[kind]
+        assert cost is not None
+        self.busy[device] += cost + extra
+        heappush(self.ends, (start + cost, device))
+
+    def end(self, device: int, end: float) -> int:
+        """End the task that runs on ``device``; its number."""
+        at = self.position[device]
+        self.free[device] = end
+        self.position[device] = at + 1
+        return self._programs[device][at]
+
+    def deliver(self, value: int, end: float, way: tuple[int, float, float] | None, user: int) -> None:
+        """Send ``value``, which is made at ``end``, and begin what waits for it on the device ``user``."""
+        arrives = end
+        if way is not None:
+            channel, transfer, latency = way
+            sent = self._channel_free[channel] = max(self._channel_free[channel], end) + transfer
+            arrives = sent + latency
+            self._way[value] = arrives - end
+        self._there[value] = arrives
+        if self._waiting[user] == value:
+            self._waiting[user] = -1
+            self.begin(user)

@@ -195,27 +195,7 @@ class Resident:
         (work.settings or ProcessSettings()).apply()
         if work.flags is not None:
             self._set_flags(work.flags)
-        options = self._parts.options
-        plan = replace(work.plan, loss=options.loss_fn if work.has_loss else None)
-        if work.number is not None:
-            made = self._made.pop(work.number)
-            takes, targets = made.takes, made.targets
-        else:
-            takes, targets = work.takes.taken(), work.targets.taken()
-            if work.stage is not None:
-                takes = [{work.stage: value} for value in takes]
-        inputs = StepInputs(
-            self._parts,
-            StepOptions(update=work.update),
-            work.plan.training,
-            work.microbatches,
-            plan,
-            work.context,
-            takes,
-            targets,
-            ready_made=True,
-            is_padded_unevenly=False,
-        )
+        inputs, takes, targets = self._inputs(work)
         tensors = StepTensors.of(takes, targets)
         graph = inputs.graph
         own = self._part(graph)
@@ -249,6 +229,30 @@ class Resident:
         for message in early:
             step.arrived(message)
         return step
+
+    def _inputs(self, work: StepWork) -> tuple[StepInputs, Sequence[Mapping[int, Any]], Sequence[Any]]:
+        """The step's inputs, and what its stages take of them, and its targets, by micro-batch."""
+        if work.number is not None:
+            made = self._made.pop(work.number)
+            takes, targets = made.takes, made.targets
+        else:
+            takes, targets = work.takes.taken(), work.targets.taken()
+            if work.stage is not None:
+                takes = [{work.stage: value} for value in takes]
+        options = self._parts.options
+        inputs = StepInputs(
+            self._parts,
+            StepOptions(update=work.update),
+            work.plan.training,
+            work.microbatches,
+            replace(work.plan, loss=options.loss_fn if work.has_loss else None),
+            work.context,
+            takes,
+            targets,
+            ready_made=True,
+            is_padded_unevenly=False,
+        )
+        return inputs, takes, targets
 
     async def make_batch(self, number: int) -> CutInputs:
         """Have the feed make the mini-batch of step ``number``, and keep what the own stages take; what it is like."""
