@@ -48,6 +48,9 @@ def main() -> None:
             model = "moved" if draws else "split"
             if schedule not in args.schedules.split(",") or model not in args.models.split(","):
                 continue
+            if time.monotonic() > deadline:
+                print(f"no time for the model that is {model}, with {schedule}")
+                continue
             own = Path(folder, f"{schedule}-{model}")
             own.mkdir()
             campaign = Campaign(rounds, own, schedule=schedule, draws=draws, deadline=deadline, latest=args.latest)
