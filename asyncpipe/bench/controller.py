@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.harness import rollup_bytes, status_bytes, table
+from asyncpipe.bench.harness import rollup_bytes, status_bytes, table, worker_pids
 from asyncpipe.bench.light_worker import OwnTasks, answer
 from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.lower import CheckpointMode, lower
@@ -191,7 +191,7 @@ async def _in_workers(case: ControllerCase) -> Figures:
                 observers=observers,
             )
             async with pipe:
-                start, pids = status_bytes(here, "VmRSS"), _worker_pids(here)
+                start, pids = status_bytes(here, "VmRSS"), worker_pids(here)
                 before = sum(map(_cpu_seconds, pids))
                 await pipe.step(x, x, return_outputs=False)
                 first = (sum(map(_cpu_seconds, pids)) - before) / case.workers
@@ -218,17 +218,6 @@ async def _in_workers(case: ControllerCase) -> Figures:
 
 def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0)
-
-
-def _worker_pids(pid: int) -> list[int]:
-    """Its workers, which may be children of the process that they are forked from."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            listed = Path(f"/proc/{child}/cmdline").read_bytes()
-            if b"asyncpipe/worker" in listed:
-                found += _worker_pids(child) if b"fork server" in listed else [child]
-    return found
 
 
 def _cpu_seconds(pid: int) -> float:

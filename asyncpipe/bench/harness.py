@@ -37,6 +37,7 @@ __all__ = [
     "seconds_of",
     "status_bytes",
     "table",
+    "worker_pids",
 ]
 
 _T = TypeVar("_T")
@@ -144,3 +145,14 @@ def _kernel_bytes(file: Path, key: str) -> int:
 def mlp(width: int, layers: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     """``layers`` times a linear layer of ``width`` with an activation behind it."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), activation()) for _ in range(layers)))
+
+
+def worker_pids(pid: int) -> list[int]:
+    """Its workers, which may be children of the process that they are forked from."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            listed = Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"asyncpipe/worker" in listed:
+                found += worker_pids(child) if b"fork server" in listed else [child]
+    return found

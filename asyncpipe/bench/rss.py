@@ -15,14 +15,13 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.harness import rollup_bytes, status_bytes
+from asyncpipe.bench.harness import rollup_bytes, status_bytes, worker_pids
 from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
@@ -144,7 +143,7 @@ async def _after(pool: DevicePool, *, train: bool) -> dict[int, int]:
     x = torch.randn(STAGES, 2)
     async with _pipeline([nn.Linear(2, 2) for _ in range(STAGES)], pool, train=train) as pipe:
         await pipe.train(train).step(x, x)
-    return {pid: rollup_bytes(pid, "Rss") for pid in _children(os.getpid())}
+    return {pid: rollup_bytes(pid, "Rss") for pid in worker_pids(os.getpid())}
 
 
 def _pipeline(model: Any, pool: DevicePool, *, train: bool) -> Pipeline:
@@ -160,12 +159,3 @@ def _pipeline(model: Any, pool: DevicePool, *, train: bool) -> Pipeline:
 
 def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
-
-
-def _children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    children = (child for task in tasks for child in (task / "children").read_text().split())
-    # Python's own helper of ``multiprocessing`` is no worker.
-    return sorted(
-        int(child) for child in children if b"asyncpipe/worker" in Path(f"/proc/{child}/cmdline").read_bytes()
-    )
