@@ -83,6 +83,7 @@ api: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python tests/support/declare_torchvision.py
 	touch $@
 
 clean:
