@@ -174,10 +174,10 @@ class _CostModel:
 def _simulate(args: argparse.Namespace) -> int:
     steps, ahead = _steps(args)
     topology = _topology(args)
-    model = _cost_model(args)
-    models = _jittered(model.costs, args)
     schedule = find_schedule(args.name, order=args.order)
     shape = shape_of(schedule, args.stages, args.microbatches, args.virtual)
+    model = _cost_model(args, schedule.placement(shape))
+    models = _jittered(model.costs, args)
     names = None
     if topology is not None:
         if args.large:
@@ -312,7 +312,7 @@ def _write_picture(records: Sequence[StepRecord], model: _CostModel, title: str,
         raise OptionError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _cost_model(args: argparse.Namespace) -> _CostModel:
+def _cost_model(args: argparse.Namespace, placement: Sequence[int]) -> _CostModel:
     if args.profile is None:
         if args.balance is not None:
             raise OptionError("--balance splits the layers of a profile; give --profile FILE with it")
@@ -327,12 +327,12 @@ def _cost_model(args: argparse.Namespace) -> _CostModel:
         balance = even_balance(profile.layer_seconds(args.microbatches, checkpoint), args.stages)
     else:
         balance = _balance(args.balance, args.stages)
-    measured = profile.costs(balance, args.microbatches, checkpoint)
+    measured = profile.costs(balance, args.microbatches, checkpoint, placement)
     return _CostModel(
         costs=measured,
         label=f"costs of {args.profile}, balance {','.join(map(str, balance))}",
-        wiring=profile.wiring(balance),
-        memory=profile.memory(balance, args.microbatches),
+        wiring=profile.wiring(balance, placement),
+        memory=profile.memory(balance, args.microbatches, placement=placement),
         overhead=profile.measurement(args.microbatches).step,
         virtual=False,
         sizes=measured.size,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal
@@ -27,13 +27,13 @@ from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task_graph import Phase, Wiring
 from asyncpipe.core.hosts import DeviceName
 from asyncpipe.core.predict.balance import check_balance, even_balance
-from asyncpipe.core.predict.layer_profile import PARAMETER_SCALE, Measurement, Profile, ProfiledLayer
+from asyncpipe.core.predict.layer_profile import PARAMETER_SCALE, LayerCosts, Measurement, Profile, ProfiledLayer
 from asyncpipe.core.predict.planner import Plan, plan
 from asyncpipe.core.predict.profile_from_journals import MeasuredStep, StepVariant, combine, layer_seconds
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
 from asyncpipe.errors import MicrobatchError, OptionError
 from asyncpipe.ops.device.devices import Device, resolve_devices
-from asyncpipe.ops.model.byte_recorder import ByteRecorder, LayerBytes, parameter_bytes
+from asyncpipe.ops.model.byte_recorder import ByteRecorder, LayerBytes, parameter_bytes, tied_parameters, travelling
 from asyncpipe.ops.model.measure_layers import copied
 from asyncpipe.ops.model.microbatch import cut
 from asyncpipe.ops.model.sequential import as_sequential
@@ -65,7 +65,7 @@ class SampleBatch:
 
 
 def measure(
-    model: nn.Module | Sequence[nn.Module] | StagedModel,
+    model: nn.Module | Sequence[nn.Module] | StagedModel | StageFactory,
     devices: Sequence[str | torch.device],
     sample: SampleBatch,
     microbatches: Sequence[int],
@@ -94,7 +94,7 @@ def measure(
 
 
 def choose(
-    model: nn.Module | Sequence[nn.Module] | StagedModel,
+    model: nn.Module | Sequence[nn.Module] | StagedModel | StageFactory,
     devices: Sequence[str | torch.device],
     sample: SampleBatch,
     microbatches: int,
@@ -135,8 +135,6 @@ def resolve_auto(arguments: PipelineArguments) -> PipelineArguments:
         return arguments
     assert arguments.sample is not None
     assert isinstance(arguments.schedule, str)
-    if isinstance(arguments.model, StageFactory):
-        raise OptionError(f"{arguments.model} is built where its stages live, and not measured here; name a schedule")
     x, target = (*arguments.sample, NO_TARGET)[:2]
     sample = SampleBatch(x, target, arguments.loss_fn, arguments.loss_reduction, arguments.batch_dim)
     # As in ``why_alone``; the planner knows of ties and rules.
@@ -155,17 +153,24 @@ def resolve_auto(arguments: PipelineArguments) -> PipelineArguments:
     return replace(arguments, schedule=plan.schedule, balance=list(plan.balance), sample=None)
 
 
-def _layers(model: nn.Module | Sequence[nn.Module] | StagedModel) -> tuple[ProfiledLayer, ...]:
+def _named_layers(model: nn.Module | Sequence[nn.Module] | StagedModel | StageFactory) -> dict[str, nn.Module]:
+    """The parts that a balance counts, by name."""
+    if isinstance(model, StageFactory):
+        raise OptionError(
+            f"{model} builds stages where they live, which cannot be joined or measured here; name a schedule, and "
+            "leave balance and sample out"
+        )
     if isinstance(model, StagedModel):
-        named: list[tuple[str, nn.Module]] = [(f"stage {index}", stage) for index, stage in enumerate(model.stages)]
-    else:
-        # named_children() would leave out a layer that is there twice.
-        named = [(f"{name} {type(part).__name__}", part) for name, part in as_sequential(model)._modules.items()]
-    return tuple(ProfiledLayer(name, *parameter_bytes(part)) for name, part in named)
+        return {f"stage {index}": stage for index, stage in enumerate(model.stages)}
+    # named_children() would leave out a layer that is there twice.
+    return {f"{name} {type(part).__name__}": part for name, part in as_sequential(model)._modules.items()}
+
+
+_COUNTED = tuple(each.name for each in fields(LayerCosts) if each.type == "int")
 
 
 def _as_dicts(sizes: Sequence[LayerBytes]) -> list[dict[str, int]]:
-    return [{name: size for name, size in asdict(each).items() if name != "inner"} for each in sizes]
+    return [{name: getattr(each, name) for name in _COUNTED} for each in sizes]
 
 
 def _check_microbatches(microbatches: int, sample: SampleBatch) -> None:
@@ -186,7 +191,7 @@ class Measuring:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module] | StagedModel,
+        model: nn.Module | Sequence[nn.Module] | StagedModel | StageFactory,
         devices: Sequence[str | torch.device],
         sample: SampleBatch,
         microbatches: Sequence[int],
@@ -198,7 +203,9 @@ class Measuring:
             _check_microbatches(number, sample)
         self._model = model
         self._devices = resolve_devices([DeviceName.parse(str(device)).device for device in devices])
-        self._layers = _layers(model)
+        layers = _named_layers(model)
+        self._layers = tuple(ProfiledLayer(name, *parameter_bytes(part)) for name, part in layers.items())
+        self._ties = tied_parameters(list(layers.values()))
         self._open = partial(_MeasuredPipeline, model, sample=sample, intra_op_threads=intra_op_threads)
         self._stack = ExitStack()
         self._sizes: dict[int, list[LayerBytes]] = {}
@@ -240,13 +247,20 @@ class Measuring:
         """The costs according to the rounds that were kept so far."""
         instant = not any(device.is_accelerator for device in self._devices)
         measurements: dict[int, Measurement] = {
-            number: combine(fine, self._coarse_steps[number], _as_dicts(self._sizes[number]), instant=instant)
+            number: combine(
+                fine,
+                self._coarse_steps[number],
+                _as_dicts(self._sizes[number]),
+                instant=instant,
+                sent=travelling(self._sizes[number]),
+                ties=self._ties,
+            )
             for number, fine in self._fine_steps.items()
         }
         sizes = next(iter(self._sizes.values()))
         layers = tuple(replace(la, inner=of.inner) for la, of in zip(self._layers, sizes, strict=True))
         names = tuple(device.name for device in self._devices)
-        return Profile(layers, self._fine.wiring.links, measurements, names)
+        return Profile(layers, self._fine.wiring.links, measurements, names, self._ties)
 
 
 class _InGroups(OrderedSchedule):

@@ -290,7 +290,7 @@ def test_a_profile_gives_costs_and_sizes(capsys: Output, profile: Path) -> None:
     step = found(capsys, f"gpipe --stages 2 --microbatches 4 --profile {profile} --balance 1,2")
     assert step["makespan"] == 1 + 2.5 + 4 * 3 + 4 * 9 + 2.5 + 3
     assert step["step_seconds"] == step["makespan"] + 0.25
-    assert step["memory"] == [2 * 4096 + 4 * (1024 + 2048), 4 * 4096 + 4 * 1024]
+    assert step["memory"] == [2 * 4096 + 4 * (1024 + 2048), 4 * 4096 + 4 * 2048]
 
 
 def test_recomputation_changes_times_and_memory(capsys: Output, profile: Path) -> None:

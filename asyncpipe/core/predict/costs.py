@@ -10,7 +10,7 @@ A cost model is any function from a task to seconds, so one model can wrap anoth
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import cos, exp, inf, log, log1p, pi, sqrt
 
 from asyncpipe.core.graph.task import WHOLE_STEP, Task
@@ -21,7 +21,7 @@ from asyncpipe.errors import OptionError
 __all__ = ["Costs", "Jitter", "StageCosts", "parse_costs"]
 
 _F, _R, _B, _C, _U = (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.COPY, TaskKind.UPDATE)
-_I, _W = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
+_I, _W, _S = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT, TaskKind.SUM
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,8 @@ def parse_costs(text: str) -> Costs:
 class StageCosts:
     """A cost model of a real model: seconds for each kind at each stage, and copies by their bytes.
 
-    A copy takes ``latency + bytes / bandwidth``. Copies of tied parameters, one in a step for each user, take
-    ``latency``, since ``sent`` does not contain their size. Sums (S) take no time. Sequences are kept as tuples. Raises
-    ``OptionError`` for rows of different lengths, unknown kinds, and numbers that are negative, infinite or NaN.
+    A copy takes ``latency + bytes / bandwidth``. Sequences are kept as tuples. Raises ``OptionError`` for rows of
+    different lengths, unknown kinds, and numbers that are negative, infinite or NaN.
     """
 
     seconds: Mapping[TaskKind, Sequence[float]]
@@ -97,6 +96,13 @@ class StageCosts:
     """Bytes per second."""
     update: Sequence[float] | None = None
     """Seconds of the optimizer's update at each stage; by default zero."""
+    skips: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """By (source, user): the bytes on links that jump stages; on others than these, what the source sends the next."""
+    tied: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """By (owner, user): the bytes of the parameters that the user has replicas of, which come once in a step, and go
+    back as gradients; by default nothing, so their copies take the latency."""
+    sums: Sequence[float] | None = None
+    """Seconds in which each stage adds up the gradients of such parameters (S); by default zero."""
 
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.seconds if kind not in COMPUTE_KINDS]
@@ -113,6 +119,11 @@ class StageCosts:
         if self.update is not None:
             _check_row("update", self.update, stages)
             object.__setattr__(self, "update", tuple(self.update))
+        if self.sums is not None:
+            _check_row("sums", self.sums, stages)
+            object.__setattr__(self, "sums", tuple(self.sums))
+        _check_row("skips", tuple(self.skips.values()), len(self.skips))
+        _check_row("tied", tuple(self.tied.values()), len(self.tied))
         _check_row("sent", self.sent, stages - 1)
         _check_row("latency", (self.latency,), 1)
         if not self.bandwidth > 0:
@@ -129,14 +140,19 @@ class StageCosts:
             return self.latency + self.size(task) / self.bandwidth
         if task.kind is _U:
             return 0.0 if self.update is None else self.update[task.stage]
+        if task.kind is _S:
+            return 0.0 if self.sums is None else self.sums[task.stage]
         if task.kind in COMPUTE_KINDS:
             raise OptionError(f"{task.id} has no cost: give the seconds of {task.kind.value} at each stage")
         return 0.0
 
     def size(self, task: Task) -> float:
-        """The bytes that the copy ``task`` brings; none for tied parameters, since their size is not known here."""
+        """The bytes that the copy ``task`` brings."""
         assert task.source is not None
-        return 0 if task.microbatch == WHOLE_STEP else self.sent[min(task.source, task.stage)]
+        source, user = sorted((task.source, task.stage))
+        if task.microbatch == WHOLE_STEP:
+            return self.tied.get((source, user), 0)
+        return self.sent[source] if user == source + 1 else self.skips.get((source, user), self.sent[source])
 
 
 def _check_row(name: str, row: Sequence[float], length: int) -> None:

@@ -8,6 +8,9 @@ of one task. It keeps what its layers save for the backward; a tensor between tw
     1 ReLU          F B I W R                                    input │ saved │ output
     ─ stage ─       overhead(kind) + sum                         input + Σ saved, shared tensors once + output
 
+Tensors that travel are known one by one (``SentTensor``), and so are parameters that several layers share
+(``TiedTensor``), so the messages and the memory of stages are right also where values jump over layers.
+
 All figures belong to one number of micro-batches. Smaller micro-batches are not proportionally cheaper, so every number
 of micro-batches is measured, and none is interpolated.
 """
@@ -15,7 +18,7 @@ of micro-batches is measured, and none is interpolated.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, pairwise
 from math import inf, isfinite
@@ -31,9 +34,23 @@ from asyncpipe.core.predict.costs import StageCosts
 from asyncpipe.core.predict.memory import StageMemory
 from asyncpipe.errors import ProfileError
 
-__all__ = ["ADAMW_SCALE", "PARAMETER_SCALE", "ProfiledLayer", "LayerCosts", "Measurement", "Profile"]
+__all__ = [
+    "ADAMW_SCALE",
+    "CALLER",
+    "PARAMETER_SCALE",
+    "LayerCosts",
+    "Measurement",
+    "Profile",
+    "ProfiledLayer",
+    "SentTensor",
+    "TiedTensor",
+    "message_sizes",
+]
 
-FORMAT, VERSION = "asyncpipe-profile", 1
+FORMAT, VERSION = "asyncpipe-profile", 2
+
+CALLER = -1
+"""Who gives the inputs and gets the outputs, in the place of a layer."""
 
 PARAMETER_SCALE = 2.0
 """Bytes of training per byte of a parameter: the parameter and its gradient."""
@@ -85,6 +102,30 @@ class LayerCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class SentTensor:
+    """A tensor of one micro-batch that a layer, or the caller, sends to layers, or to the caller."""
+
+    source: int
+    users: tuple[int, ...]
+    size: int
+    """Bytes."""
+    saved_by: tuple[int, ...]
+    """Which of source and users keep it for their backward."""
+    memory: int
+    """Equal for tensors that are the same memory, since a layer passes on what it has received."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiedTensor:
+    """A parameter that several layers use. The first of them owns it."""
+
+    users: tuple[int, ...]
+    size: int
+    """Bytes."""
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
     """The costs measured with one number of micro-batches, for one micro-batch of that size."""
 
@@ -97,6 +138,15 @@ class Measurement:
     """Seconds from the end of a task to the start of a dependent on another device."""
     bandwidth: float
     """Bytes per second between two devices; infinite where tensors are passed without a copy."""
+    sent: tuple[SentTensor, ...] = ()
+    """What travels; nothing if each layer sends its output to the next one, and no more."""
+    adding: float = inf
+    """Bytes per second at which gradients of tied parameters are added up; infinite if there are none."""
+
+    @property
+    def travelling(self) -> tuple[SentTensor, ...]:
+        """``sent``; for a chain, its inputs and outputs."""
+        return self.sent or tuple(_chain(self.layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +160,8 @@ class Profile:
     """By number of micro-batches."""
     devices: tuple[str, ...] = ()
     """The devices on which it was measured."""
+    ties: tuple[TiedTensor, ...] = ()
+    """Parameters that layers share."""
 
     @property
     def measured(self) -> list[int]:
@@ -131,14 +183,21 @@ class Profile:
         balance: Sequence[int],
         microbatches: int,
         checkpoint: CheckpointMode = CheckpointMode.NEVER,
+        placement: Sequence[int] | None = None,
     ) -> StageCosts:
         """The cost model of a split: seconds of each kind of task at each stage, and of copies.
 
-        ``balance`` is the number of layers of each stage. Raises ``BalanceError``, and ``ProfileError`` if that number
-        of micro-batches was not measured.
+        ``balance`` is the number of layers of each stage, ``placement`` the device of each, by default its own. Raises
+        ``BalanceError``, and ``ProfileError`` if that number of micro-batches was not measured.
         """
         measured = self.measurement(microbatches)
         borders = self._borders(balance)
+        messages = message_sizes(measured.travelling, self._stage_of(balance))
+        tied: dict[tuple[int, int], int] = {}
+        summed = [0] * len(borders)
+        for owner, user, tensor in self._replicas(balance, placement):
+            tied[owner, user] = tied.get((owner, user), 0) + tensor.size
+            summed[owner] += tensor.size if tensor.trained else 0
         stages = [measured.layers[start:end] for start, end in borders]
         rows = {
             kind: [sum(layer.seconds(kind, checkpoint) for layer in layers) for layers in stages]
@@ -152,33 +211,66 @@ class Profile:
             seconds={
                 kind: [measured.overhead.get(kind.value, 0.0) + each for each in row] for kind, row in rows.items()
             },
-            sent=[layers[-1].output for layers in stages[:-1]],
+            sent=[messages.get((stage, stage + 1), 0) for stage in range(len(stages) - 1)],
             latency=measured.latency,
             bandwidth=measured.bandwidth,
+            skips={link: size for link, size in messages.items() if link[1] != link[0] + 1},
+            tied=tied,
+            sums=[size / measured.adding for size in summed],
         )
 
     def memory(
-        self, balance: Sequence[int], microbatches: int, parameter_scale: float = PARAMETER_SCALE
+        self,
+        balance: Sequence[int],
+        microbatches: int,
+        parameter_scale: float = PARAMETER_SCALE,
+        placement: Sequence[int] | None = None,
     ) -> StageMemory:
         """The bytes that each stage keeps for a micro-batch and for its parameters.
 
         ``parameter_scale`` is the memory of a trained parameter, its gradient and its optimizer state, as a multiple of
-        the parameter's own: 2 without optimizer state, 4 with AdamW. Frozen parameters count once. Raises as ``costs``.
+        the parameter's own: 2 without optimizer state, 4 with AdamW. Frozen parameters count once, and a tied one once
+        where it is owned, and on each other device of its users as a replica with a gradient. ``placement`` is the
+        device of each stage, by default its own. Raises as ``costs``.
         """
         measured = self.measurement(microbatches)
         borders = self._borders(balance)
-        stages = [measured.layers[start:end] for start, end in borders]
+        kept = [_kept(measured, start, end) for start, end in borders]
+        fixed = [sum(_fixed(la, parameter_scale) for la in self.layers[start:end]) for start, end in borders]
+        stage_of = self._stage_of(balance)
+        for tensor in self.ties:
+            for user in tensor.users[1:]:
+                # Counted as another parameter so far.
+                fixed[stage_of[user]] -= tensor.size * (parameter_scale if tensor.trained else min(parameter_scale, 1))
+        for _, user, tensor in self._replicas(balance, placement):
+            fixed[user] += tensor.size * min(parameter_scale, PARAMETER_SCALE if tensor.trained else 1)
         return StageMemory(
-            saved=[_saved(layers) for layers in stages],
-            inputs=[layers[0].input for layers in stages],
-            fixed=[round(sum(_fixed(la, parameter_scale) for la in self.layers[start:end])) for start, end in borders],
+            saved=[saved for saved, _ in kept],
+            inputs=[inputs for _, inputs in kept],
+            fixed=[round(each) for each in fixed],
         )
 
-    def wiring(self, balance: Sequence[int]) -> Wiring:
-        """The links between the stages, with skips; tied parameters are left out."""
-        stage_of = [stage for stage, size in enumerate(check_balance(balance, len(self.layers))) for _ in range(size)]
+    def wiring(self, balance: Sequence[int], placement: Sequence[int] | None = None) -> Wiring:
+        """The links between the stages, skips included, and their ties; ``placement`` is that of ``memory``."""
+        stage_of = self._stage_of(balance)
         links = {(stage_of[source], stage_of[user]) for source, user in self.links}
-        return Wiring(tuple(sorted(link for link in links if link[0] != link[1])))
+        ties = {(owner, user) for owner, user, _ in self._replicas(balance, placement)}
+        return Wiring(tuple(sorted(link for link in links if link[0] != link[1])), tuple(sorted(ties)))
+
+    def _stage_of(self, balance: Sequence[int]) -> list[int]:
+        """The stage of each layer."""
+        return [stage for stage, size in enumerate(check_balance(balance, len(self.layers))) for _ in range(size)]
+
+    def _replicas(
+        self, balance: Sequence[int], placement: Sequence[int] | None
+    ) -> Iterator[tuple[int, int, TiedTensor]]:
+        """(owner, user, tensor) for each stage that has a replica, since the owner is on another device."""
+        stage_of = self._stage_of(balance)
+        for tensor in self.ties:
+            owner, *users = dict.fromkeys(stage_of[each] for each in tensor.users)
+            for user in users:
+                if placement is None or placement[user] != placement[owner]:
+                    yield owner, user, tensor
 
     def layer_seconds(self, microbatches: int, checkpoint: CheckpointMode = CheckpointMode.NEVER) -> list[float]:
         """The time of each layer for one micro-batch: forward, backward and, if it is recomputed, recomputation."""
@@ -195,8 +287,11 @@ class Profile:
 
     def layer_bytes(self, microbatches: int, parameter_scale: float = PARAMETER_SCALE) -> list[int]:
         """The bytes of each layer for one micro-batch and its parameters."""
-        costs = self.measurement(microbatches).layers
-        return [_saved([la]) + round(_fixed(of, parameter_scale)) for la, of in zip(costs, self.layers, strict=True)]
+        measured = self.measurement(microbatches)
+        return [
+            _kept(measured, number, number + 1)[0] + round(_fixed(layer, parameter_scale))
+            for number, layer in enumerate(self.layers)
+        ]
 
     def _borders(self, balance: Sequence[int]) -> list[tuple[int, int]]:
         return list(pairwise([0, *accumulate(check_balance(balance, len(self.layers)))]))
@@ -206,8 +301,8 @@ class Profile:
         measurements = []
         for microbatches in self.measured:
             row = asdict(self.measurements[microbatches])
-            # JSON has no infinity.
-            row["bandwidth"] = row["bandwidth"] if isfinite(row["bandwidth"]) else None
+            for speed in ("bandwidth", "adding"):  # JSON has no infinity.
+                row[speed] = row[speed] if isfinite(row[speed]) else None
             measurements.append({"microbatches": microbatches, **row})
         return {
             "format": FORMAT,
@@ -215,6 +310,7 @@ class Profile:
             "devices": self.devices,
             "layers": [asdict(layer) for layer in self.layers],
             "links": self.links,
+            "ties": [asdict(tensor) for tensor in self.ties],
             "measurements": measurements,
         }
 
@@ -247,11 +343,60 @@ class Profile:
             raise ProfileError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
 
 
-def _saved(layers: Sequence[LayerCosts]) -> int:
-    """The bytes that a stage keeps of a micro-batch: its input, its output, and what its layers save."""
-    inner = sum(max(0, after.saved_input - before.saved_output) for before, after in pairwise(layers))
-    first, last = layers[0], layers[-1]
-    return first.input + sum(la.saved for la in layers) + inner + max(0, last.output - last.saved_output)
+def message_sizes(tensors: Sequence[SentTensor], stage_of: Sequence[int]) -> dict[tuple[int, int], int]:
+    """By (source, user) of stages: the bytes of ``tensors`` that one sends the other; ``stage_of`` is by layer.
+
+    What several layers of a stage use is sent there once.
+    """
+    found: dict[tuple[int, int], int] = {}
+    for tensor in tensors:
+        if tensor.source != CALLER:
+            source = stage_of[tensor.source]
+            for user in {stage_of[each] for each in tensor.users if each != CALLER} - {source}:
+                found[source, user] = found.get((source, user), 0) + tensor.size
+    return found
+
+
+def _chain(layers: Sequence[LayerCosts]) -> Iterator[SentTensor]:
+    """The inputs and outputs of layers that send to the next one alone, in parts that are saved by the same layers."""
+    memory = 0
+    ends = (None, *layers, None)
+    for number, (before, after) in enumerate(pairwise(ends)):
+        source = number - 1 if before else CALLER
+        user = number if after else CALLER
+        size = before.output if before else layers[0].input
+        first = min(size, before.saved_output) if before else 0
+        second = min(size, after.saved_input) if after else 0
+        both = min(first, second)
+        parts = {(source, user): both, (source,): first - both, (user,): second - both, (): size - max(first, second)}
+        for saved_by, part in parts.items():
+            if part:
+                yield SentTensor(source, (user,), part, saved_by, memory)
+                memory += 1
+
+
+def _kept(measured: Measurement, start: int, end: int) -> tuple[int, int]:
+    """The bytes that a stage of the layers from ``start`` to ``end`` keeps of a micro-batch, and those of its input.
+
+    It keeps its input, its output, and what its layers save. What layers save of their own is in ``LayerCosts.saved``,
+    the output with it; what they save of their input is not.
+    """
+    inputs: dict[int, int] = {}
+    others: dict[int, int] = {}
+    counted: set[int] = set()
+    for tensor in measured.travelling:
+        made_here = start <= tensor.source < end
+        used_here = [start <= user < end for user in tensor.users]
+        if not made_here:
+            if any(used_here):
+                inputs[tensor.memory] = tensor.size
+        elif tensor.source in tensor.saved_by:
+            counted.add(tensor.memory)
+        elif not all(used_here) or any(start <= each < end for each in tensor.saved_by):
+            others[tensor.memory] = tensor.size
+    received = sum(inputs.values())
+    more = sum(size for memory, size in others.items() if memory not in counted and memory not in inputs)
+    return received + sum(layer.saved for layer in measured.layers[start:end]) + more, received
 
 
 def _fixed(layer: ProfiledLayer, scale: float) -> float:
@@ -268,6 +413,8 @@ def _parsed(document: Mapping[str, Any]) -> Profile:
             step=_number(row["step"]),
             latency=_number(row["latency"]),
             bandwidth=inf if row["bandwidth"] is None else _number(row["bandwidth"]),
+            sent=tuple(_sent(each, len(layers)) for each in row["sent"]),
+            adding=inf if row["adding"] is None else _number(row["adding"]),
         )
         if len(measured.layers) != len(layers):
             raise ValueError(f"{len(measured.layers)} layers were measured, {len(layers)} are listed")
@@ -275,7 +422,28 @@ def _parsed(document: Mapping[str, Any]) -> Profile:
     links = tuple((int(source), int(user)) for source, user in document["links"])
     if any(not 0 <= source < user < len(layers) for source, user in links):
         raise ValueError(f"links must join {len(layers)} layers, from earlier to later ones, got {list(links)}")
-    return Profile(layers, links, measurements, tuple(map(str, document["devices"])))
+    ties = tuple(_tied(each, len(layers)) for each in document["ties"])
+    return Profile(layers, links, measurements, tuple(map(str, document["devices"])), ties)
+
+
+def _sent(row: Mapping[str, Any], layers: int) -> SentTensor:
+    tensor = SentTensor(
+        source=int(row["source"]),
+        users=tuple(map(int, row["users"])),
+        size=_number(row["size"]),
+        saved_by=tuple(map(int, row["saved_by"])),
+        memory=int(row["memory"]),
+    )
+    if not all(CALLER <= each < layers for each in (tensor.source, *tensor.users, *tensor.saved_by)):
+        raise ValueError(f"a tensor travels between {layers} layers and the caller (-1), got {dict(row)}")
+    return tensor
+
+
+def _tied(row: Mapping[str, Any], layers: int) -> TiedTensor:
+    tensor = TiedTensor(tuple(map(int, row["users"])), _number(row["size"]), bool(row["trained"]))
+    if len(tensor.users) < 2 or not all(0 <= each < layers for each in tensor.users):
+        raise ValueError(f"a tied parameter has several users among {layers} layers, got {dict(row)}")
+    return tensor
 
 
 def _made(kind: Any, row: Mapping[str, Any]) -> Any:

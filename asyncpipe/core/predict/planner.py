@@ -232,7 +232,7 @@ class _Search:
         m = candidate.microbatches
         placement = self._placement(candidate)
         recomputed = sum(candidate.checkpoint.recomputes(i, m) for i in range(m))
-        costs = self.profile.costs(balance, m, candidate.checkpoint)
+        costs = self.profile.costs(balance, m, candidate.checkpoint, placement)
         between = 0.0 if self.ahead else self.profile.measurement(m).step
         return busiest_device(costs, placement, m, recomputed, self._speeds()) + between
 
@@ -262,7 +262,8 @@ class _Search:
             schedule, _, m, mode = candidate
             graph = self._graph(candidate, balance)
             overlap = self.ahead > 0 and can_overlap(graph)
-            costs, steps = self.profile.costs(balance, m, mode), OVERLAPPING if overlap else 1
+            at = graph.placement
+            costs, steps = self.profile.costs(balance, m, mode, at), OVERLAPPING if overlap else 1
             placed = costs if self.topology is None else TopologyCosts(costs, self.topology)
             records = simulate_steps(graph, placed, steps=steps, ahead=self.ahead)
             found = reports(records)
@@ -272,7 +273,7 @@ class _Search:
                 *(schedule, balance, m, mode),
                 seconds=pace.seconds if pace else found[0].seconds + self.profile.measurement(m).step,
                 # Each device runs one step after the other, so it holds no more than in a single one.
-                memory=tuple(peak_memory(records[0], self.profile.memory(balance, m, self.parameter_scale))),
+                memory=tuple(peak_memory(records[0], self.profile.memory(balance, m, self.parameter_scale, at))),
                 bubble=(pace or found[0]).bubble_ratio,
                 placing=self._placing(graph, found[-2:], (pace or found[0]).seconds),
             )
@@ -287,7 +288,7 @@ class _Search:
 
     def _graph(self, candidate: _PlanCandidate, balance: tuple[int, ...]) -> TaskGraph:
         schedule, stages, m, mode = candidate
-        wiring = self.profile.wiring(balance)
+        wiring = self.profile.wiring(balance, self._placement(candidate))
         if (candidate, wiring) not in self._graphs:
             self._graphs[candidate, wiring] = lower(
                 self.schedules[schedule],

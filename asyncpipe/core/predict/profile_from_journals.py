@@ -25,12 +25,12 @@ from enum import StrEnum
 from itertools import pairwise
 from math import inf
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
 from asyncpipe.core.kinds import TaskKind
-from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement
+from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, SentTensor, TiedTensor, message_sizes
 from asyncpipe.core.predict.report import TaskTime, report
 from asyncpipe.core.predict.simulate import simulate
 
@@ -69,13 +69,20 @@ def layer_seconds(step: MeasuredStep) -> list[float]:
 
 
 def combine(
-    fine: StepsByVariant, coarse: StepsByVariant, sizes: Sequence[Mapping[str, int]], *, instant: bool
+    fine: StepsByVariant,
+    coarse: StepsByVariant,
+    sizes: Sequence[Mapping[str, int]],
+    *,
+    instant: bool,
+    sent: Sequence[SentTensor] = (),
+    ties: Sequence[TiedTensor] = (),
 ) -> Measurement:
     """The costs that follow from fine and coarse steps.
 
     ``sizes`` are the bytes of each layer, by the names of ``LayerCosts``. ``instant`` says that tensors are passed
     between devices without a copy. Steps of the variant ``kept`` are required. Without steps of ``recomputed``, a
-    recomputation costs a forward; without steps of ``split``, I and W cost half a backward each.
+    recomputation costs a forward; without steps of ``split``, I and W cost half a backward each. ``sent`` is what
+    travels, and ``ties`` what layers share.
     """
     forward, o_forward = _share((_F,), fine[StepVariant.KEPT], coarse[StepVariant.KEPT])
     backward, o_backward = _share((_B,), fine[StepVariant.KEPT], coarse[StepVariant.KEPT])
@@ -93,7 +100,9 @@ def combine(
     rows = zip(forward, light, again, backward, inputs, weights, sizes, strict=True)
     gap, handoff = _waits(coarse[StepVariant.KEPT])
     stretch = _stretch(coarse, gap, max(0.0, handoff - gap))
-    copying, bandwidth = (0.0, inf) if instant else _transfers(fine[StepVariant.KEPT], sizes)
+    chain = {(number, number + 1): each["output"] for number, each in enumerate(sizes)}
+    messages = message_sizes(sent, range(len(sizes))) if sent else chain
+    copying, bandwidth = (0.0, inf) if instant else _transfers(fine[StepVariant.KEPT], messages)
     kinds = zip((_F, _R, _B, _I, _W), (o_forward, o_again, o_backward, o_half, o_half), strict=True)
     return Measurement(
         layers=tuple(LayerCosts(*(stretch * each for each in seconds), **of) for *seconds, of in rows),
@@ -101,6 +110,8 @@ def combine(
         step=max(0.0, median(step.seconds - report(step.record).seconds for step in coarse[StepVariant.KEPT])),
         latency=stretch * max(0.0, handoff - gap - copying),
         bandwidth=bandwidth,
+        sent=tuple(sent),
+        adding=_adding(fine[StepVariant.KEPT], ties) / stretch,
     )
 
 
@@ -198,16 +209,31 @@ def _made_by(record: StepRecord, task: int) -> Iterator[int]:
             yield dependency
 
 
-def _transfers(steps: Iterable[MeasuredStep], sizes: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """The mean seconds of a copy between neighbouring layers, and the bytes per second."""
+def _transfers(steps: Iterable[MeasuredStep], messages: Mapping[tuple[int, int], int]) -> tuple[float, float]:
+    """The mean seconds of a copy between layers, and the bytes per second."""
     seconds: list[float] = []
     moved = 0
     for step in steps:
         for time in report(step.record).tasks:
             source, stage = time.task.source, time.task.stage
-            if source is not None and time.task.microbatch != WHOLE_STEP and abs(source - stage) == 1:
+            if source is not None and time.task.microbatch != WHOLE_STEP:
                 seconds.append(time.seconds)
-                moved += sizes[min(source, stage)]["output"]
+                moved += messages.get((min(source, stage), max(source, stage)), 0)
     if not seconds or not sum(seconds) or not moved:
         return 0.0, inf
     return fmean(seconds), moved / sum(seconds)
+
+
+def _adding(steps: Iterable[MeasuredStep], ties: Sequence[TiedTensor]) -> float:
+    """The bytes per second at which stages, each of which is a layer, add up the gradients of ``ties``."""
+    seconds, added = 0.0, 0
+    for step in steps:
+        replicas = step.record.graph.wiring.ties
+        added += sum(
+            tensor.size
+            for tensor in ties
+            for owner, user in replicas
+            if tensor.trained and owner == tensor.users[0] and user in tensor.users
+        )
+        seconds += sum(time.seconds for time in report(step.record).tasks if time.task.kind is TaskKind.SUM)
+    return added / seconds if added and seconds else inf

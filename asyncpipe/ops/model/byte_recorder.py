@@ -6,22 +6,36 @@ the thread that runs it. Each storage counts once; those of parameters and buffe
     received ──▶ [ stage: what autograd saves ] ──▶ sent        input, saved, output
                       │            │
                  of the input   of the output                   saved_input, saved_output
+
+``travelling`` says which tensors go from layer to layer: those that one sends are, one by one, those that the other
+receives, even where they were copied to another device in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from asyncpipe.core.predict.layer_profile import SentTensor, TiedTensor
 from asyncpipe.ops.model.nested import tensors_of
-from asyncpipe.ops.model.stage import Stage
+from asyncpipe.ops.model.stage import CALLER, Stage
 
-__all__ = ["ByteRecorder", "LayerBytes", "parameter_bytes"]
+__all__ = ["ByteRecorder", "LayerBytes", "parameter_bytes", "tied_parameters", "travelling"]
+
+
+class TensorBytes(NamedTuple):
+    """A tensor that a layer receives or sends."""
+
+    address: int
+    """Of its memory, while the layer runs."""
+    size: int
+    saved: bool
+    """Whether the layer's backward needs it."""
 
 
 @dataclass(slots=True)
@@ -35,6 +49,10 @@ class LayerBytes:
     saved_input: int
     saved_output: int
     output: int
+    received: Mapping[int, Sequence[TensorBytes]]
+    """By source, in the order in which it sends them."""
+    sent: Mapping[int, Sequence[TensorBytes]]
+    """By user."""
 
 
 class ByteRecorder:
@@ -99,6 +117,7 @@ class _StageRecording:
         self._hooks.__exit__(None, None, None)
         self._hooks = None
         received, made = _sizes(args), _sizes(sent)
+        own = self._saved.keys() - received.keys()
         self.bytes = LayerBytes(
             inner=any(tensor.requires_grad for tensor in tensors_of(args)),
             input=sum(received.values()),
@@ -107,6 +126,8 @@ class _StageRecording:
             saved_input=sum(size for address, size in received.items() if address in self._saved),
             saved_output=sum(size for address, size in self._saved.items() if address in made.keys() - received.keys()),
             output=sum(made.values()),
+            received={source: _each(value, self._saved.keys()) for source, value in args[0].items()},
+            sent={user: _each(value, own) for user, value in (sent or {}).items()},
         )
 
     @contextmanager
@@ -122,6 +143,7 @@ class _StageRecording:
             yield
         self.bytes.saved += sum(size for address, size in self._saved.items() if address not in before)
         self.bytes.output = 0
+        self.bytes.sent = {}
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -134,10 +156,17 @@ class _StageRecording:
 def _sizes(value: Any) -> dict[int, int]:
     """The bytes of the tensors in ``value`` by the address of their storage, each storage once."""
     sizes: dict[int, int] = {}
+    for address, size, _ in _each(value, ()):
+        sizes[address] = max(size, sizes.get(address, 0))
+    return sizes
+
+
+def _each(value: Any, saved: Collection[int]) -> list[TensorBytes]:
+    found = []
     for tensor in tensors_of(value):
         size = min(tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size())
-        sizes[_address(tensor)] = max(size, sizes.get(_address(tensor), 0))
-    return sizes
+        found.append(TensorBytes(_address(tensor), size, _address(tensor) in saved))
+    return found
 
 
 def _address(tensor: Tensor) -> int:
@@ -148,3 +177,70 @@ def parameter_bytes(module: nn.Module) -> tuple[int, int]:
     """The bytes of the parameters of ``module``, and of those that require a gradient; each parameter once."""
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in module.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+def tied_parameters(layers: Sequence[nn.Module]) -> tuple[TiedTensor, ...]:
+    """The parameters that several of ``layers`` use."""
+    users: dict[nn.Parameter, list[int]] = {}
+    for number, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            users.setdefault(parameter, []).append(number)
+    return tuple(
+        TiedTensor(tuple(numbers), parameter.numel() * parameter.element_size(), parameter.requires_grad)
+        for parameter, numbers in users.items()
+        if len(numbers) > 1
+    )
+
+
+class _Travelling(NamedTuple):
+    size: int
+    users: list[int]
+    saved_by: list[int]
+
+
+def travelling(layers: Sequence[LayerBytes]) -> tuple[SentTensor, ...]:
+    """What layers, the caller included, send each other; a tensor that several use is one."""
+    found: dict[tuple[int, int], _Travelling] = {}
+    callers: dict[int, int] = {}
+    """Numbers of memory by address: what the caller gives is there during the whole step, other memory is not."""
+    sent: dict[tuple[int, int], list[int]] = {}
+    """By source and user, the numbers of the memory of each tensor."""
+    count = 0
+
+    def add(source: int, memory: int, user: int, tensor: TensorBytes) -> None:
+        size, users, _ = found.setdefault((source, memory), _Travelling(tensor.size, [], []))
+        if size < tensor.size:
+            found[source, memory] = found[source, memory]._replace(size=tensor.size)
+        if user not in users:
+            users.append(user)
+
+    def keep(source: int, memory: int, layer: int) -> None:
+        saved_by = found[source, memory].saved_by
+        if layer not in saved_by:
+            saved_by.append(layer)
+
+    for number, layer in enumerate(layers):
+        here: dict[int, int] = {}
+        for source, tensors in layer.received.items():
+            for position, tensor in enumerate(tensors):
+                if source == CALLER:
+                    memory = callers.setdefault(tensor.address, count)
+                    count += memory == count
+                    add(CALLER, memory, number, tensor)
+                else:
+                    memory = sent[source, number][position]
+                here.setdefault(tensor.address, memory)
+                if tensor.saved:
+                    keep(source, memory, number)
+        for user, tensors in layer.sent.items():
+            for tensor in tensors:
+                memory = here.setdefault(tensor.address, count)
+                count += memory == count
+                add(number, memory, user, tensor)
+                sent.setdefault((number, user), []).append(memory)
+                if tensor.saved:
+                    keep(number, memory, number)
+    return tuple(
+        SentTensor(source, tuple(users), size, tuple(saved_by), memory)
+        for (source, memory), (size, users, saved_by) in found.items()
+    )

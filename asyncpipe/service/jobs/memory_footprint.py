@@ -48,8 +48,10 @@ def footprint(job: Job, workload: Workload, *, progress: Callable[[str], None] |
     with blaming_key(job, "pipeline"):
         schedule = find_schedule(table.schedule, order=table.order)
         balance = _balance(table, workload, schedule)
-        memory = profile.memory(balance, microbatches, ADAMW_SCALE)
-        peaks = peaks_of(memory, schedule, microbatches, len(table.devices), table.checkpoint, profile.wiring(balance))
+        placement = schedule.placement(Shape(len(balance), microbatches, len(table.devices)))
+        memory = profile.memory(balance, microbatches, ADAMW_SCALE, placement)
+        wiring = profile.wiring(balance, placement)
+        peaks = peaks_of(memory, schedule, microbatches, len(table.devices), table.checkpoint, wiring)
     return _by_name(table.devices, peaks)
 
 

@@ -15,11 +15,21 @@ from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import StageCosts
-from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, Profile, ProfiledLayer
+from asyncpipe.core.predict.layer_profile import (
+    ADAMW_SCALE,
+    CALLER,
+    LayerCosts,
+    Measurement,
+    Profile,
+    ProfiledLayer,
+    SentTensor,
+    TiedTensor,
+)
 from asyncpipe.core.predict.profile_from_journals import MeasuredStep, StepVariant, combine, layer_seconds
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
+from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import AsyncpipeError, BalanceError, ProfileError
 
 OVERHEAD = {"F": 0.5, "R": 0.25, "B": 1.0, "I": 0.75, "W": 0.125}
@@ -102,6 +112,84 @@ def test_links_of_layers_become_links_of_stages():
     assert skip.wiring([2, 1]).links == ((0, 1),)
 
 
+# Skips and ties
+
+CARRIED = (
+    # The caller's ids go to the first layer, its mask to all; the first makes a bias that the others keep.
+    SentTensor(CALLER, (0,), 8, (0,), 0),
+    SentTensor(CALLER, (0, 1, 2), 4, (1, 2), 1),
+    SentTensor(0, (1, 2), 16, (1, 2), 2),
+    SentTensor(0, (1,), 32, (0, 1), 3),
+    SentTensor(1, (2,), 32, (2,), 4),
+    # Passed on as it came.
+    SentTensor(1, (2,), 16, (2,), 2),
+    SentTensor(2, (CALLER,), 64, (), 5),
+)
+SKIPPING = Profile(
+    layers=(ProfiledLayer("a", 100, 100), ProfiledLayer("b", 0, 0), ProfiledLayer("c", 140, 140)),
+    links=((0, 1), (0, 2), (1, 2)),
+    measurements={
+        4: Measurement(
+            (layer(1.0, saved=32), layer(1.0, saved=5), layer(1.0)),
+            OVERHEAD,
+            step=0.0,
+            latency=0.5,
+            bandwidth=8.0,
+            sent=CARRIED,
+            adding=50.0,
+        )
+    },
+    ties=(TiedTensor((0, 2), 100, trained=True),),
+)
+
+
+def test_a_value_that_several_layers_use_is_sent_once_to_each_of_their_stages():
+    costs = SKIPPING.costs([1, 1, 1], 4)
+    assert (costs.sent, costs.skips) == ((48, 48), {(0, 2): 16})
+    # Both ways into the last stage are one link now.
+    assert SKIPPING.costs([2, 1], 4).sent == (16 + 48,)
+    assert SKIPPING.costs([1, 2], 4).sent == (48,)
+    graph = lower(find_schedule("1f1b"), Shape(3, 1, 3), wiring=SKIPPING.wiring([1, 1, 1]))
+    seconds = {task.id: costs(task) for task in graph.tasks}
+    assert (seconds["C(0,0>2)"], seconds["C(0,2>0)"], seconds["C(0,1>2)"]) == (2.5, 2.5, 6.5)
+    # The tied weight comes, and goes back as a gradient, which is added to its owner's.
+    assert (seconds["C(0>2)"], seconds["C(2>0)"], seconds["S(0)"]) == (13.0, 13.0, 2.0)
+
+
+def test_memory_is_counted_once_where_a_value_is_passed_on_or_kept_by_several():
+    apart = SKIPPING.memory([1, 1, 1], 4)
+    # Its inputs, what it saves, and what it sends: the bias.
+    assert apart.saved[0] == 8 + 4 + 32 + 16
+    assert apart.inputs == (12, 4 + 16 + 32, 4 + 16 + 32)
+    assert apart.saved[1] == 4 + 16 + 32 + 5 + 32
+    assert apart.saved[2] == 4 + 16 + 32 + 64
+    assert SKIPPING.memory([3], 4).saved == (8 + 4 + 32 + 5 + 16 + 32 + 64,)
+    assert SKIPPING.layer_bytes(4)[1] == apart.saved[1]
+
+
+@pytest.mark.parametrize(
+    ("balance", "placement", "fixed", "ties"),
+    [
+        # A replica has a gradient, and no state of an optimizer.
+        ([1, 2], None, (400, 200 + 160), ((0, 1),)),
+        ([1, 1, 1], (0, 1, 0), (400, 0, 160), ()),
+        ([3], None, (400 + 160,), ()),
+    ],
+)
+def test_a_tied_parameter_is_owned_once_and_has_a_replica_on_another_device(balance, placement, fixed, ties):
+    assert SKIPPING.memory(balance, 4, ADAMW_SCALE, placement).fixed == fixed
+    assert SKIPPING.wiring(balance, placement).ties == ties
+    assert SKIPPING.costs(balance, 4, placement=placement).tied == dict.fromkeys(ties, 100)
+
+
+def test_a_chain_is_what_its_layers_say():
+    told = replace(PROFILE.measurements[4], sent=PROFILE.measurements[4].travelling)
+    same = replace(PROFILE, measurements={4: told})
+    for balance in ([3], [2, 1], [1, 2], [1, 1, 1]):
+        assert same.memory(balance, 4) == PROFILE.memory(balance, 4)
+        assert same.costs(balance, 4) == PROFILE.costs(balance, 4)
+
+
 def test_what_was_not_measured_is_an_error_that_lists_what_was():
     twice = replace(PROFILE, measurements={8: PROFILE.measurements[4], 4: PROFILE.measurements[4]})
     for ask in (twice.costs, twice.memory):
@@ -154,7 +242,7 @@ def damaged(change: str) -> str:
         ("a layer too few", "is damaged: ValueError: 3 layers were measured, 2 are listed"),
         ("a link backwards", r"is damaged: ValueError: links must join 2?3 layers.* got \[\(1, 0\)\]"),
         ("an unknown kind", "is damaged: ValueError: 'X' is not a valid TaskKind"),
-        ("another version", "has version 7 of the format, this asyncpipe reads 1"),
+        ("another version", "has version 7 of the format, this asyncpipe reads 2"),
         ("another format", "is no profile; 'asyncpipe profile"),
     ],
 )
