@@ -29,8 +29,9 @@ __all__ = ["add_parser"]
 
 DESCRIPTION = """\
 Simulate schedules, balances, numbers of micro-batches and recomputation modes with the measured costs of the job's
-layers. Prints the ten fastest that fit, each with its best balance, and the [pipeline] table of the job file that
-chooses the first. A traced model's layers are the stages that it was cut into, which plans join.
+layers. Prints the ten fastest that fit, each with its best balance, as comments, and the [pipeline] table that chooses
+the first: a file with this output is what 'asyncpipe train JOB.toml --plan FILE' takes. A traced model's layers are the
+stages that it was cut into, which plans join; a transformers model's are its own layers.
 
 If the job overlaps its steps, what counts is how soon one follows the other.
 
@@ -47,6 +48,7 @@ gradients, AdamW's averages and what micro-batches keep for their backwards.
 EXAMPLES = """\
 examples:
   asyncpipe plan examples/charlm/charlm.toml
+  asyncpipe plan examples/charlm/charlm.toml > plan.toml && asyncpipe train examples/charlm/charlm.toml --plan plan.toml
   asyncpipe plan examples/charlm/charlm.toml --memory-limit 8GiB --checkpoint never,except_last
   asyncpipe plan examples/charlm/charlm.toml --profile charlm-profile.json --schedules 1f1b,gpipe --json
   asyncpipe plan examples/charlm/charlm.toml --profile charlm-profile.json --topology hosts.toml
@@ -144,10 +146,12 @@ def _plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"job": job.name, "devices": devices, "plans": [_row(each) for each in best]}))
         return 0
-    print(_table(best) + "\n")
+    told = [_table(best)]
     if topology is not None and best[0].placing is not None:
-        print(_placement(best[0], best[0].placing, topology) + "\n")
-    print(f"the first, in {args.job}:\n\n{_toml(job, best[0])}")
+        told.append(_placement(best[0], best[0].placing, topology))
+    # The whole output is TOML, which train reads.
+    print(*(f"# {line}".rstrip() for text in told for line in (*text.splitlines(), "")), sep="\n")
+    print(f"# the first, for {args.job}:\n\n{_toml(job, best[0])}")
     return 0
 
 

@@ -36,6 +36,7 @@ examples:
   asyncpipe train examples/charlm/charlm.toml
   asyncpipe train examples/charlm/charlm.toml --steps 50 --devices cpu:0,cpu:1
   asyncpipe train examples/charlm/charlm.toml --device-type cuda --metrics-port 9400
+  asyncpipe train examples/charlm/charlm.toml --plan plan.toml
   asyncpipe train examples/charlm/charlm.toml --workers processes
   asyncpipe train examples/charlm/charlm.toml --workers ray --ray-address 10.0.0.5:6379
   torchrun --nproc-per-node 3 -m asyncpipe.worker train examples/charlm/charlm.toml
@@ -48,6 +49,7 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add ``train`` to the command line."""
     parser = add_command(subparsers, "train", summary="run a training job", description=DESCRIPTION, examples=EXAMPLES)
     parser.add_argument("job", metavar="JOB.toml", type=Path, help="the job file")
+    parser.add_argument("--plan", type=Path, metavar="FILE.toml", help="the pipeline that 'asyncpipe plan' has printed")
     parser.add_argument("--steps", type=count, metavar="N", help="train for N steps")
     devices = parser.add_mutually_exclusive_group()
     devices.add_argument("--devices", type=_devices, metavar="LIST", help="train on these devices, as cpu:0,cpu:1")
@@ -155,8 +157,10 @@ def _train(args: argparse.Namespace) -> int:
 
 def _with_options(job: Job, args: argparse.Namespace) -> Job:
     """The job with the values of the command line in place of those of the file."""
-    from asyncpipe.train.job_file import check_workers, job_file_error
+    from asyncpipe.train.job_file import check_workers, job_file_error, with_plan_file
 
+    if args.plan is not None:
+        job = with_plan_file(job, args.plan)
     devices = args.devices
     if args.device_type is not None:
         devices = _logical_devices(len(job.pipeline.devices), args.device_type)

@@ -27,7 +27,14 @@ from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task_graph import Phase, Wiring
 from asyncpipe.core.hosts import DeviceName
 from asyncpipe.core.predict.balance import check_balance, even_balance
-from asyncpipe.core.predict.layer_profile import PARAMETER_SCALE, LayerCosts, Measurement, Profile, ProfiledLayer
+from asyncpipe.core.predict.layer_profile import (
+    PARAMETER_SCALE,
+    LayerCosts,
+    Measurement,
+    Profile,
+    ProfiledLayer,
+    replicas,
+)
 from asyncpipe.core.predict.planner import Plan, plan
 from asyncpipe.core.predict.profile_from_journals import MeasuredStep, StepVariant, combine, layer_seconds
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
@@ -206,6 +213,8 @@ class Measuring:
         layers = _named_layers(model)
         self._layers = tuple(ProfiledLayer(name, *parameter_bytes(part)) for name, part in layers.items())
         self._ties = tied_parameters(list(layers.values()))
+        self._added = 0
+        """Bytes of gradients of tied parameters that a coarse step adds to others."""
         self._open = partial(_MeasuredPipeline, model, sample=sample, intra_op_threads=intra_op_threads)
         self._stack = ExitStack()
         self._sizes: dict[int, list[LayerBytes]] = {}
@@ -225,6 +234,8 @@ class Measuring:
                 step = self._fine.step(max(self.microbatches), StepVariant.KEPT)
                 balance = even_balance(layer_seconds(step), stages)
                 self._coarse = stack.enter_context(self._open(self._devices[:stages], balance))
+                stage_of = [stage for stage, size in enumerate(balance) for _ in range(size)]
+                self._added = sum(tensor.size for _, _, tensor in replicas(self._ties, stage_of) if tensor.trained)
             self._stack = stack.pop_all()
         return self
 
@@ -253,7 +264,7 @@ class Measuring:
                 _as_dicts(self._sizes[number]),
                 instant=instant,
                 sent=travelling(self._sizes[number]),
-                ties=self._ties,
+                added=self._added,
             )
             for number, fine in self._fine_steps.items()
         }

@@ -90,6 +90,7 @@ __all__ = [
     "check_workers",
     "job_file_error",
     "load_job",
+    "with_plan_file",
 ]
 
 
@@ -386,6 +387,29 @@ def load_job(path: str | Path) -> Job:
         return Job.model_validate(tables, context={"path": path})
     except ValidationError as error:
         raise job_file_error(path, *map(str, wrong_keys(error, Job))) from None
+
+
+def with_plan_file(job: Job, path: Path) -> Job:
+    """The job with the ``[pipeline]`` table of a plan: the file at ``path`` is what ``asyncpipe plan`` has printed.
+
+    What the plan does not say stays as it is in the job, but for the job's own number of stages and its order. Raises
+    ``JobFileError`` for a file that is no plan, and where the job does not work with it.
+    """
+    tables = read_toml(path, JobFileError)
+    planned = tables.get("pipeline")
+    if set(tables) != {"pipeline"} or not isinstance(planned, dict):
+        raise job_file_error(
+            path, "is no plan: it must have a table [pipeline] and nothing else, as asyncpipe plan prints"
+        )
+    given = job.pipeline.model_dump(exclude={"stages", "order"}, exclude_unset=True)
+    try:
+        pipeline = PipelineTable.model_validate(given | planned)
+        check_workers(pipeline.workers, job.training)
+    except ValidationError as error:
+        raise job_file_error(path, *(f"pipeline.{each}" for each in wrong_keys(error, PipelineTable))) from None
+    except ValueError as error:
+        raise job_file_error(path, str(error)) from None
+    return job.model_copy(update={"pipeline": pipeline})
 
 
 def job_file_error(path: Path, *problems: str) -> JobFileError:

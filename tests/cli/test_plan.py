@@ -25,7 +25,7 @@ from asyncpipe.ops.model.skips import pop, skippable, stash
 from asyncpipe.ops.model.trace.trace import trace
 from asyncpipe.pipeline import profiling
 from asyncpipe.pipeline.profiling import SampleBatch, choose, measure
-from asyncpipe.train.job_file import Job, load_job
+from asyncpipe.train.job_file import Job, load_job, with_plan_file
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 
@@ -131,9 +131,14 @@ def test_a_profile_has_every_layer_for_every_number(profile):
     assert all(second > 0 for row in costs.seconds.values() for second in row[1:])
 
 
+def told(out: str) -> list[str]:
+    """The lines of a plan without the signs of comments."""
+    return [line.removeprefix("#").removeprefix(" ") for line in out.splitlines()]
+
+
 def test_the_best_plans_are_shown_with_what_to_write(job, profile, capsys):
     assert main(["plan", str(job), "--profile", str(profile), "--checkpoint", "never,always"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = told(capsys.readouterr().out)
     assert lines[0].split()[:4] == ["schedule", "balance", "micro-batches", "checkpoint"]
     rows = lines[1 : lines.index("")]
     assert len(rows) == 10
@@ -147,6 +152,38 @@ def test_the_best_plans_are_shown_with_what_to_write(job, profile, capsys):
     assert main(["train", str(job), "--no-progress"]) == 0
 
 
+def test_a_plan_that_was_printed_is_what_train_takes(job, profile, capsys):
+    text = JOB.replace('schedule = "auto"', 'schedule = "gpipe"\nstages = 4\ntransport = "gloo"')
+    job.write_text(text, encoding="utf-8")
+    assert main(["plan", str(job), "--profile", str(profile), "--schedules", "interleaved,zb-h1"]) == 0
+    printed = job.parent / "plan.toml"
+    printed.write_text(capsys.readouterr().out, encoding="utf-8")
+    table = tomllib.loads(printed.read_text(encoding="utf-8"))["pipeline"]
+    planned = with_plan_file(load_job(job), printed).pipeline
+    assert (planned.schedule, list(planned.balance)) == (table["schedule"], table["balance"])
+    assert (planned.stages, planned.transport) == (None, "gloo")
+    assert main(["train", str(job), "--plan", str(printed), "--no-progress"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("[training]\nsteps = 3\n", "plan.toml: is no plan: it must have a table [pipeline] and nothing else"),
+        ("pipeline = 3\n", "plan.toml: is no plan"),
+        ("[pipeline]\nbalanse = [1]\n", "plan.toml: pipeline.balanse: unknown key; did you mean 'balance'?"),
+        ('[pipeline]\ndevices = ["cpu"]\nworkers = "ray"\n', "pipeline.workers: gradients stay in the workers"),
+        ("[pipeline]\nbalance = [9, 9]\n", "pipeline: balance [9, 9] sums up to 18, but the model has 5 layers"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_job_is_refused_in_a_line(job, capsys, plan, message):
+    job.write_text(JOB.replace('"auto"', '"1f1b"'), encoding="utf-8")
+    (job.parent / "plan.toml").write_text(plan, encoding="utf-8")
+    assert main(["train", "tiny.toml", "--plan", "plan.toml", "--no-progress"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
 TRACED = MODULE.replace("return Workload(model,", "return Workload(trace(model, Arguments.of(torch.randn(2, 6)), 4),")
 
 
@@ -155,7 +192,7 @@ def test_a_traced_job_is_planned_and_trains_with_what_is_printed(job, capsys):
     job.write_text(JOB.replace("microbatches", "balance = [1, 3]\nmicrobatches"), encoding="utf-8")
     options = ["--microbatches", "4", "--steps", "1", "--schedules", "1f1b,interleaved,zb-h1"]
     assert main(["plan", str(job), *options]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = told(capsys.readouterr().out)
     rows = lines[1 : lines.index("")]
     assert {row.split()[1] for row in rows} <= {"1-3", "2-2", "3-1", "1-1-1-1"}
     assert {row.split()[0] for row in rows} == {"1f1b", "interleaved", "zb-h1"}
@@ -486,7 +523,7 @@ def test_a_plan_places_stages_on_hosts(job, profile, capsys):
     hosts.write_text(HOSTS)
     command = ["plan", str(job), "--profile", str(profile), "--topology", str(hosts), "--schedules", "1f1b"]
     assert main(command) == 0
-    shown = capsys.readouterr().out
+    shown = "\n".join(told(capsys.readouterr().out))
     rows = re.findall(r"^((?:left|right)/cpu:\d) +([\d.]+) +(\d) +(\d) +([\d.]+)% *(.*)$", shown, re.MULTILINE)
     assert [row[:3] for row in rows] == [
         ("left/cpu:0", "1", "0"),

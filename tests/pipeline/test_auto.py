@@ -10,6 +10,7 @@ from torch import nn
 
 import asyncpipe
 from asyncpipe import Pipeline, Share, known_schedules
+from asyncpipe.core.predict.layer_profile import message_sizes
 from asyncpipe.core.schedules.one_f_one_b import OneFOneB
 from asyncpipe.errors import BalanceError, MicrobatchError, OptionError, PlanError
 from asyncpipe.pipeline import profiling
@@ -70,6 +71,61 @@ async def test_a_balance_is_chosen_for_a_schedule(workload):
 async def test_a_balance_that_is_given_stays(workload):
     async with pipeline(workload, workload.model(), schedule="auto", balance=[2, 6]) as pipe:
         assert [len(list(stage.module.parameters())) for stage in pipe.stages] == [2, 6]
+
+
+class Biased(nn.Module):
+    """An embedding that is the head as well, a bias that all blocks read, and a count of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        x = self.table(ids)
+        bias = x.sin()
+        for block in self.blocks:
+            x = block(x).tanh() * bias
+        return self.head(x)
+
+
+async def test_what_is_measured_of_skips_and_ties_is_what_travels(monkeypatch):
+    torch.manual_seed(0)
+    model = Biased().double()
+    ids = torch.randint(7, (8, 5))
+
+    def loss_fn(output, target):
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    wanted = torch.autograd.grad(loss_fn(model(ids), ids), list(model.parameters()))
+    staged = asyncpipe.trace(model, asyncpipe.Arguments.of(ids), split=["blocks.0", "blocks.1", "blocks.2", "head"])
+    sample = profiling.SampleBatch(ids, ids, loss_fn)
+    profile = profiling.measure(staged, DEVICES, sample, [4], steps=1)
+    rows = 2 * 5 * 8
+    # The bias and its own output.
+    messages = {(0, 1): 12, (0, 2): 6, (0, 3): 6, (1, 2): 6, (2, 3): 6, (3, 4): 6}
+    assert message_sizes(profile.measurements[4].sent, range(5)) == {k: rows * n for k, n in messages.items()}
+    assert profile.costs([2, 3], 4).sent == (rows * 12,)
+    (tie,) = profile.ties
+    assert (tie.users, tie.size, tie.trained) == ((0, 4), 7 * 6 * 8, True)
+    assert profile.wiring([4, 1]).ties == ((0, 1),)
+    assert 0 < profile.measurements[4].adding < float("inf")
+    assert all(parameter.grad is None for parameter in model.parameters())
+    monkeypatch.setattr(profiling, "STEPS", 1)
+    options = {"microbatches": 4, "loss_fn": loss_fn, "sample": (ids, ids), "schedule": "auto"}
+    async with Pipeline(staged, DEVICES, **options) as pipe:
+        await pipe.step(ids, ids)
+        for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "auto"}, {"schedule": "gpipe", "balance": "auto"}])
+def test_stages_that_are_built_where_they_live_are_not_measured(workload, options):
+    factory = asyncpipe.StageFactory(lambda stage: nn.Linear(4, 4), stages=2)
+    with pytest.raises(OptionError, match=r"builds stages where they live, which cannot be .* measured here; name a"):
+        pipeline(workload, factory, **options)
 
 
 def test_without_a_sample_parameters_are_spread(workload):

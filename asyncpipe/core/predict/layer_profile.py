@@ -45,6 +45,7 @@ __all__ = [
     "SentTensor",
     "TiedTensor",
     "message_sizes",
+    "replicas",
 ]
 
 FORMAT, VERSION = "asyncpipe-profile", 2
@@ -264,13 +265,7 @@ class Profile:
     def _replicas(
         self, balance: Sequence[int], placement: Sequence[int] | None
     ) -> Iterator[tuple[int, int, TiedTensor]]:
-        """(owner, user, tensor) for each stage that has a replica, since the owner is on another device."""
-        stage_of = self._stage_of(balance)
-        for tensor in self.ties:
-            owner, *users = dict.fromkeys(stage_of[each] for each in tensor.users)
-            for user in users:
-                if placement is None or placement[user] != placement[owner]:
-                    yield owner, user, tensor
+        return replicas(self.ties, self._stage_of(balance), placement)
 
     def layer_seconds(self, microbatches: int, checkpoint: CheckpointMode = CheckpointMode.NEVER) -> list[float]:
         """The time of each layer for one micro-batch: forward, backward and, if it is recomputed, recomputation."""
@@ -355,6 +350,20 @@ def message_sizes(tensors: Sequence[SentTensor], stage_of: Sequence[int]) -> dic
             for user in {stage_of[each] for each in tensor.users if each != CALLER} - {source}:
                 found[source, user] = found.get((source, user), 0) + tensor.size
     return found
+
+
+def replicas(
+    ties: Sequence[TiedTensor], stage_of: Sequence[int], placement: Sequence[int] | None = None
+) -> Iterator[tuple[int, int, TiedTensor]]:
+    """(owner, user, tensor) for each stage that has a replica, since the owner is on another device.
+
+    ``stage_of`` is by layer; ``placement`` the device of each stage, by default its own.
+    """
+    for tensor in ties:
+        owner, *users = dict.fromkeys(stage_of[each] for each in tensor.users)
+        for user in users:
+            if placement is None or placement[user] != placement[owner]:
+                yield owner, user, tensor
 
 
 def _chain(layers: Sequence[LayerCosts]) -> Iterator[SentTensor]:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
 from asyncpipe.core.kinds import TaskKind
-from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, SentTensor, TiedTensor, message_sizes
+from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, SentTensor, message_sizes
 from asyncpipe.core.predict.report import TaskTime, report
 from asyncpipe.core.predict.simulate import simulate
 
@@ -75,14 +75,14 @@ def combine(
     *,
     instant: bool,
     sent: Sequence[SentTensor] = (),
-    ties: Sequence[TiedTensor] = (),
+    added: int = 0,
 ) -> Measurement:
     """The costs that follow from fine and coarse steps.
 
     ``sizes`` are the bytes of each layer, by the names of ``LayerCosts``. ``instant`` says that tensors are passed
     between devices without a copy. Steps of the variant ``kept`` are required. Without steps of ``recomputed``, a
     recomputation costs a forward; without steps of ``split``, I and W cost half a backward each. ``sent`` is what
-    travels, and ``ties`` what layers share.
+    travels, and ``added`` how many bytes of tied parameters' gradients a coarse step adds to others.
     """
     forward, o_forward = _share((_F,), fine[StepVariant.KEPT], coarse[StepVariant.KEPT])
     backward, o_backward = _share((_B,), fine[StepVariant.KEPT], coarse[StepVariant.KEPT])
@@ -111,7 +111,7 @@ def combine(
         latency=stretch * max(0.0, handoff - gap - copying),
         bandwidth=bandwidth,
         sent=tuple(sent),
-        adding=_adding(fine[StepVariant.KEPT], ties) / stretch,
+        adding=_adding(coarse[StepVariant.KEPT], added) / stretch,
     )
 
 
@@ -224,16 +224,8 @@ def _transfers(steps: Iterable[MeasuredStep], messages: Mapping[tuple[int, int],
     return fmean(seconds), moved / sum(seconds)
 
 
-def _adding(steps: Iterable[MeasuredStep], ties: Sequence[TiedTensor]) -> float:
-    """The bytes per second at which stages, each of which is a layer, add up the gradients of ``ties``."""
-    seconds, added = 0.0, 0
-    for step in steps:
-        replicas = step.record.graph.wiring.ties
-        added += sum(
-            tensor.size
-            for tensor in ties
-            for owner, user in replicas
-            if tensor.trained and owner == tensor.users[0] and user in tensor.users
-        )
-        seconds += sum(time.seconds for time in report(step.record).tasks if time.task.kind is TaskKind.SUM)
-    return added / seconds if added and seconds else inf
+def _adding(steps: Sequence[MeasuredStep], added: int) -> float:
+    """The bytes per second at which gradients of tied parameters are added up, ``added`` in each of ``steps``."""
+    sums = [time for step in steps for time in report(step.record).tasks if time.task.kind is TaskKind.SUM]
+    seconds = sum(time.seconds for time in sums)
+    return added * len(steps) / seconds if seconds else inf

@@ -205,13 +205,18 @@ def test_what_was_not_measured_is_an_error_that_lists_what_was():
 def test_a_file_keeps_everything(tmp_path):
     endless = replace(PROFILE.measurements[4], bandwidth=inf)
     profile = replace(PROFILE, measurements={4: PROFILE.measurements[4], 16: endless})
-    profile.write(tmp_path / "profile.json")
-    assert Profile.read(tmp_path / "profile.json") == profile
+    for each in (profile, SKIPPING):
+        each.write(tmp_path / "profile.json")
+        assert Profile.read(tmp_path / "profile.json") == each
 
 
 def damaged(change: str) -> str:
-    document = PROFILE.document()
-    if change == "a negative time":
+    document = json.loads(json.dumps(SKIPPING.document() if change.startswith("tensors") else PROFILE.document()))
+    if change == "tensors: of no layer":
+        document["measurements"][0]["sent"][0]["users"] = [7]
+    elif change == "tensors: a tie of one":
+        document["ties"][0]["users"] = [1]
+    elif change == "a negative time":
         document["measurements"][0]["step"] = -1.0
     elif change == "a cost that is no number":
         document["measurements"][0]["layers"][0]["forward"] = "fast"
@@ -241,6 +246,8 @@ def damaged(change: str) -> str:
         ),
         ("a layer too few", "is damaged: ValueError: 3 layers were measured, 2 are listed"),
         ("a link backwards", r"is damaged: ValueError: links must join 2?3 layers.* got \[\(1, 0\)\]"),
+        ("tensors: of no layer", "is damaged: ValueError: a tensor travels between 3 layers and the caller"),
+        ("tensors: a tie of one", "is damaged: ValueError: a tied parameter has several users among 3 layers"),
         ("an unknown kind", "is damaged: ValueError: 'X' is not a valid TaskKind"),
         ("another version", "has version 7 of the format, this asyncpipe reads 2"),
         ("another format", "is no profile; 'asyncpipe profile"),
