@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from asyncpipe.ops.model.skips import stash as stash
     from asyncpipe.ops.model.stage_factory import StageFactory as StageFactory
     from asyncpipe.ops.model.trace.trace import trace as trace
+    from asyncpipe.pipeline.from_transformers import from_transformers as from_transformers
     from asyncpipe.pipeline.pipeline import Pipeline as Pipeline
     from asyncpipe.pipeline.pool import DevicePool as DevicePool
     from asyncpipe.pipeline.result import StepResult as StepResult
@@ -116,6 +117,7 @@ _HOMES = {
     "ops.model.stage_factory": ("StageFactory",),
     "ops.model.skips": ("Namespace", "Skippable", "pop", "skippable", "stash"),
     "ops.model.trace.trace": ("trace",),
+    "pipeline.from_transformers": ("from_transformers",),
     "pipeline.pipeline": ("Pipeline",),
     "ops.device.caller_streams": ("CallerStreams",),
     "pipeline.pool": ("DevicePool",),

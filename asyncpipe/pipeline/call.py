@@ -35,7 +35,7 @@ from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.call_backward import CallBackward, RecordedCall
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.step import StepProtocol
-from asyncpipe.pipeline.step_inputs import loss_weights
+from asyncpipe.pipeline.step_inputs import NO_TARGET, loss_weights, target_of
 from asyncpipe.runtime.execution import Execution
 from asyncpipe.runtime.inline import run_inline
 from asyncpipe.runtime.task_threads import inside_task
@@ -110,6 +110,9 @@ class PreparedCall(StepProtocol[Any]):
             training=training,
             whole_step=False,
         )
+        target = target_of(parts, batch)
+        self._labels = [] if target is NO_TARGET else getattr(target, "pieces", [target])
+        """In the arguments, if the model knows of labels there: those of each micro-batch that the caller has cut."""
         self._inputs = CallerGradients(batch, pieces, takes, options.batch_dim) if training else None
         """What the backward makes gradients of the caller's tensors with; ``None`` if there will be none."""
         means = options.loss_reduction == "mean"
@@ -142,7 +145,11 @@ class PreparedCall(StepProtocol[Any]):
         outputs = [packet.rebuild(packet.tensors) for packet in packets]
         if self._is_padded_unevenly and has_loss(outputs[0]):
             self.parts.padded_labels.warn()
-        return outputs if self._ready_made else gather(outputs, self.parts.options.batch_dim, self._plan.weights)
+        if not self._ready_made:
+            outputs = [gather(outputs, self.parts.options.batch_dim, self._plan.weights)]
+        if self._labels and (own_loss := self.parts.staged.own_loss) is not None:
+            outputs = [own_loss.with_loss(output, mine) for output, mine in zip(outputs, self._labels, strict=True)]
+        return outputs if self._ready_made else outputs[0]
 
     def _attach(self, packets: Sequence[Packet], inputs: CallerGradients) -> None:
         """Make the tensors of ``packets`` part of the caller's autograd graph."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any, NoReturn, Self
 
 import torch
@@ -132,6 +133,20 @@ class ModelProxy:
             self.module.load_state_dict(state, strict=strict)
         else:
             away.load_state_dict(state, strict=strict)
+
+    def save_pretrained(self, folder: str | PathLike[str], **options: Any) -> None:
+        """Write a model of transformers, or the adapters of a ``PeftModel``, so that ``from_pretrained`` reads it.
+
+        ``options`` are those of the model's own ``save_pretrained``. Raises as ``state_dict``, and ``OptionError`` for
+        another model.
+        """
+        write = getattr(self.module, "save_pretrained", None)
+        if write is None:
+            raise OptionError(
+                f"{type(self.module).__name__} has no save_pretrained, which is for models of transformers; save "
+                "state_dict()"
+            )
+        write(folder, state_dict=self.state_dict(), **options)
 
     def optimizer_states(self) -> dict[str, dict[str, Any]]:
         """What the pipeline's own optimizers remember, by the unsplit model's name of each parameter.

@@ -68,6 +68,8 @@ class Pipeline(ModelProxy):
         if isinstance(arguments.model, StagedModel) and not isinstance(arguments.balance, str):
             # Copies of the pipeline copy the stages that it has; the trace of a copy cannot be cut in another way.
             arguments = replace(arguments, model=arguments.model.joined(arguments.balance), balance="auto")
+        if isinstance(arguments.model, StagedModel) and arguments.loss_fn is None:
+            arguments = replace(arguments, loss_fn=arguments.model.own_loss)
         here = self.devices if pool.workers is None else [device.elsewhere() for device in self.devices]
         parts = build(arguments.model, here, arguments)
         # Copies of the pipeline have the stages as they will be, not as they were built.

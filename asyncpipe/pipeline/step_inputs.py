@@ -16,13 +16,13 @@ from asyncpipe.ops.autograd.random_streams import draw_step_seed
 from asyncpipe.ops.device.copies import to_device
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
-from asyncpipe.ops.model.microbatch import Arguments, cut, cut_alike, gather, keywords
+from asyncpipe.ops.model.microbatch import Arguments, Microbatches, cut, cut_alike, gather, keywords
 from asyncpipe.pipeline.build import PipelineParts
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-__all__ = ["NO_TARGET", "CutInputs", "StepInputs", "StepOptions", "loss_weights"]
+__all__ = ["NO_TARGET", "CutInputs", "StepInputs", "StepOptions", "loss_weights", "target_of"]
 
 NO_TARGET: Any = object()
 """Stands for a target that was not given (``None`` is a target)."""
@@ -60,6 +60,7 @@ class CutInputs:
     def of(cls, parts: PipelineParts, x: Any, target: Any = NO_TARGET, *, has_loss: bool) -> CutInputs:
         """``x`` and ``target`` in micro-batches. Raises ``BatchError``."""
         options = parts.options
+        target = target_of(parts, x, target) if has_loss else target
         pieces = cut(keywords(x), options.microbatches, dim=options.batch_dim).with_samples()
         targets = () if target is NO_TARGET else cut_alike(target, pieces, dim=options.batch_dim)
         means = has_loss and options.loss_fn is not None and options.loss_reduction == "mean"
@@ -107,6 +108,8 @@ class StepInputs:
         options = parts.options
         context = CallerContext.capture()
         training = parts.module.training and context.grad and not context.inference
+        if not isinstance(x, CutInputs):
+            target = target_of(parts, x, target)
         _check_loss(options.loss_fn, target, training)
         has_loss = training or target is not NO_TARGET
         pieces = x if isinstance(x, CutInputs) else CutInputs.of(parts, x, target, has_loss=has_loss)
@@ -183,6 +186,17 @@ def _make_plan(
         learning_rate=step.learning_rate,
         gradient_norms=options.gradient_norms,
     )
+
+
+def target_of(parts: PipelineParts, x: Any, target: Any = NO_TARGET) -> Any:
+    """``target``, or where none was given the labels in the mini-batch ``x``, if the model knows of labels."""
+    own_loss = parts.staged.own_loss
+    if target is not NO_TARGET or own_loss is None:
+        return target
+    pieces = [own_loss.target(Arguments.wrap(keywords(piece))) for piece in getattr(x, "pieces", (x,))]
+    if any(piece is None for piece in pieces):
+        return NO_TARGET
+    return Microbatches(pieces) if isinstance(x, Microbatches) else pieces[0]
 
 
 def loss_weights(sizes: Sequence[int], mean: bool) -> list[float]:

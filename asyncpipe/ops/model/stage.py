@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.output_watch import OutputWatch
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
 
-__all__ = ["CALLER", "Stage", "StageModule", "StagedModel", "has_hooks"]
+__all__ = ["CALLER", "OwnLoss", "Stage", "StageModule", "StagedModel", "has_hooks"]
 
 CALLER = -1
 """The index that stands for the caller, as the source or the user of a link."""
@@ -63,6 +63,19 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+class OwnLoss(Protocol):
+    """The loss that a model brings with it, for labels inside its batches. Goes to workers, so it can be pickled."""
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        """The loss of a micro-batch, as a pipeline's ``loss_fn`` returns it."""
+
+    def target(self, arguments: Arguments) -> Any:
+        """The labels in a mini-batch; ``None`` if it has none."""
+
+    def with_loss(self, output: Any, target: Any) -> Any:
+        """``output`` of a whole mini-batch, with its loss."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedModel:
     """A model cut into stages, which are not placed on devices yet."""
@@ -79,6 +92,8 @@ class StagedModel:
     """
     join: Callable[[nn.Module, Sequence[int]], StagedModel] | None = None
     """What ``joined`` returns for fewer stages of a model with this module; ``None`` if its stages cannot be joined."""
+    own_loss: OwnLoss | None = None
+    """The loss of a pipeline without a ``loss_fn``, and the target of a batch that is given without one."""
 
     def joined(self, balance: Sequence[int]) -> StagedModel:
         """The same model with fewer stages: each made of as many consecutive ones as ``balance`` says.

@@ -1,0 +1,112 @@
+"""Cuts a model of transformers into stages: units, which are its layers and what is around them, joined by a balance.
+
+The units of a model with n layers are n + 2: what comes before the layers (embeddings), each layer, and what comes
+behind (norm, heads). A decoder behind an encoder has its embeddings with its first layer. An encoder's hidden states go
+from its end to every stage of the decoder::
+
+    encoder  embeddings  0  1  2 ──────────────┐
+    decoder                      0  1  2  heads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from torch import nn
+
+from asyncpipe.core.predict.balance import even_balance
+from asyncpipe.errors import BalanceError
+from asyncpipe.ops.model.stage import CALLER, StagedModel
+from asyncpipe.ops.model.transformers.batch_inputs import takes_of
+from asyncpipe.ops.model.transformers.counted_loss import CountedLoss
+from asyncpipe.ops.model.transformers.families import Trunk, find_trunks
+from asyncpipe.ops.model.transformers.image import Image
+from asyncpipe.ops.model.transformers.layer_run import LayerRange, LayerRun
+from asyncpipe.ops.model.transformers.layer_stage import LayerStage, StageLinks
+from asyncpipe.ops.model.transformers.refusals import refuse_hooked_images
+
+__all__ = ["cut_at_layers", "even_units", "unit_balance"]
+
+
+class _Known(NamedTuple):
+    """A model whose family is known."""
+
+    module: nn.Module
+    """What owns the parameters: the model, or what wraps it (peft)."""
+    model: nn.Module
+    trunks: tuple[Trunk, ...]
+    loss: CountedLoss | None
+
+
+def cut_at_layers(module: nn.Module, model: nn.Module, loss: CountedLoss | None) -> StagedModel | None:
+    """``model`` with each unit as a stage; ``None`` if its family is not known. ``module`` is it, or what wraps it."""
+    trunks = find_trunks(model)
+    if not trunks:
+        return None
+    known = _Known(module, model, trunks, loss)
+    return _staged(known, [1] * _unit_count(trunks))
+
+
+def even_units(staged: StagedModel, stages: int) -> list[int]:
+    """A balance that spreads the parameters of ``staged`` evenly; a tied one counts wherever it is used."""
+    return even_balance([1 + sum(p.numel() for p in unit.parameters()) for unit in staged.stages], stages)
+
+
+def unit_balance(staged: StagedModel, layers: Sequence[int]) -> list[int]:
+    """``layers`` per stage as units per stage: embeddings are with the first layers, heads with the last."""
+    if len(layers) > 1 and sum(layers) == len(staged.stages) - 2:
+        return [layers[0] + 1, *layers[1:-1], layers[-1] + 1]
+    return [len(staged.stages)] if list(layers) == [len(staged.stages) - 2] else list(layers)
+
+
+def _unit_count(trunks: Sequence[Trunk]) -> int:
+    return 2 + sum(len(trunk.layers) for trunk in trunks)
+
+
+def _staged(known: _Known, balance: Sequence[int]) -> StagedModel:
+    edges = [0, *accumulate(balance)]
+    stages = [_ranges(known.trunks, first, end) for first, end in pairwise(edges)]
+    last = len(stages) - 1
+    encoder_end = next((j for j, each in enumerate(stages) if each[0].trunk == 0 and each[0].has_last), last)
+    pair = len(known.trunks) > 1
+    modules = []
+    links: set[tuple[int, int]] = set()
+    for number, ranges in enumerate(stages):
+        sources = {number - 1} if number else set()
+        if pair and number > encoder_end:
+            sources.add(encoder_end)
+        links |= {(source, number) for source in sources}
+        encoded = tuple(range(number + 1, last + 1)) if pair and number == encoder_end else ()
+        ends = StageLinks(tuple(sorted(sources)), number + 1 if number < last else CALLER, encoded)
+        images: list[Image] = []
+        runs = [LayerRun(known.model, known.trunks, each, images) for each in ranges]
+        refuse_hooked_images(images, known.model)
+        modules.append(LayerStage(runs, images, ends))
+
+    def join(module: nn.Module, sizes: Sequence[int]) -> StagedModel:
+        if module is not known.module:
+            raise BalanceError("a copy of a model cannot be cut in another way; cut the model, and then copy it")
+        counts = [sum(balance[a:b]) for a, b in pairwise([0, *accumulate(sizes)])]
+        return _staged(known, counts)
+
+    takes = takes_of(known.model, stages, len(known.trunks), has_loss=known.loss is not None)
+    return StagedModel(known.module, modules, tuple(sorted(links)), takes, join, known.loss)
+
+
+def _ranges(trunks: Sequence[Trunk], first: int, end: int) -> list[LayerRange]:
+    """The layers of the units from ``first`` to ``end``, by trunk."""
+    found: list[LayerRange] = []
+    before = 1
+    """The first unit of a trunk's layers."""
+    for number, trunk in enumerate(trunks):
+        behind = before + len(trunk.layers)
+        is_last = number == len(trunks) - 1
+        begin, stop = max(first, before) - before, min(end, behind) - before
+        has_first = first == 0 if number == 0 else begin == 0 and stop > 0
+        has_last = end > behind if is_last else 0 < stop == len(trunk.layers) and begin < stop
+        if has_first or has_last or begin < stop:
+            found.append(LayerRange(number, has_first, min(begin, stop) if begin > stop else begin, stop, has_last))
+        before = behind
+    return found

@@ -1,0 +1,129 @@
+"""Some layers of one trunk, with what comes before and behind them where the stage has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from asyncpipe.ops.model.transformers.families import Trunk
+from asyncpipe.ops.model.transformers.image import Image, make_image
+from asyncpipe.ops.model.transformers.stand_ins import (
+    EmbeddingStandIn,
+    Handed,
+    KeptLayer,
+    PassedOn,
+    ResumedLayer,
+    Skipped,
+    hidden_of,
+)
+
+__all__ = ["LayerRange", "LayerRun"]
+
+
+class LayerRange(NamedTuple):
+    """Consecutive layers of a trunk."""
+
+    trunk: int
+    """Number of the trunk: 0, or 1 for a decoder behind an encoder."""
+    has_first: bool
+    """Whether what comes before the layers is with them."""
+    begin: int
+    end: int
+    has_last: bool
+    """Whether what comes behind the layers is with them; with the last trunk's, also the heads."""
+
+
+class LayerRun(nn.Module):
+    """Calls an image of the trunk, or of the whole model where the heads are in it."""
+
+    def __init__(self, model: nn.Module, trunks: Sequence[Trunk], layers: LayerRange, images: list[Image]) -> None:
+        super().__init__()
+        self.has_last = layers.has_last
+        self.is_decoder = layers.trunk == 1
+        self.has_heads = layers.has_last and layers.trunk == len(trunks) - 1
+        trunk = trunks[layers.trunk]
+        self._handed = Handed()
+        self._embeds = not layers.has_first
+        self._kept = layers.end > layers.begin
+        parts: dict[str, nn.Module | None] = _replaced(trunk, layers, self._handed)
+        if self.has_heads:
+            parts = {trunk.named(name): part for name, part in parts.items()}
+            if len(trunks) > 1:
+                # They are called with what the encoder has made.
+                parts[trunks[0].path] = None
+                if "shared" in model._modules:
+                    parts["shared"] = None
+        self.image = make_image(model if self.has_heads else trunk.module, parts, images)
+        accepted = signature(self.image.forward).parameters
+        self._fixed = {"use_cache": False} if "use_cache" in accepted else {}
+        self._names = _names(len(trunks), layers.trunk, self.has_heads)
+        self._ids, self._hidden = "input_ids", "inputs_embeds"
+        if self.is_decoder and self.has_heads:
+            self._ids, self._hidden = "decoder_input_ids", "decoder_inputs_embeds"
+        elif "inputs_embeds" not in accepted:
+            self._hidden = trunk.module.main_input_name  # type: ignore[assignment]
+
+    def forward(self, given: Mapping[str, Any], received: Any, encoded: Any) -> tuple[Any, Any]:
+        """What the image returns, and what its last layer has returned, from the caller's arguments.
+
+        ``received``: what the layer before has returned. ``encoded``: the hidden states of the encoder.
+        """
+        arguments = self._names(given)
+        handed = self._handed
+        before = handed.received, handed.sent
+        handed.received, handed.sent = received, None
+        if self._embeds and self._ids not in arguments:
+            arguments[self._hidden] = hidden_of(received).detach()
+        if encoded is not None and self.is_decoder:
+            arguments.update({"encoder_outputs": (encoded,)} if self.has_heads else {"encoder_hidden_states": encoded})
+        try:
+            output = self.image(**arguments, **self._fixed)
+            return output, handed.sent if self._kept else output[0]
+        finally:
+            handed.received, handed.sent = before
+
+
+def _replaced(trunk: Trunk, layers: LayerRange, handed: Handed) -> dict[str, nn.Module | None]:
+    """What takes the places of the parts of ``trunk`` that are elsewhere, by name."""
+    family = trunk.family
+    parts: dict[str, nn.Module | None] = {}
+    needed = {*(family.first if layers.has_first else ()), *(family.last if layers.has_last else ())}
+    for name in {*family.first, *family.last} - needed:
+        module = getattr(trunk.module, name, None)
+        if module is not None:
+            parts[name] = EmbeddingStandIn(handed, module, family.read) if name in family.first else PassedOn()
+    own = list(trunk.layers)
+    if not layers.has_last:
+        own = own[: layers.end]
+        if layers.end > layers.begin:
+            own[-1] = KeptLayer(handed, own[-1])
+    if not layers.has_first and layers.begin == 0 and own:
+        own[0] = ResumedLayer(handed, own[0])
+    own[: layers.begin] = [Skipped(handed, layer) for layer in own[: layers.begin]]
+    parts[family.layers] = nn.ModuleList(own)
+    return parts
+
+
+def _names(trunks: int, trunk: int, has_heads: bool) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """What makes the arguments of a trunk, or of the model where the heads are, from those of the caller."""
+    if trunks == 1:
+        return dict
+    if trunk == 0:
+        return _of_encoder
+    return _of_decoder_with_heads if has_heads else _of_decoder
+
+
+def _of_encoder(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name in ("input_ids", "inputs_embeds", "attention_mask")}
+
+
+def _of_decoder(given: Mapping[str, Any]) -> dict[str, Any]:
+    own = {name.removeprefix("decoder_"): value for name, value in given.items() if name.startswith("decoder_")}
+    return {**own, "encoder_attention_mask": given.get("attention_mask")}
+
+
+def _of_decoder_with_heads(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name not in ("input_ids", "inputs_embeds")}

@@ -1,0 +1,69 @@
+"""A stage of a model of transformers: some layers of its trunks, and what is before and behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from asyncpipe.ops.model.stage import CALLER, StageModule
+from asyncpipe.ops.model.transformers.image import Image
+from asyncpipe.ops.model.transformers.layer_run import LayerRun
+
+__all__ = ["LayerStage", "StageLinks"]
+
+
+class StageLinks(NamedTuple):
+    """Whom a stage exchanges values with."""
+
+    sources: tuple[int, ...]
+    next: int
+    """The next stage, or the caller."""
+    encoded: tuple[int, ...] = ()
+    """Who gets the hidden states of the encoder, if this stage has its end."""
+
+
+class LayerStage(StageModule):
+    """Runs of layers, one after the other: an encoder's before a decoder's."""
+
+    def __init__(self, runs: Sequence[LayerRun], images: Sequence[Image], links: StageLinks) -> None:
+        super().__init__()
+        self.runs = nn.ModuleList(runs)
+        self._images = tuple(images)
+        self._links = links
+
+    def forward(self, received: Mapping[int, Any]) -> dict[int, Any]:
+        """What the last layer has returned, and the hidden states of an encoder; or what the model returns."""
+        given: Mapping[str, Any] = received.get(CALLER, {})
+        brought: dict[str, Any] = {}
+        for source in self._links.sources:
+            brought.update(received[source])
+        layers, encoded = brought.get("layers"), brought.get("encoded")
+        sent: dict[int, dict[str, Any]] = {}
+        for run in self.runs:
+            output, layers = run(given, layers, encoded)
+            if run.has_heads:
+                return {CALLER: _result(output)}
+            if run.has_last:
+                layers, encoded = None, output[0]
+                sent = {user: {"encoded": encoded} for user in self._links.encoded}
+        if layers is not None:
+            sent[self._links.next] = {**sent.get(self._links.next, {}), "layers": layers}
+        return sent
+
+    def function(self) -> Callable[[Mapping[int, Any]], Mapping[int, Any]]:
+        """As ``StageModule.function``; the images follow what was changed on the model."""
+        for image in self._images:
+            image.refresh()
+        return super().function()
+
+
+def _result(output: Any) -> Any:
+    """The model's output with its own tensors: not what an encoder has made of the same batch, and no cache."""
+    kept = {
+        name: value
+        for name, value in output.items()
+        if isinstance(value, Tensor) and not name.startswith(("encoder_", "decoder_"))
+    }
+    return type(output)(**kept)

@@ -1,0 +1,69 @@
+"""``stage_transformers``: what the model is, whether it can be cut, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from asyncpipe.errors import OptionError
+from asyncpipe.ops.model.stage import StagedModel
+from asyncpipe.ops.model.transformers.counted_loss import CountedLoss, loss_kind
+from asyncpipe.ops.model.transformers.cut import cut_at_layers
+from asyncpipe.ops.model.transformers.refusals import refuse_unfit
+
+__all__ = ["stage_transformers"]
+
+
+def stage_transformers(module: nn.Module, batch: Any, *, own_loss: bool = True) -> StagedModel:
+    """``module``, a model of transformers or a ``PeftModel``, as stages that ``joined`` makes fewer of.
+
+    ``batch`` is an example, for models that have to be traced. Without ``own_loss`` the caller brings a loss. Raises
+    ``OptionError`` for what stages would get wrong.
+    """
+    model = _unwrapped(module)
+    refuse_unfit(model)
+    loss = _loss(model, own_loss)
+    staged = cut_at_layers(module, model, loss)
+    if staged is None:
+        raise OptionError(
+            f"{type(model).__name__} is of a family that is not known; cut it with asyncpipe.trace(model, example, "
+            "split=[…]) and give the result to Pipeline"
+        )
+    return staged
+
+
+def _unwrapped(module: Any) -> nn.Module:
+    """The model of transformers in ``module``."""
+    if not isinstance(module, nn.Module):
+        raise OptionError(f"model must be a model of transformers, got {type(module).__name__}")
+    unwrap: Callable[[], nn.Module] | None = getattr(module, "get_base_model", None)
+    model = module
+    if unwrap is not None:
+        # A PeftModel. What it does besides calling the model, prompt learning for instance, stages would not do.
+        config: Any = module.active_peft_config
+        if getattr(config, "is_prompt_learning", False) or getattr(config, "alora_invocation_tokens", None):
+            raise OptionError(
+                f"{type(config).__name__} changes what the model is called with, which stages do not see; use an "
+                "adapter inside the layers, such as LoRA"
+            )
+        model = unwrap()
+    if not hasattr(model, "config") or not hasattr(model, "base_model_prefix"):
+        raise OptionError(
+            f"model must be a PreTrainedModel of transformers or a PeftModel, got {type(model).__name__}; give other "
+            "models to Pipeline, as a sequence of layers or cut by asyncpipe.trace"
+        )
+    return model
+
+
+def _loss(model: nn.Module, own_loss: bool) -> CountedLoss | None:
+    if not own_loss:
+        return CountedLoss.of(model, "")
+    kind = loss_kind(model)
+    if kind and "_loss_function" in vars(model):
+        raise OptionError(
+            f"{type(model).__name__} has a loss_function of its own, of which nothing tells how many labels it is a "
+            "mean of; give loss_fn=, which gets (output, labels) and returns the loss, or (mean, count)"
+        )
+    return CountedLoss.of(model, kind) if kind else None

@@ -1,0 +1,119 @@
+"""What takes the places of the parts of a model that a stage does not have.
+
+The loop over the layers keeps its length up to the stage's last layer, since models look things up by the number of a
+layer. What a layer returns goes to the next stage as it is: a hidden state, or a tuple with position biases that later
+layers use (T5). So a stage begins where the one before has ended::
+
+    received ──▶ Handed ──▶ Skipped layers return it ──▶ layer 2 ──▶ KeptLayer(3) ──▶ Handed ──▶ sent
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from threading import local
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["EmbeddingStandIn", "Handed", "KeptLayer", "PassedOn", "ResumedLayer", "Skipped"]
+
+
+class Handed(local):
+    """What a stage was handed, and what it hands on, while it runs on this thread."""
+
+    received: Any = None
+    """What the last layer of the stage before has returned."""
+    sent: Any = None
+    """What the stage's last layer has returned."""
+
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden states of ``received``."""
+        hidden: Tensor = hidden_of(self.received)
+        return hidden
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Handed, ()
+
+
+def hidden_of(returned: Any) -> Any:
+    """The hidden states in what a layer has returned."""
+    return returned if isinstance(returned, Tensor) else returned[0]
+
+
+class EmbeddingStandIn(nn.Module):
+    """In the place of a module that makes embeddings: hidden states of the same shape, which no layer uses."""
+
+    def __init__(self, handed: Handed, replaced: nn.Module, read: str) -> None:
+        """``read``: a tensor in ``replaced`` of which the model looks at the type."""
+        super().__init__()
+        self.handed = handed
+        if read:
+            *path, last = read.split(".")
+            value: Any = torch.empty(0, dtype=attrgetter(read)(replaced).dtype)
+            for name in (last, *reversed(path[1:])):
+                value = SimpleNamespace(**{name: value})
+            setattr(self, path[0], value)
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        """The hidden states, without their graph."""
+        return self.handed.hidden.detach()
+
+
+class Skipped(nn.Module):
+    """In the place of a layer of an earlier stage: what the last of these has returned."""
+
+    def __init__(self, handed: Handed, layer: nn.Module) -> None:
+        super().__init__()
+        self.handed = handed
+        _resemble(self, layer)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """What the stage has received."""
+        return self.handed.received
+
+
+class ResumedLayer(nn.Module):
+    """The model's first layer, where the embeddings are in the stage before: it gets their hidden states."""
+
+    def __init__(self, handed: Handed, layer: nn.Module) -> None:
+        super().__init__()
+        self.handed = handed
+        self.layer = layer
+        _resemble(self, layer)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer."""
+        return self.layer(self.handed.hidden, *args, **kwargs)
+
+
+class KeptLayer(nn.Module):
+    """The last layer of a stage: what it returns is sent."""
+
+    def __init__(self, handed: Handed, layer: nn.Module) -> None:
+        super().__init__()
+        self.handed = handed
+        self.layer = layer
+        _resemble(self, layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer."""
+        self.handed.sent = returned = self.layer(*args, **kwargs)
+        return returned
+
+
+class PassedOn(nn.Module):
+    """In the place of what follows the layers in later stages: passes on what it is given."""
+
+    def forward(self, value: Any, *_: Any, **__: Any) -> Any:
+        """Return ``value``."""
+        return value
+
+
+def _resemble(stand_in: nn.Module, layer: nn.Module) -> None:
+    """Give ``stand_in`` the plain attributes of ``layer``: a model looks up which mask a layer wants."""
+    for name, value in vars(layer).items():
+        if isinstance(value, str | int | float) and name not in vars(stand_in):
+            setattr(stand_in, name, value)
