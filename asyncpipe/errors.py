@@ -226,8 +226,9 @@ class HangError(AsyncpipeError, RuntimeError):
     ``state`` is what it is at: ``"computing"``, ``"not answering"``, ``"waiting for an edge"`` … (``HangState``).
     ``worker`` should do something and does not; it is empty where devices are threads. ``task_id`` is the task that it
     is at on ``device``, if it is at one, ``seconds`` how long it has been, if that is known. If an edge is at the root,
-    ``peer`` is the worker at its other end. ``waits`` are sentences, each of a task that waits for the next one's; the
-    last one waits for the root. ``stack`` is what the thread in question is in, if it could be asked.
+    ``peer`` is the worker at its other end, and ``cut_off`` the worker that nothing gets through to or from, if it is
+    known to be that one. ``waits`` are sentences, each of a task that waits for the next one's; the last one waits for
+    the root. ``stack`` is what the thread in question is in, if it could be asked.
     """
 
     def __init__(
@@ -239,6 +240,7 @@ class HangError(AsyncpipeError, RuntimeError):
         device: str = "",
         task_id: str = "",
         peer: str = "",
+        cut_off: str | None = None,
         seconds: float = 0.0,
         waits: Sequence[str] = (),
         stack: str = "",
@@ -249,6 +251,7 @@ class HangError(AsyncpipeError, RuntimeError):
         self.device = device
         self.task_id = task_id
         self.peer = peer
+        self.cut_off = cut_off
         self.seconds = seconds
         self.waits = tuple(waits)
         self.stack = stack

@@ -24,9 +24,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from asyncpipe.core.engine.hangs import HangRoot, HangState, hang_roots
+from asyncpipe.core.engine.hangs import HangRoot, HangState, cut_off, hang_roots
 from asyncpipe.core.engine.jobs import JobAccount
-from asyncpipe.core.engine.worker_reports import RunningReport, SeenWorker, WorkerReport
+from asyncpipe.core.engine.worker_reports import AskedFor, RunningReport, SeenWorker, WorkerReport
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import HangError, WorkerLostError
@@ -41,6 +41,8 @@ SHORTEST_PATIENCE, LONGEST_PATIENCE = 1.0, 5.0
 """Bounds of the seconds after which a worker that is silent is not waited for."""
 INQUIRY = "asyncpipe search for a hang"
 """The name of the coroutine that asks."""
+PROBE_SECONDS = 0.5
+"""How long a small message may take from one worker to another."""
 LOOK_SECONDS = 0.05
 """How often it is seen whether one is."""
 LOOKS_AT_BEGIN = 10
@@ -237,13 +239,14 @@ class HangSearch:
     async def _hear(self, look: _Look, worker: SuspectedWorker) -> None:
         try:
             with suppress(WorkerLostError):
-                self._note(look, worker.name, await worker.query((look.step.number, False)))
+                self._note(look, worker.name, await worker.query((look.step.number, AskedFor.MOVED)))
         finally:
             del look.asked[worker.name]
 
     def _note(self, look: _Look, worker: str, report: WorkerReport) -> None:
         now, before = self._clock(), look.told.get(worker)
-        if before is None or before[1].moved != report.moved:
+        # What a worker that is done with the step says first tells nothing: it is not asked before an inquiry.
+        if (worker not in look.step.ended) if before is None else before[1].moved != report.moved:
             look.moved_at = now
         look.told[worker] = now, report
 
@@ -258,7 +261,7 @@ class HangSearch:
         look, step, began = suspect.look, suspect.look.step, self._clock()
         there = {name: worker for name, worker in step.workers.items() if worker.lost is None}
         patience = min(max(seconds / 2, SHORTEST_PATIENCE), LONGEST_PATIENCE)
-        reports = await _answers(there, (step.number, True), patience)
+        reports = await _answers(there, (step.number, AskedFor.ALL), patience)
         for name, report in reports.items():
             self._note(look, name, report)
         seen = [self._seen(look, worker, reports.get(name)) for name, worker in step.workers.items()]
@@ -267,7 +270,8 @@ class HangSearch:
         root = self._chosen(suspect, seconds, roots, reports, look.moved_at >= began)
         if root is None:
             return
-        error = await _hang_error(root, reports)
+        whose = await self._cut_off(look, there, patience) if root.state is HangState.WAITS_FOR_EDGE else None
+        error = await _hang_error(root, reports, whose)
         if step.number not in self._looks:
             return  # It has ended meanwhile.
         if root.state is HangState.WAITS_FOR_EDGE:
@@ -286,6 +290,14 @@ class HangSearch:
         worker.kill(why, stacks=True)
         more = "" if why == str(error) else f"{why}\n"
         found(f"worker {worker.name!r} is killed: {more}{error.story}")
+
+    async def _cut_off(self, look: _Look, there: Mapping[str, SuspectedWorker], patience: float) -> str | None:
+        """The worker that nothing gets through to or from: all send something on all edges, to see what comes."""
+        number = look.step.number
+        await _answers(there, (number, AskedFor.PROBES), patience)
+        await asyncio.sleep(PROBE_SECONDS)
+        reports = await _answers(there, (number, AskedFor.ALL), patience)
+        return cut_off([self._seen(look, worker, reports.get(name)) for name, worker in there.items()])
 
     def _chosen(
         self,
@@ -357,7 +369,7 @@ async def _answers(
     return {name: task.result() for name, task in asked.items() if not task.cancelled() and task.exception() is None}
 
 
-async def _hang_error(root: HangRoot, reports: Mapping[str, WorkerReport]) -> HangError:
+async def _hang_error(root: HangRoot, reports: Mapping[str, WorkerReport], whose: str | None) -> HangError:
     """The error that names ``root``, with the stack of the thread at fault if its worker has answered."""
     report = reports.get(root.worker)
     # The lines of the code are read from files, which may take its time.
@@ -369,6 +381,7 @@ async def _hang_error(root: HangRoot, reports: Mapping[str, WorkerReport]) -> Ha
         device=root.device,
         task_id=root.task,
         peer=root.peer,
+        cut_off=whose,
         seconds=root.seconds,
         waits=tuple(map(str, root.waits)),
         stack=stack,

@@ -335,7 +335,9 @@ class LastingRun:
         self._broken.update(loss.broken)
         self._tries += 1
         rest = self._broken_since + seconds - self._loop.time()
-        if self._tries == 1:
+        # What the workers have seen of a connection that carries nothing was known when it was given up.
+        is_sure = loss.cut_off is not None and rest <= 0
+        if self._tries == 1 and not is_sure:
             return
         if rest > 0:
             try:
@@ -346,7 +348,7 @@ class LastingRun:
                 self._progress.waiting(None)
             return
         # Of two that have as many, the one that is not left out already.
-        worst = max(sorted(self._broken), key=lambda unit: (self._broken[unit], unit not in self._gone))
+        worst = loss.cut_off or max(sorted(self._broken), key=lambda unit: (self._broken[unit], unit not in self._gone))
         if self._policy != SPLIT or not self._units() - self._left_by_order() - {worst}:
             raise HostLostError(loss.units, f"has waited {seconds:g} s for their connection: {loss.how}")
         self._gone = {worst}
@@ -466,6 +468,8 @@ class _Loss(NamedTuple):
     how: str
     broken: Mapping[str, int] = MappingProxyType({})
     """How many connections of each unit broke, if that is what was lost."""
+    cut_off: str | None = None
+    """The unit that nothing gets through to or from, if it is known that it is this one."""
 
 
 def _loss(error: Exception) -> _Loss | None:
@@ -478,7 +482,9 @@ def _loss(error: Exception) -> _Loss | None:
         return _Loss(tuple(sorted(ends)) or ("a connection",), _short(found), ends)
     if isinstance(found, HangError) and found.peer:  # Nothing gets through from one to the other.
         ends = Counter((unit_of(found.worker), unit_of(found.peer)))
-        return _Loss(tuple(sorted(ends)), _short(found), ends)
+        return _Loss(
+            tuple(sorted(ends)), _short(found), ends, None if found.cut_off is None else unit_of(found.cut_off)
+        )
     return None
 
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from asyncpipe.core.engine.worker_reports import PartReport, RunningReport, SeenWorker
+from asyncpipe.core.engine.worker_reports import PartReport, ReceiverReport, RunningReport, SeenWorker, SenderReport
 from asyncpipe.core.graph.part import BEGINNING, owner_of
 from asyncpipe.core.graph.task_graph import TaskGraph
 
-__all__ = ["HangRoot", "HangState", "HangWait", "hang_roots"]
+__all__ = ["HangRoot", "HangState", "HangWait", "cut_off", "hang_roots"]
 
 
 class HangState(StrEnum):
@@ -152,6 +152,35 @@ def hang_roots(step: int, graph: TaskGraph, workers: Iterable[SeenWorker]) -> li
     return sorted(found.values(), key=lambda root: (_ROOTS.index(root.state), -root.seconds))
 
 
+def cut_off(workers: Iterable[SeenWorker]) -> str | None:
+    """The one worker that nothing gets through to or from, though it answers; ``None`` if no worker alone is at fault.
+
+    It is at an end of every pair between which something was lost. If that is true of two, it is the one that has no
+    edge to anybody else on which all has come.
+    """
+    known = {worker.name: worker.report for worker in workers if worker.report is not None}
+    lost: list[frozenset[str]] = []
+    whole: list[frozenset[str]] = []
+    for name, report in known.items():
+        for peer, out in report.sends.items():
+            if (into := known[peer].takes.get(name) if peer in known else None) is not None:
+                pair = frozenset((name, peer))
+                if _loses(out, into):
+                    lost.append(pair)
+                elif out.sent:
+                    whole.append(pair)
+    suspects = frozenset.intersection(*lost) if lost else frozenset()
+    if len(suspects) > 1:
+        reached = frozenset().union(*(pair for pair in whole if pair not in lost))
+        suspects -= reached
+    return next(iter(suspects)) if len(suspects) == 1 else None
+
+
+def _loses(out: SenderReport, into: ReceiverReport) -> bool:
+    """Whether something that was sent has not come, of a step in which nothing happens."""
+    return out.is_over or into.is_over or into.came < out.sent or out.is_held_up
+
+
 class _RootSearch:
     """Follows waits."""
 
@@ -280,7 +309,7 @@ class _RootSearch:
             yield _HangHop(on_edge, device, root(HangState.WAITS_FOR_EDGE))
         elif into.is_stuck:
             yield _HangHop(on_edge, device, replace(root(HangState.NOT_TAKING), thread=into.taker))
-        elif out.is_over or into.is_over or into.came < out.sent or out.is_held_up:
+        elif _loses(out, into):
             yield _HangHop(on_edge, device, root(HangState.WAITS_FOR_EDGE))
         elif (task, before) not in out.queued:
             # It has come, and nobody has it.

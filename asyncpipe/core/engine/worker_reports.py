@@ -8,9 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
-__all__ = ["PartReport", "ReceiverReport", "RunningReport", "SeenWorker", "SenderReport", "StackFrame", "WorkerReport"]
+__all__ = [
+    "AskedFor",
+    "PartReport",
+    "ReceiverReport",
+    "RunningReport",
+    "SeenWorker",
+    "SenderReport",
+    "StackFrame",
+    "WorkerReport",
+]
+
+
+class AskedFor(Enum):
+    """What a worker is asked for, of a step."""
+
+    MOVED = auto()
+    """Whether something has happened: ``moved`` and ``running`` of its report."""
+    ALL = auto()
+    PROBES = auto()
+    """All, behind a message without a meaning on each edge on which it sends: what has come of them is seen later."""
+
 
 StackFrame = tuple[str, int, str]
 """The file, line and function of a call, as the worker's host knows them."""

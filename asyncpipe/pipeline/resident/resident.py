@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -384,6 +385,12 @@ class Resident:
         if mine is not None:
             moved += len(mine.ended) + len(mine.came)
         return WorkerReport(moved, part=mine, sends=sends, takes=takes)
+
+    def probe_edges(self) -> None:
+        """Send every other worker a message that it releases at once: it is for a step that is over."""
+        for edge in self._edges.out.values():
+            with suppress(EdgeError):  # It is closed.
+                edge.send(EdgeMessage(EdgeHeader(self._epoch, -1, 0, 0)))
 
     def step(self, number: int) -> PartStep | None:
         """The part of a step, if it is one of this pipeline and was not settled. From any thread."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncpipe.core.engine.events import StepNotes
-from asyncpipe.core.engine.worker_reports import WorkerReport
+from asyncpipe.core.engine.worker_reports import AskedFor, WorkerReport
 from asyncpipe.ops.device.wire import from_buffers, from_wire
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.resident.part_step import PartStep
@@ -110,14 +110,16 @@ class _Server:
                 self._residents[number].change(message)
         return None
 
-    def _report(self, question: tuple[int, bool]) -> WorkerReport:
+    def _report(self, question: tuple[int, AskedFor]) -> WorkerReport:
         """What this worker is at in a step, and if that is asked, why. On the thread that answers pings."""
-        number, in_full = question
+        number, asked = question
         running = () if self._pool is None else running_reports(self._pool.threads, self._of_step, number)
         if (resident := self._of_step.get(number)) is None:
             return WorkerReport(0, running, stacks=stacks())
+        if asked is AskedFor.PROBES:
+            resident.probe_edges()
         report = resident.report(number)
-        if not in_full:
+        if asked is AskedFor.MOVED:
             return WorkerReport(report.moved, running)
         return replace(report, running=running, stacks=stacks())
 

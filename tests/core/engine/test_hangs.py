@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from random_graphs import random_graph, random_partition
 
-from asyncpipe.core.engine.hangs import HangRoot, HangState, hang_roots
+from asyncpipe.core.engine.hangs import HangRoot, HangState, cut_off, hang_roots
 from asyncpipe.core.engine.worker_reports import (
     PartReport,
     ReceiverReport,
@@ -285,3 +286,34 @@ def test_a_device_that_hangs_in_taking_a_message_does_not_begin_what_it_has() ->
         root = hang_roots(STEP, graph, workers)[0]
         assert (root.state, root.worker, root.peer) == (state, "right", "left" if is_stuck else "")
         assert root.task == "C(0,0>1)"
+
+
+@pytest.mark.parametrize(
+    ("lost", "found"),
+    [
+        ({("b", "c"), ("b", "a")}, "b"),
+        ({("a", "b")}, "a"),
+        ({("d", "c")}, "d"),
+        ({("b", "c"), ("c", "b")}, None),
+        ({("a", "b"), ("c", "d")}, None),
+        (set(), None),
+    ],
+    ids=["in the middle", "first", "last", "only one connection", "two hosts", "nothing"],
+)
+def test_the_worker_that_nothing_gets_through_to_is_known_by_what_the_others_have(lost, found) -> None:
+    """Of four in a row, each of which has sent its neighbours two messages."""
+    row = "abcd"
+    pairs = [(x, y) for x in row for y in row if abs(ord(x) - ord(y)) == 1]
+    reports = {
+        name: WorkerReport(
+            0,
+            sends={receiver: SenderReport(2, 9) for sender, receiver in pairs if sender == name},
+            takes={
+                sender: ReceiverReport(2 - ((sender, name) in lost), 9)
+                for sender, receiver in pairs
+                if receiver == name
+            },
+        )
+        for name in row
+    }
+    assert cut_off(SeenWorker(name, (name,), report) for name, report in reports.items()) == found
