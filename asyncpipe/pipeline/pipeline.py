@@ -22,7 +22,7 @@ from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.sequential import take_all
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.stage_factory import StageFactory
-from asyncpipe.pipeline.build import build
+from asyncpipe.pipeline.build import PipelineParts, build
 from asyncpipe.pipeline.call import call
 from asyncpipe.pipeline.device_notes import note_devices
 from asyncpipe.pipeline.feeding import Feeding
@@ -72,6 +72,7 @@ class Pipeline(ModelProxy):
             arguments = replace(arguments, loss_fn=arguments.model.own_loss)
         here = self.devices if pool.workers is None else [device.elsewhere() for device in self.devices]
         parts = build(arguments.model, here, arguments)
+        _check_recomputation(parts)
         # Copies of the pipeline have the stages as they will be, not as they were built.
         self._arguments = arguments if parts.factory is None else replace(arguments, model=parts.staged)
         physical = set() if pool.on_hosts else {device.physical for device in self.devices}
@@ -276,3 +277,13 @@ class Pipeline(ModelProxy):
     def observers(self) -> list[Observer]:
         """The observers. The list may be changed at any time."""
         return self._tenancy.tenant.observers.shown
+
+
+def _check_recomputation(parts: PipelineParts) -> None:
+    """Raise if the model asks for recomputation, which a trace leaves to the pipeline, and the pipeline does none."""
+    if parts.staged.recomputes and parts.checkpoint is CheckpointMode.NEVER:
+        raise OptionError(
+            f"{parts.staged.recomputes} calls torch.utils.checkpoint, in whose place the pipeline recomputes stages, "
+            "but checkpoint='never' keeps everything; give checkpoint='always' or 'except_last', or switch it off in "
+            "the model (gradient_checkpointing_disable() of a Hugging Face model) and trace again"
+        )

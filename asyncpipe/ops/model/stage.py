@@ -94,6 +94,9 @@ class StagedModel:
     """What ``joined`` returns for fewer stages of a model with this module; ``None`` if its stages cannot be joined."""
     own_loss: OwnLoss | None = None
     """The loss of a pipeline without a ``loss_fn``, and the target of a batch that is given without one."""
+    recomputes: str = ""
+    """What in the model asks for ``torch.utils.checkpoint``, which its stages do not do, in words: the pipeline must
+    recompute in its place."""
 
     def joined(self, balance: Sequence[int]) -> StagedModel:
         """The same model with fewer stages: each made of as many consecutive ones as ``balance`` says.

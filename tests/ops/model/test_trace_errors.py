@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
-from torch.utils.checkpoint import checkpoint
 
-from asyncpipe.errors import BatchError, TraceError
+from asyncpipe.errors import BatchError, OptionError, StageError, TraceError
 from asyncpipe.ops.model.batchnorm import convert_deferred_batch_norm
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import StagedModel
+from asyncpipe.ops.model.trace import progress
 from asyncpipe.ops.model.trace.trace import trace
 
 Run = Callable[[StagedModel, Arguments], Any]
@@ -71,7 +73,7 @@ def test_submodules_that_begin_together_are_one_place_to_cut() -> None:
 @pytest.mark.parametrize(
     ("split", "told"),
     [
-        (["secnd"], "no submodule 'secnd' to split at; near it are second"),
+        (["secnd"], "no submodule 'secnd' to split at; near it are second; good ones to split at are second, third"),
         (["first"], "nothing is computed between the model's beginning and the beginning of 'first' in train mode"),
         ({"third": SplitPoint.END}, "between the end of 'third' and the model's end"),
         (["second", "second"], "between the beginning of 'second' and the beginning of 'second'"),
@@ -88,6 +90,28 @@ def test_splits_that_cannot_be(split: Any, told: str) -> None:
     with pytest.raises(TraceError) as raised:
         trace(Chain(), Arguments.of(torch.randn(2, 4)), split)
     assert told in str(raised.value)
+
+
+def test_an_error_lists_where_a_deep_model_is_well_split() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+            self.body = nn.Module()
+            self.body.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embedding(x)
+            for layer in self.body.layers:
+                x = layer(x)
+            return self.head(x)
+
+    with pytest.raises(TraceError) as raised:
+        trace(Deep(), Arguments.of(torch.randn(2, 4)), ["body"])
+    assert str(raised.value) == (
+        "submodule 'body' computes nothing in train mode, so the model cannot be split there; good ones to split at "
+        "are body.layers.0 … body.layers.4, head"
+    )
 
 
 # Models
@@ -196,6 +220,38 @@ def test_arguments_that_do_not_fit_the_trace(arguments: Arguments, told: str, pi
     picky.takes(Arguments.of(kind="sum", batch={"ids": IDS.repeat(2, 1)}, factor=2, mask=None))
 
 
+def test_images_keep_their_sides_unless_all_sizes_may_differ() -> None:
+    model, bigger = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU()), Arguments.of(torch.randn(3, 2, 7, 6))
+    staged = trace(model, Arguments.of(torch.randn(2, 2, 6, 6)), 2)
+    staged.takes(Arguments.of(torch.randn(5, 2, 6, 6)))
+    with pytest.raises(BatchError, match=r"input.size\(\)\[2\] == 6; trace .* or with dynamic='all'"):
+        staged.takes(bigger)
+    trace(model, Arguments.of(torch.randn(2, 2, 6, 6)), 2, dynamic="all").takes(bigger)
+
+
+def test_with_a_batch_only_the_number_of_samples_may_differ() -> None:
+    staged = trace(
+        nn.Sequential(nn.Tanh(), nn.ReLU()), Arguments.of(torch.randn(5, 2)), 2, dynamic="batch", batch_dim=1
+    )
+    staged.takes(Arguments.of(torch.randn(5, 3)))
+    with pytest.raises(BatchError, match=r"input.size\(\)\[0\] == 5"):
+        staged.takes(Arguments.of(torch.randn(4, 3)))
+    with pytest.raises(OptionError, match="dynamic must be"):
+        trace(nn.Tanh(), Arguments.of(torch.randn(5, 2)), 1, dynamic="none")  # type: ignore[arg-type]
+
+
+def test_a_long_trace_is_told_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10_000, 6))
+    monkeypatch.setattr(progress, "monotonic", lambda: next(clock))
+    trace(Chain(), Arguments.of(torch.randn(2, 4)), 2)
+    told = [each for each in caplog.records if each.name == progress.__name__]
+    first = told[0]
+    assert first.levelname == "WARNING"
+    assert "tracing Chain has taken" in first.getMessage()
+    assert first.getMessage().endswith("in train mode (dynamic='auto'; 'batch' may be faster)")
+    assert [each.levelname for each in told].count("WARNING") == 1
+
+
 def test_an_example_of_one_sample_fixes_the_batch_size() -> None:
     staged = trace(Chain(), Arguments.of(torch.randn(1, 4)), 2)
     with pytest.raises(
@@ -234,26 +290,66 @@ def test_hooks_of_torch_are_traced(check: Check) -> None:
     check(model, staged, Arguments.of(torch.randn(2, 4)))
 
 
-def test_gradient_checkpointing_of_hugging_face_is_named_before_its_hook() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].register_forward_hook(lambda *_: None)
-    model[1].gradient_checkpointing = True
-    with pytest.raises(TraceError, match=r"submodule '1' calls torch\.utils\.checkpoint, which a trace would drop"):
-        trace(model, Arguments.of(torch.randn(2, 4)), ["1"])
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_are_refused(reentrant: bool) -> None:
-    class Checkpointed(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            inner = nn.Sequential(self.first, self.second)
-            return self.third(checkpoint(inner, x, use_reentrant=reentrant) if self.training else inner(x))
-
-    with pytest.raises(TraceError) as raised:
-        trace(nn.Sequential(nn.Linear(4, 4), Checkpointed()), Arguments.of(torch.randn(2, 4)), ["1"])
+def test_a_hook_that_is_registered_later_is_refused() -> None:
+    model = Chain()
+    staged = trace(model, Arguments.of(torch.randn(2, 4)), ["second"])
+    arguments = Arguments.of(torch.randn(3, 4))
+    staged.takes(arguments)
+    handle = model.second.register_forward_hook(lambda *_: None)
+    with pytest.raises(StageError) as raised:
+        staged.takes(arguments)
     assert str(raised.value) == (
-        "submodule '1' calls torch.utils.checkpoint, which a trace would drop; switch that off "
-        "(gradient_checkpointing_disable() of a Hugging Face model), and give the pipeline checkpoint='always'"
+        "submodule 'second' got a hook after the model was traced, which its stages would not call; remove it, or cut "
+        "the model by hand into a list of stages"
+    )
+    handle.remove()
+    staged.takes(arguments)
+
+
+def test_hooks_of_all_modules_are_refused() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(TraceError, match="a hook of all modules"):
+            trace(Chain(), Arguments.of(torch.randn(2, 4)), ["second"])
+    finally:
+        handle.remove()
+
+
+def test_the_hook_that_serves_reentrant_checkpoints_is_left_out(check: Check) -> None:
+    def make_inputs_require_grads(module: nn.Module, given: Any, output: Tensor) -> None:
+        output.requires_grad_(True)
+
+    model = Chain()
+    make_inputs_require_grads.__qualname__ = "Model.enable_input_require_grads.<locals>.make_inputs_require_grads"
+    model.first.register_forward_hook(make_inputs_require_grads)
+    staged = trace(model, Arguments.of(torch.randn(2, 4)), ["second"])
+    check(model, staged, Arguments.of(torch.randn(3, 4)))
+
+
+DRAWS: dict[str, tuple[Callable[[Any], float], str]] = {
+    "random": (lambda _: random.random(), "Python's random module"),
+    "numpy": (lambda _: float(numpy.random.uniform()), "numpy.random"),
+    "the module's own": (lambda own: own.random(), "its generator"),
+    "the module's own of numpy": (lambda own: float(own.random()), "its generator"),
+}
+
+
+@pytest.mark.parametrize(("draw", "told"), DRAWS.values(), ids=DRAWS.keys())
+def test_draws_of_python_are_refused(draw: Callable[[Any], float], told: str) -> None:
+    class Draws(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = numpy.random.default_rng(1) if "numpy" in draws else random.Random(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 + draw(self.generator) if self.training else 1)
+
+    draws = next(name for name, (one, _) in DRAWS.items() if one is draw)
+    with pytest.raises(TraceError) as raised:
+        trace(Draws(), Arguments.of(torch.randn(2, 4)), 2)
+    assert str(raised.value) == (
+        f"the forward draws random numbers from {told} in train mode, which would be constants of the trace; draw them "
+        "by torch (torch.rand), switch the sampling off, or give them as an argument"
     )
 
 

@@ -42,7 +42,7 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("split", [3, ["relu"]])
 def test_batch_norm_and_dropout_in_both_modes(split: Any, check: Check, run_stages: Run) -> None:
     model = Normed()
-    staged = trace(model, Arguments.of(torch.randn(2, 2, 5, 5)), split)
+    staged = trace(model, Arguments.of(torch.randn(2, 2, 5, 5)), split, dynamic="all")
     check(model, staged, Arguments.of(torch.randn(4, 2, 6, 5)))
     assert model.norm.num_batches_tracked == 1
     assert not torch.equal(model.norm.running_mean, torch.zeros(3))
@@ -300,7 +300,7 @@ def test_what_the_forward_makes_is_on_the_stages_device(run_stages: Run) -> None
 
 @pytest.fixture(scope="module")
 def normed(doubles: None) -> StagedModel:
-    return trace(Normed(), Arguments.of(torch.randn(2, 2, 5, 5)), ["norm", "head"])
+    return trace(Normed(), Arguments.of(torch.randn(2, 2, 5, 5)), ["norm", "head"], dynamic="all")
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda stages: pickle.loads(pickle.dumps(stages))])

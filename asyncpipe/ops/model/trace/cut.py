@@ -13,12 +13,13 @@ from the sizes of the inputs only is computed by every stage that needs it.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property, partial
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, groupby, pairwise, repeat
 from operator import attrgetter, getitem, is_
 from typing import Any, NamedTuple
 
@@ -104,6 +105,8 @@ class TracedGraph:
     """What the caller gets, built from the outputs."""
     device: torch.device
     """The device of the model when it was traced."""
+    checkpoints: str = ""
+    """What calls ``torch.utils.checkpoint``, in words; empty if nothing does."""
 
     @cached_property
     def sizes(self) -> set[fx.Node]:
@@ -196,9 +199,11 @@ def cut_at_names(model: nn.Module, traced: TracedGraph, points: Iterable[SplitNa
     cuts = []
     for name, at_end in points:
         if not name or name not in modules:
-            known = [key for key in modules if key]
-            near = get_close_matches(name, known, n=3, cutoff=0.5) or known[:3]
-            raise TraceError(f"the model has no submodule {name!r} to split at; near it are {', '.join(near)}")
+            near = ", ".join(get_close_matches(name, [key for key in modules if key], n=3, cutoff=0.5))
+            raise TraceError(
+                f"the model has no submodule {name!r} to split at; "
+                f"{f'near it are {near}; ' if near else ''}{good_splits(traced)}"
+            )
         call = _first_call(traced, name, modules)
         label = f"the {'end' if at_end else 'beginning'} of {name!r}"
         cuts.append(CutPosition(call.last + 1, label) if at_end else CutPosition(call.first, label))
@@ -213,6 +218,35 @@ def cut_at_names(model: nn.Module, traced: TracedGraph, points: Iterable[SplitNa
     return cuts
 
 
+def good_splits(traced: TracedGraph) -> str:
+    """Says at which submodules the model is best split: the outermost ones, if these are enough."""
+    best: list[str] = []
+    for depth in range(1, 1 + max((call.depth for call in traced.calls.values()), default=0)):
+        names = list(dict.fromkeys(call.name for call in _places(traced, traced, depth)))
+        best = names
+        if len(names) >= _ENOUGH:
+            break
+    if not best:
+        return "it has no submodule where it can be split"
+    shown = _ranges(best)
+    told = ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
+    return f"good ones to split at are {told}"
+
+
+_ENOUGH = 4
+"""Look for smaller submodules if the outer ones are fewer."""
+_SHOWN = 8
+
+
+def _ranges(names: Sequence[str]) -> list[str]:
+    """``["h.0", "h.1", "h.2", "head"]`` as ``["h.0 … h.2", "head"]``."""
+    shown: list[str] = []
+    for stem, group in groupby(names, key=lambda name: re.fullmatch(r"(.*\.|)\d+", name) and name.rpartition(".")[0]):
+        several = list(group)
+        shown += several if stem is None or len(several) < 3 else [f"{several[0]} … {several[-1]}"]
+    return shown
+
+
 def _first_call(traced: TracedGraph, name: str, modules: Mapping[str, nn.Module]) -> SubmoduleCall:
     """The first call of a submodule: under this name if there is one, else under another name of it."""
     same = {other for other, module in modules.items() if module is modules[name]}
@@ -220,7 +254,7 @@ def _first_call(traced: TracedGraph, name: str, modules: Mapping[str, nn.Module]
     if not calls:
         raise TraceError(
             f"submodule {name!r} computes nothing in {traced.mode} mode, so the model cannot be split there; "
-            f"these are called: {', '.join(list(dict.fromkeys(call.name for call in traced.calls.values()))[:8])}"
+            f"{good_splits(traced)}"
         )
     return min(calls, key=lambda call: (call.name != name, call.first))
 
@@ -251,7 +285,7 @@ def cut_evenly(
         places = _places(traced, other, len(traced.nodes))
         raise TraceError(
             f"{stages} stages need {stages - 1} cuts, but the model's submodules begin at only {len(places)} places "
-            "where it can be cut; give fewer stages"
+            f"where it can be cut; give fewer stages ({good_splits(traced)})"
         )
     chosen = best[1] if best else []
     return [call.first for call in chosen], [other.calls[call.key].first for call in chosen]

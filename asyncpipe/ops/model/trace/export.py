@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_leaves
 from asyncpipe.errors import TraceError
 from asyncpipe.ops.model.nested import leaves_of
 from asyncpipe.ops.model.trace.cut import ROOT, OutputShape, TracedGraph
-from asyncpipe.ops.model.trace.dropped import RefuseDropped
-from asyncpipe.ops.model.trace.inputs import TraceInputs
+from asyncpipe.ops.model.trace.dropped import WatchForward, reentrant_as_calls
+from asyncpipe.ops.model.trace.inputs import TraceInputs, dynamic_sizes
 from asyncpipe.ops.model.trace.overwrites import written_storages
+from asyncpipe.ops.model.trace.progress import TraceProgress
+from asyncpipe.ops.model.trace.python_draws import PythonDraws
 
-__all__ = ["TraceState", "export_mode"]
+__all__ = ["TraceState", "TraceTask", "export_mode"]
 
 _TRANSFORMS = "torch._functorch.predispatch"
 """Where a trace's calls that begin and end a transform of ``torch.func`` come from."""
@@ -60,21 +62,41 @@ class _TraceRecord:
     shape: OutputShape
     replaced: tuple[str, ...] = ()
     """The names of buffers that the forward replaced by other tensors."""
+    drawn: str = ""
+    """What of Python's draws random numbers, in words."""
+    checkpoints: str = ""
+    """What calls ``torch.utils.checkpoint``, in words."""
+
+
+class TraceTask(NamedTuple):
+    """What is traced, and how."""
+
+    model: nn.Module
+    inputs: TraceInputs
+    example: Sequence[Tensor]
+    state: TraceState
+    dynamic: tuple[str, int]
+    """Which sizes may differ, and the batch dimension."""
+    progress: TraceProgress
 
 
 class _Wrapper(nn.Module):
     """The model as a function from tensors to a flat list of tensors and sizes, which is what an export supports."""
 
-    def __init__(self, model: nn.Module, call: Callable[[nn.Module, Sequence[Tensor]], Any]) -> None:
+    def __init__(self, task: TraceTask) -> None:
         super().__init__()
-        self.model = model
+        self.model = task.model
         self.seen = _TraceRecord()
-        self._call = call
+        self._call = task.inputs.call
+        self._progress = task.progress
 
     def forward(self, leaves: Sequence[Tensor]) -> list[Any]:
         before = dict(self.model.named_buffers())
-        with RefuseDropped(self.model):
+        draws = PythonDraws(self.model)
+        with reentrant_as_calls(), WatchForward(self.model, self._progress) as watch:
             output = self._call(self.model, leaves)
+        self.seen.drawn = draws.drawn()
+        self.seen.checkpoints = watch.checkpoints
         after = dict(self.model.named_buffers())
         self.seen.replaced = tuple(name for name, buffer in before.items() if after.get(name) is not buffer)
         self.seen.shape = OutputShape(output, _is_traced)
@@ -88,19 +110,27 @@ def _is_traced(leaf: Any) -> bool:
     return isinstance(leaf, (Tensor, *_NUMBERS))
 
 
-def export_mode(
-    model: nn.Module, inputs: TraceInputs, example: Sequence[Tensor], state: TraceState, training: bool
-) -> TracedGraph:
-    mode = "train" if training else "eval"
+def export_mode(task: TraceTask, training: bool) -> TracedGraph:
+    """The graph of one mode. Raises ``TraceError``."""
+    model, inputs, example, state, _, progress = task
+    progress.mode = mode = "train" if training else "eval"
     device = next(tensor.device for tensor in (*model.parameters(), *model.buffers(), *example))
-    wrapper = _Wrapper(model, inputs.call)
+    wrapper = _Wrapper(task)
     with _unchanged(model):
         if not (training and model.training):
             model.train(training)
-        root = _export(wrapper, example, mode, device)
+        root = _export(wrapper, task, mode, device)
+        if wrapper.seen.drawn:
+            # Once more, since another thread may have drawn.
+            root = _export(wrapper, task, mode, device)
     inputs.guards[training] = _simplify(root)
     placeholders = root.graph.find_nodes(op="placeholder")
     reads = {node: _read(root, node) for node in root.graph.find_nodes(op="get_attr")}
+    if wrapper.seen.drawn:
+        raise TraceError(
+            f"the forward draws random numbers from {wrapper.seen.drawn} in {mode} mode, which would be constants of "
+            "the trace; draw them by torch (torch.rand), switch the sampling off, or give them as an argument"
+        )
     if wrapper.seen.replaced:
         raise TraceError(
             f"the forward replaces the buffer {wrapper.seen.replaced[0]!r} by another tensor, which a trace does not "
@@ -120,18 +150,17 @@ def export_mode(
         outputs=tree_leaves(root.graph.output_node().args),
         shape=wrapper.seen.shape,
         device=device,
+        checkpoints=wrapper.seen.checkpoints,
     )
 
 
-def _export(wrapper: _Wrapper, example: Sequence[Tensor], mode: str, device: torch.device) -> fx.GraphModule:
-    dims = torch.export.Dim
-    # A size of 1 is always fixed, since it is broadcast; torch would log a warning for a variable one.
-    sizes = tuple({i: dims.AUTO if n > 1 else dims.STATIC for i, n in enumerate(x.shape)} for x in example)
+def _export(wrapper: _Wrapper, task: TraceTask, mode: str, device: torch.device) -> fx.GraphModule:
+    sizes = dynamic_sizes(task.example, *task.dynamic)
     try:
         with warnings.catch_warnings(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             # Recurrent layers also have their weights in a list, which the export restores.
             warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights\[")
-            program = torch.export.export(wrapper, (tuple(example),), dynamic_shapes=(sizes,), strict=False)
+            program = torch.export.export(wrapper, (tuple(task.example),), dynamic_shapes=(sizes,), strict=False)
             return program.module()
     except TraceError:
         raise

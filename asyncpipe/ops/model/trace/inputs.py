@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from asyncpipe.errors import BatchError, TraceError
-from asyncpipe.ops.model.microbatch import Arguments
+from asyncpipe.errors import AsyncpipeError, BatchError, TraceError
+from asyncpipe.ops.model.microbatch import Arguments, NoChunk, without_no_chunk
+from asyncpipe.ops.model.nested import flatten, places, rebuild
 
-__all__ = ["TraceInputs"]
+__all__ = ["DYNAMIC", "TraceInputs", "dynamic_sizes"]
+
+DYNAMIC = ("auto", "batch", "all")
+"""Which sizes of arguments may differ from the example's; ``trace`` explains them."""
 
 
 class TraceInputs:
@@ -29,10 +32,11 @@ class TraceInputs:
             bound = self._bind(arguments)
         except TypeError as error:
             raise TraceError(f"the example does not fit {self._model}.forward: {error}") from error
-        values, self._spec = tree_flatten(bound)
+        named = _named(bound, TraceError)
         # Not the example itself, which may be large: types and sizes are enough.
-        self._values = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in values]
-        self._names = list(_named(bound))
+        self._values = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in named.values()]
+        self._names = list(named)
+        self._structure = flatten(bound, wraps=(NoChunk,), error=TraceError)[1]
         self._tensors = [i for i, value in enumerate(self._values) if isinstance(value, Tensor)]
         if not self._tensors:
             raise TraceError("the example has no tensor; give the arguments that the model is called with")
@@ -41,7 +45,8 @@ class TraceInputs:
 
     def example(self, arguments: Arguments) -> list[Tensor]:
         """The tensors of a call, contiguous and each a new object, so that the export does not confuse them."""
-        return [x.detach().contiguous() for x in tree_leaves(self._bind(arguments)) if isinstance(x, Tensor)]
+        leaves = _named(self._bind(arguments), TraceError).values()
+        return [x.detach().contiguous() for x in leaves if isinstance(x, Tensor)]
 
     def call(self, model: nn.Module, tensors: Sequence[Tensor]) -> Any:
         """Call the model as in the example, with other tensors."""
@@ -49,13 +54,13 @@ class TraceInputs:
         for i, tensor in zip(self._tensors, tensors, strict=True):
             values[i] = tensor
         bound = self._signature.bind_partial()
-        bound.arguments.update(tree_unflatten(values, self._spec))
+        bound.arguments.update(rebuild(self._structure, values))
         return model(*bound.args, **bound.kwargs)
 
     def tensors(self, arguments: Arguments, training: bool) -> list[Tensor]:
         """The tensors of a call, in the order of the trace. Raises ``BatchError`` if the call does not fit."""
         try:
-            given = _named(self._bind(arguments))
+            given = _named(self._bind(arguments), BatchError)
         except TypeError as error:
             raise BatchError(f"the arguments do not fit {self._model}.forward: {error}") from error
         missing = [name for name in self._names if name not in given]
@@ -76,7 +81,8 @@ class TraceInputs:
             condition = re.sub(leaf, lambda found: self._names[self._tensors[int(found[1])]], condition)
             raise BatchError(
                 f"the micro-batch has sizes that the trace is not for, which is for {condition}; trace with an example "
-                "like it, of at least two samples, or keep the model's code from depending on sizes"
+                "like it, of at least two samples, or with dynamic='all', or keep the model's code from depending on "
+                "sizes"
             ) from error
         return tensors
 
@@ -98,9 +104,30 @@ class TraceInputs:
         )
 
 
-def _named(bound: dict[str, Any]) -> dict[str, Any]:
-    """The leaves of bound arguments by their path: ``mask``, ``batch['ids']``, ``states[0]``."""
-    return {f"{path[0].key}{keystr(path[1:])}": leaf for path, leaf in tree_flatten_with_path(bound)[0]}  # type: ignore[attr-defined]
+def dynamic_sizes(example: Sequence[Tensor], dynamic: str, batch_dim: int) -> tuple[dict[int, Any], ...]:
+    """For each tensor, which of its sizes may differ, as ``torch.export`` takes it; ``trace`` explains ``dynamic``."""
+    dims = torch.export.Dim
+    chosen: list[dict[int, Any]] = []
+    for tensor in example:
+        every = dynamic == "all" or (dynamic == "auto" and tensor.dim() < _IMAGE)
+        # A size of 1 is always fixed, since it is broadcast; torch would log a warning for a variable one.
+        chosen.append(
+            {k: dims.AUTO if n > 1 and (every or k == batch_dim) else dims.STATIC for k, n in enumerate(tensor.shape)}
+        )
+    return tuple(chosen)
+
+
+_IMAGE = 4
+"""Tensors with so many dimensions are images, videos or their latents, which keep their sides."""
+
+
+def _named(bound: dict[str, Any], error: type[AsyncpipeError]) -> dict[str, Any]:
+    """The leaves of bound arguments by their place: ``mask``, ``batch['ids']``, ``states[0]``, ``output.loss``."""
+    found: dict[str, Any] = {}
+    for name, value in bound.items():
+        leaves, structure = flatten(value, wraps=(NoChunk,), error=error)
+        found.update(zip((name + place for place in places(structure)), map(without_no_chunk, leaves), strict=True))
+    return found
 
 
 def _check_value(name: str, value: Any, traced: Any) -> None:

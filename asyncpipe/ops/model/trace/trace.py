@@ -19,10 +19,12 @@ value is passed from neighbour to neighbour, also through stages that do not use
 
 Limits of a trace: Python code of the forward runs only while tracing. Branches on sizes are checked at every call
 (``BatchError``); branches on values cannot be traced. Types that the forward reads (``mask.to(x.dtype)``) are those of
-the example, also under autocast. Python numbers that a module counts do not change any more. A tensor that the forward
-creates on the model's device is created on the stage's. An autocast around the call is not part of the trace: it
-applies to a stage that runs under it, as it does to the model. An autocast inside the forward is traced. Hooks of
-modules and ``torch.utils.checkpoint`` are refused (``dropped.py``); hooks that are registered later are not called.
+the example, also under autocast. Python numbers that a module counts do not change any more; a forward that draws from
+Python's or numpy's generators is refused (``python_draws.py``). A tensor that the forward creates on the model's device
+is created on the stage's. An autocast around the call is not part of the trace: it applies to a stage that runs under
+it, as it does to the model. An autocast inside the forward is traced. Hooks of modules are refused, also those that are
+registered later; ``torch.utils.checkpoint`` is traced as a call, and only a pipeline that recomputes takes the stages
+(``dropped.py``).
 """
 
 from __future__ import annotations
@@ -31,19 +33,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
+from asyncpipe.core.checks import check_choice
 from asyncpipe.errors import BalanceError, TraceError
 from asyncpipe.ops.model.batchnorm import deferred_layers
-from asyncpipe.ops.model.microbatch import Arguments
+from asyncpipe.ops.model.microbatch import Arguments, keywords
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.trace.cut import SplitName, TracedGraph, cut_at_names, cut_evenly
-from asyncpipe.ops.model.trace.dropped import refuse_hooks
-from asyncpipe.ops.model.trace.export import TraceState, export_mode
-from asyncpipe.ops.model.trace.inputs import TraceInputs
+from asyncpipe.ops.model.trace.dropped import HookWatch, refuse_hooks
+from asyncpipe.ops.model.trace.export import TraceState, TraceTask, export_mode
+from asyncpipe.ops.model.trace.inputs import DYNAMIC, TraceInputs
+from asyncpipe.ops.model.trace.progress import TraceProgress
 from asyncpipe.ops.model.trace.traced_stage import CallerValue, ModelSlots, build_stages
 
 if TYPE_CHECKING:
@@ -52,16 +56,29 @@ if TYPE_CHECKING:
 __all__ = ["trace"]
 
 
-def trace(model: nn.Module, arguments: Arguments, split: int | Sequence[str] | Mapping[str, SplitPoint]) -> StagedModel:
+def trace(
+    model: nn.Module,
+    arguments: Any,
+    split: int | Sequence[str] | Mapping[str, SplitPoint],
+    *,
+    dynamic: Literal["auto", "batch", "all"] = "auto",
+    batch_dim: int = 0,
+) -> StagedModel:
     """``model`` as stages, traced with an example of its arguments: ``trace(model, Arguments.of(ids, mask=mask), 4)``.
 
     ``split`` is a number of stages, over which the parameters are spread as evenly as possible; or the names of the
     submodules that begin a new stage; or a mapping from names to torch's ``SplitPoint``, ``BEGINNING`` or ``END``. For
     a submodule that is called several times the first call counts.
 
-    The example must have the types and the structure of later arguments, and should have at least two samples. Sizes
-    may differ, unless the model's code depends on them. Tracing computes nothing, draws no random numbers and does not
-    change the model; it takes some seconds. The stages' parameters and buffers are the model's own.
+    ``arguments`` are ``Arguments``, a tokenizer's batch, or the only argument. They must have the types and the
+    structure of later ones, and should have at least two samples. ``dynamic`` says which sizes of later arguments may
+    differ, unless the model's code depends on them: with ``"batch"`` the number of samples, which is dimension
+    ``batch_dim`` of all tensors; with ``"all"`` every size; with ``"auto"`` every size of tensors that have at most
+    three dimensions (tokens, masks, embeddings, audio) and the number of samples of images and videos. Where windows
+    are cut out of images of any size, a trace takes a minute in place of seconds.
+
+    Tracing computes nothing, draws no random numbers and does not change the model; it takes some seconds, and tells
+    in the log if it takes long. The stages' parameters and buffers are the model's own.
 
     To a pipeline these stages are what layers are in a sequence: with a ``balance``, also one that it chooses, each of
     its own stages is made of as many of them. So give more than devices to leave it a choice.
@@ -69,6 +86,28 @@ def trace(model: nn.Module, arguments: Arguments, split: int | Sequence[str] | M
     Raises ``TraceError`` if the model cannot be traced, or not be cut like that. ``takes`` of the result raises
     ``BatchError`` for arguments that do not fit the trace.
     """
+    check_choice("dynamic", dynamic, DYNAMIC)
+    _check_model(model)
+    points = _split_points(split)
+    arguments = Arguments.wrap(keywords(arguments))
+    inputs = TraceInputs(model, arguments)
+    state = TraceState(model)
+    progress = TraceProgress(type(model).__name__, dynamic)
+    task = TraceTask(model, inputs, inputs.example(arguments), state, (dynamic, batch_dim), progress)
+    train, evaluate = (export_mode(task, training) for training in (True, False))
+    if isinstance(points, int):
+        cuts = cut_evenly(train, evaluate, points, state.tensors)
+    else:
+        there, here = (cut_at_names(model, traced, points) for traced in (train, evaluate))
+        if [cut.label for cut in there] != [cut.label for cut in here]:
+            raise TraceError("the submodules to split at are called in another order in eval mode than in train mode")
+        cuts = [cut.position for cut in there], [cut.position for cut in here]
+    staged = _staged(_Trace(model, inputs, state, (train, evaluate), HookWatch(model)), cuts)
+    progress.done()
+    return staged
+
+
+def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TraceError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -80,19 +119,6 @@ def trace(model: nn.Module, arguments: Arguments, split: int | Sequence[str] | M
     if deferred_layers(model):
         raise TraceError("a trace does not see what deferred batch norms gather; trace the model with bare ones")
     refuse_hooks(model)
-    points = _split_points(split)
-    inputs = TraceInputs(model, arguments)
-    state = TraceState(model)
-    example = inputs.example(arguments)
-    train, evaluate = (export_mode(model, inputs, example, state, training) for training in (True, False))
-    if isinstance(points, int):
-        cuts = cut_evenly(train, evaluate, points, state.tensors)
-    else:
-        there, here = (cut_at_names(model, traced, points) for traced in (train, evaluate))
-        if [cut.label for cut in there] != [cut.label for cut in here]:
-            raise TraceError("the submodules to split at are called in another order in eval mode than in train mode")
-        cuts = [cut.position for cut in there], [cut.position for cut in here]
-    return _staged(_Trace(model, inputs, state, (train, evaluate)), cuts)
 
 
 class _Trace(NamedTuple):
@@ -102,11 +128,12 @@ class _Trace(NamedTuple):
     inputs: TraceInputs
     state: TraceState
     modes: tuple[TracedGraph, TracedGraph]
+    hooks: HookWatch
 
 
 def _staged(whole: _Trace, cuts: tuple[list[int], list[int]]) -> StagedModel:
     """The stages between ``cuts``, the positions in the traces of both modes."""
-    model, inputs, state, modes = whole
+    model, inputs, state, modes, hooks = whole
     stages, links, takes = build_stages(modes, cuts, state, ModelSlots(model.modules(), state.names))
 
     def join(module: nn.Module, balance: Sequence[int]) -> StagedModel:
@@ -118,7 +145,8 @@ def _staged(whole: _Trace, cuts: tuple[list[int], list[int]]) -> StagedModel:
         return _staged(whole, ([cuts[0][end - 1] for end in last_pieces], [cuts[1][end - 1] for end in last_pieces]))
 
     _follow(stages, model.training)
-    return StagedModel(model, stages, links, _Takes(model, stages, inputs, takes), join)
+    taken = _Takes(model, stages, inputs, takes, hooks)
+    return StagedModel(model, stages, links, taken, join, recomputes=modes[0].checkpoints)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,8 +157,10 @@ class _Takes:
     stages: Sequence[nn.Module]
     inputs: TraceInputs
     wanted: Mapping[int, Sequence[CallerValue]]
+    hooks: HookWatch
 
     def __call__(self, arguments: Arguments) -> dict[int, Any]:
+        self.hooks.check()
         training = self.model.training
         _follow(self.stages, training)
         tensors = self.inputs.tensors(arguments, training)
@@ -140,7 +170,8 @@ class _Takes:
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Takes:
-        return replace(self, model=deepcopy(self.model, memo), stages=deepcopy(self.stages, memo))
+        model = deepcopy(self.model, memo)
+        return replace(self, model=model, stages=deepcopy(self.stages, memo), hooks=HookWatch(model))
 
 
 def _follow(stages: Iterable[nn.Module], training: bool) -> None:
