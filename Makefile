@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint node dashboards bench campaigns soak differential faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes api clean
+.PHONY: train test lint node dashboards docs look pictures bench campaigns soak differential faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes api clean
 
 train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml $(if $(WORKERS),--workers $(WORKERS))
@@ -26,6 +26,16 @@ tests/node/node_modules/.installed: tests/node/package.json
 
 dashboards: .venv/installed
 	$(BIN)/python -m dashboards.build
+
+# The documentation as a site, in build/site; without a network. `make look` opens every page in Chromium, narrow and wide.
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+look: docs
+	$(BIN)/python -m website.look
+
+pictures: .venv/installed
+	$(BIN)/python -m website.pictures --live
 
 bench: .venv/installed
 	$(BIN)/asyncpipe bench overhead
