@@ -86,7 +86,7 @@ def test_every_page_is_in_the_navigation():
 
 
 def test_the_reference_shows_every_public_name(tmp_path: Path):
-    assert reference.missing() == set()
+    assert reference.missing() == set(), "give each a line `::: asyncpipe.Name` in a page of docs/reference"
     (tmp_path / "some.md").write_text("::: asyncpipe.Pipeline\n", encoding="utf-8")
     assert {"asyncpipe.trace", "asyncpipe.errors.TaskError"} <= reference.missing(tmp_path)
     assert "asyncpipe.Pipeline" not in reference.missing(tmp_path)
