@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Self
 
-__all__ = ["COMPUTE_KINDS", "INPUT_GRADIENT_KINDS", "RELEASING_KINDS", "SCHEDULED_KINDS", "TaskKind"]
+__all__ = ["COMPUTE_KINDS", "COPY_KINDS", "INPUT_GRADIENT_KINDS", "RELEASING_KINDS", "SCHEDULED_KINDS", "TaskKind"]
 
 
 class TaskKind(StrEnum):
@@ -39,6 +39,10 @@ class TaskKind(StrEnum):
     UPDATE = "U", "update", "#f0a58f", 216, "generic_work"
     SUM = "S", "sum", "#f2b5d0", 218, "rail_animation"
     """Adds the gradients of a tied parameter's replicas to its own."""
+    OFFLOAD = "O", "offload", "#d9b38c", 180, "light_memory_dump"
+    """Copies what a forward keeps for its backward to the host's memory, and frees it on the device."""
+    LOAD = "L", "load", "#b5d96b", 149, "rail_load"
+    """Brings back what O has offloaded."""
 
     # The defaults are for type checkers, to which ``TaskKind("F")`` is a call of this, and not the look-up that it is.
     def __new__(
@@ -56,5 +60,7 @@ COMPUTE_KINDS = (TaskKind.FORWARD, TaskKind.RECOMPUTE, *SCHEDULED_KINDS[1:])
 """The kinds that run a stage on a micro-batch."""
 INPUT_GRADIENT_KINDS = (TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT)
 """The kinds that compute the gradient of a stage's input, which the stage before it waits for."""
+COPY_KINDS = (TaskKind.COPY, TaskKind.OFFLOAD, TaskKind.LOAD)
+"""The kinds that move tensors, beside what their device computes."""
 RELEASING_KINDS = (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT)
 """The kinds that are the last to use what a forward kept."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.offload import check_offload
 from asyncpipe.core.graph.task_graph import Phase, Wiring
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
@@ -100,7 +101,8 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
     else:
         staged = _split_into_stages(model, schedule, len(devices), options)
     _check_leaves(staged.module)
-    graphs = GraphCache(schedule, names, Wiring(staged.links), len(staged.stages))
+    offload = () if options.offload is None else check_offload(options.offload, len(staged.stages))
+    graphs = GraphCache(schedule, names, Wiring(staged.links), len(staged.stages), offload)
     checkpoint = CheckpointMode(options.checkpoint)
     graph = graphs(options.microbatches, Phase.STEP, checkpoint, True)
     stages, ties = place(staged, graph.placement, devices)

@@ -25,11 +25,19 @@ class _Lowered(NamedTuple):
 class GraphCache:
     """Task graphs by number of micro-batches, phase, recomputation and updates."""
 
-    def __init__(self, schedule: Schedule, devices: Sequence[str], wiring: Wiring, stages: int) -> None:
-        """``devices``: the names of the logical devices."""
+    def __init__(
+        self,
+        schedule: Schedule,
+        devices: Sequence[str],
+        wiring: Wiring,
+        stages: int,
+        offload: Sequence[float] = (),
+    ) -> None:
+        """``devices``: the names of the logical devices; ``offload`` as for ``lower``."""
         self._devices = tuple(devices)
         self._wiring = wiring
         self._stages = stages
+        self._offload = tuple(offload)
         self._lowered = _Lowered(schedule, {})
 
     @property
@@ -78,4 +86,5 @@ class GraphCache:
             checkpoint=checkpoint,
             phase=phase,
             wiring=wiring if update else Wiring(wiring.links, wiring.ties),
+            offload=self._offload,
         )

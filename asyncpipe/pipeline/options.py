@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from asyncpipe.core.checks import check_choice, check_positive
 from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.offload import check_offload
 from asyncpipe.errors import MicrobatchError, OptionError
 from asyncpipe.pipeline.pool_options import PoolOptions
 
@@ -52,6 +53,10 @@ class PipelineOptions(PoolOptions):
     """With ``"hint"`` the schedule's order only ranks the tasks that are ready."""
     checkpoint: str = "except_last"
     """Which micro-batches are recomputed: ``"always"``, ``"except_last"`` or ``"never"``."""
+    offload: float | Sequence[float] | None = None
+    """The fraction of micro-batches whose activations wait for their backward in the host's memory, from 0 to 1, or a
+    list with that of each stage. Those that wait longest are offloaded, and none whose backward follows at once. Only
+    in ``step`` and ``steps``, with an ordered schedule; on CPUs nothing moves."""
     loss_fn: Callable[..., Any] | None = None
     """Maps (output, target) of a micro-batch to a scalar, or to (mean, count): a mean over that many items of any kind
     (tokens, for instance). Counts make the mini-batch's mean right for micro-batches of any size."""
@@ -93,6 +98,8 @@ class PipelineOptions(PoolOptions):
             check_positive("stages", self.stages)
         check_choice("order", self.order, ("strict", "hint"))
         CheckpointMode.parse(self.checkpoint)
+        if self.offload is not None:
+            check_offload(self.offload)
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int) or self.batch_dim < 0:
             raise OptionError(f"batch_dim must be an integer from 0, got {self.batch_dim!r}")

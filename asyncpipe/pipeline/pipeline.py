@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Pipeline"]
 
+_logger = logging.getLogger(__name__)
+
 
 class Pipeline(ModelProxy):
     """A model that trains as a pipeline. Open it with ``async with``, then ``await step(x, target)``.
@@ -61,6 +64,8 @@ class Pipeline(ModelProxy):
     def _set_up(self, arguments: PipelineArguments) -> None:
         pool = arguments.pool or DevicePool(**arguments.pool_options)
         self.devices = pool.resolve(arguments.devices)
+        if arguments.offload is not None and not any(device.is_accelerator for device in self.devices):
+            _logger.warning("offload moves nothing here: the memory of the devices is the host's; leave it out on CPUs")
         arguments = resolve_auto(replace(arguments, feed=as_feed(arguments.feed)))
         if isinstance(arguments.model, StageFactory):
             seeded = arguments.model.seeded(partial(draw_step_seed, arguments.generator))

@@ -9,6 +9,7 @@ over before its next one starts; events carry such knowledge from stream to stre
 
 What an asynchronous copy brings to the host is NaN until the host has waited for an event behind it. ``hold`` keeps a
 kernel from ending, and with it whoever waits for it; after ``spoil`` every call fails, as after an error on a GPU.
+Memory is counted by logical device, which is that of the thread that allocates, and may have a limit (``limit``).
 
 Importing this module changes the process for good, so tests run in one of their own
 (``tests/pipeline/test_on_emulated_accelerator.py``).
@@ -47,7 +48,9 @@ class Spoiled(RuntimeError):
 
 _lock = threading.RLock()
 _thread = threading.local()
-_state = SimpleNamespace(host={}, landing=[], spoiled=False, held={}, offset=0.0, drift=0.0, engine=None)
+_state = SimpleNamespace(host={}, landing=[], spoiled=False, held={}, offset=0.0, drift=0.0, engine=None, limit=None)
+allocated, peak = Counter(), Counter()
+"""Bytes by logical device (``"emu:0#1"``): now, and the most since ``reset`` or ``forget_peak``."""
 synchronized = Counter()
 """By name of the thread: how often it waited for the device."""
 views: list[tuple[str, Stream]] = []
@@ -59,8 +62,11 @@ def reset() -> None:
     with _lock:
         for gate in _state.held.values():
             gate.set()
-        _state.__dict__.update(host={}, landing=[], spoiled=False, held={}, offset=0.0, drift=0.0, engine=None)
+        _state.__dict__.update(
+            host={}, landing=[], spoiled=False, held={}, offset=0.0, drift=0.0, engine=None, limit=None
+        )
         synchronized.clear()
+        forget_peak()
         views.clear()
         for each in list(_all_streams):
             _join(_state.host, each.clock)
@@ -70,6 +76,24 @@ def reset() -> None:
 def spoil() -> None:
     """From now on every call fails."""
     _state.spoiled = True
+
+
+def limit(size) -> None:
+    """From now on each logical device has ``size`` bytes (``None``: any number)."""
+    _state.limit = size
+
+
+def forget_peak() -> None:
+    peak.clear()
+    peak.update(allocated)
+
+
+def _account(owner, size) -> None:
+    """Allocate ``size`` bytes on a logical device, or give them back."""
+    if size > 0 and _state.limit is not None and allocated[owner] + size > _state.limit:
+        raise torch.OutOfMemoryError(f"{owner} has {allocated[owner]} bytes in use of {_state.limit}; wanted {size}")
+    allocated[owner] += size
+    peak[owner] = max(peak[owner], allocated[owner])
 
 
 def check_health() -> None:
@@ -246,8 +270,10 @@ _all_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 class _Memory:
     """What one allocation has been used for: by stream, the last kernel that wrote and the last that read."""
 
-    def __init__(self, stream):
+    def __init__(self, stream, size=0):
         self.stream, self.writes, self.reads, self.recorded = stream, {}, {}, set()
+        self.owner, self.size = threading.current_thread().name.removeprefix("asyncpipe "), size
+        _account(self.owner, size)
 
     def use(self, stream, number, name, *, write):
         for kind, before in (("writing", self.writes), ("reading", self.reads if write else {})):
@@ -258,6 +284,7 @@ class _Memory:
         (self.writes if write else self.reads)[stream] = number
 
     def free(self):
+        _account(self.owner, -self.size)
         used = {**self.reads}
         _join(used, self.writes)
         late = {s: c for s, c in used.items() if s is not self.stream and s not in self.recorded}
@@ -269,11 +296,12 @@ _memories: dict[int, _Memory] = {}
 """By address of the storage that holds the values."""
 
 
-def _memory(inner, stream):
+def _memory(inner, stream, counts=True):
+    """``counts``: not what is only here since torch sees no gaps, and would be a view on a GPU."""
     storage = inner.untyped_storage()
     key = storage._cdata
     if key not in _memories:
-        memory = _memories[key] = _Memory(stream)
+        memory = _memories[key] = _Memory(stream, storage.nbytes() if counts else 0)
         _holders[key] = 0
         _check_reuse(stream)
         return key, memory
@@ -317,11 +345,11 @@ def _storage(tensor):
     return tensor.untyped_storage()._cdata
 
 
-def _make(values, stream):
+def _make(values, stream, counts=True):
     """A tensor of the device with these values."""
     made = torch._C._acc.create_empty_tensor(values.shape, values.dtype)
     storage = made.untyped_storage()
-    key, _ = _memory(values, stream)
+    key, _ = _memory(values, stream, counts)
     _holders[key] += 1
     _values[storage._cdata], _keys[storage._cdata] = values, key
     weakref.finalize(storage, _drop, storage._cdata, key)
@@ -363,9 +391,10 @@ def _kernel(op, *args, **kwargs):
         written = _written(op, args, kwargs)
         same = {id(_inner(tensor)): tensor for tensor in flat}
         out = op(*tree_map(_inner, _with_offset(name, args)), **tree_map(_inner, kwargs))
+        counts = True
         if is_view and not out.is_contiguous():
             # torch sees tensors without gaps, so it would take the strides of a view of this view from those.
-            is_view, out = False, out.contiguous()
+            is_view, out, counts = False, out.contiguous(), False
         for tensor in () if is_view else flat:
             _memory_of(tensor).use(stream, number, name, write=any(tensor is other for other in written))
 
@@ -374,7 +403,7 @@ def _kernel(op, *args, **kwargs):
                 return value
             if id(value) in same:
                 return same[id(value)]
-            made = _make(value, stream)
+            made = _make(value, stream, counts)
             if not is_view:
                 _memory_of(made).use(stream, number, name, write=True)
             return made
@@ -413,7 +442,7 @@ def _copy(source, to, non_blocking=False):
             _memory_of(source).use(stream, number, "copy", write=False)
         if _on_device(to):
             _memory_of(to).use(stream, number, "copy", write=True)
-            _inner(to).copy_(_inner(source))
+            _inner(to).copy_(_inner(source) if _on_device(source) else _landed(source, stream))
         else:
             value = _inner(source).clone()
             if to.is_floating_point():
@@ -424,6 +453,14 @@ def _copy(source, to, non_blocking=False):
     if not (non_blocking or (_on_device(source) and _on_device(to))):
         stream.synchronize()
     return to
+
+
+def _landed(source, stream):
+    """What a copy from the host on ``stream`` reads there: what other copies bring, if it is queued behind them."""
+    for other, count, to, value in _state.landing:
+        if to.untyped_storage()._cdata == source.untyped_storage()._cdata and stream.clock.get(other, 0) >= count:
+            return value
+    return source
 
 
 class _Module(SimpleNamespace):

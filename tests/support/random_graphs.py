@@ -117,7 +117,9 @@ def random_ordered_graph(draw: random.Random, most_devices: int = 3) -> TaskGrap
         try:
             schedule.check(shape)
             placement = schedule.placement(shape)
-            return lower(schedule, shape, checkpoint=checkpoint, phase=phase, wiring=_wiring(placement, draw))
+            wiring = _wiring(placement, draw)
+            offload = [draw.choice([0.0, 0.5, 1.0]) for _ in placement] if draw.random() < 0.3 else ()
+            return lower(schedule, shape, checkpoint=checkpoint, phase=phase, wiring=wiring, offload=offload)
         except ScheduleError:
             continue
 

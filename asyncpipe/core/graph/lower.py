@@ -25,20 +25,28 @@ and S adds it to the owner's. U updates a stage when its gradients are complete:
     owner     ┌──▶ …                    B(last,owner) ──▶ S(owner) ──▶ U(owner)
               C(owner>user)                               ▲
     user      └──▶ F(first,user)  …  B(last,user) ──C(user>owner)
+
+What F(i,j) keeps may be offloaded to the host until its backward (``offload.py`` says of which micro-batches). O(i,j)
+copies it while the next action runs, and the action after that waits for O, since it gets the memory. L(i,j) brings it
+back while the last action before the backward (or before R(i,j), which reads it then) runs::
+
+    actions    F(i,j) ──▶ next ──▶ after ──▶ … ──▶ a ──▶ b ──▶ B(i,j)
+                 └───── O(i,j) ─────┘               └── L(i,j) ──┘
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from asyncpipe.core.checks import check_choice
+from asyncpipe.core.graph.offload import AHEAD, HOLD, offloaded
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import Phase, Rule, TaskGraph, Wiring
-from asyncpipe.core.kinds import SCHEDULED_KINDS, TaskKind
+from asyncpipe.core.kinds import COPY_KINDS, INPUT_GRADIENT_KINDS, SCHEDULED_KINDS, TaskKind
 from asyncpipe.core.schedules.protocol import Action, RuledSchedule, Schedule, Shape
 from asyncpipe.core.schedules.validate import blaming, check_admission, checked_actions, checked_placement
 from asyncpipe.errors import ScheduleError
@@ -47,7 +55,10 @@ __all__ = ["CheckpointMode", "lower"]
 
 _F, _R, _B, _C = TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.COPY
 _I, _W = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
-_COMPUTE, _COPY_IN, _GRAD_IN = range(len(Queue))
+_O, _L = TaskKind.OFFLOAD, TaskKind.LOAD
+_COMPUTE, _COPY_IN, _GRAD_IN, _OFFLOAD, _LOAD = range(len(Queue))
+_USUAL_QUEUES = tuple(Queue)[:_OFFLOAD]
+"""Those of graphs that offload nothing."""
 
 
 class CheckpointMode(StrEnum):
@@ -78,21 +89,32 @@ def lower(
     checkpoint: CheckpointMode = CheckpointMode.NEVER,
     phase: Phase = Phase.STEP,
     wiring: Wiring | None = None,
+    offload: Sequence[float] = (),
 ) -> TaskGraph:
     """The task graph of one step: the schedule's actions with copies, recomputations and order edges.
 
     ``devices`` are the names of the ``shape.devices`` logical devices, ``dev:0`` … by default. ``phase`` selects the
     whole step, only its forwards or only its backwards. ``wiring`` says what stages exchange; by default each stage
-    feeds the next. Time and memory are linear in the number of tasks. Raises ``ScheduleError``, which names the
-    device and the action, if an action is missing, duplicate, out of place or on the wrong device, or if the
-    schedule deadlocks.
+    feeds the next. ``offload`` is, for each stage, the fraction of its micro-batches whose activations are offloaded,
+    in whole steps; by default none. Time and memory are linear in the number of tasks. Raises ``ScheduleError``, which
+    names the device and the action, if an action is missing, duplicate, out of place or on the wrong device, or if the
+    schedule deadlocks; also for a ruled schedule that is to offload, since only an order tells what waits how long.
     """
     with blaming(f"schedule {schedule.name!r}: check"):
         schedule.check(shape)
     names = tuple(devices) if devices is not None else tuple(f"dev:{r}" for r in range(shape.devices))
     placement = checked_placement(schedule, shape, names)
     builder = _Builder(schedule, shape, placement, checkpoint, phase, wiring or Wiring.chain(shape.stages))
-    builder.add_actions(_orders(schedule, shape, placement, phase))
+    orders = list(_orders(schedule, shape, placement, phase))
+    builder.add_actions(orders)
+    if any(offload) and phase is Phase.STEP:
+        if isinstance(schedule, RuledSchedule):
+            raise ScheduleError(
+                f"schedule {schedule.name!r} decides while the step runs, so it is not known what waits for long; "
+                "offload needs an ordered schedule, in its strict order"
+            )
+        for order in orders:
+            builder.add_offloads(order, offloaded(order, offload))
     builder.add_ends()
     builder.add_transfers()
     return builder.build(names)
@@ -159,6 +181,8 @@ class _Builder:
         """F of each stage and micro-batch."""
         self._backward = [[-1] * m for _ in range(stages)]
         """B or I of each stage and micro-batch: the task that computes the gradient of the stage's input."""
+        self._weight: dict[tuple[int, int], int] = {}
+        """W by stage and micro-batch, where backwards are split."""
         self._recompute = [[-1] * m for _ in range(stages)]
         self._first: dict[int, list[int]] = {}
         """The first action of each stage; in a ruled schedule, all its forwards."""
@@ -168,6 +192,7 @@ class _Builder:
         """S of each stage that owns tied parameters."""
         self._arrivals: dict[int, list[_Arrival]] = {}
         """The copies of each lane, by its position, that gets copies from several devices in an ordered schedule."""
+        self._queues = _USUAL_QUEUES
         self._places: dict[int, float] = {}
         """The place of copies in the order of their lane, from 0 to below 1."""
 
@@ -187,7 +212,7 @@ class _Builder:
                 if kind is _F:
                     task = self._forward[j][i] = self._add(_F, i, j, before)
                 elif kind is _W:
-                    task = self._add(_W, i, j, _with(before, self._backward[j][i]))
+                    task = self._weight[j, i] = self._add(_W, i, j, _with(before, self._backward[j][i]))
                 else:
                     task = self._backward[j][i] = self._add_backward(kind, i, j, before)
                 if self._ruled is None:
@@ -207,6 +232,24 @@ class _Builder:
         # In an ordered schedule the chain already puts R(i,j) after F(i,j), whose saved input it reads.
         again = self._recompute[j][i] = self._add(_R, i, j, before if self._ruled is None else read)
         return self._add(kind, i, j, (*before, again))
+
+    def add_offloads(self, order: Sequence[Action], chosen: Collection[tuple[int, int]]) -> None:
+        """Add O and L of the ``chosen`` (micro-batch, stage) of a device, whose actions are in ``order``."""
+        self._queues = tuple(Queue)
+        action_of = {_F: self._forward, _B: self._backward, _I: self._backward}
+        at = {(kind is _F, i, j): k for k, (kind, i, j) in enumerate(order) if kind is not _W}
+        tasks = [action_of[kind][j][i] if kind is not _W else self._weight[j, i] for kind, i, j in order]
+        for i, j in chosen:
+            made, read = at[True, i, j], at[False, i, j]
+            leave = self._add(_O, i, j, (tasks[made],))
+            self._depend(self._begin(order[made + HOLD + 1], tasks[made + HOLD + 1]), leave)
+            back = self._add(_L, i, j, (leave, tasks[read - AHEAD - 1]))
+            self._depend(self._begin(order[read], tasks[read]), back)
+
+    def _begin(self, action: Action, task: int) -> int:
+        """The first task of ``action``: of a backward its recomputation, if it has one."""
+        again = self._recompute[action.stage][action.microbatch] if action.kind in INPUT_GRADIENT_KINDS else -1
+        return task if again < 0 else again
 
     def add_ends(self) -> None:
         """Add the S and U tasks, which wait for a stage's last backward. Call it after ``add_actions``."""
@@ -278,7 +321,8 @@ class _Builder:
     def build(self, devices: tuple[str, ...]) -> TaskGraph:
         """The graph, with its tasks numbered by clock cycle, and in a cycle copies before the tasks that they feed."""
         cycles = self._cycles()
-        rank: list[float] = [2 * cycle + (kind is not _C) for cycle, kind in zip(cycles, self._kinds, strict=True)]
+        copies = [kind in COPY_KINDS for kind in self._kinds]
+        rank: list[float] = [2 * cycle + (not copy) for cycle, copy in zip(cycles, copies, strict=True)]
         for copy, place in self._places.items():
             rank[copy] += place
         by_number = sorted(range(len(rank)), key=rank.__getitem__)
@@ -295,8 +339,8 @@ class _Builder:
             for dependency in before:
                 dependents = local if device_of[dependency] == device else remote
                 dependents[dependency] += (task,)
-        lanes = tuple(Lane(device, queue) for device in devices for queue in Queue)
-        lane_of = [self._lane(self._stages[index], self._sources[index]) for index in by_number]
+        lanes = tuple(Lane(device, queue) for device in devices for queue in self._queues)
+        lane_of = [self._lane(self._stages[index], self._sources[index], self._kinds[index]) for index in by_number]
         tasks = tuple(
             [
                 Task(
@@ -356,12 +400,14 @@ class _Builder:
         with blaming(lambda: f"schedule {self.schedule.name!r}: priority of {action}"):
             return schedule.priority(action, self.shape)
 
-    def _lane(self, stage: int, source: int | None) -> int:
+    def _lane(self, stage: int, source: int | None, kind: TaskKind = _C) -> int:
         """The position of a task's lane: the queues of device 0, then those of device 1 …"""
         queue = _COMPUTE
         if source is not None:
             queue = _COPY_IN if source < stage else _GRAD_IN
-        return self.placement[stage] * len(Queue) + queue
+        elif kind is _O or kind is _L:
+            queue = _OFFLOAD if kind is _O else _LOAD
+        return self.placement[stage] * len(self._queues) + queue
 
     def _cycles(self) -> list[int]:
         """The clock cycle of each task: the longest chain of compute tasks before it (F(i,j) of GPipe: i + j).
@@ -376,7 +422,7 @@ class _Builder:
         cycles = [0] * len(waiting)
         ready = [task for task, count in enumerate(waiting) if not count]
         for task in ready:
-            after = cycles[task] + (self._kinds[task] is not _C)
+            after = cycles[task] + (self._kinds[task] not in COPY_KINDS)
             for dependent in dependents[task]:
                 if after > cycles[dependent]:
                     cycles[dependent] = after

@@ -18,12 +18,15 @@ class Queue(StrEnum):
     """The queues of a device.
 
     Activations and gradients arrive in separate queues, so that the copy of a gradient, which a backward waits for,
-    never queues behind the copy of an activation that is not needed yet.
+    never queues behind the copy of an activation that is not needed yet. What is offloaded to the host and loaded again
+    has two queues of its own: the two directions of a bus are independent. Only graphs that offload have these lanes.
     """
 
     COMPUTE = "compute"
     COPY_IN = "copy-in"
     GRAD_IN = "grad-in"
+    OFFLOAD = "offload"
+    LOAD = "load"
 
 
 @dataclass(frozen=True, slots=True)

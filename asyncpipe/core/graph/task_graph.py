@@ -47,11 +47,12 @@ class Reason(StrEnum):
     DATA = "data"
     """It reads what the other computed."""
     ORDER = "order"
-    """The schedule runs the other first on this device, or a copy that is needed before arrives first."""
+    """The schedule runs the other first on this device, a copy that is needed before arrives first, or memory that an
+    offload frees is needed."""
     RECOMPUTE = "recompute"
     """It needs the activations that the other recomputes."""
     COPY = "copy"
-    """It reads what the other copied to its device."""
+    """It reads what the other copied, or loaded again, to its device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +149,14 @@ def _reason(dependency: Task, task: Task) -> Reason:
     """Why ``task`` waits for ``dependency``; their kinds and places tell, so edges do not store it."""
     if dependency.kind is TaskKind.COPY:
         return Reason.ORDER if task.kind is TaskKind.COPY else Reason.COPY
+    if dependency.kind is TaskKind.LOAD:
+        return Reason.COPY
+    if dependency.kind is TaskKind.OFFLOAD:
+        return Reason.DATA if task.kind is TaskKind.LOAD else Reason.ORDER
     if dependency.kind is TaskKind.RECOMPUTE:
         return Reason.RECOMPUTE
+    if task.kind is TaskKind.LOAD:
+        return Reason.ORDER
     if task.kind not in COMPUTE_KINDS:
         return Reason.DATA
     if dependency.microbatch != task.microbatch:

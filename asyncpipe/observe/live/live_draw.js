@@ -101,7 +101,7 @@ export class Timeline {
 
   drawTask([row, start, end, kind, label, stage], index, left, scale, pitch) {
     const mark = this.pool[index] ?? this.newMark(index);
-    const copy = kind === 'C', x = left + start * scale, width = Math.max((end - start) * scale - 0.7, 1);
+    const copy = 'COL'.includes(kind), x = left + start * scale, width = Math.max((end - start) * scale - 0.7, 1);
     const y = row * pitch + (copy ? ROW + 2 : 0), tint = this.data.tint[stage];
     set(mark.rect, { x: x.toFixed(2), y, width: width.toFixed(2), height: copy ? BAR : ROW, rx: width > 6 ? 2 : 0 });
     mark.rect.setAttribute('fill', this.data.colours[kind][tint]);

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncpipe.core.graph.task import Lane, Queue
+from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.kinds import COPY_KINDS, TaskKind
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.errors import AsyncpipeError
@@ -29,6 +29,8 @@ __all__ = ["Floats", "GraphArrays", "GraphArraysCache", "Numbers", "Segments", "
 Floats = NDArray[np.float64]
 Numbers = NDArray[np.intp]
 
+HOST = "host"
+"""Where offloaded activations are, as a label."""
 MOST_SIMULATED = 50_000
 """The ideal bubble of graphs with more tasks than this is not computed."""
 
@@ -57,8 +59,8 @@ class GraphArrays:
 
     def __init__(self, graph: TaskGraph) -> None:
         tasks, count = graph.tasks, len(graph.tasks)
-        copies = [(task, task.source) for task in tasks if task.source is not None]
-        copied = {task.number for task, _ in copies}
+        copies = [task for task in tasks if task.kind in COPY_KINDS]
+        copied = {task.number for task in copies}
         reads = [graph.read_by(number) for number in range(count)]
         fed = [number for number, row in enumerate(reads) if not copied.isdisjoint(row)]
         devices = graph.own_devices
@@ -79,11 +81,9 @@ class GraphArrays:
         self.reads = Segments(reads, count)
         self.fed = _numbers(fed)
         self.fed_reads = Segments([reads[number] for number in fed], count)
-        self.copies = _numbers(task.number for task, _ in copies)
-        self.route, self.routes = _positions(
-            (graph.devices[graph.placement[source]], task.lane.device) for task, source in copies
-        )
-        """The route of each of ``copies``, in their order: (source device, destination device)."""
+        self.copies = _numbers(task.number for task in copies)
+        self.route, self.routes = _positions(_route(graph, task) for task in copies)
+        """The route of each of ``copies``, in their order: (source, destination), a device or the host."""
         self.copy_rows = _lane_rows(graph, lambda lane: lane.queue is not Queue.COMPUTE)
         """(copy lanes, most copies of a lane), filled up with "no task"."""
         self.compute = _lane_rows(graph, lambda lane: lane.queue is Queue.COMPUTE)
@@ -92,6 +92,14 @@ class GraphArrays:
         self.releases = _numbers(task.number for task in tasks if graph.training and task.kind in graph.releasing)
         """The tasks after which a stage holds a micro-batch no longer; none where nothing is kept for a backward."""
         self.stage, self.stages = _numbers(task.stage for task in tasks), graph.shape.stages
+
+
+def _route(graph: TaskGraph, task: Task) -> tuple[str, str]:
+    here = task.lane.device
+    if task.kind is TaskKind.COPY:
+        assert task.source is not None
+        return graph.devices[graph.placement[task.source]], here
+    return (here, HOST) if task.kind is TaskKind.OFFLOAD else (HOST, here)
 
 
 class GraphArraysCache:

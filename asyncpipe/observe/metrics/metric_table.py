@@ -26,10 +26,11 @@ COUNTERS: dict[str, tuple[str, Labels]] = {
         ("device",),
     ),
     "copy_bytes": (
-        "Bytes copied from one logical device to another; between CPU devices tensors are handed over, not moved.",
+        "Bytes copied from one logical device to another, or offloaded to the host and loaded again; between CPU "
+        "devices tensors are handed over, not moved.",
         ("src", "dst"),
     ),
-    "copy_seconds": ("Seconds that copies from one logical device to another took.", ("src", "dst")),
+    "copy_seconds": ("Seconds that copies between logical devices, or to and from the host, took.", ("src", "dst")),
     "edge_messages": ("Messages that one worker sent to another.", ("src", "dst")),
     "edge_bytes": ("Bytes of tensors that one worker sent to another.", ("src", "dst")),
     "edge_waiting_seconds": (

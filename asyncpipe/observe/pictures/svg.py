@@ -47,6 +47,8 @@ INK = "#16212c"
 CHARACTER, TITLE_CHARACTER, ROW, BAR, GAP, TOP = 7.0, 7.4, 26.0, 5.0, 12.0, 40.0
 """Pixels: the widths of a character of a label and of a title, the heights of a compute row and of a copy bar, the
 space below a row and above the first."""
+_BARS: dict[Queue, int] = {queue: k for k, queue in enumerate(queue for queue in Queue if queue is not Queue.COMPUTE)}
+"""The bar below the compute row that each queue has; the second pair is there only if something is offloaded."""
 BORDER = "#cf222e"
 NARROWEST, WIDEST = 640.0, 1600.0
 MOST_ARROWS = 64
@@ -84,8 +86,8 @@ class _Layout:
         self.scale = scale
         self.per_second = scale.width / scale.seconds if scale.seconds else 0.0
         self.right = scale.left + scale.width
-        copies = any(lane.queue is not Queue.COMPUTE for lane in rows)
-        height = ROW + (2 * (BAR + 1) + 1 if copies else 0) + GAP
+        below = max([_BARS.get(lane.queue, -1) for lane in rows], default=-1) // 2 * 2 + 2
+        height = ROW + (below * (BAR + 1) + 1 if below else 0) + GAP
         self.top = {device: top + number * height for number, device in enumerate(devices)}
         """The top of each device's compute row."""
         self.bottom = top + len(self.top) * height - GAP
@@ -267,7 +269,7 @@ def _band(lane: Lane, layout: _Layout) -> tuple[float, float]:
     top = layout.top[lane.device]
     if lane.queue is Queue.COMPUTE:
         return top, ROW
-    return top + ROW + 2 + (BAR + 1) * (lane.queue is Queue.GRAD_IN), BAR
+    return top + ROW + 2 + (BAR + 1) * _BARS[lane.queue], BAR
 
 
 def _label(text: str, x: float, top: float, width: float, height: float) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.ops.device.streams import AcceleratorStream, CpuStream, LaneStream, record
 
-__all__ = ["Copier", "HostCopy", "make_copiers", "to_device"]
+__all__ = ["Copier", "HostCopy", "make_copiers", "queue_host_copy", "to_device"]
 
 
 class Copier:
@@ -128,11 +128,16 @@ def _queue_copy(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
     if device.type == "cpu":
-        return _pinned_like(tensor).copy_(tensor, non_blocking=True)
+        return queue_host_copy(tensor)
     if tensor.is_cpu and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
+def queue_host_copy(tensor: Tensor) -> Tensor:
+    """A copy of ``tensor`` in pinned memory of the host, by the current stream; read it there behind an event."""
+    return _pinned_like(tensor).copy_(tensor, non_blocking=True)
+
+
 def _pinned_like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not tensor.is_cpu)

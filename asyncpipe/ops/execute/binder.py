@@ -30,6 +30,7 @@ from asyncpipe.ops.execute.compute import StageCompute
 from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.instruments import Instruments
+from asyncpipe.ops.execute.offloading import OffloadedGraph
 from asyncpipe.ops.execute.optimizer_states import set_learning_rate
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.execute.surroundings import Surroundings
@@ -55,6 +56,8 @@ class StageResources:
 
 _names: WeakKeyDictionary[TaskGraph, list[str]] = WeakKeyDictionary()
 """What profilers call the tasks of each graph."""
+_offloads: WeakKeyDictionary[TaskGraph, OffloadedGraph] = WeakKeyDictionary()
+"""What each graph offloads."""
 
 
 class Binder:
@@ -75,7 +78,8 @@ class Binder:
         self._graph = graph
         if graph not in _names:
             _names[graph] = [task.id for task in graph.tasks]
-        self._names = _names[graph]
+            _offloads[graph] = OffloadedGraph(graph)
+        self._names, self._offloads = _names[graph], _offloads[graph]
         self._plan = plan
         self._tensors = tensors
         self._resources = resources
@@ -84,7 +88,8 @@ class Binder:
         self._draws = {lane.device: device_draws(plan.seed, streams[lane].device, drew) for lane in graph.lanes}
         """What the tasks of each device draw from, where they share that."""
         self._compute_of = StageCompute(
-            graph, plan, tensors, resources.stages, streams, resources.copiers, context, self._draws, drew
+            *(graph, plan, tensors, resources.stages, streams, resources.copiers, context),
+            *(self._draws, drew, self._offloads),
         )
         self._events: dict[int, torch.Event] = {}
         self._streams = [resources.streams[lane] for lane in graph.lanes]
@@ -100,11 +105,14 @@ class Binder:
         return function if self._crossings is None else partial(self._run_and_send, task, function, self._crossings)
 
     def _bound(self, task: Task) -> Callable[[], Timing | None]:
-        if self._on_host:
-            return partial(self._run, task, self._pass_on if task.kind is TaskKind.COPY else self._action(task.kind))
         if task.kind is TaskKind.COPY:
-            return partial(self._run, task, self._copy)
-        return partial(self._run, task, partial(self._queue, self._action(task.kind)))
+            return partial(self._run, task, self._pass_on if self._on_host else self._copy)
+        if task.kind in (TaskKind.OFFLOAD, TaskKind.LOAD):
+            return partial(self._run, task, self._move)
+        action = self._action(task.kind)
+        if task.number in self._offloads.frees:
+            action = partial(self._free_and, action)
+        return partial(self._run, task, action if self._on_host else partial(self._queue, action))
 
     def around(self, device: str) -> AbstractContextManager[None]:
         """What the tasks of ``device`` run inside, one or many."""
@@ -126,7 +134,7 @@ class Binder:
             return self._compute_of.weight_gradient
         if kind is TaskKind.SUM:
             return self._sum
-        assert kind is TaskKind.UPDATE, "a copy computes nothing"
+        assert kind is TaskKind.UPDATE, "copies compute nothing"
         return self._update
 
     def _run(self, task: Task, compute: Callable[[Task], Timing | None]) -> Timing | None:
@@ -188,6 +196,25 @@ class Binder:
             timing = stream.begin()
             put(copier.copy(tensors, side))
             return self._finish(task, timing)
+
+    def _move(self, task: Task) -> Timing | None:
+        """Move what a forward keeps to the host (O), or back (L). Nothing where the device's memory is the host's."""
+        lane, compute = self._stream(task), self._resources.streams[Lane(task.lane.device, Queue.COMPUTE)]
+        kept = self._tensors.kept.get((task.microbatch, task.stage))
+        with lane.use(), torch.no_grad():
+            self._await_dependencies(task, lane)
+            timing = lane.begin()
+            if kept is not None:
+                moved = kept.offload(lane) if task.kind is TaskKind.OFFLOAD else kept.load(lane, compute)
+                self.notes.copied[task.number] = moved
+            return self._finish(task, timing)
+
+    def _free_and(self, action: Callable[[Task], None], task: Task) -> None:
+        """Run ``action`` in the memory of what was offloaded before it."""
+        for key in self._offloads.frees[task.number]:
+            if (kept := self._tensors.kept.get(key)) is not None:
+                kept.free()
+        action(task)
 
     def _sent(self, task: Task, source: int) -> tuple[Sequence[Tensor | None], Callable[[list[Tensor | None]], None]]:
         """The tensors of one micro-batch that ``task`` copies, and a function that stores the copies."""

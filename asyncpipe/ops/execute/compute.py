@@ -12,6 +12,7 @@ from itertools import islice
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
@@ -23,6 +24,7 @@ from asyncpipe.ops.autograd.run_backward import run_backward
 from asyncpipe.ops.autograd.split_backward import SplitBackward
 from asyncpipe.ops.device.copies import Copier
 from asyncpipe.ops.device.streams import LaneStream
+from asyncpipe.ops.execute.offloading import KeptActivations, OffloadedGraph, ghost, has_own_memory, storages_of
 from asyncpipe.ops.execute.parameter_hooks import hooked, without_hooks
 from asyncpipe.ops.execute.shared_values import NOBODY, Readers
 from asyncpipe.ops.execute.stage_run import LossResult, StageRun, StageSetup
@@ -51,6 +53,7 @@ class StageCompute:
         context: CallerContext,
         draws: Mapping[str, DeviceDraws | None],
         drew: set[int],
+        offloads: OffloadedGraph,
     ) -> None:
         """``draws``: by device, what its tasks draw from, if they share that. ``drew`` gets the stages that draw."""
         self.stages = stages
@@ -73,6 +76,9 @@ class StageCompute:
         """By stage: its parameters with hooks."""
         self._trained: dict[int, bool] = {}
         """By stage: whether a parameter of it needs a gradient."""
+        self._offloads = offloads
+        self._state_storages: dict[int, set[int]] = {}
+        """By stage that offloads: the memory of its parameters and buffers."""
 
     # Forward
 
@@ -82,6 +88,7 @@ class StageCompute:
         setup, tables, training = self._setups[j], self._tensors, self._plan.training
         received = self._received(i, j)
         from_caller = received[CALLER].tensors if CALLER in received else ()
+        kept = self._kept(i, setup.stage, from_caller) if training and (i, j) in self._offloads.kept else None
         leaves: dict[int, list[Tensor]] = {}
         inputs: list[Tensor] = []
         for source, packet in received.items():
@@ -90,11 +97,12 @@ class StageCompute:
         readers = self._readers(i, j, leaves) if tables.readers else _NO_READERS
         run = StageRun(setup, i, received, self._target(i, j), readers)
         recomputation = None
-        if setup.is_repeated and self._recomputes(i, setup.stage, inputs):
-            with setup.stage.parameters.during():
-                flat, recomputation = checkpoint(run, inputs)
-        else:
-            flat = _run_once(run, inputs, j)
+        with _NOTHING if kept is None else kept.saving():
+            if setup.is_repeated and self._recomputes(i, setup.stage, inputs):
+                with setup.stage.parameters.during():
+                    flat, recomputation = checkpoint(run, inputs)
+            else:
+                flat = _run_once(run, inputs, j)
         if training:
             if from_caller:
                 _tell_of_overwriting(from_caller, leaves[CALLER])
@@ -107,8 +115,22 @@ class StageCompute:
         if run.next_readers is not None:
             for user, others in run.next_readers.items():
                 tables.readers[i, j, user] = others
+        if kept is not None:
+            outputs = {user: [ghost(output) for output in sent] for user, sent in outputs.items()}
+            kept.keep_inputs(_flat(leaves))
+            tables.kept[i, j] = kept
         if training:
             tables.local_graphs[i, j] = LocalGraph(leaves, outputs, recomputation)
+
+    def _kept(self, i: int, stage: Stage, from_caller: Sequence[Tensor]) -> KeptActivations | None:
+        """What will hold what a forward keeps; ``None`` where the stage's device has no memory of its own."""
+        if not has_own_memory(stage.device):
+            return None
+        if stage.index not in self._state_storages:
+            module = stage.module
+            self._state_storages[stage.index] = storages_of([*module.parameters(), *module.buffers()])
+        given = [leaf for leaf in tree_leaves(self._tensors.targets.get(i)) if isinstance(leaf, Tensor)]
+        return KeptActivations(self._state_storages[stage.index] | storages_of([*from_caller, *given]))
 
     def _recomputes(self, i: int, stage: Stage, inputs: Sequence[Tensor]) -> bool:
         """Whether to checkpoint a forward. Not where nothing needs a gradient: what it sends must not seem to."""
@@ -188,6 +210,7 @@ class StageCompute:
     def recompute(self, task: Task) -> None:
         """Run the forward again, unless that is done already or nothing needs a gradient."""
         recomputation = self._tensors.local_graphs[task.microbatch, task.stage].recomputation
+        self._tensors.kept.pop((task.microbatch, task.stage), None)
         if recomputation is not None:
             recomputation.retain = self._tensors.retain
             recomputation.run()
@@ -197,6 +220,7 @@ class StageCompute:
         i, j = task.microbatch, task.stage
         tables = self._tensors
         retain = tables.retain
+        tables.kept.pop((i, j), None)  # From now on what autograd holds is freed as the backward goes on.
         local_graph = tables.local_graphs[i, j] if retain else tables.local_graphs.pop((i, j))
         if local_graph.recomputation is not None:
             local_graph.recomputation.retain = retain
@@ -222,6 +246,7 @@ class StageCompute:
     def input_gradient(self, task: Task) -> None:
         """The half of ``backward`` that earlier stages wait for. Only in whole steps, so no graph is retained."""
         i, j = task.microbatch, task.stage
+        self._tensors.kept.pop((i, j), None)
         local_graph = self._tensors.local_graphs.pop((i, j))
         gradients: list[Tensor | None] = []
         for user, sent in local_graph.outputs.items():

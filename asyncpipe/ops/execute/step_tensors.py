@@ -6,6 +6,7 @@ A task removes an entry when it uses it, so no tensor lives longer than the task
     local_graphs[i, j]      put by F(i, j), recomputed by R(i, j), taken by B(i, j) or I(i, j)
     gradients[i, j, s]      gradients of what s sent to j; put by B(i, j), moved by C(i, j>s), taken by B(i, s)
     split_backwards[i, j]   put by I(i, j), which replaces B(i, j), and taken by W(i, j)
+    kept[i, j]              put by F(i, j), moved by O(i, j) and L(i, j), taken by the first of R, B and I of (i, j)
 
 ``CALLER`` is the index of the caller where one of a stage stands. Where forward and backward are two task graphs
 (``pipe(x)``), both use the same tables.
@@ -26,6 +27,7 @@ from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.ops.autograd.checkpoint import Recomputation
 from asyncpipe.ops.autograd.split_backward import SplitBackward
 from asyncpipe.ops.device.copies import to_device
+from asyncpipe.ops.execute.offloading import KeptActivations
 from asyncpipe.ops.execute.shared_values import Readers, shared_readers
 from asyncpipe.ops.model.microbatch import Packet
 from asyncpipe.ops.model.stage import CALLER
@@ -75,6 +77,8 @@ class StepTensors:
     gradients: dict[tuple[int, int, int], list[Tensor | None]] = field(default_factory=dict)
     split_backwards: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
     """By micro-batch and stage: backwards whose W is still to come."""
+    kept: dict[tuple[int, int], KeptActivations] = field(default_factory=dict)
+    """By micro-batch and stage: activations that are offloaded, or about to be."""
     targets: dict[int, Any] = field(default_factory=dict)
     """By micro-batch; empty where the loss needs none. F of the last stage moves them to its device."""
     tied_gradients: dict[tuple[int, int], list[Tensor | None]] = field(default_factory=dict)
@@ -129,6 +133,8 @@ class StepTensors:
 
     def close(self) -> None:
         """Drop every tensor that is left: the traceback of a failed step may keep this object alive."""
+        for kept in self.kept.values():
+            kept.abandon()
         for table in fields(self):
             if table.name not in ("retain", "caller_ready"):
                 getattr(self, table.name).clear()

@@ -218,7 +218,7 @@ def test_numbers_are_topological_and_sorted_by_cycle_with_copies_first(graph: Ta
 @settings(max_examples=60)
 @given(any_graph)
 def test_lanes(graph: TaskGraph) -> None:
-    assert graph.lanes == tuple(Lane(device, queue) for device in graph.devices for queue in Queue)
+    assert graph.lanes == tuple(Lane(device, queue) for device in graph.devices for queue in list(Queue)[:3])
     for task in graph.tasks:
         assert graph.lanes[graph.lane_of[task.number]] == task.lane
         assert task.lane.device == graph.devices[graph.placement[task.stage]]

@@ -1,0 +1,121 @@
+"""What is offloaded, and where its tasks are in a graph."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.offload import LEAST_WAIT, check_offload, offloaded
+from asyncpipe.core.graph.programs import programs
+from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph
+from asyncpipe.core.kinds import COMPUTE_KINDS, TaskKind
+from asyncpipe.core.predict.costs import Costs, Jitter
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.protocol import B, F, Shape
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import OptionError, ScheduleError
+
+SCHEDULES = ["1f1b", "gpipe", "interleaved", "zb-h1"]
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> TaskGraph:
+    name = draw(st.sampled_from(SCHEDULES))
+    devices = draw(st.integers(1, 4))
+    stages = devices * (2 if name == "interleaved" else 1)
+    microbatches = devices * draw(st.integers(1, 3))
+    fractions = draw(st.lists(st.sampled_from([0.0, 0.3, 0.5, 1.0]), min_size=stages, max_size=stages))
+    mode = draw(st.sampled_from(list(CheckpointMode)))
+    shape = Shape(stages, microbatches, devices)
+    return lower(find_schedule(name), shape, checkpoint=mode, offload=fractions)
+
+
+@given(graphs(), st.integers(0, 99))
+def test_each_offload_is_before_its_load_and_that_before_its_backward(graph: TaskGraph, seed: int) -> None:
+    found = report(simulate(graph, Jitter(Costs(copy=0.1), 0.5, seed)))
+    times = {(time.task.kind, time.task.microbatch, time.task.stage): time for time in found.tasks}
+    for (kind, i, j), leaves in times.items():
+        if kind is not TaskKind.OFFLOAD:
+            continue
+        back = times[TaskKind.LOAD, i, j]
+        read = times.get((TaskKind.RECOMPUTE, i, j)) or times.get((TaskKind.BACKWARD, i, j))
+        read = read or times[TaskKind.INPUT_GRADIENT, i, j]
+        assert times[TaskKind.FORWARD, i, j].end <= leaves.start
+        assert leaves.end <= back.start
+        assert back.end <= read.start
+        between = [
+            time
+            for time in found.tasks
+            if time.task.kind in COMPUTE_KINDS
+            and graph.placement[time.task.stage] == graph.placement[j]
+            and times[TaskKind.FORWARD, i, j].end <= time.start
+            and time.end <= read.start
+        ]
+        assert len(between) >= LEAST_WAIT
+        assert any(leaves.end <= time.start and time.end <= back.start for time in between), "memory is free for one"
+
+
+@given(graphs())
+def test_numbers_are_an_order_in_which_devices_can_run(graph: TaskGraph) -> None:
+    assert all(before < task for task, row in enumerate(graph.dependencies) for before in row)
+    done: set[int] = set()
+    orders = [list(program.tasks) for program in programs(graph).programs]
+    while any(orders):
+        ready = [order for order in orders if order and done.issuperset(graph.dependencies[order[0]])]
+        assert ready, "a device waits for what is behind it"
+        for order in ready:
+            done.add(order.pop(0))
+
+
+def test_those_that_wait_longest_are_offloaded() -> None:
+    order = [*(F(i, 0) for i in range(6)), *(B(i, 0) for i in (5, 4, 1, 0, 2, 3))]
+    assert offloaded(order, [1.0]) == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert offloaded(order, [0.5]) == [(0, 0), (2, 0), (3, 0)]
+    assert offloaded(order, [0.01]) == [(0, 0)]
+    assert offloaded(order, [0.0]) == []
+    for m in range(1, 60):
+        whole = [*(F(i, 0) for i in range(m)), *(B(i, 0) for i in range(m))]
+        assert all(len(offloaded(whole, [k / m])) == (k if m > LEAST_WAIT else 0) for k in range(m + 1))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_last_stage_keeps_what_it_needs_at_once(name: str) -> None:
+    shape = Shape(8 if name == "interleaved" else 4, 8, 4)
+    graph = lower(find_schedule(name), shape, offload=[1.0] * shape.stages)
+    last = {task.microbatch for task in graph.tasks if task.kind is TaskKind.OFFLOAD and task.stage == shape.stages - 1}
+    assert last == (set(range(6)) if name == "gpipe" else set())
+
+
+def test_what_tasks_wait_for_has_reasons() -> None:
+    graph = lower(find_schedule("gpipe"), Shape(1, 5, 1), offload=[1.0])
+    named = {
+        (str(graph.tasks[edge.dependency]), str(graph.tasks[edge.task])): edge.reason
+        for edge in graph.edges()
+        if "L" in str(graph.tasks[edge.task]) + str(graph.tasks[edge.dependency])
+        or "O" in str(graph.tasks[edge.task]) + str(graph.tasks[edge.dependency])
+    }
+    assert named["F(0,0)", "O(0,0)"] is Reason.DATA
+    assert named["O(0,0)", "F(2,0)"] is Reason.ORDER
+    assert named["O(0,0)", "L(0,0)"] is Reason.DATA
+    assert named["B(2,0)", "L(0,0)"] is Reason.ORDER
+    assert named["L(0,0)", "B(0,0)"] is Reason.COPY
+    assert {str(lane) for lane in graph.lanes} >= {"dev:0/offload", "dev:0/load"}
+
+
+def test_only_steps_with_an_order_offload() -> None:
+    shape = Shape(2, 8, 2)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        graph = lower(find_schedule("gpipe"), shape, phase=phase, offload=[1.0, 1.0])
+        assert not {task.kind for task in graph.tasks} & {TaskKind.OFFLOAD, TaskKind.LOAD}
+    with pytest.raises(ScheduleError, match="offload needs an ordered schedule"):
+        lower(find_schedule("gpipe", order="hint"), shape, offload=[1.0, 1.0])
+
+
+@pytest.mark.parametrize("given_", [-0.1, 1.5, "all", True, [0.5, 2], [0.1]])
+def test_what_is_no_fraction_is_refused(given_: object) -> None:
+    with pytest.raises(OptionError, match="offload"):
+        check_offload(given_, 2)
+    assert check_offload(1, 2) == (1, 1)

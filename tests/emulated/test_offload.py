@@ -1,0 +1,131 @@
+"""Activations wait for their backward on the host: gradients are the same bits, and the device's memory is free."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe import TaskError
+from asyncpipe.ops.device import copies
+from tests.emulated import device as emu
+from tests.emulated.helpers import Call, piped
+
+FOUR = ["emu:0"] * 4
+PIECES, ROWS, COLUMNS = 8, 96, 96
+X = torch.randn(PIECES * ROWS, COLUMNS, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+PIECE = ROWS * COLUMNS * 8
+"""Bytes of a tensor of one micro-batch."""
+
+
+class Scaled(nn.Module):
+    """An element-wise layer that saves its input and one more tensor."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5 + at, COLUMNS, dtype=torch.float64))
+
+    def forward(self, x):
+        return (x * self.weight).tanh().sin() * 1.5
+
+
+@pytest.fixture(autouse=True)
+def _apart(monkeypatch):
+    """Logical devices are as apart as physical ones: what passes between them is copied."""
+    pass_on = copies._queue_copy
+
+    def copied(tensor, device):
+        if tensor.device != device:
+            return pass_on(tensor, device)
+        # As a copier does with a second device, on a side stream there.
+        tensor.record_stream(emu.current_stream())
+        return tensor.clone()
+
+    monkeypatch.setattr(copies, "_queue_copy", copied)
+
+
+def model(layers=8, inside=None):
+    made = [Scaled(k / layers) for k in range(layers)]
+    return nn.Sequential(*made) if inside is None else nn.Sequential(made[0], Call(inside), *made[2:])
+
+
+def trained(of, offload, devices=FOUR, **options):
+    """The gradients of one step of ``of``, and the largest peak of a device, in tensors."""
+    with piped(of, devices, microbatches=PIECES, offload=offload, **options) as pipe:
+        emu.forget_peak()
+        pipe.step(X, X.flip(0)).wait()
+    peak = max(size for name, size in emu.peak.items() if name.startswith("emu"))
+    taken = [parameter.grad.cpu() for parameter in of.parameters()]
+    of.zero_grad()
+    return taken, peak / PIECE
+
+
+HOW = [("1f1b", "never", 0.8), ("gpipe", "always", 0.9), ("zb-h1", "never", 1.0), ("interleaved", "except_last", 1.0)]
+"""Schedule, recomputation, and how much of the memory is left on the device that needs most."""
+
+
+@pytest.mark.parametrize(("schedule", "checkpoint", "share"), HOW)
+def test_gradients_are_the_same_bits_in_less_memory(schedule, checkpoint, share):
+    how = {"schedule": schedule, "checkpoint": checkpoint}
+    devices = ["emu:0"] * (2 if schedule == "interleaved" else 4)
+    plain, before = trained(model(), None, devices, **how)
+    gradients, after = trained(model(), 1.0, devices, **how)
+    assert all(map(torch.equal, plain, gradients))
+    assert after <= before * share
+
+
+def test_what_does_not_fit_trains_with_offload():
+    """It needs half as much again as its devices have."""
+    train = partial(trained, schedule="gpipe", checkpoint="never")
+    wanted, needed = train(model(), None)
+    emu.limit(int(needed / 1.5) * PIECE)
+    with pytest.raises(TaskError) as caught:
+        train(model(), None)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    del caught
+    gradients, after = train(model(), 1.0)
+    assert all(map(torch.equal, gradients, wanted))
+    assert after < needed / 2
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_step_that_ends_early_leaves_nothing(checkpoint):
+    """At whatever copies are under way: their memory is not used again before they are done."""
+    calls = []
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            calls.append(1)
+            if len(calls) == 3:
+                raise ArithmeticError("broken")
+            return gradient
+
+    one = model(inside=Broken.apply)
+    with piped(one, FOUR, microbatches=PIECES, offload=1.0, checkpoint=checkpoint, schedule="gpipe") as pipe:
+        before = sum(size for name, size in emu.allocated.items() if name.startswith("emu"))
+        for _ in range(2):
+            calls.clear()
+            with pytest.raises(TaskError, match="ArithmeticError"):
+                pipe.step(X, X.flip(0))
+            assert sum(size for name, size in emu.allocated.items() if name.startswith("emu")) == before
+        calls += [1] * 3
+        pipe.step(X, X.flip(0)).wait()
+    assert all(parameter.grad is not None for parameter in one.parameters())
+
+
+def test_steps_overlap_with_offload():
+    models = [model(4), model(4)]
+    for each, offload in zip(models, (None, 1.0), strict=True):
+        optimizer = partial(torch.optim.SGD, lr=0.1, foreach=False)
+        with piped(each, FOUR, offload=offload, optimizer=optimizer) as pipe:
+            assert pipe.why_steps_wait is None
+            assert len([result.wait() for result in pipe.steps([(X[:256], X[:256])] * 3)]) == 3
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
