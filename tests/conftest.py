@@ -70,6 +70,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
 
 
+def pytest_collection_finish() -> None:
+    """Make seeding cost what it should: without a GPU, torch notes the stack each time for one that might come."""
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.cuda.is_available():
+        torch.cuda.manual_seed_all = lambda seed: None
+
+
 @pytest.fixture
 def own_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No other test's files are among the temporary ones. The path is short, as that of a Unix socket must be."""

@@ -238,7 +238,7 @@ class World:
         self.inbox.append(ProgramEnded(run.step.number, run.program.tasks[run.position :]))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.randoms(use_true_random=False))
 def test_programs_and_dispatch_one_by_one_make_the_same_transitions(draw: random.Random) -> None:
     world = World(draw)

@@ -215,7 +215,7 @@ def test_steps_that_go_well(draw: random.Random, steps: int) -> None:
         assert sorted(model.dispatched) == list(range(len(model.graph.tasks)))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(worlds, st.integers(1, 3))
 def test_steps_that_fail_or_are_cancelled_at_any_point(draw: random.Random, steps: int) -> None:
     World(draw, steps, failures=True, cancellations=True).run()

@@ -24,7 +24,7 @@ _SPECS = st.sampled_from(
 )
 
 
-@settings(max_examples=25, stateful_step_count=40)
+@settings(max_examples=12, stateful_step_count=40)
 class StoreMachine(RuleBasedStateMachine):
     """The store, and the same in a dict."""
 
