@@ -260,5 +260,7 @@ def _print_summary(summary: TrainingSummary) -> None:
         print(f"timeline: {summary.timeline}")
     if summary.snapshot is not None:
         print(f"snapshot: {summary.snapshot}")
+    if summary.finished is not None:
+        print(f"model: {summary.finished}")
     if summary.sample is not None:
         print(f"sample:\n{summary.sample}")

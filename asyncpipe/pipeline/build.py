@@ -32,7 +32,7 @@ from asyncpipe.ops.model.ties import Ties, place
 from asyncpipe.pipeline.graph_cache import GraphCache
 from asyncpipe.pipeline.options import PipelineOptions
 
-__all__ = ["PipelineParts", "build"]
+__all__ = ["PipelineParts", "build", "join_stages"]
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +120,21 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
         PaddedLabels(),
         model if isinstance(model, StageFactory) else None,
     )
+
+
+def join_stages(model: StagedModel, devices: int, options: PipelineOptions) -> StagedModel:
+    """``model`` with the stages that its pipeline has, by the balance; raises ``BalanceError``."""
+    balance, count = options.balance, options.stages
+    if isinstance(balance, str):
+        if balance != "auto":
+            raise BalanceError(f"balance must be 'auto' or a list of integers, got {balance!r}")
+        if not model.is_fine:
+            return model
+        schedule = find_schedule(options.schedule, order=options.order)
+        return model.joined(model.evenly(devices * schedule.virtual if count is None else count))
+    if count not in (None, len(balance)):
+        raise BalanceError(f"balance {list(balance)} has {len(balance)} entries for {count} stages; give one a stage")
+    return model.joined(balance)
 
 
 def _built_stages(

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import BalanceError
-from asyncpipe.ops.model.stage import StagedModel
-from asyncpipe.ops.model.transformers.cut import even_units, unit_balance
+from asyncpipe.ops.model.transformers.cut import unit_balance
 from asyncpipe.ops.model.transformers.stage_transformers import stage_transformers
 from asyncpipe.pipeline.pipeline import Pipeline
 
@@ -42,22 +39,7 @@ def from_transformers(
     staged = stage_transformers(model, batch, own_loss="loss_fn" not in options)
     if options.get("schedule") == "auto" and "sample" not in options:
         options["sample"] = (batch,)
-    if options.get("sample") is None:
-        count = options.pop("stages", None)
-        options["balance"] = _balance(staged, options.get("balance", "auto"), count, len(devices), options)
-    return Pipeline(staged, devices, microbatches=microbatches, **options)
-
-
-def _balance(
-    staged: StagedModel, balance: str | Sequence[int], stages: int | None, devices: int, options: dict[str, Any]
-) -> list[int]:
+    balance = options.get("balance", "auto")
     if not isinstance(balance, str):
-        if stages not in (None, len(balance)):
-            raise BalanceError(
-                f"balance {list(balance)} has {len(balance)} entries for {stages} stages; give one a stage"
-            )
-        return unit_balance(staged, balance)
-    if balance != "auto":
-        raise BalanceError(f"balance must be 'auto' or a list of integers, got {balance!r}")
-    schedule = find_schedule(options.get("schedule", "1f1b"), order=options.get("order", "strict"))
-    return even_units(staged, devices * schedule.virtual if stages is None else stages)
+        options["balance"] = unit_balance(staged, balance)
+    return Pipeline(staged, devices, microbatches=microbatches, **options)

@@ -43,7 +43,8 @@ class PipelineOptions(PoolOptions):
     """Into how many micro-batches a mini-batch is cut; a mini-batch with fewer samples makes fewer."""
     balance: str | Sequence[int] = "auto"
     """Layers per stage, or ``"auto"``: with a ``sample`` the fastest by prediction, else parameters spread evenly. For
-    a traced model, the number of stages that it was cut into per stage; ``"auto"`` without a ``sample`` is one each."""
+    a traced model, the number of stages that it was cut into per stage; ``"auto"`` without a ``sample`` is one each,
+    unless it was cut finely, to choose among (transformers models, ``split="finest"``): then as for layers."""
     stages: int | None = None
     """How many stages; by default the length of ``balance``, or what the schedule puts on the devices."""
     schedule: str | Schedule = "1f1b"

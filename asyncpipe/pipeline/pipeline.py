@@ -23,7 +23,7 @@ from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.sequential import take_all
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.stage_factory import StageFactory
-from asyncpipe.pipeline.build import PipelineParts, build
+from asyncpipe.pipeline.build import PipelineParts, build, join_stages
 from asyncpipe.pipeline.call import call
 from asyncpipe.pipeline.device_notes import note_devices
 from asyncpipe.pipeline.feeding import Feeding
@@ -70,11 +70,11 @@ class Pipeline(ModelProxy):
         if isinstance(arguments.model, StageFactory):
             seeded = arguments.model.seeded(partial(draw_step_seed, arguments.generator))
             arguments = replace(arguments, model=seeded)
-        if isinstance(arguments.model, StagedModel) and not isinstance(arguments.balance, str):
+        if isinstance(arguments.model, StagedModel):
+            loss_fn = arguments.loss_fn or arguments.model.own_loss
             # Copies of the pipeline copy the stages that it has; the trace of a copy cannot be cut in another way.
-            arguments = replace(arguments, model=arguments.model.joined(arguments.balance), balance="auto")
-        if isinstance(arguments.model, StagedModel) and arguments.loss_fn is None:
-            arguments = replace(arguments, loss_fn=arguments.model.own_loss)
+            staged = join_stages(arguments.model, len(self.devices), arguments)
+            arguments = replace(arguments, model=staged, balance="auto", loss_fn=loss_fn)
         here = self.devices if pool.workers is None else [device.elsewhere() for device in self.devices]
         parts = build(arguments.model, here, arguments)
         _check_recomputation(parts)

@@ -211,6 +211,8 @@ class Measuring:
         self._model = model
         self._devices = resolve_devices([DeviceName.parse(str(device)).device for device in devices])
         layers = _named_layers(model)
+        if isinstance(model, StagedModel) and sample.loss_fn is None:
+            sample = replace(sample, loss_fn=model.own_loss)
         self._layers = tuple(ProfiledLayer(name, *parameter_bytes(part)) for name, part in layers.items())
         self._ties = tied_parameters(list(layers.values()))
         self._added = 0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-
-from torch import Tensor
+from typing import Any
 
 from asyncpipe.ops.device.copies import HostCopy
 from asyncpipe.pipeline.pipeline import Pipeline
@@ -13,7 +12,7 @@ from asyncpipe.train.batches import data_errors
 from asyncpipe.train.blocking_calls import DedicatedThread, in_thread
 from asyncpipe.train.randomness import RunRandom
 from asyncpipe.train.training_loop import AHEAD
-from asyncpipe.train.workload import Batch, Forward
+from asyncpipe.train.workload import Batch, Forward, sample_count
 
 __all__ = ["evaluate", "sample_text"]
 
@@ -24,8 +23,9 @@ async def evaluate(
     thread: DedicatedThread,
     random: RunRandom,
     stopping: Callable[[], bool],
+    weight: Callable[[Batch], float] | None = None,
 ) -> float | None:
-    """The mean loss over the ``held_out`` batches, which ``thread`` makes, weighted by their sizes.
+    """The mean loss over the ``held_out`` batches, which ``thread`` makes, weighted by ``weight``, else by their sizes.
 
     ``None`` if there are none, or ``stopping`` has returned true. Raises ``TaskError``, and ``DataError`` for batches
     that cannot be made.
@@ -40,28 +40,28 @@ async def evaluate(
                 batches = iter(held_out())
             return next(batches, None)
 
-    total = samples = 0.0
-    under_way: deque[tuple[HostCopy, int]] = deque()
+    total = weights = 0.0
+    under_way: deque[tuple[HostCopy, float]] = deque()
 
     async def read_oldest() -> None:
-        nonlocal total, samples
-        loss, size = under_way.popleft()
-        total += (await in_thread(loss.wait)).item() * size
-        samples += size
+        nonlocal total, weights
+        loss, counts = under_way.popleft()
+        total += (await in_thread(loss.wait)).item() * counts
+        weights += counts
 
     while (batch := await thread.run(next_batch)) is not None:
         made += 1
         x, target = batch
         result = await pipe.step(x, target, return_outputs=False)
         assert result.loss is not None
-        under_way.append((HostCopy(result.loss), len(x)))
+        under_way.append((HostCopy(result.loss), sample_count(x) if weight is None else weight(batch)))
         if len(under_way) > AHEAD:
             await read_oldest()
         if stopping():
             return None
     while under_way:
         await read_oldest()
-    return total / samples if samples else None
+    return total / weights if weights else None
 
 
 class _SamplingStopped(Exception):
@@ -76,11 +76,10 @@ async def sample_text(
     Raises ``TaskError``, and what ``sample`` raises.
     """
 
-    async def forward(x: Tensor) -> Tensor:
+    async def forward(x: Any) -> Any:
         if stopping():
             raise _SamplingStopped
-        outputs: Tensor = (await pipe.step(x)).outputs
-        return outputs
+        return (await pipe.step(x)).outputs
 
     try:
         return await sample(forward)

@@ -5,7 +5,7 @@ A whole file::
     name = "charlm"
 
     [job]
-    entry = "charlm:build"              # module next to this file, or anywhere on sys.path
+    entry = "charlm:build"              # module next to this file, or anywhere on sys.path; or model = "transformers"
     [job.parameters]                    # keyword arguments of the entry
     width = 128
 
@@ -148,6 +148,10 @@ Workers = Annotated[
 Balance = Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(_checked_balance)]
 
 
+BUILT_IN = {"transformers": "asyncpipe.train.transformers_entry:build"}
+"""The entries that have a name, as ``model``."""
+
+
 class JobTable(StrictModel):
     """``[job]``: the function that makes the workload, and its keyword arguments."""
 
@@ -155,6 +159,22 @@ class JobTable(StrictModel):
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description='must have the form "module:function", as "charlm:build"'
     )
     parameters: dict[str, Any] = Field(default_factory=dict, description="must be a table of keyword arguments")
+    model: Literal["transformers"] | None = Field(default=None, description=f"must be one of {', '.join(BUILT_IN)}")
+    """A built-in entry: ``"transformers"`` is ``asyncpipe.train.transformers_entry.build``, which explains its
+    parameters. It takes the place of ``entry``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _entry_of_model(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("model") is None or "entry" in given:
+            return given
+        return {**given, "entry": BUILT_IN.get(str(given["model"]), BUILT_IN["transformers"])}
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if self.model is not None and self.entry != BUILT_IN[self.model]:
+            raise ValueError("give either model, which is built in, or entry, which is a function of your own")
+        return self
 
 
 _DEFAULTS: dict[str, Any] = {option.name: option.default for option in fields(PipelineOptions)}

@@ -26,6 +26,7 @@ from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.steps import Batch
 from asyncpipe.train.adamw import StagedAdamW, learning_rate
 from asyncpipe.train.training_loop import Interludes, StepUnderWay, TrainingLoop
+from asyncpipe.train.workload import sample_count
 
 __all__ = ["OverlappingSteps"]
 
@@ -83,7 +84,7 @@ class OverlappingSteps(TrainingLoop):
             if between.changes.wanted:
                 return  # The same batch comes again.
             rate = learning_rate(number, self.job.training)
-            self._taken.append(_Taken(start, len(batch[0]), rate))
+            self._taken.append(_Taken(start, sample_count(batch[0]), rate))
             # In the loop's next turn, when the step has drawn its number; at the latest when the next batch is wanted.
             asyncio.get_running_loop().call_soon(self._advance, number + 1)
             yield Batch(*batch, learning_rate=rate)

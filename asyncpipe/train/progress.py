@@ -83,6 +83,8 @@ class TrainingSummary:
     """The folder of the newest snapshot."""
     skipped: int = 0
     """Number of steps without a weight update, because the loss or the gradient norm was not finite."""
+    finished: Path | None = None
+    """What the workload has written at the end of all steps."""
 
 
 class ProgressSink:

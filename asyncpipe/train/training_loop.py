@@ -32,7 +32,7 @@ from asyncpipe.train.progress import Meter, ProgressSink, StepListener, StepProg
 from asyncpipe.train.schedule_changes import ScheduleChanges
 from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.step_failures import NoteCallback, StepRetries, handle_non_finite
-from asyncpipe.train.workload import Batch, Resumable
+from asyncpipe.train.workload import Batch, Resumable, sample_count
 
 __all__ = ["AHEAD", "Interludes", "StepByStep", "StepUnderWay", "TrainingLoop"]
 
@@ -196,4 +196,6 @@ class StepByStep(TrainingLoop):
 
         # In a thread: on a CPU the update takes a while, and on a GPU it may wait for the device.
         update = await in_thread(update_weights)
-        self.under_way.append(StepUnderWay(result=result, update=update, rate=rate, began=start, samples=len(x)))
+        self.under_way.append(
+            StepUnderWay(result=result, update=update, rate=rate, began=start, samples=sample_count(x))
+        )

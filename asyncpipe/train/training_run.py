@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from asyncpipe.core.engine.events import Observer
@@ -100,6 +101,7 @@ class TrainingRun:
         self._meter = Meter(job.training.steps)
         self._resumed: ResumePoint | None = None
         self._stopping = False
+        self._finished: Path | None = None
 
     @property
     def job(self) -> Job:
@@ -182,6 +184,7 @@ class TrainingRun:
             **written._asdict(),
             snapshot=snapshot,
             skipped=meter.skipped,
+            finished=self._finished,
         )
 
     def _open_folders(self) -> None:
@@ -244,10 +247,16 @@ class TrainingRun:
             if (held_out := workload.held_out) is not None and not self._stopping:
                 self._progress.entered("evaluating")
                 batches = partial(held_out, self._job.training.batch_size)
-                evaluation = await evaluate(pipe, batches, self._thread, self._random, self._is_stopping)
+                evaluation = await evaluate(
+                    pipe, batches, self._thread, self._random, self._is_stopping, workload.weight
+                )
             if workload.sample is not None and not self._stopping:
                 self._progress.entered("sampling")
                 sample = await self._random.drawn_by(sample_text(pipe, workload.sample, self._is_stopping))
+            if (finish := workload.finish) is not None and not self._stopping:
+                self._progress.entered("writing the model")
+                with blaming_key(self._job, "job.parameters"):
+                    self._finished = await in_thread(lambda: finish(pipe))
             return evaluation, sample
 
     def _pipeline(self, workload: Workload, staged: StagedAdamW | None) -> Pipeline:

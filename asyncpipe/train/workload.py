@@ -10,16 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Generator, Tensor, nn
 
-__all__ = ["Batch", "Forward", "Resumable", "Workload"]
+from asyncpipe.ops.model.nested import tensors_of
+from asyncpipe.ops.model.stage import StagedModel
+from asyncpipe.pipeline.pipeline import Pipeline
 
-Batch = tuple[Tensor, Tensor]
-"""A mini-batch and its target; the first dimension of both is the batch."""
+__all__ = ["Batch", "Forward", "Resumable", "Workload", "sample_count"]
 
-Forward = Callable[[Tensor], Awaitable[Tensor]]
+Batch = tuple[Any, Any]
+"""A mini-batch, as ``Pipeline.step`` takes it (a tensor, or tensors by name), and its target; the first dimension of
+all tensors is the batch."""
+
+Forward = Callable[[Any], Awaitable[Any]]
 """Maps an input to the model's output, through the pipeline in evaluation mode and without gradients."""
 
 
@@ -43,8 +49,8 @@ class Workload:
     numbers and buffers, but other state that a module keeps is not reset, nor is a batch that was changed in place.
     """
 
-    model: nn.Module
-    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    model: nn.Module | StagedModel
+    loss_fn: Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
     batches: Callable[[int, Generator], Iterable[Batch]]
     """``batches(batch_size, generator)`` yields mini-batches; training takes one for each step and ends with them.
 
@@ -68,6 +74,8 @@ class Workload:
     """How many tokens (characters, words, pixels …) a sample counts for in tokens per second."""
     held_out: Callable[[int], Iterable[Batch]] | None = None
     """``held_out(batch_size)`` yields the same few mini-batches each time; training does not use them."""
+    weight: Callable[[Batch], float] | None = None
+    """What the loss of a held-out batch counts in their mean: what its ``loss_fn`` counts. By default its samples."""
     sample: Callable[[Forward], Awaitable[str]] | None = None
     """Generates a text with the model, which is shown at the end of a run."""
     memoryless: bool = False
@@ -80,3 +88,11 @@ class Workload:
 
     A name is letters, digits and underscores, and none of ``model``, ``optimizer`` and ``run``.
     """
+    finish: Callable[[Pipeline], Path] | None = None
+    """Called in the run's thread when all steps are done, with the pipeline that is still open: it may write the model,
+    and returns where. A run that is stopped early does not call it."""
+
+
+def sample_count(x: Any) -> int:
+    """How many samples a mini-batch has, which may be a tensor or tensors by name."""
+    return x.size(0) if isinstance(x, Tensor) else max(tensor.size(0) for tensor in tensors_of(x))

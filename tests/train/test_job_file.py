@@ -281,7 +281,7 @@ def test_missing_tables_are_told_with_their_keys(tmp_path):
     path.write_text("training = 3\n", encoding="utf-8")
     with pytest.raises(JobFileError) as caught:
         load_job(path)
-    assert "job: missing; must be a table with the keys entry, parameters" in str(caught.value)
+    assert "job: missing; must be a table with the keys entry, parameters, model" in str(caught.value)
     assert "training: must be a table with the keys steps, batch_size" in str(caught.value)
 
 

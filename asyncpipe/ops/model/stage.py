@@ -12,13 +12,13 @@ to the caller. A pair of source and user is a *link*::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from asyncpipe.core.predict.balance import check_balance
+from asyncpipe.core.predict.balance import check_balance, even_balance
 from asyncpipe.errors import BalanceError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.model.buffers import StageBuffers
@@ -97,6 +97,13 @@ class StagedModel:
     recomputes: str = ""
     """What in the model asks for ``torch.utils.checkpoint``, which its stages do not do, in words: the pipeline must
     recompute in its place."""
+    is_fine: bool = False
+    """Whether it is cut finely, to choose among: a pipeline without a balance joins the stages to as many as its
+    schedule has on the devices, of about as many parameters each."""
+
+    def evenly(self, stages: int) -> list[int]:
+        """The balance that spreads the parameters over so many stages; a tied one counts wherever it is used."""
+        return even_balance([1 + sum(p.numel() for p in stage.parameters()) for stage in self.stages], stages)
 
     def joined(self, balance: Sequence[int]) -> StagedModel:
         """The same model with fewer stages: each made of as many consecutive ones as ``balance`` says.
@@ -105,10 +112,10 @@ class StagedModel:
         """
         sizes = check_balance(balance, len(self.stages))
         if len(sizes) == len(self.stages):
-            return self
+            return replace(self, is_fine=False)
         if self.join is None:
             raise BalanceError(f"these {len(self.stages)} stages cannot be joined; leave the balance out")
-        return self.join(self.module, sizes)
+        return replace(self.join(self.module, sizes), is_fine=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -72,7 +72,10 @@ def peaks_of(
 def _balance(table: StagesTable, workload: Workload, schedule: Schedule) -> list[int]:
     """The number of layers of each stage, as the pipeline will split them."""
     if isinstance(workload.model, StagedModel):
-        return [1] * len(workload.model.stages) if table.balance == "auto" else list(table.balance)
+        if table.balance != "auto":
+            return list(table.balance)
+        units = len(workload.model.stages)
+        return workload.model.evenly(stages_of(table, schedule)) if workload.model.is_fine else [1] * units
     parts = split(as_sequential(workload.model), table.balance, stages_of(table, schedule))
     return [len(part) for part in parts]
 

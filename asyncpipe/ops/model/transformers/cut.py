@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from torch import nn
 
-from asyncpipe.core.predict.balance import even_balance
 from asyncpipe.errors import BalanceError
 from asyncpipe.ops.model.stage import CALLER, StagedModel
 from asyncpipe.ops.model.transformers.batch_inputs import takes_of
@@ -27,7 +26,7 @@ from asyncpipe.ops.model.transformers.layer_run import LayerRange, LayerRun
 from asyncpipe.ops.model.transformers.layer_stage import LayerStage, StageLinks
 from asyncpipe.ops.model.transformers.refusals import refuse_hooked_images
 
-__all__ = ["cut_at_layers", "even_units", "unit_balance"]
+__all__ = ["cut_at_layers", "unit_balance"]
 
 
 class _Known(NamedTuple):
@@ -47,11 +46,6 @@ def cut_at_layers(module: nn.Module, model: nn.Module, loss: CountedLoss | None)
         return None
     known = _Known(module, model, trunks, loss)
     return _staged(known, [1] * _unit_count(trunks))
-
-
-def even_units(staged: StagedModel, stages: int) -> list[int]:
-    """A balance that spreads the parameters of ``staged`` evenly; a tied one counts wherever it is used."""
-    return even_balance([1 + sum(p.numel() for p in unit.parameters()) for unit in staged.stages], stages)
 
 
 def unit_balance(staged: StagedModel, layers: Sequence[int]) -> list[int]:
@@ -92,7 +86,7 @@ def _staged(known: _Known, balance: Sequence[int]) -> StagedModel:
         return _staged(known, counts)
 
     takes = takes_of(known.model, stages, len(known.trunks), has_loss=known.loss is not None)
-    return StagedModel(known.module, modules, tuple(sorted(links)), takes, join, known.loss)
+    return StagedModel(known.module, modules, tuple(sorted(links)), takes, join, known.loss, is_fine=True)
 
 
 def _ranges(trunks: Sequence[Trunk], first: int, end: int) -> list[LayerRange]:

@@ -1,0 +1,216 @@
+"""The built-in entry of ``model = "transformers"``: a causal language model from its config, and text to train it with.
+
+::
+
+    [job]
+    model = "transformers"
+    [job.parameters]
+    config = {model_type = "llama", hidden_size = 256, num_hidden_layers = 8, num_attention_heads = 8}
+    data = "corpus.txt"             # or lines.jsonl
+    save = "runs/my-llama"          # AutoModelForCausalLM.from_pretrained("runs/my-llama") reads it
+
+transformers (the extra ``transformers``) is imported when the job begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncpipe.core.checks import check_positive
+from asyncpipe.errors import OptionError, missing_package
+from asyncpipe.ops.model.transformers.stage_transformers import stage_transformers
+from asyncpipe.pipeline.pipeline import Pipeline
+from asyncpipe.train.token_data import BytesAsTokens, TokenData, Tokens, read_data
+from asyncpipe.train.workload import Batch, Forward, Workload
+
+__all__ = ["build"]
+
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+
+
+def build(
+    config: str | Mapping[str, Any],
+    data: str,
+    *,
+    tokenizer: str | None = None,
+    length: int = 128,
+    held_out: float = 0.1,
+    field: str = "text",
+    save: str | None = None,
+    sample: int = 0,
+) -> Workload:
+    """A causal language model and its text.
+
+    ``config`` is a table with a ``model_type`` and keys of that type's config, or a folder with a ``config.json`` and,
+    to go on from them, weights. ``data`` is a text file, or a ``.jsonl`` file with a text in ``field`` of each line.
+    ``tokenizer`` is a folder that ``save_pretrained`` of a tokenizer wrote; without it bytes are tokens. A sample has
+    at most ``length`` tokens; the last part of the data, ``held_out`` of it, is for the evaluation. A run that ends
+    writes the model to the folder ``save``, and shows ``sample`` tokens that it generates. Relative paths are relative
+    to the working directory. Raises ``OptionError``.
+    """
+    check_positive("length", length - 1)
+    if not 0 < held_out < 1:
+        raise OptionError(f"held_out must be a part of the data, more than 0 and less than 1, got {held_out!r}")
+    if save is not None and Path(save).exists() and not Path(save).is_dir():
+        raise OptionError(f"save: {save} is a file; give a folder")
+    tokens = BytesAsTokens() if tokenizer is None else _FolderTokens(tokenizer)
+    made = _folder_config(config) if isinstance(config, str) else _made_config(config, tokens)
+    _check_fit(made, tokens, length)
+    text = read_data(Path(data), tokens, length=length, held_out=held_out, field=field)
+    model = _model(made, config)
+    example, _ = next(text.held_out(2))
+    staged = stage_transformers(model, example)
+    if staged.own_loss is None:
+        raise OptionError(f"{type(model).__name__} has no loss that can be counted in tokens, which this job needs")
+    return Workload(
+        model=staged,
+        loss_fn=staged.own_loss,
+        batches=text.batches,
+        tokens_per_sample=text.tokens_per_sample,
+        held_out=text.held_out,
+        weight=_label_count,
+        sample=partial(_generate, tokens=tokens, text=text, count=sample) if sample else None,
+        memoryless=text.memoryless,
+        finish=None if save is None else partial(_save, folder=Path(save), tokens=tokens),
+    )
+
+
+def _label_count(batch: Batch) -> float:
+    """How many tokens the loss of a batch is the mean of."""
+    _, labels = batch
+    return float((labels[:, 1:] >= 0).sum())
+
+
+async def _generate(forward: Forward, *, tokens: Tokens, text: TokenData, count: int) -> str:
+    """A held-out beginning and the likeliest ``count`` tokens that follow."""
+    found = text.prompt()
+    for _ in range(count):
+        output = await forward({"input_ids": found[None, -text.length :]})
+        found = torch.cat((found, output.logits[0, -1].argmax().cpu()[None]))
+    return tokens.decode(found)
+
+
+def _save(pipe: Pipeline, *, folder: Path, tokens: Tokens) -> Path:
+    try:
+        pipe.save_pretrained(folder)
+        if isinstance(tokens, _FolderTokens):
+            tokens.save(folder)
+    except OSError as error:
+        raise OptionError(f"save: {folder} cannot be written: {error.strerror or error}") from error
+    return folder
+
+
+# Transformers
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise missing_package('model = "transformers" needs transformers', "transformers") from error
+    return transformers
+
+
+class _FolderTokens:
+    """A tokenizer that was saved to a folder."""
+
+    def __init__(self, folder: str) -> None:
+        if not Path(folder).is_dir():
+            raise OptionError(f"tokenizer: there is no folder {folder}; leave it out to train on bytes")
+        try:
+            self.tokenizer = _transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise OptionError(f"tokenizer: {folder} has none that can be read: {_first_line(error)}") from error
+        self.size = len(self.tokenizer)
+
+    def encode(self, text: str) -> Tensor:
+        """The tokens, without the special ones that a tokenizer adds around a text."""
+        found = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return torch.tensor(found, dtype=torch.long)
+
+    def decode(self, tokens: Tensor) -> str:
+        """The text."""
+        return str(self.tokenizer.decode(tokens.tolist()))
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer beside the model."""
+        self.tokenizer.save_pretrained(folder)
+
+
+def _made_config(given: Mapping[str, Any], tokens: Tokens) -> Any:
+    """The config of a table, whose keys must be those of its type: a wrong one would be kept and do nothing."""
+    known = _transformers().CONFIG_MAPPING
+    kind = given.get("model_type")
+    if not isinstance(kind, str) or kind not in known:
+        wanted = "config.model_type: missing" if kind is None else f"config.model_type: unknown: {kind!r}"
+        raise OptionError(f"{wanted}; {_near(str(kind), list(known))}give one of transformers, as 'llama' or 'gpt2'")
+    values = {key: value for key, value in given.items() if key != "model_type"}
+    default = known[kind]()
+    for key in values:
+        if not hasattr(default, key):
+            raise OptionError(
+                f"config.{key}: a config of {kind} has no such key; {_near(key, list(default.to_dict()))}"
+            )
+    names = getattr(tokens, "tokenizer", None)
+    ends = {key: getattr(names, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    own = {"vocab_size": tokens.size, "use_cache": False, **ends}
+    own = {key: value for key, value in own.items() if hasattr(default, key)}
+    try:
+        return known[kind](**{**own, **values})
+    except Exception as error:  # Of many classes: configs check their values in many ways.
+        raise OptionError(f"config: not one of {kind}: {_first_line(error)}") from error
+
+
+def _near(wrong: str, known: list[str]) -> str:
+    close = get_close_matches(wrong, known, n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
+
+
+def _folder_config(folder: str) -> Any:
+    if not (Path(folder) / "config.json").is_file():
+        raise OptionError(f"config: {folder} is no folder with a config.json; give one, or a table with a model_type")
+    try:
+        return _transformers().AutoConfig.from_pretrained(folder, local_files_only=True, use_cache=False)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"config: {folder}/config.json cannot be used: {_first_line(error)}") from error
+
+
+def _check_fit(config: Any, tokens: Tokens, length: int) -> None:
+    size = getattr(config, "vocab_size", tokens.size)
+    if size < tokens.size:
+        raise OptionError(
+            f"config.vocab_size: must be at least {tokens.size:,}, the tokens that there are, got {size:,}"
+        )
+    most = getattr(config, "max_position_embeddings", None)
+    if isinstance(most, int) and 0 < most < length:
+        raise OptionError(f"length: the model has {most:,} positions (max_position_embeddings), got {length:,}")
+
+
+def _model(config: Any, given: str | Mapping[str, Any]) -> Any:
+    auto = _transformers().AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    if config.model_type not in NAMES:
+        raise OptionError(
+            f"config.model_type: transformers has no causal language model of type {config.model_type!r}, which this "
+            "job trains; write an entry for another model"
+        )
+    try:
+        if isinstance(given, str) and any(any(Path(given).glob(pattern)) for pattern in _WEIGHTS):
+            return auto.from_pretrained(given, config=config, local_files_only=True)
+        return auto.from_config(config)
+    except OSError as error:
+        raise OptionError(f"config: the weights in {given} cannot be read: {_first_line(error)}") from error
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise OptionError(f"config: no {config.model_type} can be made of this config: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
