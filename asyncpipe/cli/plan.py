@@ -92,6 +92,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("job", metavar="JOB.toml", type=Path, help="the job file")
     parser.add_argument("--profile", type=Path, metavar="FILE.json", help="costs that 'asyncpipe profile' has written")
     parser.add_argument("--memory-limit", type=_bytes, metavar="8GiB", help="memory of each device, as 8GiB or 500MB")
+    parser.add_argument(
+        "--offload", action="store_true", help="plans above the limit may offload activations to the host's memory"
+    )
     parser.add_argument("--topology", type=Path, metavar="FILE.toml", help="hosts, devices and links to place it on")
     add_measuring(parser)
     parser.add_argument(
@@ -140,6 +143,7 @@ def _plan(args: argparse.Namespace) -> int:
             parameter_scale=ADAMW_SCALE,
             ahead=int(job.training.overlap),
             topology=topology,
+            offload=args.offload,
             progress=show,
         )
     best = best_of_each(plans)[:SHOWN]
@@ -197,13 +201,14 @@ def _table(plans: list[Plan]) -> str:
             "-".join(map(str, each.balance)),
             str(each.microbatches),
             each.checkpoint.value,
+            " ".join(f"{part:.0%}" for part in each.offload) or "-",
             f"{each.seconds * 1e3:.1f} ms",
             f"{each.bubble:.1%}",
             ", ".join(map(format_bytes, each.memory)),
         )
         for each in plans
     ]
-    head = ("schedule", "balance", "micro-batches", "checkpoint", "step", "bubble", "memory per device")
+    head = ("schedule", "balance", "micro-batches", "checkpoint", "offload", "step", "bubble", "memory per device")
     return table(head, rows, numbers=("micro-batches", "step", "bubble"))
 
 

@@ -26,6 +26,7 @@ from asyncpipe.cli.step_options import (
 from asyncpipe.cli.tables import table
 from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.offload import check_offload
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
@@ -115,6 +116,11 @@ def add_parser(subparsers: Subparsers) -> None:
         "--balance", metavar="3,5,2", help="layers of each stage (default: stages that take equally long)"
     )
     parser.add_argument(
+        "--offload",
+        metavar="0.5",
+        help="the fraction of micro-batches that are offloaded to the host, or with commas that of each stage",
+    )
+    parser.add_argument(
         "--jitter",
         type=float,
         metavar="SIGMA",
@@ -171,6 +177,17 @@ class _CostModel:
     """The bytes of messages, on a topology."""
 
 
+def _offload(text: str | None, stages: int) -> tuple[float, ...]:
+    """The fractions in ``--offload``, by stage."""
+    if text is None:
+        return ()
+    try:
+        given = [float(each) for each in text.split(",")]
+    except ValueError:
+        raise OptionError(f"--offload takes a fraction from 0 to 1, or one for each stage, got {text!r}") from None
+    return check_offload(given if len(given) > 1 else given[0], stages)
+
+
 def _simulate(args: argparse.Namespace) -> int:
     steps, ahead = _steps(args)
     topology = _topology(args)
@@ -185,7 +202,8 @@ def _simulate(args: argparse.Namespace) -> int:
         names = topology.first_devices(shape.devices)
         models = [TopologyCosts(each, topology, model.sizes) for each in models]
     checkpoint = CheckpointMode.parse(args.checkpoint)
-    graph = lower(schedule, shape, devices=names, checkpoint=checkpoint, wiring=model.wiring)
+    offload = _offload(args.offload, shape.stages)
+    graph = lower(schedule, shape, devices=names, checkpoint=checkpoint, wiring=model.wiring, offload=offload)
     found = _summary([_run(graph, costs, model.memory, steps, ahead) for costs in models])
     if model.overhead is not None:
         found["step_seconds"] = found["makespan"] + model.overhead

@@ -54,10 +54,13 @@ class PipelineOptions(PoolOptions):
     """With ``"hint"`` the schedule's order only ranks the tasks that are ready."""
     checkpoint: str = "except_last"
     """Which micro-batches are recomputed: ``"always"``, ``"except_last"`` or ``"never"``."""
-    offload: float | Sequence[float] | None = None
+    offload: float | Sequence[float] | Literal["auto"] | None = None
     """The fraction of micro-batches whose activations wait for their backward in the host's memory, from 0 to 1, or a
     list with that of each stage. Those that wait longest are offloaded, and none whose backward follows at once. Only
-    in ``step`` and ``steps``, with an ordered schedule; on CPUs nothing moves."""
+    in ``step`` and ``steps``, with an ordered schedule; on CPUs nothing moves. ``"auto"``, which needs a ``sample`` and
+    a ``memory_limit``: as little as fits, if that is faster than what fits without."""
+    memory_limit: int | None = field(default=None, metadata=_NOT_COPIED)
+    """Bytes of each device that what is chosen by measuring may need, by prediction; by default any number."""
     loss_fn: Callable[..., Any] | None = None
     """Maps (output, target) of a micro-batch to a scalar, or to (mean, count): a mean over that many items of any kind
     (tokens, for instance). Counts make the mini-batch's mean right for micro-batches of any size."""
@@ -99,7 +102,15 @@ class PipelineOptions(PoolOptions):
             check_positive("stages", self.stages)
         check_choice("order", self.order, ("strict", "hint"))
         CheckpointMode.parse(self.checkpoint)
-        if self.offload is not None:
+        if self.memory_limit is not None:
+            check_positive("memory_limit", self.memory_limit)
+        if self.offload == "auto":
+            if self.memory_limit is None or self.sample is None:
+                raise OptionError(
+                    "offload='auto' offloads what does not fit by measuring the model; give a memory_limit and a "
+                    "sample=(x, target) of what steps will get"
+                )
+        elif self.offload is not None:
             check_offload(self.offload)
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int) or self.batch_dim < 0:
@@ -126,7 +137,8 @@ class PipelineOptions(PoolOptions):
     @property
     def is_auto(self) -> bool:
         """Whether the schedule or the balance is still to be chosen by measuring."""
-        return self.schedule == "auto" or (self.balance == "auto" and self.sample is not None)
+        chosen = self.schedule == "auto" or self.offload == "auto"
+        return chosen or (self.balance == "auto" and self.sample is not None)
 
     @property
     def pool_options(self) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from asyncpipe.core.predict.planner import Plan, plan
 from asyncpipe.core.predict.profile_from_journals import MeasuredStep, StepVariant, combine, layer_seconds
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
 from asyncpipe.errors import MicrobatchError, OptionError
+from asyncpipe.ops.device.copies import host_bandwidth
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.model.byte_recorder import ByteRecorder, LayerBytes, parameter_bytes, tied_parameters, travelling
 from asyncpipe.ops.model.measure_layers import copied
@@ -113,6 +114,8 @@ def choose(
     steps: int = STEPS,
     intra_op_threads: int = 1,
     ahead: int = 0,
+    memory_limit: int | None = None,
+    offload: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Measure, and return the plan with the shortest predicted step; ``Pipeline(…, **plan.options())`` runs it.
@@ -132,6 +135,8 @@ def choose(
         checkpoints=checkpoints,
         parameter_scale=parameter_scale,
         ahead=ahead,
+        memory_limit=memory_limit,
+        offload=offload,
         progress=progress,
     )[0]
 
@@ -156,8 +161,11 @@ def resolve_auto(arguments: PipelineArguments) -> PipelineArguments:
         checkpoints=[arguments.checkpoint],
         intra_op_threads=arguments.intra_op_threads,
         ahead=int(overlap),
+        memory_limit=arguments.memory_limit,
+        offload=arguments.offload == "auto",
     )
-    return replace(arguments, schedule=plan.schedule, balance=list(plan.balance), sample=None)
+    chosen = (plan.offload or None) if arguments.offload == "auto" else arguments.offload
+    return replace(arguments, schedule=plan.schedule, balance=list(plan.balance), offload=chosen, sample=None)
 
 
 def _named_layers(model: nn.Module | Sequence[nn.Module] | StagedModel | StageFactory) -> dict[str, nn.Module]:
@@ -259,14 +267,18 @@ class Measuring:
     def profile(self) -> Profile:
         """The costs according to the rounds that were kept so far."""
         instant = not any(device.is_accelerator for device in self._devices)
+        bus = min(host_bandwidth(device) for device in {device.physical for device in self._devices})
         measurements: dict[int, Measurement] = {
-            number: combine(
-                fine,
-                self._coarse_steps[number],
-                _as_dicts(self._sizes[number]),
-                instant=instant,
-                sent=travelling(self._sizes[number]),
-                added=self._added,
+            number: replace(
+                combine(
+                    fine,
+                    self._coarse_steps[number],
+                    _as_dicts(self._sizes[number]),
+                    instant=instant,
+                    sent=travelling(self._sizes[number]),
+                    added=self._added,
+                ),
+                host_bandwidth=bus,
             )
             for number, fine in self._fine_steps.items()
         }

@@ -55,6 +55,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     Field,
@@ -67,6 +68,7 @@ from pydantic import (
 )
 
 from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.offload import check_offload
 from asyncpipe.core.schedules.registry import could_be_schedule, known_schedules
 from asyncpipe.errors import JobFileError, OptionError
 from asyncpipe.pipeline.options import PipelineOptions
@@ -136,6 +138,16 @@ Devices = Annotated[
         description='must be a list of at least one device name, such as ["cpu:0", "cpu:1"] or ["cuda:0", "cuda:0"]',
     ),
 ]
+
+
+def _checked_offload(value: float | tuple[float, ...] | None) -> float | tuple[float, ...] | None:
+    try:
+        check_offload(0.0 if value is None else value)
+    except OptionError as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
 CheckpointName = Annotated[
     CheckpointMode, Strict(False), Field(description=f"must be one of {', '.join(CheckpointMode)}")
 ]
@@ -148,6 +160,11 @@ Workers = Annotated[
 Balance = Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(_checked_balance)]
 
 
+Offload = Annotated[
+    float | tuple[float, ...] | None,
+    Field(description="must be a fraction from 0 to 1, or a list with that of each stage"),
+    AfterValidator(_checked_offload),
+]
 BUILT_IN = {"transformers": "asyncpipe.train.transformers_entry:build"}
 """The entries that have a name, as ``model``."""
 
@@ -215,6 +232,7 @@ class PipelineTable(StagesTable):
 
     Gradients stay in the workers, so each stage is updated inside the step: a job with workers has
     ``training.overlap = true``. On a pool, whoever made the pool decides."""
+    offload: Offload = _DEFAULTS["offload"]
     transport: Literal["shared_memory", "gloo", "nccl"] = Field(
         default=_DEFAULTS["transport"], description='must be "shared_memory", "gloo" or "nccl"'
     )

@@ -275,6 +275,7 @@ class TrainingRun:
                 stages=table.stages,
                 schedule=self._find_schedule(table.schedule),
                 checkpoint=table.checkpoint,
+                offload=table.offload,
                 loss_fn=workload.loss_fn,
                 optimizer=None if staged is None else staged.make,
                 gradient_norms=staged is not None,

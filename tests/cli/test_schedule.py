@@ -186,11 +186,11 @@ def test_list_names_every_schedule_and_what_it_does(capsys: Output) -> None:
         ("gpipe --stages 2 --microbatches 1 --checkpoint x", "checkpoint must be one of 'always', 'except_last'"),
         (
             "gpipe --stages 2 --microbatches 1 --costs B=x",
-            "--costs takes KIND=NUMBER with the kinds F, R, B, I, W and C",
+            "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O and L",
         ),
         (
             "gpipe --stages 2 --microbatches 1 --costs Q=1",
-            "--costs takes KIND=NUMBER with the kinds F, R, B, I, W and C",
+            "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O and L",
         ),
         ("gpipe --stages 2 --microbatches 1 --costs B=-1", "--costs must not be negative or infinite, got 'B=-1'"),
         ("gpipe --stages 2 --microbatches 1 --costs B=nan", "--costs must not be negative or infinite, got 'B=nan'"),

@@ -341,7 +341,10 @@ def test_a_profile_of_links_over_stages_is_wired_so(capsys: Output, tmp_path: Pa
         ("gpipe --stages 4 --microbatches 1 --virtual 0", "--virtual must divide the number of stages, got 0 for 4"),
         ("gpipe --stages 4 --microbatches 1 --virtual 2", "schedule 'gpipe' puts one stage on each device"),
         ("gpipe --stages 2 --microbatches 1 --checkpoint x", "checkpoint must be one of 'always', 'except_last'"),
-        ("gpipe --stages 2 --microbatches 1 --costs Q=1", "--costs takes KIND=NUMBER with the kinds F, R, B, I, W and"),
+        (
+            "gpipe --stages 2 --microbatches 1 --costs Q=1",
+            "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O and",
+        ),
         ("gpipe --stages 2 --microbatches 1 --costs B=-1", "--costs must not be negative or infinite, got 'B=-1'"),
         ("gpipe --stages 2 --microbatches 1 --jitter -1", "sigma must be finite and not negative, got -1"),
         ("gpipe --stages 2 --microbatches 1 --repeat 0", "--repeat must be a positive integer, got 0"),

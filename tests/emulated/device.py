@@ -51,6 +51,8 @@ _thread = threading.local()
 _state = SimpleNamespace(host={}, landing=[], spoiled=False, held={}, offset=0.0, drift=0.0, engine=None, limit=None)
 allocated, peak = Counter(), Counter()
 """Bytes by logical device (``"emu:0#1"``): now, and the most since ``reset`` or ``forget_peak``."""
+history: list[tuple[float, str, int]] = []
+"""(``perf_counter``, logical device, bytes from then on), since then."""
 synchronized = Counter()
 """By name of the thread: how often it waited for the device."""
 views: list[tuple[str, Stream]] = []
@@ -85,6 +87,7 @@ def limit(size) -> None:
 
 def forget_peak() -> None:
     peak.clear()
+    history.clear()
     peak.update(allocated)
 
 
@@ -93,6 +96,7 @@ def _account(owner, size) -> None:
     if size > 0 and _state.limit is not None and allocated[owner] + size > _state.limit:
         raise torch.OutOfMemoryError(f"{owner} has {allocated[owner]} bytes in use of {_state.limit}; wanted {size}")
     allocated[owner] += size
+    history.append((time.perf_counter(), owner, allocated[owner]))
     peak[owner] = max(peak[owner], allocated[owner])
 
 

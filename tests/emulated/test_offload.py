@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from functools import partial
+from math import inf
 
 import pytest
 import torch
 from torch import nn
 
 from asyncpipe import TaskError
+from asyncpipe.core.engine.events import TaskCompleted
+from asyncpipe.core.graph.task import Lane, Queue
+from asyncpipe.core.predict.memory import StageMemory, memory_over_time, peak_memory
 from asyncpipe.ops.device import copies
 from tests.emulated import device as emu
 from tests.emulated.helpers import Call, piped
@@ -88,6 +93,26 @@ def test_what_does_not_fit_trains_with_offload():
     gradients, after = train(model(), 1.0)
     assert all(map(torch.equal, gradients, wanted))
     assert after < needed / 2
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_memory_over_time_is_as_predicted(schedule):
+    """After each task, within a tenth of the peak; between tasks there is what they need while they run as well."""
+    with piped(model(32), FOUR, microbatches=PIECES, offload=1.0, schedule=schedule) as pipe:
+        emu.forget_peak()
+        record = pipe.step(X, X.flip(0), return_outputs=False).wait().record
+    kept = 2 * 8 + 1  # Two tensors a layer, and the output.
+    held = memory_over_time(record, StageMemory(saved=[kept * PIECE] * 4, inputs=[PIECE] * 4, fixed=[0] * 4))
+    peaks = peak_memory(record, StageMemory(saved=[kept * PIECE] * 4, inputs=[PIECE] * 4, fixed=[0] * 4))
+    for number, device in enumerate(record.graph.devices):
+        found = [(at, size) for at, owner, size in emu.history if owner == device]
+        predicted = [(at, size) for at, of, size in held if of == number]
+        here = {task.number for task in record.graph.tasks if task.lane == Lane(device, Queue.COMPUTE)}
+        ends = [e.ended for _, e in record.journal if isinstance(e, TaskCompleted) and e.task in here]
+        for end in ends:
+            now = max(found[: bisect(found, (end, inf))])[1]
+            then = predicted[bisect(predicted, (end, inf)) - 1][1]
+            assert abs(now - then) <= peaks[number] / 10
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])

@@ -27,7 +27,7 @@ and S adds it to the owner's. U updates a stage when its gradients are complete:
     user      └──▶ F(first,user)  …  B(last,user) ──C(user>owner)
 
 What F(i,j) keeps may be offloaded to the host until its backward (``offload.py`` says of which micro-batches). O(i,j)
-copies it while the next action runs, and the action after that waits for O, since it gets the memory. L(i,j) brings it
+copies it while the next action runs, and what comes after that waits for O, since it gets the memory. L(i,j) brings it
 back while the last action before the backward (or before R(i,j), which reads it then) runs::
 
     actions    F(i,j) ──▶ next ──▶ after ──▶ … ──▶ a ──▶ b ──▶ B(i,j)
@@ -239,11 +239,18 @@ class _Builder:
         action_of = {_F: self._forward, _B: self._backward, _I: self._backward}
         at = {(kind is _F, i, j): k for k, (kind, i, j) in enumerate(order) if kind is not _W}
         tasks = [action_of[kind][j][i] if kind is not _W else self._weight[j, i] for kind, i, j in order]
+        leaving: dict[int, int] = {}
+        """By position of the action that gets the memory, its O."""
+        for i, j in chosen:
+            made = at[True, i, j]
+            leave = leaving[made + HOLD + 1] = self._add(_O, i, j, (tasks[made],))
+            self._depend(self._begin(order[made + HOLD + 1], tasks[made + HOLD + 1]), leave)
         for i, j in chosen:
             made, read = at[True, i, j], at[False, i, j]
-            leave = self._add(_O, i, j, (tasks[made],))
-            self._depend(self._begin(order[made + HOLD + 1], tasks[made + HOLD + 1]), leave)
-            back = self._add(_L, i, j, (leave, tasks[read - AHEAD - 1]))
+            back = self._add(_L, i, j, (leaving[made + HOLD + 1], tasks[read - AHEAD - 1]))
+            # The load comes just before this action, and gets the memory that is there for it.
+            if (before := leaving.get(read - AHEAD)) is not None:
+                self._depend(back, before)
             self._depend(self._begin(order[read], tasks[read]), back)
 
     def _begin(self, action: Action, task: int) -> int:

@@ -137,6 +137,20 @@ class TaskGraph:
             return before
         return tuple([number for number in before if self.tasks[number].kind is not TaskKind.COPY])
 
+    def frees(self) -> dict[int, list[tuple[int, int]]]:
+        """By task: the (micro-batch, stage) that were offloaded before it, and whose memory on the device is free then.
+
+        If there are several such tasks for one, the first of them to begin frees it.
+        """
+        found: dict[int, list[tuple[int, int]]] = {}
+        for task in self.tasks:
+            if task.kind is TaskKind.OFFLOAD:
+                for after in self.local_dependents[task.number]:
+                    _, kind, microbatch, stage, *_ = self.tasks[after]
+                    if kind is not TaskKind.LOAD or (microbatch, stage) != (task.microbatch, task.stage):
+                        found.setdefault(after, []).append((task.microbatch, task.stage))
+        return found
+
     def find(self, kind: TaskKind, microbatch: int, stage: int, source: int | None = None) -> Task:
         """The task with this identity; raises ``KeyError`` if the graph has none."""
         for task in self.tasks:
@@ -152,7 +166,8 @@ def _reason(dependency: Task, task: Task) -> Reason:
     if dependency.kind is TaskKind.LOAD:
         return Reason.COPY
     if dependency.kind is TaskKind.OFFLOAD:
-        return Reason.DATA if task.kind is TaskKind.LOAD else Reason.ORDER
+        is_same = (task.microbatch, task.stage) == (dependency.microbatch, dependency.stage)
+        return Reason.DATA if task.kind is TaskKind.LOAD and is_same else Reason.ORDER
     if dependency.kind is TaskKind.RECOMPUTE:
         return Reason.RECOMPUTE
     if task.kind is TaskKind.LOAD:

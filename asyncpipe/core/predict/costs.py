@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import cos, exp, inf, log, log1p, pi, sqrt
 
 from asyncpipe.core.graph.task import WHOLE_STEP, Task
-from asyncpipe.core.kinds import COMPUTE_KINDS, TaskKind
+from asyncpipe.core.kinds import COMPUTE_KINDS, COPY_KINDS, TaskKind
 from asyncpipe.core.splitmix import splitmix64
 from asyncpipe.errors import OptionError
 
@@ -28,7 +28,8 @@ _I, _W, _S = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT, TaskKind.SUM
 class Costs:
     """A cost model: the same virtual seconds for every task of a kind.
 
-    A full backward costs its two halves unless ``backward`` is given. Updates and sums (U, S) cost nothing.
+    A full backward costs its two halves unless ``backward`` is given. Updates and sums (U, S) cost nothing, and what is
+    offloaded moves in no time unless ``offload`` and ``load`` are given.
     """
 
     forward: float = 1.0
@@ -37,6 +38,8 @@ class Costs:
     copy: float = 0.0
     input_gradient: float = 1.0
     weight_gradient: float = 1.0
+    offload: float = 0.0
+    load: float = 0.0
 
     @property
     def full_backward(self) -> float:
@@ -51,7 +54,7 @@ class Costs:
         return 0.0 if field is None else float(getattr(self, field))
 
 
-_FIELDS = {kind: kind.name.lower() for kind in (*COMPUTE_KINDS, _C)}
+_FIELDS = {kind: kind.name.lower() for kind in (*COMPUTE_KINDS, *COPY_KINDS)}
 """The field of ``Costs`` for each kind that has one."""
 
 
@@ -67,7 +70,9 @@ def parse_costs(text: str) -> Costs:
         try:
             field, cost = _FIELDS[TaskKind(kind.strip())], float(value)
         except (KeyError, ValueError):
-            raise OptionError(f"--costs takes KIND=NUMBER with the kinds F, R, B, I, W and C, got {item!r}") from None
+            raise OptionError(
+                f"--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O and L, got {item!r}"
+            ) from None
         if not 0 <= cost < inf:
             raise OptionError(f"--costs must not be negative or infinite, got {item!r}")
         if field in given:
@@ -103,6 +108,14 @@ class StageCosts:
     back as gradients; by default nothing, so their copies take the latency."""
     sums: Sequence[float] | None = None
     """Seconds in which each stage adds up the gradients of such parameters (S); by default zero."""
+    kept: Sequence[int] | None = None
+    """The bytes of one micro-batch that an offload or a load of each stage moves; by default none."""
+    kept_recomputed: Sequence[int] | None = None
+    """The same of micro-batches that are recomputed, of which only the input is kept; by default ``kept``."""
+    recomputed: int = 0
+    """How many micro-batches, from the first on, are recomputed."""
+    host_bandwidth: float = inf
+    """Bytes per second between a device and the host's memory, each way."""
 
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.seconds if kind not in COMPUTE_KINDS]
@@ -122,12 +135,18 @@ class StageCosts:
         if self.sums is not None:
             _check_row("sums", self.sums, stages)
             object.__setattr__(self, "sums", tuple(self.sums))
+        for name in ("kept", "kept_recomputed"):
+            if (moved := getattr(self, name)) is not None:
+                _check_row(name, moved, stages)
+                object.__setattr__(self, name, tuple(moved))
         _check_row("skips", tuple(self.skips.values()), len(self.skips))
         _check_row("tied", tuple(self.tied.values()), len(self.tied))
         _check_row("sent", self.sent, stages - 1)
         _check_row("latency", (self.latency,), 1)
         if not self.bandwidth > 0:
             raise OptionError(f"bandwidth must be more than 0 bytes per second, got {self.bandwidth}")
+        if not self.host_bandwidth > 0:
+            raise OptionError(f"host_bandwidth must be more than 0 bytes per second, got {self.host_bandwidth}")
         object.__setattr__(self, "seconds", rows)
         object.__setattr__(self, "sent", tuple(self.sent))
 
@@ -142,6 +161,10 @@ class StageCosts:
             return 0.0 if self.update is None else self.update[task.stage]
         if task.kind is _S:
             return 0.0 if self.sums is None else self.sums[task.stage]
+        if task.kind in COPY_KINDS:
+            is_light = task.microbatch < self.recomputed and self.kept_recomputed is not None
+            moved = self.kept_recomputed if is_light else self.kept
+            return 0.0 if moved is None else moved[task.stage] / self.host_bandwidth
         if task.kind in COMPUTE_KINDS:
             raise OptionError(f"{task.id} has no cost: give the seconds of {task.kind.value} at each stage")
         return 0.0

@@ -143,6 +143,8 @@ class Measurement:
     """What travels; nothing if each layer sends its output to the next one, and no more."""
     adding: float = inf
     """Bytes per second at which gradients of tied parameters are added up; infinite if there are none."""
+    host_bandwidth: float = inf
+    """Bytes per second between a device and the host's memory; infinite where that is the device's own."""
 
     @property
     def travelling(self) -> tuple[SentTensor, ...]:
@@ -200,6 +202,7 @@ class Profile:
             tied[owner, user] = tied.get((owner, user), 0) + tensor.size
             summed[owner] += tensor.size if tensor.trained else 0
         stages = [measured.layers[start:end] for start, end in borders]
+        held = [_kept(measured, start, end) for start, end in borders]
         rows = {
             kind: [sum(layer.seconds(kind, checkpoint) for layer in layers) for layers in stages]
             for kind in COMPUTE_KINDS
@@ -218,6 +221,10 @@ class Profile:
             skips={link: size for link, size in messages.items() if link[1] != link[0] + 1},
             tied=tied,
             sums=[size / measured.adding for size in summed],
+            kept=[kept for kept, _ in held],
+            kept_recomputed=[inputs for _, inputs in held],
+            recomputed=sum(checkpoint.recomputes(i, microbatches) for i in range(microbatches)),
+            host_bandwidth=measured.host_bandwidth,
         )
 
     def memory(
@@ -296,7 +303,7 @@ class Profile:
         measurements = []
         for microbatches in self.measured:
             row = asdict(self.measurements[microbatches])
-            for speed in ("bandwidth", "adding"):  # JSON has no infinity.
+            for speed in ("bandwidth", "adding", "host_bandwidth"):  # JSON has no infinity.
                 row[speed] = row[speed] if isfinite(row[speed]) else None
             measurements.append({"microbatches": microbatches, **row})
         return {
@@ -424,6 +431,7 @@ def _parsed(document: Mapping[str, Any]) -> Profile:
             bandwidth=inf if row["bandwidth"] is None else _number(row["bandwidth"]),
             sent=tuple(_sent(each, len(layers)) for each in row["sent"]),
             adding=inf if row["adding"] is None else _number(row["adding"]),
+            host_bandwidth=inf if row.get("host_bandwidth") is None else _number(row["host_bandwidth"]),
         )
         if len(measured.layers) != len(layers):
             raise ValueError(f"{len(measured.layers)} layers were measured, {len(layers)} are listed")

@@ -5,6 +5,7 @@ The bytes that a micro-batch holds at a stage during the step::
                   F starts        F ends     R starts      R ends      B (or W) ends
     kept             │ saved ─────────────────────────────────────────────│
     recomputed       │ inputs ────────────────│ saved ────────────────────│
+    offloaded        │ saved ─────┤ (freed when what waits for O begins)   ├─── saved ───│ (from the start of L)
 
 This is the fold of the peaks in ``core/predict/report.py``, weighted with bytes; it works for simulated and real steps.
 
@@ -85,19 +86,25 @@ def _changes(record: StepRecord, memory: StageMemory) -> list[tuple[float, int, 
     """(time, device, change in bytes) for each completed task that changes the memory; frees sort first."""
     graph = record.graph
     recomputed = {(task.microbatch, task.stage) for task in graph.tasks if task.kind is _R}
+    frees, freed = graph.frees(), dict[tuple[int, int], float]()
     changes: list[tuple[float, int, int]] = []
     for _, event in record.journal:
         if not isinstance(event, TaskCompleted):
             continue
         _, kind, microbatch, stage, *_ = graph.tasks[event.task]
         saved, inputs = memory.saved[stage], memory.inputs[stage]
-        if kind is _F:
-            kept = inputs if (microbatch, stage) in recomputed else saved
+        kept = inputs if (microbatch, stage) in recomputed else saved
+        for key in frees.get(event.task, ()):
+            freed[key] = min(event.started, freed.get(key, event.started))
+        if kind is _F or kind is TaskKind.LOAD:
             changes.append((event.started, graph.placement[stage], kept))
         elif kind is _R:
             changes.append((event.started, graph.placement[stage], saved - inputs))
         elif kind in RELEASING_KINDS:
             changes.append((event.ended, graph.placement[stage], -saved))
+    for (microbatch, stage), at in freed.items():
+        held = memory.inputs[stage] if (microbatch, stage) in recomputed else memory.saved[stage]
+        changes.append((at, graph.placement[stage], -held))
     return changes
 
 

@@ -8,6 +8,9 @@ candidates move one layer at a time over a border between stages, for as long as
                    (a candidate is skipped if its busiest device alone
                     needs more time than the best few plans so far)
 
+With ``offload``, a plan that does not fit offloads activations at the stages of the devices that lack memory, of as few
+micro-batches as fit. So offload is held against recomputation, which other candidates have, by time.
+
 On a topology, its hosts are first put into the order that crosses slow links least (``placement.py``); then the search
 is the same, with layers by the speed of devices in the place of even ones, and messages on links.
 """
@@ -32,7 +35,7 @@ from asyncpipe.core.predict.placement import balance_by_speed, best_host_order
 from asyncpipe.core.predict.report import Report, link_waits, reports, steady_state
 from asyncpipe.core.predict.simulate import can_overlap, simulate_steps
 from asyncpipe.core.predict.topology import Topology, TopologyCosts
-from asyncpipe.core.schedules.protocol import Schedule, Shape
+from asyncpipe.core.schedules.protocol import RuledSchedule, Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
 from asyncpipe.errors import PlanError, ScheduleError
 
@@ -77,11 +80,15 @@ class Plan:
     """The idle share of the devices in that time."""
     placing: Placing | None = None
     """For a plan on a topology."""
+    offload: tuple[float, ...] = ()
+    """The fraction of the micro-batches that each stage offloads; empty if none does."""
 
     def __str__(self) -> str:
         layers = "-".join(map(str, self.balance))
+        offload = f", offload {' '.join(f'{each:.0%}' for each in self.offload)}" if self.offload else ""
         return (
             f"{self.schedule}, balance {layers}, {self.microbatches} micro-batches, checkpoint {self.checkpoint.value}"
+            f"{offload}"
         )
 
     def options(self) -> dict[str, Any]:
@@ -92,6 +99,7 @@ class Plan:
             "balance": list(self.balance),
             "microbatches": self.microbatches,
             "checkpoint": self.checkpoint.value,
+            **({"offload": list(self.offload)} if self.offload else {}),
         }
 
 
@@ -114,6 +122,7 @@ def plan(
     parameter_scale: float = PARAMETER_SCALE,
     ahead: int = 0,
     topology: Topology | None = None,
+    offload: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> list[Plan]:
     """Every plan that was tried and fits into memory, the fastest first.
@@ -124,8 +133,8 @@ def plan(
     of the even ones and their neighbours. ``memory_limit`` is in bytes for each device; ``parameter_scale`` is that of
     ``Profile.memory``. ``ahead`` is how many steps are submitted behind the one under way, as by ``Pipeline.steps``:
     plans are then ranked by how soon one step follows the other. ``topology`` puts the stages on hosts; the profile is
-    that of devices of speed 1, and links take the place of the transfers that were measured. ``progress`` is called
-    with a line about what is tried.
+    that of devices of speed 1, and links take the place of the transfers that were measured. ``offload`` says whether
+    plans above the limit may offload activations to the host. ``progress`` is called with a line about what is tried.
 
     Raises ``PlanError`` if no schedule supports a shape or nothing fits, ``ProfileError`` for a number of micro-batches
     that was not measured, and ``UnknownScheduleError``; ``PlanError`` also if a topology has another number of devices.
@@ -142,7 +151,7 @@ def plan(
             raise PlanError(f"the topology has {len(topology.devices)} devices, got {devices} to plan for")
         topology = best_host_order(topology, profile.message_size(numbers[0]))
     limit = inf if memory_limit is None else memory_limit
-    search = _Search(profile, devices, by_name, parameter_scale, limit, ahead, topology)
+    search = _Search(profile, devices, by_name, parameter_scale, limit, ahead, topology, offload)
     candidates = list(search.candidates(numbers, modes))
     if not candidates:
         raise PlanError(search.refusal())
@@ -192,9 +201,10 @@ class _Search:
     limit: float
     ahead: int
     topology: Topology | None
+    offload: bool
 
     def __post_init__(self) -> None:
-        self._graphs: dict[tuple[_PlanCandidate, Wiring], TaskGraph] = {}
+        self._graphs: dict[tuple[_PlanCandidate, Wiring, tuple[float, ...]], TaskGraph] = {}
         self._plans: dict[tuple[_PlanCandidate, tuple[int, ...]], Plan] = {}
         self._refusals: dict[str, str] = {}
 
@@ -259,25 +269,60 @@ class _Search:
     def _try(self, candidate: _PlanCandidate, balance: tuple[int, ...]) -> Plan:
         key = candidate, balance
         if key not in self._plans:
-            schedule, _, m, mode = candidate
-            graph = self._graph(candidate, balance)
-            overlap = self.ahead > 0 and can_overlap(graph)
-            at = graph.placement
-            costs, steps = self.profile.costs(balance, m, mode, at), OVERLAPPING if overlap else 1
-            placed = costs if self.topology is None else TopologyCosts(costs, self.topology)
-            records = simulate_steps(graph, placed, steps=steps, ahead=self.ahead)
-            found = reports(records)
-            # What a step does outside its tasks is done while another step computes.
-            pace = steady_state(found) if overlap else None
-            self._plans[key] = Plan(
-                *(schedule, balance, m, mode),
-                seconds=pace.seconds if pace else found[0].seconds + self.profile.measurement(m).step,
-                # Each device runs one step after the other, so it holds no more than in a single one.
-                memory=tuple(peak_memory(records[0], self.profile.memory(balance, m, self.parameter_scale, at))),
-                bubble=(pace or found[0]).bubble_ratio,
-                placing=self._placing(graph, found[-2:], (pace or found[0]).seconds),
-            )
+            found = self._simulated(candidate, balance)
+            if self.offload and max(found.memory) > self.limit:
+                found = self._with_offload(candidate, found) or found
+            self._plans[key] = found
         return self._plans[key]
+
+    def _with_offload(self, candidate: _PlanCandidate, plan: Plan) -> Plan | None:
+        """``plan`` with as little offload as makes it fit, or ``None`` if it cannot.
+
+        On each device that lacks memory, all stages offload the same number of micro-batches: the least that fits, by
+        bisection on all devices at a time.
+        """
+        schedule, m = self.schedules[candidate.schedule], candidate.microbatches
+        if isinstance(schedule, RuledSchedule):
+            return None
+        least, most = [0] * self.devices, [m if held > self.limit else 0 for held in plan.memory]
+        placement = self._placement(candidate)
+
+        def tried(counts: Sequence[int]) -> Plan:
+            return self._simulated(candidate, plan.balance, tuple(counts[device] / m for device in placement))
+
+        best = tried(most)
+        if max(best.memory) > self.limit:
+            return None
+        while any(few < many - 1 for few, many in zip(least, most, strict=True)):
+            counts = [(few + many) // 2 for few, many in zip(least, most, strict=True)]
+            found = tried(counts)
+            for device, held in enumerate(found.memory):
+                if counts[device] > least[device]:
+                    (least if held > self.limit else most)[device] = counts[device]
+            best = found if max(found.memory) <= self.limit else best
+        last = tried(most)
+        return last if max(last.memory) <= self.limit else best
+
+    def _simulated(self, candidate: _PlanCandidate, balance: tuple[int, ...], offload: tuple[float, ...] = ()) -> Plan:
+        schedule, _, m, mode = candidate
+        graph = self._graph(candidate, balance, offload)
+        overlap = self.ahead > 0 and can_overlap(graph)
+        at = graph.placement
+        costs, steps = self.profile.costs(balance, m, mode, at), OVERLAPPING if overlap else 1
+        placed = costs if self.topology is None else TopologyCosts(costs, self.topology)
+        records = simulate_steps(graph, placed, steps=steps, ahead=self.ahead)
+        found = reports(records)
+        # What a step does outside its tasks is done while another step computes.
+        pace = steady_state(found) if overlap else None
+        return Plan(
+            *(schedule, balance, m, mode),
+            seconds=pace.seconds if pace else found[0].seconds + self.profile.measurement(m).step,
+            # Each device runs one step after the other, so it holds no more than in a single one.
+            memory=tuple(peak_memory(records[0], self.profile.memory(balance, m, self.parameter_scale, at))),
+            bubble=(pace or found[0]).bubble_ratio,
+            placing=self._placing(graph, found[-2:], (pace or found[0]).seconds),
+            offload=offload,
+        )
 
     def _placing(self, graph: TaskGraph, last: Sequence[Report], seconds: float) -> Placing | None:
         """The places of stages, and the shares of waits for links in the last of two steps, or in the only one."""
@@ -286,18 +331,20 @@ class _Search:
         waits = link_waits(last[-1], graph, last[0] if len(last) > 1 else None).values()
         return Placing(graph.devices, graph.placement, tuple(wait / seconds if seconds else 0.0 for wait in waits))
 
-    def _graph(self, candidate: _PlanCandidate, balance: tuple[int, ...]) -> TaskGraph:
+    def _graph(self, candidate: _PlanCandidate, balance: tuple[int, ...], offload: tuple[float, ...] = ()) -> TaskGraph:
         schedule, stages, m, mode = candidate
         wiring = self.profile.wiring(balance, self._placement(candidate))
-        if (candidate, wiring) not in self._graphs:
-            self._graphs[candidate, wiring] = lower(
+        key = candidate, wiring, offload
+        if key not in self._graphs:
+            self._graphs[key] = lower(
                 self.schedules[schedule],
                 Shape(stages, m, self.devices),
                 devices=None if self.topology is None else self.topology.devices,
                 checkpoint=mode,
                 wiring=wiring,
+                offload=offload,
             )
-        return self._graphs[candidate, wiring]
+        return self._graphs[key]
 
     def _best(self) -> dict[_PlanCandidate, tuple[float, float]]:
         """The rank of each candidate's best plan."""

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from math import inf
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -22,7 +24,10 @@ from torch import Tensor
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.ops.device.streams import AcceleratorStream, CpuStream, LaneStream, record
 
-__all__ = ["Copier", "HostCopy", "make_copiers", "queue_host_copy", "to_device"]
+__all__ = ["Copier", "HostCopy", "host_bandwidth", "make_copiers", "queue_host_copy", "to_device"]
+
+PROBE = 32 << 20
+"""Bytes that are copied to measure a bus."""
 
 
 class Copier:
@@ -137,6 +142,18 @@ def _queue_copy(tensor: Tensor, device: torch.device) -> Tensor:
 def queue_host_copy(tensor: Tensor) -> Tensor:
     """A copy of ``tensor`` in pinned memory of the host, by the current stream; read it there behind an event."""
     return _pinned_like(tensor).copy_(tensor, non_blocking=True)
+
+
+def host_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a copy from ``device`` to pinned memory brings; infinite on a CPU. Blocks for some ms."""
+    if device.type == "cpu":
+        return inf
+    probe, seconds = torch.zeros(PROBE, dtype=torch.uint8, device=device), inf
+    for _ in range(3):
+        begun = perf_counter()
+        HostCopy(probe).wait()
+        seconds = min(seconds, perf_counter() - begun)
+    return PROBE / seconds
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:

@@ -203,6 +203,10 @@ class Binder:
         kept = self._tensors.kept.get((task.microbatch, task.stage))
         with lane.use(), torch.no_grad():
             self._await_dependencies(task, lane)
+            if task.number in self._offloads.frees:
+                # Hazard: what is freed here goes back to the compute stream's memory, and an offload may still read it.
+                self._await_dependencies(task, compute)
+                self._free(task)
             timing = lane.begin()
             if kept is not None:
                 moved = kept.offload(lane) if task.kind is TaskKind.OFFLOAD else kept.load(lane, compute)
@@ -210,11 +214,14 @@ class Binder:
             return self._finish(task, timing)
 
     def _free_and(self, action: Callable[[Task], None], task: Task) -> None:
-        """Run ``action`` in the memory of what was offloaded before it."""
-        for key in self._offloads.frees[task.number]:
+        self._free(task)
+        action(task)
+
+    def _free(self, task: Task) -> None:
+        """Give back the memory of what was offloaded before ``task``, which waits for that."""
+        for key in self._offloads.frees.get(task.number, ()):
             if (kept := self._tensors.kept.get(key)) is not None:
                 kept.free()
-        action(task)
 
     def _sent(self, task: Task, source: int) -> tuple[Sequence[Tensor | None], Callable[[list[Tensor | None]], None]]:
         """The tensors of one micro-batch that ``task`` copies, and a function that stores the copies."""

@@ -115,8 +115,10 @@ class StageCompute:
         if run.next_readers is not None:
             for user, others in run.next_readers.items():
                 tables.readers[i, j, user] = others
-        if kept is not None:
+        if kept is not None or (recomputation is not None and self._plan.whole_step):
+            # Recomputed, or gone for a while: in between, nobody here needs the values of what was sent.
             outputs = {user: [ghost(output) for output in sent] for user, sent in outputs.items()}
+        if kept is not None:
             kept.keep_inputs(_flat(leaves))
             tables.kept[i, j] = kept
         if training:

@@ -13,10 +13,11 @@ What stays: parameters and buffers, what the caller has given, small tensors, an
 With recomputation nothing is saved, and the stage's inputs are all that is kept.
 
 **Streams.** All blocks are allocated on the compute stream, also those that come back, and freed there. So the hazards
-are these: O reads after F (its dependency); the memory is given back when the compute stream has waited for O (the
-action after the next one depends on it); L writes when what had the memory before is done (it waits for the compute
-stream as it is when L is queued, that is up to the action that L depends on); B reads after L. If a step ends early,
-nothing waits for the copies that are under way, and their memory is kept by ``record_stream``.
+are these: O reads after F (its dependency); the memory is given back just before something that has waited for O uses
+it (the action after the next one, or a load before that, depend on it); L writes when what had the memory before is
+done (it waits for the compute stream as it is when L is queued, that is up to the action that L depends on); B reads
+after L. If a step ends early, nothing waits for the copies that are under way, and their memory is kept by
+``record_stream``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ import torch
 from torch import Tensor
 
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.core.kinds import COMPUTE_KINDS, TaskKind
 from asyncpipe.ops.device.copies import queue_host_copy
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.streams import AcceleratorStream, LaneStream, record
@@ -60,16 +60,10 @@ class OffloadedGraph:
     """What of a task graph is offloaded."""
 
     def __init__(self, graph: TaskGraph) -> None:
-        tasks = graph.tasks
-        leaves = [task for task in tasks if task.kind is TaskKind.OFFLOAD]
-        self.kept = frozenset((task.microbatch, task.stage) for task in leaves)
-        """The (micro-batch, stage) whose activations are."""
-        self.frees: dict[int, list[tuple[int, int]]] = {}
-        """By task: those whose memory on the device it gets."""
-        for task in leaves:
-            for after in graph.local_dependents[task.number]:
-                if tasks[after].kind in COMPUTE_KINDS:
-                    self.frees.setdefault(after, []).append((task.microbatch, task.stage))
+        self.frees = graph.frees()
+        """By task: the (micro-batch, stage) whose memory on the device it gets."""
+        self.kept = frozenset(key for keys in self.frees.values() for key in keys)
+        """The (micro-batch, stage) whose activations are offloaded."""
 
 
 class _OffloadedStorage:
@@ -170,6 +164,7 @@ class KeptActivations:
         self._places: list[_SavedTensor] = []
         self._inputs: list[tuple[Tensor, _SavedTensor]] = []
         self._device: torch.device | None = None
+        self._is_free = False
         self._streams: list[AcceleratorStream] = []
         """Where copies are under way that no other stream has waited for."""
 
@@ -209,7 +204,10 @@ class KeptActivations:
         return copied
 
     def free(self) -> None:
-        """Drop what is on the device. The current stream has waited for the offload."""
+        """Drop what is on the device, once. The stream that will use the memory has waited for the offload."""
+        if self._is_free:
+            return
+        self._is_free = True
         for tensor, _ in self._inputs:
             # Of the same shape, as the engine compares it with that of gradients.
             tensor.data = tensor.data.new_empty(()).expand(tensor.shape)

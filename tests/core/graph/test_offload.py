@@ -12,6 +12,7 @@ from asyncpipe.core.graph.programs import programs
 from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph
 from asyncpipe.core.kinds import COMPUTE_KINDS, TaskKind
 from asyncpipe.core.predict.costs import Costs, Jitter
+from asyncpipe.core.predict.memory import StageMemory, memory_over_time, peak_memory
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import B, F, Shape
@@ -56,6 +57,26 @@ def test_each_offload_is_before_its_load_and_that_before_its_backward(graph: Tas
         ]
         assert len(between) >= LEAST_WAIT
         assert any(leaves.end <= time.start and time.end <= back.start for time in between), "memory is free for one"
+
+
+@given(graphs(), st.integers(0, 99))
+def test_memory_is_never_above_what_the_order_bounds(graph: TaskGraph, seed: int) -> None:
+    """However slow the bus is, no more is held than with one that takes no time."""
+    stages = graph.shape.stages
+    memory = StageMemory(saved=[100] * stages, inputs=[7] * stages, fixed=[1] * stages)
+    slow = simulate(graph, Jitter(Costs(offload=5.0, load=5.0), 0.5, seed))
+    bound = bound_of(graph, memory)
+    assert all(held <= most for held, most in zip(peak_memory(slow, memory), bound, strict=True))
+    for _, device, held in memory_over_time(slow, memory):
+        assert held >= graph.placement.count(device), "nothing is freed twice"
+    ends = [graph.placement.count(device) for device in range(graph.shape.devices)]
+    last = {device: held for _, device, held in memory_over_time(slow, memory)}
+    assert [last[device] for device in range(graph.shape.devices)] == ends
+
+
+def bound_of(graph: TaskGraph, memory: StageMemory) -> list[int]:
+    """By device: the most that it holds if each load begins as soon as its order lets it, and no copy is ever late."""
+    return peak_memory(simulate(graph, Costs(copy=0.0)), memory)
 
 
 @given(graphs())

@@ -64,8 +64,8 @@ def test_a_backward_costs_its_halves_unless_it_is_given() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("F", "--costs takes KIND=NUMBER with the kinds F, R, B, I, W and C, got 'F'"),
-        ("U=1", "--costs takes KIND=NUMBER with the kinds F, R, B, I, W and C, got 'U=1'"),
+        ("F", "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O and L, got 'F'"),
+        ("U=1", "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O and L, got 'U=1'"),
         ("f=1", "--costs takes KIND=NUMBER .*, got 'f=1'"),
         ("F=1,B=two", "--costs takes KIND=NUMBER .*, got 'B=two'"),
         ("F=-1", "--costs must not be negative or infinite, got 'F=-1'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf
 
@@ -294,3 +295,36 @@ def test_the_busiest_device_has_the_work_of_all_its_stages():
     costs = profile_of([1.0, 4.0, 1.0]).costs([1, 1, 1], 4)
     assert busiest_device(costs, [0, 1, 0], 3, 0) == 3 * (4 + 8 + 0.25)
     assert busiest_device(costs, [0, 1, 1], 3, 2) == 3 * (5 + 10 + 0.5) + 2 * (5 + 0.25)
+
+
+def test_what_does_not_fit_offloads_as_little_as_fits() -> None:
+    profile = profile_of([1.0] * 4, measured=(8,), sizes=[10 * SIZE] * 4)
+    whole = never(profile, 2, schedules=["gpipe"], balances=lambda _: [(2, 2)])[0]
+    limit = max(whole.memory) * 2 // 3
+    with pytest.raises(PlanError, match="nothing fits"):
+        never(profile, 2, schedules=["gpipe"], balances=lambda _: [(2, 2)], memory_limit=limit)
+    (found,) = never(profile, 2, schedules=["gpipe"], balances=lambda _: [(2, 2)], memory_limit=limit, offload=True)
+    assert max(found.memory) <= limit
+    assert found.options()["offload"] == list(found.offload)
+    assert "offload" in str(found)
+    fewer = [0.0, *(k / 8 for k in range(9) if k / 8 < max(found.offload))]
+    for part in fewer:
+        graph = lower(find_schedule("gpipe"), Shape(2, 8, 2), offload=[part, part], wiring=profile.wiring((2, 2)))
+        record = simulate(graph, profile.costs((2, 2), 8))
+        assert max(peak_memory(record, profile.memory((2, 2), 8))) > limit
+    # What fits offloads nothing.
+    assert not never(profile, 2, schedules=["gpipe"], memory_limit=limit * 2, offload=True)[0].offload
+
+
+@pytest.mark.parametrize(("seconds", "offloads"), [(0.05, True), (50.0, False)])
+def test_offload_is_held_against_recomputation_by_time(seconds: float, offloads: bool) -> None:
+    profile = profile_of([1.0] * 4, measured=(8,), sizes=[10 * SIZE] * 4)
+    slow = replace(profile.measurements[8], host_bandwidth=22 * SIZE / seconds)
+    profile = replace(profile, measurements={8: slow})
+    options = {"schedules": ["gpipe"], "balances": lambda _: [(2, 2)], "checkpoints": ["never", "always"]}
+    fastest = plan(profile, 2, **options)[0]  # type: ignore[arg-type]
+    assert fastest.checkpoint is CheckpointMode.NEVER
+    limit = max(fastest.memory) * 2 // 3
+    best = plan(profile, 2, memory_limit=limit, offload=True, **options)[0]  # type: ignore[arg-type]
+    assert bool(best.offload) is offloads
+    assert best.checkpoint is (CheckpointMode.NEVER if offloads else CheckpointMode.ALWAYS)
