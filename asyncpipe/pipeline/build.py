@@ -21,7 +21,9 @@ from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.streams import make_streams
 from asyncpipe.ops.execute.binder import StageResources
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
+from asyncpipe.ops.execute.host_optimizer import on_host
 from asyncpipe.ops.execute.instruments import Instruments
+from asyncpipe.ops.execute.offloading import has_own_memory
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm, deferred_layers
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.padded_labels import PaddedLabels
@@ -107,7 +109,7 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
     graph = graphs(options.microbatches, Phase.STEP, checkpoint, True)
     stages, ties = place(staged, graph.placement, devices)
     updated = {} if options.optimizer is None else _updated(stages, ties)
-    optimizers = _make_optimizers(stages, updated, options.optimizer)
+    optimizers = _make_optimizers(stages, updated, options.optimizer, hosted=options.optimizer_on_host)
     graphs.rewire(Wiring(staged.links, ties.links, tuple(updated)))
     here = [device for device in devices if not device.is_elsewhere]
     streams = make_streams(here, graphs(options.microbatches, Phase.STEP, checkpoint, True).lanes)
@@ -206,13 +208,15 @@ def _make_optimizers(
     stages: Sequence[Stage],
     updated: Mapping[int, list[nn.Parameter]],
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
+    *,
+    hosted: bool,
 ) -> dict[int, torch.optim.Optimizer]:
     """Those of the stages that are here."""
     optimizers: dict[int, torch.optim.Optimizer] = {}
     for stage, mine in updated.items():
         if make is None or stages[stage].device.is_elsewhere:
             continue
-        optimizer = make(mine)
+        optimizer = make(on_host(mine) if hosted and has_own_memory(stages[stage].device) else mine)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise OptionError(
                 f"optimizer must be a function from a stage's parameters to a torch optimizer, and returned "

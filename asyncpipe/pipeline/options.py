@@ -71,6 +71,9 @@ class PipelineOptions(PoolOptions):
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
     """Makes a stage's optimizer from its parameters. The update is then a task of the step, which begins when the
     stage's last backward is done. ``Pipeline.optimizers`` has the optimizers by stage."""
+    optimizer_on_host: bool = False
+    """Whether these optimizers are in the host's memory, with their states, and update there: the stages' devices have
+    parameters and gradients alone, which travel in each update. Changes nothing on CPUs."""
     feed: str | Feed | None = None
     """Makes the mini-batches of steps that are given none, from their numbers: ``"module:function"`` or a ``Feed``. If
     the stages live in workers it is called there, so that no data passes this process."""
@@ -102,6 +105,8 @@ class PipelineOptions(PoolOptions):
             check_positive("stages", self.stages)
         check_choice("order", self.order, ("strict", "hint"))
         CheckpointMode.parse(self.checkpoint)
+        if self.optimizer_on_host and self.optimizer is None:
+            raise OptionError("optimizer_on_host is for the pipeline's own optimizers; give it an optimizer=")
         if self.memory_limit is not None:
             check_positive("memory_limit", self.memory_limit)
         if self.offload == "auto":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
+from asyncpipe.ops.execute.host_optimizer import updated_by
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.pool import Tenancy
 
@@ -45,5 +46,5 @@ def _updated(parts: PipelineParts, graph: TaskGraph) -> set[int]:
             # Its optimizer is made there, of all that train when the pipeline is made.
             updated.update(map(id, stages[stage].module.parameters()))
             continue
-        updated.update(id(p) for group in optimizers[stage].param_groups for p in group["params"])
+        updated.update(map(id, updated_by(optimizers[stage])))
     return updated

@@ -78,7 +78,8 @@ def _fixed(pipe: Pipeline, stage: Stage) -> Iterator[tuple[str, int]]:
     yield "buffers", _size(stage.module.buffers())
     if not stage.device.is_elsewhere and (optimizer := pipe.optimizers.get(stage.index)) is not None:
         states = (value for state in optimizer.state.values() for value in state.values())
-        yield "optimizer state", _size(value for value in states if isinstance(value, Tensor))
+        here = stage.device.physical.type
+        yield "optimizer state", _size(v for v in states if isinstance(v, Tensor) and v.device.type == here)
 
 
 def _size(tensors: Iterable[Tensor]) -> int:

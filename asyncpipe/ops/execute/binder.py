@@ -29,6 +29,7 @@ from asyncpipe.ops.device.streams import AcceleratorStream, CpuStream, LaneStrea
 from asyncpipe.ops.execute.compute import StageCompute
 from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
+from asyncpipe.ops.execute.host_optimizer import update, updated_by
 from asyncpipe.ops.execute.instruments import Instruments
 from asyncpipe.ops.execute.offloading import OffloadedGraph
 from asyncpipe.ops.execute.optimizer_states import set_learning_rate
@@ -286,7 +287,7 @@ class Binder:
         """Run the stage's optimizer on its complete gradients, and clear them."""
         self._pause_draws(task)
         optimizer = self._resources.optimizers[task.stage]
-        parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = updated_by(optimizer)
         with torch.no_grad(), self._beside_counts(task):
             normalize(parameters, self._tensors)
             self._resources.guard.commit_some(parameters)
@@ -295,8 +296,7 @@ class Binder:
                 self._tensors.gradient_norms[task.stage] = nn.utils.get_total_norm(gradients)
         if self._plan.learning_rate is not None:
             set_learning_rate(optimizer, self._plan.learning_rate)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, self._stream(task))
         self._resources.guard.updated(parameters)
 
     @contextmanager

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asyncpipe.ops.execute.host_optimizer import original, updated_by
+
 __all__ = ["load_optimizer_states", "optimizer_states", "set_learning_rate"]
 
 
 def optimizer_states(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module) -> dict[str, dict[str, Any]]:
     """By name of a parameter of ``module``, in its order: what its optimizer remembers of it. Nothing is copied."""
-    states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
+    states = {original(parameter): state for optimizer in optimizers for parameter, state in optimizer.state.items()}
     return {name: dict(states[each]) for name, each in module.named_parameters() if each in states}
 
 
@@ -29,7 +31,7 @@ def load_optimizer_states(
     for optimizer in optimizers:
         # torch's own way, which casts and moves each value as its optimizer needs it.
         own = optimizer.state_dict()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = updated_by(optimizer)
         numbers = [number for group in own["param_groups"] for number in group["params"]]
         found = {
             number: {key: _copied(value) for key, value in states[names[parameter]].items()}
