@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint node dashboards docs look pictures bench campaigns soak differential faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes api clean
+.PHONY: train test lint node dashboards docs look pictures bench campaigns soak differential faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api clean
 
 train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml $(if $(WORKERS),--workers $(WORKERS))
@@ -49,7 +49,7 @@ CASES ?= 2000
 SEED ?= 1
 CAMPAIGN := $(BIN)/python -m pytest
 
-campaigns: soak differential faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes api
+campaigns: soak differential faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api
 
 soak: .venv/installed
 	$(BIN)/python -m tests.campaigns.soak --minutes $(MINUTES)
@@ -80,6 +80,9 @@ kill-store: .venv/installed
 
 kill-run: .venv/installed
 	ASYNCPIPE_KILLS=$(or $(KILLS),20) $(CAMPAIGN) tests/cli/test_train.py
+
+package: .venv/installed
+	$(BIN)/python -m tests.campaigns.packaging $(if $(TORCH),--torch $(TORCH))
 
 shapes: .venv/installed
 	ASYNCPIPE_SHAPES=all $(CAMPAIGN) tests/core tests/pipeline/test_gradients.py

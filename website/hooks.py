@@ -16,7 +16,7 @@ from mkdocs.structure.pages import Page
 from website import reference
 from website.commands import commands_page
 from website.dialect import for_site
-from website.pages import beside, expanded, named, outside, relinked, unnamed
+from website.pages import beside, expanded, named, outside, relinked, unlisted, unnamed
 
 __all__ = ["on_config", "on_files", "on_page_markdown"]
 
@@ -53,7 +53,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if uri == "guarantees.md":
         text = _tests_folded(text)
     if uri == "results/README.md":
-        text += "\n" + "\n".join(_results(files))
+        pages = {Path(file.src_uri).name: file.content_string for file in files if file.src_uri.startswith("results/2")}
+        text += unlisted(markdown, {name: page for name, page in pages.items() if name.endswith(".md")})
     if uri == "reference/commands.md":
         text += commands_page()
     return for_site(text)
@@ -66,22 +67,3 @@ def _tests_folded(text: str) -> str:
         return '\n  <span class="held">' + " ".join(re.findall(r"`[^`]+`", found[1])) + "</span>"
 
     return HELD.sub(folded, text)
-
-
-def _results(files: Files) -> list[str]:
-    """A line for each page of results, newest first: its date, its title, and what it begins with."""
-    pages = [file for file in files.documentation_pages() if re.match(r"results/\d{4}-", file.src_uri)]
-    lines = ["| date | what | |", "|---|---|---|"]
-    for file in sorted(pages, key=lambda file: file.src_uri, reverse=True):
-        title, first = _beginning(file.content_string)
-        name = Path(file.src_uri).name
-        lines.append(f"| {name[:10]} | [{title}]({name}) | {first} |")
-    return lines
-
-
-def _beginning(text: str) -> tuple[str, str]:
-    """The title of a page and its first sentence, without links."""
-    title, *paragraphs = (each.strip() for each in re.split(r"\n\s*\n", text.strip()))
-    first = next((each for each in paragraphs if re.match(r"[A-Za-z`*]", each)), "")
-    first = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(first.split()))
-    return title.splitlines()[0].lstrip("# "), re.split(r"(?<=[.:]) ", first)[0].replace("|", "\\|")

@@ -1,7 +1,7 @@
 """Looks at every page of the built site on a telephone and on a desk: ``python -m website.look``.
 
 Says which pages are wider than the window, load something from elsewhere, or have pictures that are not there.
-``--pictures FOLDER`` keeps a picture of each, ``--only WORD`` takes pages whose path has this word.
+``--pictures FOLDER`` keeps a picture of each, ``--only WORD …`` takes pages whose path has one of the words.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ async def problems(tab: Tab, url: str, width: int, picture: Path | None = None, 
     return found + [f"loads {source}" for source in facts["foreign"]]
 
 
-async def look(pictures: Path | None, only: str) -> int:
+async def look(pictures: Path | None, only: Sequence[str]) -> int:
     """Look at all pages; the number of those with problems."""
     wrong = 0
     pages = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
     async with served(SITE) as address, open_tab() as tab:
-        for page in (page for page in pages if only in page):
+        for page in (page for page in pages if any(word in page for word in only)):
             for width in WIDTHS:
                 name = f"{page.removesuffix('.html').replace('/', '-')}-{width}.png"
                 picture = None if pictures is None else pictures / name
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 1 if a page has a problem."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pictures", type=Path, metavar="FOLDER")
-    parser.add_argument("--only", default="", metavar="WORD")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD")
     options = parser.parse_args(argv)
     if options.pictures is not None:
         options.pictures.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = [
     *("ROOT", "anchors", "beside", "expanded", "headings", "links", "named", "outside"),
-    *("relinked", "source_page", "target", "unnamed"),
+    *("relinked", "source_page", "target", "unlisted", "unnamed"),
 ]
 
 ROOT = Path(__file__).parents[1]
@@ -182,6 +182,18 @@ def expanded(nav: Sequence[Any], pages: Iterable[str]) -> list[Any]:
                 yield entry
 
     return list(walk(nav))
+
+
+def unlisted(index: str, pages: Mapping[str, str]) -> str:
+    """A table of the ``pages``, by name, that ``index`` does not link to, newest first: their titles and headings."""
+    found = sorted(pages.keys() - {link.partition("#")[0] for link in links(index)}, reverse=True)
+    if not found:
+        return ""
+    rows = []
+    for name in found:
+        title, *parts = headings(pages[name])
+        rows.append(f"| [{title}]({name}) | {'; '.join(parts).replace('|', '')} |")
+    return "\n".join(["", "## Newer pages", "", "| page | has |", "|---|---|", *rows, ""])
 
 
 def unnamed(nav: Sequence[Any], pages: Iterable[str]) -> list[str]:

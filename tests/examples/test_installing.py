@@ -20,6 +20,7 @@ PAGES = ["README.md", "CHANGELOG.md", "ARCHITECTURE.md", "Makefile", "pyproject.
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 INSTALL = re.compile(r"\bpip3? install((?:[ \t]+[^\s#`;()]+)*)")
+EXTRAS = re.compile(r"(?:\.|asyncpipe-torch|\S+\.whl)\[([^{}]+)\].*")
 STRANGER = re.compile(r"asyncpipe(\[.*\])?([=<>!~@].*)?")
 
 
@@ -67,7 +68,7 @@ def test_every_extra_that_is_installed_exists():
         for text in texts().values()
         for words in installs(text)
         for word in words
-        if (found := re.fullmatch(r"\.\[([^{}]+)\]", word))
+        if (found := EXTRAS.fullmatch(word))
         for extra in found[1].split(",")
     ]
     assert set(named) >= {"cli", "service", "otel", "dev"}
@@ -86,6 +87,13 @@ def test_every_extra_that_an_error_names_exists():
     assert extras <= set(PROJECT["optional-dependencies"])
     assert str(missing_package("tables need rich", "cli")) == (
         "tables need rich; to install it, in a checkout of asyncpipe: pip install -e '.[cli]'"
+    )
+
+
+def test_the_page_of_installing_names_every_extra():
+    table = (ROOT / "docs" / "start.md").read_text(encoding="utf-8").split("| extra |")[1].split("\n\n")[0]
+    assert sorted(re.findall(r"`(\w+)`(?=[^|]*\|[^|]*\|$)", table, re.MULTILINE)) == sorted(
+        PROJECT["optional-dependencies"]
     )
 
 

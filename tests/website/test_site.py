@@ -15,7 +15,19 @@ from website import reference
 from website.commands import commands_page, help_text
 from website.dialect import for_site
 from website.docstrings import as_markdown
-from website.pages import ROOT, anchors, beside, expanded, links, outside, relinked, source_page, target, unnamed
+from website.pages import (
+    ROOT,
+    anchors,
+    beside,
+    expanded,
+    links,
+    outside,
+    relinked,
+    source_page,
+    target,
+    unlisted,
+    unnamed,
+)
 from website.pictures import drawn
 
 DOCS = ROOT / "docs"
@@ -83,6 +95,13 @@ def test_every_page_is_in_the_navigation():
     (results,) = [entry["Results"] for entry in expanded(NAV, [*PAGES, *new]) if "Results" in entry]
     assert results[1:3] == [new[1], new[0]]
     assert unnamed(NAV, [*PAGES, "far/away.md"])[-1] in PAGES  # a glob names nothing before it is expanded
+
+
+def test_new_results_are_listed():
+    pages = {"2030-01-02-b.md": "# B\n\n## One\n\n## Two", "2030-01-01-a.md": "# A", "old.md": "# Old"}
+    table = unlisted("[old](old.md#here)", pages).splitlines()
+    assert table[-2:] == ["| [B](2030-01-02-b.md) | One; Two |", "| [A](2030-01-01-a.md) |  |"]
+    assert unlisted("[old](old.md)", {"old.md": "# Old"}) == ""
 
 
 def test_the_reference_shows_every_public_name(tmp_path: Path):
