@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint node dashboards docs look pictures bench campaigns soak differential faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api clean
+.PHONY: train test lint node dashboards docs look pictures bench campaigns soak differential architectures padding faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api clean
 
 train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml $(if $(WORKERS),--workers $(WORKERS))
@@ -49,13 +49,19 @@ CASES ?= 2000
 SEED ?= 1
 CAMPAIGN := $(BIN)/python -m pytest
 
-campaigns: soak differential faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api
+campaigns: soak differential faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api architectures padding
 
 soak: .venv/installed
 	$(BIN)/python -m tests.campaigns.soak --minutes $(MINUTES)
 
 differential: .venv/installed
 	$(BIN)/python -m tests.campaigns.differential --cases $(CASES) --seed $(SEED) --minutes $(MINUTES)
+
+architectures: .venv/installed
+	$(BIN)/python -m tests.campaigns.architectures --minutes $(MINUTES)
+
+padding: .venv/installed
+	$(BIN)/python -m tests.campaigns.architectures padding --cases $(CASES) --seed $(SEED)
 
 faults: .venv/installed
 	$(BIN)/python -m tests.campaigns.faults --cases $(CASES) --seed $(SEED)

@@ -8,6 +8,7 @@ environment variable sets; those stay beside the code that they test. What is he
     hosts/         hosts that are lost, and come back
     differential/  random models as pipelines, against the same models unsplit
     packaging/     the wheel, in an empty environment beside another torch
+    architectures/ real models as pipelines, against the same models unsplit
 
 A campaign has a short form in the suite (``soak/test_soak.py``). Campaigns import the package and ``asyncpipe.bench``;
 nothing in the package imports them. Commands run in the repository's root: ``python -m tests.campaigns.soak``.
