@@ -121,6 +121,23 @@ async def test_what_is_measured_of_skips_and_ties_is_what_travels(monkeypatch):
             torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-10)
 
 
+async def test_the_finest_cut_is_joined_evenly_or_as_measured(workload, monkeypatch):
+    monkeypatch.setattr(profiling, "STEPS", 1)
+    model = workload.model()
+    finest = asyncpipe.trace(model, asyncpipe.Arguments.of(workload.x), split="finest")
+    assert len(finest.stages) == 8, "one for each layer"
+    stages = []
+    for options in ({"sample": None}, {"sample": None, "stages": 4, "schedule": "interleaved"}, {"schedule": "auto"}):
+        model.zero_grad()
+        async with pipeline(workload, finest, **options) as pipe:
+            stages.append(len(pipe.stages))
+            await pipe.step(workload.x, workload.target)
+        assert workload.worst(model) < 1e-10
+        # A copy has the stages that were made of them.
+        assert len(copy.deepcopy(pipe).stages) == stages[-1]
+    assert stages[:2] == [2, 4]
+
+
 @pytest.mark.parametrize("options", [{"schedule": "auto"}, {"schedule": "gpipe", "balance": "auto"}])
 def test_stages_that_are_built_where_they_live_are_not_measured(workload, options):
     factory = asyncpipe.StageFactory(lambda stage: nn.Linear(4, 4), stages=2)

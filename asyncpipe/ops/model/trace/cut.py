@@ -39,6 +39,7 @@ __all__ = [
     "TracedGraph",
     "cut_at_names",
     "cut_evenly",
+    "cut_finely",
     "inner_graphs",
 ]
 
@@ -47,6 +48,10 @@ ROOT = "model"
 
 _UNEVEN = 1.5
 """Cut inside smaller submodules if the cost of the most expensive stage is more than this times the optimum."""
+_ENOUGH = 16
+"""Of so many pieces a planner makes even stages."""
+_MOST = 64
+"""More pieces take longer to measure than they gain."""
 
 
 class SubmoduleCall(NamedTuple):
@@ -289,6 +294,22 @@ def cut_evenly(
         )
     chosen = best[1] if best else []
     return [call.first for call in chosen], [other.calls[call.key].first for call in chosen]
+
+
+def cut_finely(traced: TracedGraph, other: TracedGraph) -> tuple[list[int], list[int]]:
+    """Positions, in both traces, that leave a planner enough to choose among: where calls of submodules begin.
+
+    The outermost submodules are taken, and smaller ones while there are few.
+    """
+    places: list[SubmoduleCall] = []
+    for depth in range(1, 1 + max((call.depth for call in traced.calls.values()), default=0)):
+        if len(places) + 1 >= _ENOUGH:
+            break
+        deeper = _places(traced, other, depth)
+        if places and len(deeper) + 1 > _MOST:
+            break
+        places = deeper
+    return [call.first for call in places], [other.calls[call.key].first for call in places]
 
 
 def _costs(traced: TracedGraph, tensors: Mapping[str, Tensor]) -> list[float]:

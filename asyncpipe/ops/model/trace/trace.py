@@ -43,7 +43,7 @@ from asyncpipe.errors import BalanceError, TraceError
 from asyncpipe.ops.model.batchnorm import deferred_layers
 from asyncpipe.ops.model.microbatch import Arguments, keywords
 from asyncpipe.ops.model.stage import StagedModel
-from asyncpipe.ops.model.trace.cut import SplitName, TracedGraph, cut_at_names, cut_evenly
+from asyncpipe.ops.model.trace.cut import SplitName, TracedGraph, cut_at_names, cut_evenly, cut_finely
 from asyncpipe.ops.model.trace.dropped import HookWatch, refuse_hooks
 from asyncpipe.ops.model.trace.export import TraceState, TraceTask, export_mode
 from asyncpipe.ops.model.trace.inputs import DYNAMIC, TraceInputs
@@ -55,11 +55,13 @@ if TYPE_CHECKING:
 
 __all__ = ["trace"]
 
+FINEST: Literal["finest"] = "finest"
+
 
 def trace(
     model: nn.Module,
     arguments: Any,
-    split: int | Sequence[str] | Mapping[str, SplitPoint],
+    split: int | str | Sequence[str] | Mapping[str, SplitPoint],
     *,
     dynamic: Literal["auto", "batch", "all"] = "auto",
     batch_dim: int = 0,
@@ -68,7 +70,9 @@ def trace(
 
     ``split`` is a number of stages, over which the parameters are spread as evenly as possible; or the names of the
     submodules that begin a new stage; or a mapping from names to torch's ``SplitPoint``, ``BEGINNING`` or ``END``. For
-    a submodule that is called several times the first call counts.
+    a submodule that is called several times the first call counts. With ``"finest"`` it is cut at so many places that a
+    pipeline has a choice: without a balance it spreads the parameters over its stages, and ``"auto"`` with a ``sample``
+    and ``asyncpipe plan`` measure all pieces.
 
     ``arguments`` are ``Arguments``, a tokenizer's batch, or the only argument. They must have the types and the
     structure of later ones, and should have at least two samples. ``dynamic`` says which sizes of later arguments may
@@ -81,7 +85,7 @@ def trace(
     in the log if it takes long. The stages' parameters and buffers are the model's own.
 
     To a pipeline these stages are what layers are in a sequence: with a ``balance``, also one that it chooses, each of
-    its own stages is made of as many of them. So give more than devices to leave it a choice.
+    its own stages is made of as many of them.
 
     Raises ``TraceError`` if the model cannot be traced, or not be cut like that. ``takes`` of the result raises
     ``BatchError`` for arguments that do not fit the trace.
@@ -95,7 +99,9 @@ def trace(
     progress = TraceProgress(type(model).__name__, dynamic)
     task = TraceTask(model, inputs, inputs.example(arguments), state, (dynamic, batch_dim), progress)
     train, evaluate = (export_mode(task, training) for training in (True, False))
-    if isinstance(points, int):
+    if points == FINEST:
+        cuts = cut_finely(train, evaluate)
+    elif isinstance(points, int):
         cuts = cut_evenly(train, evaluate, points, state.tensors)
     else:
         there, here = (cut_at_names(model, traced, points) for traced in (train, evaluate))
@@ -104,7 +110,7 @@ def trace(
         cuts = [cut.position for cut in there], [cut.position for cut in here]
     staged = _staged(_Trace(model, inputs, state, (train, evaluate), HookWatch(model)), cuts)
     progress.done()
-    return staged
+    return replace(staged, is_fine=points == FINEST)
 
 
 def _check_model(model: Any) -> None:
@@ -181,7 +187,9 @@ def _follow(stages: Iterable[nn.Module], training: bool) -> None:
             stage.train(training)
 
 
-def _split_points(split: Any) -> int | list[SplitName]:
+def _split_points(split: Any) -> int | Literal["finest"] | list[SplitName]:
+    if split == FINEST:
+        return FINEST
     if isinstance(split, int) and not isinstance(split, bool):
         if split < 1:
             raise TraceError(f"split must be at least 1 stage, got {split}")
@@ -193,6 +201,6 @@ def _split_points(split: Any) -> int | list[SplitName]:
     elif isinstance(split, Sequence) and not isinstance(split, str) and all(isinstance(name, str) for name in split):
         return [SplitName(name, False) for name in split]
     raise TraceError(
-        "split must be a number of stages, a list of submodules' names, or a mapping from names to "
+        "split must be a number of stages, a list of submodules' names, 'finest', or a mapping from names to "
         f"SplitPoint.BEGINNING or SplitPoint.END, got {split!r}"
     )
