@@ -33,7 +33,7 @@ class Tab:
         """The result of a method of the protocol; events that come first are dropped."""
         number = next(self._numbers)
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
-        while (answer := await self._socket.receive_json(timeout=30)).get("id") != number:
+        while (answer := await self._socket.receive_json(timeout=120)).get("id") != number:
             pass
         if "error" in answer:
             raise RuntimeError(f"{method}: {answer['error']['message']}")

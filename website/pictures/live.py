@@ -13,7 +13,7 @@ from website.pages import ROOT
 __all__ = ["photograph"]
 
 JOB = "examples/charlm/charlm.toml"
-STEPS = 60
+STEPS = 40
 """The page is photographed when it shows as many losses; the run has some more steps."""
 SHOWN = "new Promise(done => setInterval(() => curve.querySelector('.line')?.getAttribute('d')"
 WAITED = f"{SHOWN}.split(/[ML]/).length > {STEPS} && done(1), 200))"
@@ -24,7 +24,7 @@ async def photograph(folder: Path) -> None:
 
     Raises ``FileNotFoundError`` without Chromium, ``RuntimeError`` if the run fails.
     """
-    command = (sys.executable, "-m", "asyncpipe", "train", JOB, "--steps", str(STEPS + 40), "--serve", "0")
+    command = (sys.executable, "-m", "asyncpipe", "train", JOB, "--steps", str(STEPS + 20), "--serve", "0")
     arguments = ("--timeline", str(folder / "timeline.svg"))
     run = await asyncio.create_subprocess_exec(
         *command, *arguments, cwd=ROOT, stdout=-1, stderr=asyncio.subprocess.STDOUT
@@ -48,6 +48,6 @@ async def _page(printed: asyncio.StreamReader) -> str:
     """The address of the run's live page, which it prints when it begins."""
     async for line in printed:
         print(line.decode(), end="")
-        if found := re.search(rb"(http://127\.0\.0\.1:\d+)(?!\S*metrics)", line):
+        if found := re.match(rb"live view: (\S+)", line):
             return found[1].decode()
     raise RuntimeError("the run ended before it served its page")
