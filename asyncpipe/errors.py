@@ -306,6 +306,18 @@ class MessageError(AsyncpipeError, TypeError):
     """An object cannot travel to or from a worker, because it cannot be pickled here or unpickled there."""
 
 
+class CompileError(AsyncpipeError, RuntimeError):
+    """A stage cannot be compiled, or not as a whole. ``stage`` is its index, ``why`` what is in the way."""
+
+    def __init__(self, stage: int, why: str) -> None:
+        super().__init__(f"stage {stage} cannot be compiled as it is; leave compile out, or change this: {why}")
+        self.stage = stage
+        self.why = why
+
+    def __reduce__(self) -> tuple[type[CompileError], tuple[int, str]]:
+        return type(self), (self.stage, self.why)
+
+
 class RemoteError(AsyncpipeError, RuntimeError):
     """What an exception of a worker was, as text: the cause of that exception where it is raised again.
 

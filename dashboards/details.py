@@ -104,6 +104,18 @@ def steps() -> tuple[Band, ...]:
         title="Samples per second", about="Training samples consumed per second.", unit="si:samples/s"
     )
     tokens = PanelOptions(title="Token throughput", about="Training tokens consumed per second.", unit="si:tok/s")
+    compiled = PanelOptions(
+        title="Compilations",
+        about="Of stages (compile=True), by reason: first, again (sizes, or something else that the compiler took for "
+        "fixed, have changed; a line that goes on means that each step compiles), eager (a stage runs without the "
+        "compiler). Compiling counts for no task.",
+        unit="none",
+        decimals=0,
+    )
+    spent = PanelOptions(title="Compile time", about="Seconds that compiling a stage took, in all.", unit="s")
+    by_reason = Query(total("job, stage, reason", series("compilations_total")), "stage {{stage}}, {{reason}}")
+    seconds = Query(total("job, stage", series("compile_seconds_total")), "stage {{stage}}")
+    breaks = Query(total("job, stage", series("graph_breaks_total")), "stage {{stage}}, graph breaks")
     return (
         Band(
             8,
@@ -113,6 +125,7 @@ def steps() -> tuple[Band, ...]:
                 (lines(tokens, Query(total("job", rate("tokens_total")), "{{job}}")), 6),
             ),
         ),
+        Band(8, ((lines(compiled, by_reason, breaks), 12), (lines(spent, seconds), 12))),
     )
 
 

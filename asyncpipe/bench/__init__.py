@@ -33,6 +33,7 @@ BENCHMARKS = {
     "overhead": "what the scheduler and its metrics cost: µs per empty and per real task, seconds to build a graph",
     "metrics": "training with metrics that are scraped every second, against training without",
     "pipeline": "a compute-bound model on 2 CPU devices, against its bound and against one device",
+    "compiled": "a GPT-2 on 2 CPU devices with compiled stages, against the same without: step, gradients, graphs",
     "dropin": "loss(pipe(x)).backward() on 2 CPU devices, against a backward by autograd's engine alone",
     "peers": "a step by asyncpipe, a plain loop, bare threads, torchgpipe, fairscale and torch's pipelining",
     "memory": "bytes that wait for a backward, recomputed against not, over the micro-batches",

@@ -70,6 +70,13 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="ADDRESS",
         help="the cluster that --workers ray uses, as 10.0.0.5:6379; by default one starts on this machine",
     )
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        const=True,
+        choices=("cudagraphs",),
+        help="compile each stage with torch.compile; with 'cudagraphs' capture its kernels in CUDA graphs instead",
+    )
     _add_watching(parser)
     parser.add_argument("--no-progress", action="store_true", help="print the summary only")
     parser.set_defaults(run=_train)
@@ -164,7 +171,7 @@ def _with_options(job: Job, args: argparse.Namespace) -> Job:
     devices = args.devices
     if args.device_type is not None:
         devices = _logical_devices(len(job.pipeline.devices), args.device_type)
-    job = job.override("pipeline", devices=devices, workers=args.workers)
+    job = job.override("pipeline", devices=devices, workers=args.workers, compile=args.compile)
     try:
         check_workers(job.pipeline.workers, job.training)
     except ValueError as error:
@@ -250,6 +257,10 @@ def _print_summary(summary: TrainingSummary) -> None:
         f"{summary.name}: {summary.steps} steps in {summary.seconds:.1f} s, {summary.tokens_per_second:,.0f} tokens/s, "
         f"loss {summary.loss:.3f} and bubble {summary.bubble_ratio:.0%} (mean of the last 20 steps)"
     )
+    for stage in summary.compiled:
+        print(f"compiled {stage}")
+        for reason in (*stage.graph_breaks, *stage.recompilations):
+            print(f"  {reason.splitlines()[0]}")
     if summary.skipped:
         print(f"{summary.skipped} updates were skipped: the loss or the gradient norm was not finite")
     if summary.evaluation is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from asyncpipe.core.compile_option import CompileOption
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.offload import check_offload
 from asyncpipe.core.graph.task_graph import Phase, Wiring
@@ -25,10 +26,12 @@ from asyncpipe.ops.execute.host_optimizer import on_host
 from asyncpipe.ops.execute.instruments import Instruments
 from asyncpipe.ops.execute.offloading import has_own_memory
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm, deferred_layers
+from asyncpipe.ops.model.cuda_graphs import StageCapturer
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.padded_labels import PaddedLabels
 from asyncpipe.ops.model.sequential import as_sequential, split, stage_parts
 from asyncpipe.ops.model.stage import Stage, StagedModel
+from asyncpipe.ops.model.stage_compiler import CallsStage, StageCompiler, check_compiler
 from asyncpipe.ops.model.stage_factory import StageFactory, build_stages
 from asyncpipe.ops.model.ties import Ties, place
 from asyncpipe.pipeline.graph_cache import GraphCache
@@ -96,6 +99,9 @@ class PipelineParts:
 def build(model: object, devices: Sequence[Device], options: PipelineOptions) -> PipelineParts:
     """The parts of a pipeline for ``model``, whose stages are moved to their devices. Raises before anything moves."""
     instruments = Instruments(options.nvtx, options.sample_memory)
+    compile_option = CompileOption.parse(options.compile)
+    if compile_option is not None:
+        check_compiler(compile_option, [device for device in devices if not device.is_elsewhere])
     schedule = find_schedule(options.schedule, order=options.order)
     names = [device.name for device in devices]
     if isinstance(model, StageFactory):
@@ -103,11 +109,24 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
     else:
         staged = _split_into_stages(model, schedule, len(devices), options)
     _check_leaves(staged.module)
+    deferred = deferred_layers(staged.module)
+    if compile_option is not None and deferred:
+        raise OptionError(
+            "compile: deferred batch norms count in Python what they have gathered, so each micro-batch would be "
+            "compiled anew; leave deferred_batch_norm or compile out"
+        )
     offload = () if options.offload is None else check_offload(options.offload, len(staged.stages))
     graphs = GraphCache(schedule, names, Wiring(staged.links), len(staged.stages), offload)
     checkpoint = CheckpointMode(options.checkpoint)
     graph = graphs(options.microbatches, Phase.STEP, checkpoint, True)
     stages, ties = place(staged, graph.placement, devices)
+    if compile_option is not None:
+        if compile_option.cuda_graphs and any(True for _ in ties.all()):
+            raise OptionError(
+                "compile='cudagraphs': parameters that stages on several devices share are brought to other memory in "
+                "each step, where captured kernels do not look; use compile=True"
+            )
+        stages = [_compiled(stage, compile_option) for stage in stages]
     updated = {} if options.optimizer is None else _updated(stages, ties)
     optimizers = _make_optimizers(stages, updated, options.optimizer, hosted=options.optimizer_on_host)
     graphs.rewire(Wiring(staged.links, ties.links, tuple(updated)))
@@ -118,7 +137,7 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
         staged,
         StageResources(stages, ties, streams, make_copiers(streams), GradientGuard(), optimizers, instruments),
         graphs,
-        deferred_layers(staged.module),
+        deferred,
         PaddedLabels(),
         model if isinstance(model, StageFactory) else None,
     )
@@ -137,6 +156,18 @@ def join_stages(model: StagedModel, devices: int, options: PipelineOptions) -> S
     if count not in (None, len(balance)):
         raise BalanceError(f"balance {list(balance)} has {len(balance)} entries for {count} stages; give one a stage")
     return model.joined(balance)
+
+
+def _compiled(stage: Stage, option: CompileOption) -> Stage:
+    """``stage``, compiled if it is here."""
+    if stage.device.is_elsewhere:
+        return stage
+    caller: CallsStage
+    if option.cuda_graphs:
+        caller = StageCapturer(stage.index, stage.module, stage.device.physical)
+    else:
+        caller = StageCompiler(stage.index, stage.module, option)
+    return replace(stage, compiler=caller)
 
 
 def _built_stages(

@@ -35,7 +35,7 @@ from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.call_backward import CallBackward, RecordedCall
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.step import StepProtocol
-from asyncpipe.pipeline.step_inputs import NO_TARGET, loss_weights, target_of
+from asyncpipe.pipeline.step_inputs import NO_TARGET, differing, loss_weights, target_of
 from asyncpipe.runtime.execution import Execution
 from asyncpipe.runtime.inline import run_inline
 from asyncpipe.runtime.task_threads import inside_task
@@ -109,6 +109,8 @@ class PreparedCall(StepProtocol[Any]):
             keep_outputs=True,
             training=training,
             whole_step=False,
+            sizes=differing(made.sizes),
+            batch_dim=options.batch_dim,
         )
         target = target_of(parts, batch)
         self._labels = [] if target is NO_TARGET else getattr(target, "pieces", [target])

@@ -7,11 +7,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from asyncpipe.core.checks import check_choice, check_positive
+from asyncpipe.core.compile_option import CompileOption
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.offload import check_offload
 from asyncpipe.errors import MicrobatchError, OptionError
@@ -82,6 +83,11 @@ class PipelineOptions(PoolOptions):
     (``StepResult.gradient_norms``)."""
     deferred_batch_norm: bool = False
     """Whether batch norms update their running statistics once per mini-batch, as the unsplit model does."""
+    compile: bool | Mapping[str, Any] | Literal["cudagraphs"] = False
+    """Whether each stage is compiled, in the process that has it: ``True``, or a dict of arguments for
+    ``torch.compile`` (``fullgraph``, ``dynamic``, ``backend``, ``mode``, ``options``). ``"cudagraphs"`` captures each
+    stage's kernels in CUDA graphs instead. A stage that is not one graph is an error, unless ``fullgraph`` is
+    ``False``. ``Pipeline.compiled`` says what was compiled."""
     nvtx: bool = False
     """Whether tasks are NVTX ranges, for Nsight Systems. ``torch.profiler`` sees their names anyway."""
     sample_memory: bool = False
@@ -107,6 +113,10 @@ class PipelineOptions(PoolOptions):
         CheckpointMode.parse(self.checkpoint)
         if self.optimizer_on_host and self.optimizer is None:
             raise OptionError("optimizer_on_host is for the pipeline's own optimizers; give it an optimizer=")
+        if CompileOption.parse(self.compile) is not None and self.offload is not None:
+            raise OptionError(
+                "offload takes what autograd saves for each operator, and compiled stages are one each; leave one out"
+            )
         if self.memory_limit is not None:
             check_positive("memory_limit", self.memory_limit)
         if self.offload == "auto":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from asyncpipe.core.engine.compilations import CompiledStage, compiled_stages
 from asyncpipe.core.engine.events import Observer
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import CheckpointMode
@@ -83,6 +84,7 @@ class Pipeline(ModelProxy):
         physical = set() if pool.on_hosts else {device.physical for device in self.devices}
         tenant = Tenant(arguments.share or Share(), Observers(arguments.observers, partial(note_devices, physical)))
         stages = None if pool.workers is None else RemoteStages(parts, self.devices, tenant, pool.workers)
+        self._remote_stages = stages
         if stages is not None and arguments.feed is not None and parts.takes is not take_all:
             raise OptionError(
                 "several stages of a traced model may take something of a mini-batch, which only this process knows; "
@@ -234,6 +236,14 @@ class Pipeline(ModelProxy):
         self._arguments = replace(self._arguments, schedule=schedule, order=order)
         if self._remote is not None:
             self._remote.change_schedule()
+
+    @property
+    def compiled(self) -> tuple[CompiledStage, ...]:
+        """What was compiled of the stages so far, in their order; nothing of stages that no step has called yet."""
+        if self._remote_stages is not None:
+            return compiled_stages(self._remote_stages.compilations)
+        compilers = [stage.compiler for stage in self.stages if stage.compiler is not None]
+        return compiled_stages(each for compiler in compilers for each in tuple(compiler.compilations))
 
     # Opening and closing
 

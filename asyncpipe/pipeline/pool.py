@@ -25,10 +25,12 @@ from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import NestedWaitError, PipelineClosedError
 from asyncpipe.ops.autograd.own_draws import replace_torch_random, restore_torch_random
+from asyncpipe.ops.device.compile_gate import on_hold_up
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
 from asyncpipe.pipeline.pool_options import PoolOptions, takes
 from asyncpipe.pipeline.workers import Workers
+from asyncpipe.runtime.device_thread import hold_up
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Around, Bind, Execution, Gates, Tenant
 from asyncpipe.runtime.executor import Executor, TaskFunction
@@ -43,6 +45,8 @@ from asyncpipe.runtime.thread_executor import ThreadExecutor
 __all__ = ["DevicePool", "StagesElsewhere", "Tenancy"]
 
 _T = TypeVar("_T")
+
+on_hold_up(hold_up)
 
 
 class DevicePool:

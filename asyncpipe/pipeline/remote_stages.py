@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from asyncpipe.core.engine.compilations import Compilation
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import BatchError, EdgeError, PipelineClosedError, StateDictError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
@@ -332,6 +333,11 @@ class RemoteStages:
         self.driver.settle(execution, keep=keep)
 
     # Between steps
+
+    @property
+    def compilations(self) -> Sequence[Compilation]:
+        """What the workers have told of compiling, at the end of each step. From any thread."""
+        return [] if self._placed is None else tuple(self._placed.compilations)
 
     @property
     def has_left(self) -> bool:

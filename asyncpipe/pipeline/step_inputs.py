@@ -22,7 +22,7 @@ from asyncpipe.pipeline.build import PipelineParts
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-__all__ = ["NO_TARGET", "CutInputs", "StepInputs", "StepOptions", "loss_weights", "target_of"]
+__all__ = ["NO_TARGET", "CutInputs", "StepInputs", "StepOptions", "differing", "loss_weights", "target_of"]
 
 NO_TARGET: Any = object()
 """Stands for a target that was not given (``None`` is a target)."""
@@ -185,6 +185,8 @@ def _make_plan(
         whole_step=True,
         learning_rate=step.learning_rate,
         gradient_norms=options.gradient_norms,
+        sizes=differing(sizes),
+        batch_dim=options.batch_dim,
     )
 
 
@@ -197,6 +199,11 @@ def target_of(parts: PipelineParts, x: Any, target: Any = NO_TARGET) -> Any:
     if any(piece is None for piece in pieces):
         return NO_TARGET
     return Microbatches(pieces) if isinstance(x, Microbatches) else pieces[0]
+
+
+def differing(sizes: Sequence[int]) -> Sequence[int]:
+    """``sizes`` if they differ, else nothing."""
+    return tuple(sizes) if len(set(sizes)) > 1 else ()
 
 
 def loss_weights(sizes: Sequence[int], mean: bool) -> list[float]:

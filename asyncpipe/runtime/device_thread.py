@@ -12,6 +12,7 @@ A task is run in one way, whoever handed it over (``Work.run``).
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 import weakref
@@ -34,10 +35,13 @@ from asyncpipe.runtime.executor import (
 from asyncpipe.runtime.program_run import FREE_SLOT, Message, ProgramRun
 from asyncpipe.runtime.task_board import TaskSlot
 
-__all__ = ["AwaitedCompletion", "CompletionWork", "Completions", "DeviceWork", "Item", "take"]
+__all__ = ["AwaitedCompletion", "CompletionWork", "Completions", "DeviceWork", "Item", "hold_up", "take"]
 
 Item = list[Assignment] | ProgramRun | Message | None
 """What comes by the queue; ``None`` ends the thread when it has nothing left to do."""
+
+LONGEST_HOLD_UP = 3600.0
+"""Seconds for which a task may be held up before its time counts again: compiling a large stage takes minutes."""
 
 AwaitedCompletion = tuple[StepHandle, int, Completion, ProgramRun | None]
 """A task that an asynchronous device has queued: its step and number, what to wait for, and its program's run."""
@@ -75,6 +79,9 @@ class DeviceWork:
         """The running task. Read from other threads."""
         self._post = post
         self._slot = slot
+        self._held = 0.0
+        """Seconds for which the running task was held up."""
+        self._held_since: float | None = None
         self._completions = completions
         self._inbox = inbox or _Inbox()
         self._batch, self._runs = self._inbox.batch, self._inbox.runs
@@ -106,6 +113,7 @@ class DeviceWork:
 
     def serve(self) -> bool:
         """Work until the queue has brought ``None`` and nothing is left; false if a task was given up meanwhile."""
+        _here.work = self
         while True:
             run = self._able()
             if self._batch:
@@ -125,6 +133,21 @@ class DeviceWork:
                 arrivals.look()
             while not self.queue.empty():
                 self._take(self.queue.get_nowait())
+
+    def hold_up(self, is_held: bool) -> None:
+        """The running task is held up from now on, or not any more; on its thread. Its time begins behind that."""
+        now = time.perf_counter()
+        if is_held and self._held_since is None:
+            self._held_since, shown = now, now + LONGEST_HOLD_UP
+        elif not is_held and self._held_since is not None:
+            self._held += now - self._held_since
+            self._held_since, shown = None, now
+        else:
+            return
+        if (current := self.current) is not None:
+            step, task, _, token = self.current = (current[0], current[1], shown, current[3])
+            if self._slot is not None and token:
+                self._slot.show(step.number, task, shown)
 
     def _next(self) -> Item:
         """What comes next by the queue, which is waited for."""
@@ -232,6 +255,7 @@ class DeviceWork:
         """Run a task of the program ``run``, or ``function``, and report it; false if it was given up meanwhile."""
         token: CompletionToken = [None]
         started = time.perf_counter()
+        self._held = 0.0
         self.current = (step, task, started, token)
         if self._slot is not None:
             self._slot.show(step.number, task, started)
@@ -262,6 +286,7 @@ class DeviceWork:
                 failed.aborted = True
             return True
         ended = time.perf_counter()
+        started += self._held
         if not take(token):
             return False
         self.current = None
@@ -333,6 +358,21 @@ class CompletionWork:
             self._post(event, wake=last or self.queue.empty(), at=at)
             del item, step, completion, run, event
         return True
+
+
+class _Here(threading.local):
+    """What the calling thread works on."""
+
+    work: DeviceWork | None = None
+
+
+_here = _Here()
+
+
+def hold_up(is_held: bool) -> None:
+    """The task that the calling thread runs is held up by something that is none of its own, or not any more."""
+    if (work := _here.work) is not None:
+        work.hold_up(is_held)
 
 
 def clear_frames(error: BaseException) -> None:

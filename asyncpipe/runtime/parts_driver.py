@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from asyncpipe.core.engine.clocks import EdgePassage, agreed_shifts
+from asyncpipe.core.engine.compilations import Compilation
 from asyncpipe.core.engine.events import (
     DeviceMemory,
     Outcome,
@@ -104,6 +105,8 @@ class PlacedPipeline:
         self.workers = workers
         self.times = JobAccount(tenant.share.job, True, tenant.share)
         """How long its tasks take."""
+        self.compilations: list[Compilation] = []
+        """What was compiled of its stages."""
         self.broken: EdgeError | None = None
         """Set when an edge between two of its workers broke that are there: nothing passes there any more."""
         self.broken_edges: list[tuple[str, str] | tuple[int, int]] = []
@@ -413,6 +416,7 @@ class PartsDriver:
             if not future.done():
                 future.set_result(value)  # type: ignore[arg-type]
         for part in execution.ended.values():
+            execution.pipeline.compilations += part.notes.compilations
             for _, event in part.events:
                 if isinstance(event, TaskCompleted):
                     execution.pipeline.times.measured(execution.graph.tasks[event.task], event.ended - event.started)
@@ -455,6 +459,7 @@ def _notes(execution: PartsExecution) -> StepNotes:
         {key: at for each in notes.values() for key, at in each.left.items()},
         {name: _worker_notes(execution, worker) for name, worker in execution.workers.items()},
         {stage for each in notes.values() for stage in each.drew},
+        [compilation for each in notes.values() for compilation in each.compilations],
     )
 
 

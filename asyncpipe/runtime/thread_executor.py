@@ -110,7 +110,12 @@ class ThreadExecutor:
         try:
             fail()
         finally:
-            hung = next(thread for thread in self._threads() if thread.work.current is current)
+            # By the token: the tuple is another one if the task was held up.
+            hung = next(
+                thread
+                for thread in self._threads()
+                if (other := thread.work.current) is not None and other[3] is current[3]
+            )
             old = hung.replace()
             old.name += " (given up)"
             self._given_up = [*(thread for thread in self._given_up if thread.is_alive()), old]

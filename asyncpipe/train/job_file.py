@@ -67,6 +67,7 @@ from pydantic import (
     model_validator,
 )
 
+from asyncpipe.core.compile_option import CompileOption
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.offload import check_offload
 from asyncpipe.core.schedules.registry import could_be_schedule, known_schedules
@@ -112,6 +113,15 @@ def _checked_balance(value: object) -> object:
     if value == "auto" or isinstance(value, tuple):
         return value
     raise ValueError('must be "auto" or a list of positive integers, the layers of each stage')
+
+
+def _checked_compile(value: object) -> object:
+    try:
+        CompileOption.parse(value)
+    except OptionError as error:
+        rule = 'must be true, false, "cudagraphs", or a table of arguments for torch.compile'
+        raise ValueError(f"{rule} ({error})") from None
+    return value
 
 
 # Each description says what the value must be; error messages quote it.
@@ -237,6 +247,8 @@ class PipelineTable(StagesTable):
         default=_DEFAULTS["transport"], description='must be "shared_memory", "gloo" or "nccl"'
     )
     """How tensors get from one worker to another. On a pool, whoever made the pool decides."""
+    compile: Annotated[bool | Literal["cudagraphs"] | dict[str, Any], BeforeValidator(_checked_compile)] = False
+    """Whether stages are compiled: true, "cudagraphs", or a table of arguments for ``torch.compile``."""
 
 
 class RayTable(StrictModel):

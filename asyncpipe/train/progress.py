@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from asyncpipe.core.engine.compilations import CompiledStage
 from asyncpipe.core.predict.report import Report
 
 __all__ = ["Meter", "ProgressSink", "RunStarted", "StepListener", "StepProgress", "TrainingSummary"]
@@ -85,6 +86,8 @@ class TrainingSummary:
     """Number of steps without a weight update, because the loss or the gradient norm was not finite."""
     finished: Path | None = None
     """What the workload has written at the end of all steps."""
+    compiled: tuple[CompiledStage, ...] = ()
+    """What was compiled of the stages."""
 
 
 class ProgressSink:

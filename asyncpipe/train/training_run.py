@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncpipe.core.engine.compilations import CompiledStage
 from asyncpipe.core.engine.events import Observer
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.schedules.protocol import Schedule, Shape
@@ -99,6 +100,7 @@ class TrainingRun:
         self._random = RunRandom(shared=pool is not None and shared)
         self._changes = ScheduleChanges()
         self._meter = Meter(job.training.steps)
+        self._compiled: tuple[CompiledStage, ...] = ()
         self._resumed: ResumePoint | None = None
         self._stopping = False
         self._finished: Path | None = None
@@ -185,6 +187,7 @@ class TrainingRun:
             snapshot=snapshot,
             skipped=meter.skipped,
             finished=self._finished,
+            compiled=self._compiled,
         )
 
     def _open_folders(self) -> None:
@@ -239,7 +242,12 @@ class TrainingRun:
                     workers=self._workers_of(pipe),
                 )
             )
-            await self._train(pipe, workload, staged, snapshots)
+            if self._job.pipeline.compile:
+                self._progress.entered("compiling stages")
+            try:
+                await self._train(pipe, workload, staged, snapshots)
+            finally:
+                self._compiled = pipe.compiled
             # Steps of the evaluation would distort the metrics of bubbles and durations.
             pipe.observers.clear()
             pipe.eval()
@@ -281,6 +289,7 @@ class TrainingRun:
                 gradient_norms=staged is not None,
                 feed=workload.batches if isinstance(workload.batches, Feed) else None,
                 observers=[*recorders, *self._observers],
+                compile=table.compile,
                 nvtx=observe.nvtx,
                 sample_memory=observe.trace is not None,
                 pool=self._pool,

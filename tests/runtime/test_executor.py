@@ -11,6 +11,7 @@ import pytest
 from driver_helpers import executor_alone
 
 from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskFailed, TaskIssued
+from asyncpipe.runtime.device_thread import LONGEST_HOLD_UP, hold_up
 from asyncpipe.runtime.executor import Assignment
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 
@@ -230,3 +231,26 @@ def test_a_hung_task_is_reported_once(executor, step):
     assert failures == [None]
     let_go.set()
     threads[0].join(30)
+
+
+def test_what_holds_a_task_up_is_no_part_of_its_time(executor, step, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("asyncpipe.runtime.device_thread.time.perf_counter", lambda: now[0])
+    shown = []
+
+    def work():
+        now[0] += 1.0
+        hold_up(True)
+        hold_up(True)  # Nested: a wait, and compiling behind it.
+        shown.append(executor.running[0][2])
+        now[0] += 500.0
+        hold_up(False)
+        hold_up(False)
+        shown.append(executor.running[0][2])
+        now[0] += 2.0
+
+    executor.submit([Assignment(step, 0, work)])
+    assert next_event(executor) == TaskCompleted(3, 0, 600.0, 603.0)
+    # A watchdog sees a task that begins later, and then one that has just begun.
+    assert shown == [101.0 + LONGEST_HOLD_UP, 601.0]
+    hold_up(True)  # A thread that runs no task is not concerned.

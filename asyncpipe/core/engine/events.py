@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from asyncpipe.core.engine.compilations import Compilation
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.engine.worker_notes import WorkerNotes
 from asyncpipe.core.graph.task_graph import TaskGraph
@@ -217,6 +218,8 @@ class StepNotes:
     """Those that ran a part of the step, by name."""
     drew: set[int] = field(default_factory=set)
     """The stages that drew random numbers; of an accelerator's own numbers, those of the first micro-batch count."""
+    compilations: list[Compilation] = field(default_factory=list)
+    """What was compiled meanwhile. It is no part of what tasks take: such a task begins when it has been compiled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

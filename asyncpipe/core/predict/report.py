@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from asyncpipe.core.engine.compilations import Compilation
 from asyncpipe.core.engine.events import GateOpened, StepRecord, StepSubmitted, TaskCompleted
 from asyncpipe.core.graph.task import Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph, critical_path
@@ -63,6 +64,8 @@ class Report:
     arrived: dict[int, float]
     """For each task that waited for other workers, when the last message that it needed came. What it waits for was
     computed before; the time between is the *edge*."""
+    compilations: tuple[Compilation, ...] = ()
+    """What was compiled in the step, which is no part of its tasks' times."""
     began: float = 0.0
     """When the step began, on the clock of its tasks."""
 
@@ -175,6 +178,7 @@ def _report(record: StepRecord, origin: float) -> Report:
             graph.gates[event.gate]: at - origin for at, event in record.journal if isinstance(event, GateOpened)
         },
         arrived={task: at - origin for task, at in record.notes.arrived.items()},
+        compilations=tuple(record.notes.compilations),
         began=began,
     )
 

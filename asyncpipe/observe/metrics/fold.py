@@ -169,7 +169,7 @@ def _add_seconds(change: Totals, steps: Sequence[StepArrays], arrays: GraphArray
 
 
 def _add_notes(change: Totals, steps: Sequence[StepArrays], arrays: GraphArrays) -> None:
-    """Add what was noted beside the journals: bytes of copies and edges, wake-ups of the scheduler."""
+    """Add what was noted beside the journals: bytes of copies and edges, compilations, wake-ups of the scheduler."""
     copied = np.concatenate([step.copied for step in steps])
     sizes = np.concatenate([step.copied_bytes for step in steps])
     route = arrays.route[np.searchsorted(arrays.copies, copied)]
@@ -180,6 +180,11 @@ def _add_notes(change: Totals, steps: Sequence[StepArrays], arrays: GraphArrays)
                 change.add("edge_messages", (source, receiver), sent.messages)
                 change.add("edge_bytes", (source, receiver), sent.bytes)
                 change.add("edge_waiting_seconds", (source, receiver), sent.waited_seconds)
+        for made in step.compilations:
+            reason = "eager" if made.kind == "eager" else "again" if made.again else "first"
+            change.add("compilations", (str(made.stage), reason), 1)
+            change.add("compile_seconds", (str(made.stage),), made.seconds)
+            change.add("graph_breaks", (str(made.stage),), len(made.graph_breaks))
     wakeups = np.concatenate([step.wakeups for step in steps])
     if len(wakeups):
         change.observe("scheduler_loop_lag_seconds", (), wakeups[:, 0])

@@ -37,6 +37,13 @@ COUNTERS: dict[str, tuple[str, Labels]] = {
         "Seconds in which one worker had a message for another that held as many as it may (no credit was left).",
         ("src", "dst"),
     ),
+    "compilations": (
+        "Compilations of stages by reason: first (of a kind of call), again (sizes, or something else that the "
+        "compiler took for fixed, have changed), eager (1 once a stage runs without the compiler).",
+        ("stage", "reason"),
+    ),
+    "compile_seconds": ("Seconds that compiling stages took; no part of what their tasks take.", ("stage",)),
+    "graph_breaks": ("Places where a compiled stage was not one graph, seen when it was compiled.", ("stage",)),
     "worker_losses": ("Workers that were lost: they ended, were killed, or did not answer.", ("worker",)),
     "worker_restarts": ("Workers that were started in the place of a lost one.", ("worker",)),
     "samples": ("Training samples consumed.", ()),

@@ -71,6 +71,7 @@ class StepArrays:
         self.wakeups = np.fromiter(chain.from_iterable(notes.wakeups), np.float64).reshape(-1, 2)
         """(seconds that the loop was late, seconds that the scheduler took) for each wake-up."""
         self.memory, self.streams, self.workers = notes.memory, notes.streams, notes.workers
+        self.compilations = tuple(notes.compilations)
 
 
 def _floats(values: list[float]) -> Floats:

@@ -26,8 +26,8 @@ gradients for parameters are kept for W. A graph that TorchScript differentiates
 ``autograd.grad``: with one inside, I is the whole backward and W does nothing. With ``use_reentrant=False`` it
 recomputes in I and again in W. Hooks of nodes (not of tensors) at crossings see only the gradients that I computes.
 torch's group norm on the CPU writes the gradient of a channels-last input even where none is wanted, to no memory: it
-always computes that gradient too (``_writes_input_gradient``). What ``torch.compile`` has made overwrites what it has
-saved: beside crossings that W runs again, I is the whole backward as well.
+always computes that gradient too (``_writes_input_gradient``). What ``torch.compile`` has made computes all gradients
+at once, and overwrites what it has saved: with one inside, I is the whole backward as well. A log says so.
 
 Between I and W no hook is registered and nothing else refers to this object, so dropping it frees the graph.
 """
@@ -115,15 +115,12 @@ class SplitBackward:
         if not graph.inside:
             self._groups.append(_OutsideGroup(starts=starts))
             return [None] * len(leaves)
-        if (node := graph.indivisible()) is not None:
+        if (node := graph.indivisible() or graph.compiled()) is not None:
             _tell_once(node.name())
             return _whole_backward(starts, leaves)
         crossings = graph.crossings()
         # W needs the buffers of the crossings that it runs again.
         retain = not all(crossing.runs_once for crossing in crossings)
-        if retain and (node := graph.compiled()) is not None:
-            _tell_once(node.name())
-            return _whole_backward(starts, leaves)
         edges, gradients = _unzipped(start for start in starts if start[0].node in graph.inside)
         with _noting(crossings) as arrived:
             found = torch.autograd.grad(edges, leaves, gradients, retain_graph=retain, allow_unused=True)
@@ -205,7 +202,7 @@ class _BackwardGraph:
         return None
 
     def compiled(self) -> Node | None:
-        """An inside node that ``torch.compile`` has made, which overwrites what it has saved: it cannot be retained."""
+        """An inside node that ``torch.compile`` has made: it computes all gradients at once."""
         return next((node for node in self.inside if "CompiledFunction" in node.name()), None)
 
     def crossings(self) -> list[_Crossing]:

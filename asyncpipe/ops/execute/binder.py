@@ -8,7 +8,7 @@ tasks of a stage compute is in ``ops/execute/compute.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -23,6 +23,7 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.fork_join import forget_failed_backward
 from asyncpipe.ops.autograd.random_streams import device_draws
+from asyncpipe.ops.device.compile_gate import compile_gate
 from asyncpipe.ops.device.copies import Copier
 from asyncpipe.ops.device.device_clock import Timing
 from asyncpipe.ops.device.streams import AcceleratorStream, CpuStream, LaneStream
@@ -54,6 +55,8 @@ class StageResources:
     """By stage; one for each stage that is updated inside the step."""
     instruments: Instruments
 
+
+_NOTHING = nullcontext()
 
 _names: WeakKeyDictionary[TaskGraph, list[str]] = WeakKeyDictionary()
 """What profilers call the tasks of each graph."""
@@ -90,7 +93,7 @@ class Binder:
         """What the tasks of each device draw from, where they share that."""
         self._compute_of = StageCompute(
             *(graph, plan, tensors, resources.stages, streams, resources.copiers, context),
-            *(self._draws, drew, self._offloads),
+            *(self._draws, self.notes, self._offloads),
         )
         self._events: dict[int, torch.Event] = {}
         self._streams = [resources.streams[lane] for lane in graph.lanes]
@@ -140,7 +143,8 @@ class Binder:
 
     def _run(self, task: Task, compute: Callable[[Task], Timing | None]) -> Timing | None:
         instruments = self._resources.instruments
-        with instruments.named(self._names[task.number]):
+        gate = compile_gate.task() if compile_gate.is_used else _NOTHING
+        with instruments.named(self._names[task.number]), gate:
             try:
                 timing = compute(task)
             except BaseException:

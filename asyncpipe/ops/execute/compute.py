@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from asyncpipe.core.engine.events import StepNotes
 from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import StageError
@@ -52,10 +53,10 @@ class StageCompute:
         copiers: Mapping[Lane, Copier],
         context: CallerContext,
         draws: Mapping[str, DeviceDraws | None],
-        drew: set[int],
+        notes: StepNotes,
         offloads: OffloadedGraph,
     ) -> None:
-        """``draws``: by device, what its tasks draw from, if they share that. ``drew`` gets the stages that draw."""
+        """``draws``: by device, what its tasks draw from, if they share that. ``notes`` get what is seen of stages."""
         self.stages = stages
         self._graph = graph
         self._plan = plan
@@ -67,7 +68,9 @@ class StageCompute:
         """Of the stages' devices."""
         self._copiers = {stage: copiers[lane] for stage, lane in lanes.items()}
         """To the stages' devices."""
-        self._setups = {stage.index: StageSetup(stage, plan, context, draws[stage.device.name], drew) for stage in here}
+        self._setups = {
+            stage.index: StageSetup(stage, plan, context, draws[stage.device.name], notes) for stage in here
+        }
         self._sources: list[list[int]] = [[] for _ in stages]
         """By stage: the earlier stages that it receives something from."""
         for source, user in sorted(graph.wiring.links):
@@ -236,7 +239,9 @@ class StageCompute:
                     starts.append(gradient)
         try:
             if ends:
-                with self._draws(task, 1), self._without_hooks(j):
+                compiler = self.stages[j].compiler if retain and local_graph.recomputation is None else None
+                kept = _NOTHING if compiler is None else compiler.retained()
+                with self._draws(task, 1), self._without_hooks(j), kept:
                     run_backward(ends, starts, retain=retain)
             for source, leaves in local_graph.inputs.items():
                 self._hand_back(i, j, source, leaves, [leaf.grad for leaf in leaves])

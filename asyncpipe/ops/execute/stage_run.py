@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from asyncpipe.core.engine.events import StepNotes
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.errors import LossError, StageError
 from asyncpipe.ops.autograd.caller_context import CallerContext
@@ -18,8 +19,11 @@ from asyncpipe.ops.execute.step_tensors import StepPlan
 from asyncpipe.ops.model.buffers import BufferValues
 from asyncpipe.ops.model.microbatch import Arguments, Packet
 from asyncpipe.ops.model.stage import CALLER, Stage
+from asyncpipe.ops.model.stage_compiler import CallKind
 
 __all__ = ["LossResult", "StageRun", "StageSetup"]
+
+_Call = Callable[[Mapping[int, Any]], Mapping[int, Any]]
 
 
 class LossResult(NamedTuple):
@@ -33,13 +37,13 @@ class LossResult(NamedTuple):
 class StageSetup:
     """What all forwards of one stage in one step share; known before the first."""
 
-    __slots__ = ("call", "context", "draws", "drew", "is_plain", "is_repeated", "plan", "stage")
+    __slots__ = ("call", "context", "draws", "is_plain", "is_repeated", "kind", "notes", "plan", "stage")
 
     def __init__(
-        self, stage: Stage, plan: StepPlan, context: CallerContext, draws: DeviceDraws | None, drew: set[int]
+        self, stage: Stage, plan: StepPlan, context: CallerContext, draws: DeviceDraws | None, notes: StepNotes
     ) -> None:
-        """``draws`` is what the stage's device draws from, if its tasks share that. ``drew`` gets stages that draw."""
-        self.drew = drew
+        """``draws`` is what the stage's device draws from, if its tasks share that."""
+        self.notes = notes
         self.stage = stage
         self.plan = plan
         self.context = context
@@ -49,7 +53,9 @@ class StageSetup:
         self.is_plain = not self.is_repeated and draws is not None and context.is_plain and not stage.buffers.watches
         """Whether a forward is a mere call of the stage: nothing is to be entered around it, kept or compared."""
         self.call = stage.module.function()
-        """What calls the stage's module."""
+        """What calls the stage's module, unless it is compiled."""
+        self.kind = CallKind(not plan.whole_step, (context.autocasts, context.inference), plan.sizes, plan.batch_dim)
+        """How compiled stages are called."""
 
 
 class StageRun:
@@ -96,18 +102,26 @@ class StageRun:
         Runs on the device's thread; or, for a recomputation that no R task did, on a thread of the autograd engine.
         """
         setup = self._setup
+        given = setup.stage.inputs.given(tensors, setup.is_repeated)
+        if (compiler := setup.stage.compiler) is None:
+            return self._run(tensors, given, setup.call)
+        with compiler.prepared(given, setup.kind, self._microbatch, setup.notes.compilations) as call:
+            return self._run(tensors, given, call)
+
+    def _run(self, tensors: Sequence[Tensor], given: Sequence[Tensor], call: _Call) -> list[Tensor]:
+        """``given`` are ``tensors`` or copies of them."""
+        setup = self._setup
         stage = setup.stage
-        given = stage.inputs.given(tensors, setup.is_repeated)
         if setup.is_plain:
             assert setup.draws is not None
             setup.draws.begin(self._microbatch, stage.index)
-            flat = self._compute(tensors, given)
+            flat = self._compute(tensors, given, call)
         else:
             random = random_stream(setup.plan.seed, self._microbatch, stage.index, stage.device.physical)
             with setup.context.entered(), random, stage.buffers.during(self._buffers):
-                flat = self._compute(tensors, given)
+                flat = self._compute(tensors, given, call)
                 if random.has_drawn:
-                    setup.drew.add(stage.index)
+                    setup.notes.drew.add(stage.index)
                 if setup.is_repeated:
                     self._draw_again(random)
             if setup.is_repeated:
@@ -120,12 +134,12 @@ class StageRun:
             packet.tensors = []
         return flat
 
-    def _compute(self, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-        """What ``packets`` hold from now on. ``given`` are ``tensors`` or copies of them."""
+    def _compute(self, tensors: Sequence[Tensor], given: Sequence[Tensor], call: _Call) -> list[Tensor]:
+        """What ``packets`` hold from now on."""
         setup, stage = self._setup, self._setup.stage
         before = as_they_are(given) if self.readers else ()
         rest = iter(given)
-        sent = setup.call({source: packet.rebuild(rest) for source, packet in self._received.items()})
+        sent = call({source: packet.rebuild(rest) for source, packet in self._received.items()})
         stage.inputs.saw(tensors, given)
         if self.readers:
             refuse_overwriting(stage.index, self.readers, given, before)

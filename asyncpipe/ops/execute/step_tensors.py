@@ -55,6 +55,9 @@ class StepPlan:
     """What the optimizers set before they update, if it is given."""
     gradient_norms: bool = False
     """Whether the norm of what each optimizer uses is kept."""
+    sizes: Sequence[int] = ()
+    """Of the micro-batches, if they differ."""
+    batch_dim: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -291,7 +291,8 @@ class _SkippableForward:
                 except (SkipError, TypeError) as error:
                     resume, answer = output.throw, type(error)(f"in the forward of {self._class}: {error}")
         except StopIteration as stop:
-            return stop.value
+            # Not ``stop.value``, which torch's compiler does not follow.
+            return stop.args[0] if stop.args else None
 
     def _answer(self, command: object) -> Tensor | None:
         if isinstance(command, stash):

@@ -26,6 +26,7 @@ from asyncpipe.ops.model.input_copies import InputCopies
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.output_watch import OutputWatch
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
+from asyncpipe.ops.model.stage_compiler import CallsStage
 
 __all__ = ["CALLER", "OwnLoss", "Stage", "StageModule", "StagedModel", "has_hooks"]
 
@@ -129,3 +130,5 @@ class Stage:
     buffers: StageBuffers
     parameters: ParameterWatch
     outputs: OutputWatch
+    compiler: CallsStage | None = None
+    """What calls the module, if it is compiled."""

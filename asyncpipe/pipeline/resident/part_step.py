@@ -171,6 +171,7 @@ class PartStep(PreparedStep):
             arrived=came,
             left=dict(self._left or {}),
             drew=notes.drew,
+            compilations=notes.compilations,
         )
         if self._use is not None:
             note_devices({stream.device for stream in self.parts.resources.streams.values()}, found)

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncpipe import observe
+from asyncpipe.core.engine.compilations import Compilation
 from asyncpipe.core.engine.events import DeviceMemory, StepNotes
 from asyncpipe.core.engine.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
 from asyncpipe.core.graph.lower import lower
@@ -226,6 +227,7 @@ def test_promtool_finds_nothing_to_say_about_the_exposition(
 ) -> None:
     notes = StepNotes(memory={"cpu": DeviceMemory(1, 2, 3)}, streams={"cuda:0": 9}, wakeups=[(0.1, 0.2)])
     notes.workers = WORKERS
+    notes.compilations = [Compilation(1, "inductor", "training", 1, 1, ("a break",), "a size", 2.5)] * 2
     collector.worker_changed(WorkerChange("a", WorkerState.UP, 7))
     collector.step_completed(replace(simulate(lowered("1f1b", checkpoint="always"), Costs(copy=0.5)), notes=notes))
     collector.training_step(1.5, 8, 64, 0.5)
@@ -233,6 +235,10 @@ def test_promtool_finds_nothing_to_say_about_the_exposition(
     text = generate_latest(registry)
     said = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
     assert (said.returncode, said.stdout, said.stderr) == (0, b"", b"")
+    labels = {"job": "demo", "stage": "1"}
+    assert registry.get_sample_value("asyncpipe_compilations_total", {**labels, "reason": "again"}) == 2
+    assert registry.get_sample_value("asyncpipe_compile_seconds_total", labels) == 5.0
+    assert registry.get_sample_value("asyncpipe_graph_breaks_total", labels) == 2
     told = {family.name for family in text_string_to_metric_families(text.decode()) if family.samples}
     assert told == {f.name for f in text_string_to_metric_families(text.decode())}, "a family that was not checked"
 

@@ -1,0 +1,321 @@
+"""Compiled stages compute what stages compute, in one graph a direction, and say what they are."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import asyncpipe
+from asyncpipe import Pipeline, pop, skippable, stash
+from asyncpipe.core.engine.compilations import CompiledStage
+from asyncpipe.ops.autograd import split_backward
+from asyncpipe.ops.device.compile_gate import CompileGate
+from asyncpipe.ops.model.stage_compiler import StageCompiler
+
+pytestmark = [
+    # Of the compiler itself, which looks at the copies of what a stage may overwrite.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+AOT = {"backend": "aot_eager"}
+"""Traces and differentiates as inductor does, and then runs torch's own kernels: bit-equal to what is not compiled."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.INFO)  # Not the compiler's traces.
+    yield
+    torch._dynamo.reset()
+
+
+@skippable(stash=["kept"])
+class Keeps(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("kept", x)
+        return x.sin()
+
+
+@skippable(pop=["kept"])
+class Adds(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        kept = yield pop("kept")
+        return x + kept
+
+
+class Averages(nn.Module):
+    """Scales by a buffer that each forward changes."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return x * self.average
+
+
+class Overwrites(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1.0)
+
+
+def drawing() -> list[nn.Module]:
+    return [Keeps(), nn.Linear(6, 6), nn.Dropout(0.3), nn.BatchNorm1d(6), nn.Linear(6, 6), Adds(), nn.Dropout(0.5)]
+
+
+def changing() -> list[nn.Module]:
+    return [nn.Linear(6, 6), Averages(), Overwrites(), Overwrites(), Averages(), nn.Linear(6, 6)]
+
+
+def tied() -> list[nn.Module]:
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    last.weight = first.weight
+    return [first, nn.Tanh(), nn.GELU(), last]
+
+
+def trained(
+    layers: Callable[[], list[nn.Module]],
+    option: Any,
+    *,
+    samples: int = 6,
+    call: Callable[[Any, Tensor, Tensor], Tensor] | None = None,
+    **options: Any,
+) -> tuple[list[Tensor], tuple[CompiledStage, ...]]:
+    """Losses, gradients and buffers of two steps, and what was compiled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers()).double()
+    half = len(model) // 2
+    options = {"balance": [half, len(model) - half], "checkpoint": "always", **options}
+    options |= {"loss_fn": nn.functional.mse_loss, "compile": option}
+    pipe = Pipeline(model, ["cpu:0", "cpu:1"], microbatches=3, **options)
+    losses = []
+    with pipe.sync() as run:
+        for _ in range(2):
+            x, target = torch.randn(2, samples, 6).double()
+            loss = run.step(x, target).loss if call is None else call(run, x, target)
+            assert loss is not None
+            losses.append(loss.detach())
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [*losses, *gradients, *model.buffers()], pipe.compiled
+
+
+def check_same(layers: Callable[[], list[nn.Module]], **options: Any) -> tuple[CompiledStage, ...]:
+    """Train with and without the compiler; the results are the same to the last bit. What was compiled."""
+    plain, none = trained(layers, False, **options)
+    found, compiled = trained(layers, AOT, **options)
+    assert none == ()
+    assert len(plain) == len(found)
+    assert all(map(torch.equal, plain, found))
+    assert [stage.stage for stage in compiled] == [0, 1]
+    for stage in compiled:
+        assert (stage.forward_graphs, stage.backward_graphs) == (1, 1)
+        assert stage.graph_breaks == stage.recompilations == ()
+    return compiled
+
+
+def test_a_stage_with_draws_skips_and_recomputation_is_one_graph_a_direction() -> None:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    check_same(drawing)
+    assert not counters["graph_break"]
+    # Each stage once without a graph, for the first run, and once with one.
+    assert counters["stats"]["unique_graphs"] == 4
+
+
+@pytest.mark.parametrize("layers", [changing, tied])
+def test_stages_that_change_buffers_overwrite_inputs_or_share_parameters_compute_the_same(
+    layers: Callable[[], list[nn.Module]],
+) -> None:
+    check_same(layers, checkpoint="except_last")
+
+
+def test_micro_batches_of_different_sizes_are_compiled_once() -> None:
+    compiled = check_same(changing, samples=7, checkpoint="never")
+    assert all(stage.seconds > 0 for stage in compiled)
+
+
+def test_sizes_that_change_between_steps_are_a_recompilation_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = iter((6, 9))
+
+    def step(run: Any, x: Tensor, target: Tensor) -> Tensor:
+        samples = next(sizes)
+        result = run.step(x[:samples], target[:samples])
+        told.append([(each.stage, bool(each.again)) for each in result.report.compilations])
+        loss: Tensor = result.loss
+        return loss
+
+    told: list[list[tuple[int, bool]]] = []
+    _, compiled = trained(tied, AOT, samples=9, call=step, checkpoint="never")
+    assert [sorted(each) for each in told] == [[(0, False), (1, False)], [(0, True), (1, True)]]
+    assert all("size mismatch at index 0" in reason for stage in compiled for reason in stage.recompilations)
+    assert "stage 1 was compiled once more" in caplog.text
+
+
+def test_a_schedule_with_split_backwards_says_that_they_are_whole(caplog: pytest.LogCaptureFixture) -> None:
+    split_backward._tell_once.cache_clear()
+    check_same(tied, schedule="zb-h1")
+    assert "CompiledFunctionBackward cannot compute a part of its gradients" in caplog.text
+
+
+def test_a_graph_may_be_retained_and_forwards_run_alone_under_autocast() -> None:
+    def twice(run: Any, x: Tensor, target: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.mse_loss(run(x), target)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with torch.no_grad():
+            return loss.detach() + run(x).sum()
+
+    check_same(tied, call=twice, checkpoint="never")
+
+
+class Breaks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x.cos()
+
+
+def test_a_graph_break_is_an_error_that_names_the_stage_or_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(6, 6), nn.Tanh(), Breaks(), nn.Linear(6, 6)]
+
+    with pytest.raises(asyncpipe.TaskError) as caught:
+        trained(layers, AOT)
+    assert isinstance(caught.value.__cause__, asyncpipe.errors.CompileError)
+    assert caught.value.__cause__.stage == 1
+    plain, _ = trained(layers, False)
+    found, compiled = trained(layers, {**AOT, "fullgraph": False})
+    assert all(map(torch.equal, plain, found))
+    assert [len(stage.graph_breaks) for stage in compiled] == [0, 1]
+    assert "stage 1 is not one graph" in caplog.text
+
+
+class Counts(nn.Module):
+    """The compiler takes the number for fixed."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def test_a_stage_that_reaches_the_limit_of_recompilations_is_told_not_to_be_compiled(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo import config
+
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(6, 6), nn.Tanh(), Counts(), nn.Linear(6, 6)]
+
+    of_kind = StageCompiler._of_kind
+
+    def limiting(self: StageCompiler, *args: Any) -> Any:
+        config.recompile_limit = 2  # On the device's thread: the setting is a thread's own.
+        return of_kind(self, *args)
+
+    monkeypatch.setattr(StageCompiler, "_of_kind", limiting)
+    plain, _ = trained(layers, False, checkpoint="never")
+    found, compiled = trained(layers, {**AOT, "fullgraph": False}, checkpoint="never")
+    assert all(map(torch.equal, plain, found))
+    assert str(compiled[1]) == "stage 1 is not compiled"
+    assert "stage 1 runs without the compiler" in caplog.text
+    with pytest.raises(asyncpipe.TaskError, match="compiled 2 times already"):
+        trained(layers, AOT, checkpoint="never")
+
+
+def test_inductor_draws_the_same_again_and_leaves_no_process() -> None:
+    def losses(checkpoint: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+        options: Any = {"microbatches": 2, "loss_fn": nn.functional.mse_loss, "compile": True}
+        pipe = Pipeline(model, ["cpu:0"], checkpoint=checkpoint, **options)
+        with pipe.sync() as run:
+            loss = run.step(*torch.randn(2, 4, 6)).loss
+        assert [(stage.forward_graphs, stage.backward_graphs) for stage in pipe.compiled] == [(1, 1)]
+        assert loss is not None
+        return [loss, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+    # The forward that is recomputed was compiled without a graph, and refused if it drew other numbers.
+    for one, other in zip(losses("never"), losses("always"), strict=True):
+        torch.testing.assert_close(one, other)
+    assert not multiprocessing.active_children()
+
+
+def test_while_one_thread_compiles_no_other_runs_a_task_and_two_that_compile_take_turns() -> None:
+    gate, log = CompileGate(), []
+    inside, compiling, first = threading.Event(), threading.Event(), threading.Barrier(2)
+
+    def runs() -> None:
+        with gate.task():
+            inside.set()
+            with gate.task():
+                log.append("task")
+
+    def compiles(name: str) -> None:
+        first.wait()
+        with gate.task(), gate.compiling():
+            log.append(f"{name} begins")
+            compiling.set()
+            log.append(f"{name} ends")
+
+    with gate.task():
+        threads = [threading.Thread(target=compiles, args=(name,)) for name in "ab"]
+        for thread in threads:
+            thread.start()
+        assert not compiling.wait(0.05)
+    for thread in threads:
+        thread.join()
+    other = threading.Thread(target=runs)
+    with gate.compiling():
+        other.start()
+        assert not inside.wait(0.05)
+        log.append("compiled")
+    other.join()
+    assert [line.split()[-1] for line in log] == ["begins", "ends", "begins", "ends", "compiled", "task"]
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("yes", "compile must be True, False, 'cudagraphs', or a dict"),
+        ({"fullgraph": 1}, "fullgraph must be True or False"),
+        ({"disable": True}, "'disable' cannot be given for stages.*compile=False"),
+        ({"mode": "reduce-overhead"}, "the next micro-batch would overwrite"),
+        ({"mode": "fast"}, "mode must be 'default'"),
+        ({"mode": "default", "options": {}}, "mode or options, not both"),
+        ({"backend": "nothing"}, "Invalid backend: 'nothing'"),
+        ({"options": {"nothing": 1}}, "Unexpected optimization option nothing"),
+        ("cudagraphs", "needs CUDA devices, and 'cpu:0' is none"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_before_anything_runs(value: Any, says: str) -> None:
+    with pytest.raises(asyncpipe.errors.OptionError, match=says):
+        Pipeline(nn.Sequential(nn.Linear(2, 2)), ["cpu:0"], microbatches=1, compile=value)
+
+
+def test_a_missing_compiler_and_deferred_batch_norms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    with pytest.raises(asyncpipe.errors.OptionError, match="deferred batch norms count in Python"):
+        Pipeline(model, ["cpu:0"], microbatches=1, compile=AOT, deferred_batch_norm=True)
+
+    def none() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
+    with pytest.raises(asyncpipe.errors.OptionError, match="install g\\+\\+"):
+        Pipeline(nn.Sequential(nn.Linear(2, 2)), ["cpu:0"], microbatches=1, compile=True)
