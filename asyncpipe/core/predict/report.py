@@ -121,12 +121,19 @@ class SteadyState:
 
 
 def report(record: StepRecord) -> Report:
-    """The report of one step."""
+    """What one step took: times of its tasks, idle shares and peaks, from its journal.
+
+    Times count from the step's submission (from its first task, if it overlaps the step before), in seconds, or in the
+    unit of the costs if it was simulated.
+    """
     return _report(record, _began(record))
 
 
 def reports(records: Sequence[StepRecord]) -> list[Report]:
-    """The reports of steps on one clock, on which the first of them begins at 0."""
+    """The reports of steps on one clock, on which the first of them begins at 0; for ``steady_state``.
+
+    ``records`` are of one pipeline or simulation, in the order of their submissions. Without any, the list is empty.
+    """
     origin = _began(records[0]) if records else 0.0
     return [_report(record, origin) for record in records]
 
@@ -135,6 +142,7 @@ def steady_state(found: Sequence[Report]) -> SteadyState:
     """How steps of one job follow each other, as means from the end of the first to the end of the last.
 
     ``found`` are the ``reports`` of two or more steps, without those in which the pipeline had yet to fill.
+    Times have the unit of theirs. Raises ``OptionError`` if there are fewer than two.
     """
     if len(found) < 2:
         raise OptionError(f"a steady state shows in two steps or more, got {len(found)}")

@@ -114,12 +114,15 @@ class Shape:
 
 
 def loop_placement(shape: Shape) -> list[int]:
-    """The device of each stage, in a loop over the devices: 0 1 2 0 1 2."""
+    """The device of each stage, counted from 0, in a loop over the devices: 0 1 2 0 1 2. One entry for each stage."""
     return [stage % shape.devices for stage in range(shape.stages)]
 
 
 def zigzag_placement(shape: Shape) -> list[int]:
-    """The device of each stage, forth and back: 0 1 2 2 1 0. Two stages on each device make the V of zero-bubble."""
+    """The device of each stage, counted from 0, forth and back: 0 1 2 2 1 0. One entry for each stage.
+
+    Two stages on each device make the V of zero-bubble schedules.
+    """
     p = shape.devices
     return [stage % p if stage // p % 2 == 0 else p - 1 - stage % p for stage in range(shape.stages)]
 

@@ -33,5 +33,9 @@ class MetricsServer:
 
 
 def serve_metrics(registry: CollectorRegistry, port: int, address: str = "127.0.0.1") -> MetricsServer:
-    """A server that answers scrapes of ``registry`` on threads of its own; port 0 takes a free one (``.port``)."""
+    """A server that answers scrapes of ``registry`` on threads of its own; port 0 takes a free one (``.port``).
+
+    By default it listens on loopback alone. Raises ``OptionError`` if it cannot listen there. Close it, or use it in a
+    ``with``: nothing else ends its threads.
+    """
     return MetricsServer(registry, port, address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -15,6 +16,7 @@ from pathlib import Path
 __all__ = ["ROOT", "Built", "build", "check_files", "check_metadata", "installed", "package_files", "smoke"]
 
 ROOT = Path(__file__).parents[3]
+EXTRAS = ("cli", "service")
 LEFT_OUT = ("__pycache__", ".pyc")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -102,7 +104,10 @@ def smoke(python: Path, wheel: Path, folder: Path, torch: str) -> str:
     script = folder / "smoke.py"
     script.write_bytes((Path(__file__).parent / "smoke.py").read_bytes())
     printed = ""
-    for extras in ("", "cli,service"):
+    optional = [line for extra in EXTRAS for line in PROJECT["optional-dependencies"][extra]]
+    names = [re.split(r"[<>=]", requirement)[0] for requirement in optional]
+    _run(python, "-m", "pip", "uninstall", "--quiet", "--yes", *names)  # an environment may be used again
+    for extras in ("", ",".join(EXTRAS)):
         wanted = f"{wheel}[{extras}]" if extras else str(wheel)
         _run(python, "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", str(wheel))
         _run(python, "-m", "pip", "install", "--quiet", wanted)
