@@ -37,6 +37,7 @@ BENCHMARKS = {
     "dropin": "loss(pipe(x)).backward() on 2 CPU devices, against a backward by autograd's engine alone",
     "peers": "a step by asyncpipe, a plain loop, bare threads, torchgpipe, fairscale and torch's pipelining",
     "memory": "bytes that wait for a backward, recomputed against not, over the micro-batches",
+    "offload": "activations kept, offloaded and recomputed in a given memory: bytes and time, predicted and measured",
     "rss": "resident memory of the controller and its workers, for a model that is sent there or built there",
     "plan": "predicted steps of ten pipelines on 2 CPU devices, against measured ones",
     "prediction": "predicted steps on several hosts, against measured ones of workers with slowed edges",

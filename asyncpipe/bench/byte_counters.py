@@ -36,8 +36,10 @@ class ByteMeter:
     size is counted quickly, by the same operations. Only one thread at a time may count then.
     """
 
-    def __init__(self, *, values: bool = True) -> None:
+    def __init__(self, *, values: bool = True, limit: int | None = None) -> None:
+        """``limit``: an operation that needs more raises ``torch.OutOfMemoryError``, when it has run."""
         self.values = values
+        self.limit = limit
         self.live = 0
         self.peak = 0
         self._sizes: dict[int, int] = {}
@@ -55,6 +57,11 @@ class ByteMeter:
         """Reset the peak to the bytes that are live now."""
         self.peak = self.live
 
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Never count the storages of ``tensors``, which were there before."""
+        for tensor in tensors:
+            self._sizes[tensor.untyped_storage()._cdata] = 0
+
     def add(self, tensor: Tensor) -> None:
         """Count the storage of ``tensor``, unless it is counted already."""
         storage = tensor.untyped_storage()
@@ -62,7 +69,10 @@ class ByteMeter:
         with self._lock:
             if key in self._sizes:
                 return
-            self._sizes[key] = size = storage.nbytes()
+            size = storage.nbytes()
+            if self.limit is not None and self.live + size > self.limit:
+                raise torch.OutOfMemoryError(f"{self.live} of {self.limit} bytes are in use; {size} were wanted")
+            self._sizes[key] = size
             self.live += size
             self.peak = max(self.peak, self.live)
         # torch keeps the Python object of a storage alive as long as the storage.

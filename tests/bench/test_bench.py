@@ -25,6 +25,7 @@ from asyncpipe.bench import (
     examples,
     memory,
     metrics,
+    offload,
     overhead,
     pipeline,
     rss,
@@ -566,3 +567,17 @@ def test_what_is_outside_a_span_does_not_count():
     assert sharing.within(tasks, 1, 4) == 2
     assert sharing.within(tasks, 5, 7) == 0
     assert sharing.within(tasks, 0, math.inf) == 5
+
+
+# offload
+
+
+def test_offload_trains_in_what_is_too_little_to_keep_everything():
+    size = offload.OffloadSize(width=128, layers=6, samples=1024, rounds=1)
+    figures = json.loads(json.dumps(offload.run(quiet, size=size)))
+    kept, offloaded, recomputed = figures["rows"]
+    assert [row["fits"] for row in figures["rows"]] == [False, True, True]
+    assert all(row["same_bits"] for row in figures["rows"])
+    assert max(offloaded["bytes"], recomputed["bytes"]) < figures["limit_bytes"] < kept["bytes"]
+    assert kept["predicted_bytes"] == pytest.approx(kept["bytes"], rel=0.1)
+    assert "out of memory" in offload.show(figures)

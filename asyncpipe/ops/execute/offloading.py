@@ -37,13 +37,15 @@ from asyncpipe.ops.device.streams import AcceleratorStream, LaneStream, record
 
 __all__ = ["KeptActivations", "OffloadedGraph", "ghost", "has_own_memory", "storages_of"]
 
+HOST_TYPES = {"cpu"}
+"""The types of devices whose memory is the host's. Benchmarks take a CPU out, to have something to offload from."""
 SMALLEST = 1 << 16
 """Bytes from which on a block is offloaded: a bus takes about as long to begin a copy as for so many bytes."""
 
 
 def has_own_memory(device: Device) -> bool:
     """Whether the memory of ``device`` is not the host's, so that there is something to offload from."""
-    return device.is_accelerator
+    return device.physical.type not in HOST_TYPES
 
 
 def storages_of(tensors: Iterable[Tensor]) -> set[int]:
