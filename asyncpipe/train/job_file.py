@@ -171,7 +171,7 @@ Balance = Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(_checked_
 
 
 Offload = Annotated[
-    float | tuple[float, ...] | None,
+    float | Annotated[tuple[float, ...], Strict(False)] | None,
     Field(description="must be a fraction from 0 to 1, or a list with that of each stage"),
     AfterValidator(_checked_offload),
 ]

@@ -163,6 +163,8 @@ def test_a_plan_that_was_printed_is_what_train_takes(job, profile, capsys):
     assert (planned.schedule, list(planned.balance)) == (table["schedule"], table["balance"])
     assert (planned.stages, planned.transport) == (None, "gloo")
     assert main(["train", str(job), "--plan", str(printed), "--no-progress"]) == 0
+    printed.write_text(f"{printed.read_text(encoding='utf-8')}offload = [0.5, 0.0]\n", encoding="utf-8")
+    assert with_plan_file(load_job(job), printed).pipeline.offload == (0.5, 0.0)
 
 
 @pytest.mark.parametrize(

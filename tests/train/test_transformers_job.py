@@ -1,11 +1,9 @@
-"""``model = "transformers"`` in a job file, and the example of a loop of one's own."""
+"""``model = "transformers"`` in a job file."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -207,21 +205,3 @@ def test_a_job_file_says_which_key_is_wrong(old, new, message):
     with pytest.raises(JobFileError) as caught:
         find_entry(load_job(path))()
     assert message in str(caught.value)
-
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune"
-
-
-def test_the_example_is_forty_lines_and_learns(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLE))
-    finetune = __import__("finetune")
-    sys.modules.pop("finetune")
-    assert len((EXAMPLE / "finetune.py").read_text().splitlines()) <= 40
-    text = "\n".join("devices wait for each other"[: 8 + number % 20] for number in range(40))
-    torch.manual_seed(0)
-    first, last = asyncio.run(finetune.main(text, tmp_path / "tuned"))
-    assert last < first
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").config.hidden_size == 64
-    # The job file is one, of the same model.
-    job = load_job(EXAMPLE / "finetune.toml")
-    assert job.job.parameters["config"]["hidden_size"] == 64
