@@ -15,6 +15,8 @@ from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.predict.memory import StageMemory, memory_over_time, peak_memory
 from asyncpipe.ops.device import copies
+from asyncpipe.ops.device.streams import AcceleratorStream, record
+from asyncpipe.ops.execute.offloading import KeptActivations
 from tests.emulated import device as emu
 from tests.emulated.helpers import Call, piped
 
@@ -154,3 +156,26 @@ def test_steps_overlap_with_offload():
             assert len([result.wait() for result in pipe.steps([(X[:256], X[:256])] * 3)]) == 3
     pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("way", ["to the host", "back"])
+def test_what_is_abandoned_outlives_its_copies(way):
+    """The memory of a copy that nobody waits for is not used again before it is over."""
+    compute, lane = (AcceleratorStream(torch.device("emu:0")) for _ in range(2))
+    with compute.use():
+        x = torch.ones(128, 128, device="emu:0", requires_grad=True)
+        kept = KeptActivations(set())
+        with kept.saving():
+            y = (x * 2).sin()
+    lane.wait(record(compute.stream))
+    with lane.use(), torch.no_grad():
+        kept.offload(lane)
+    if way == "back":
+        compute.wait(record(lane.stream))
+        kept.free()
+        with lane.use(), torch.no_grad():
+            kept.load(lane, compute)
+    kept.abandon()
+    del kept, x, y
+    with compute.use():
+        torch.ones(128, 128, device="emu:0")
