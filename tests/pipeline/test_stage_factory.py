@@ -111,7 +111,7 @@ async def test_a_seed_of_its_own_and_copies_of_what_was_trained(tmp_path):
         ("no module", {}, "'module:function' or a function, got 'no module'"),
         (returns_none, {}, r"StageFactory\(returns_none\) must return the module of a stage, and returned NoneType"),
         (tied, {}, r"'weight' of stage 2 is 'weight' of stage 0; stages .* share no tensors: make it anew"),
-        (make_stage, {"sample": (1, 2)}, "name a schedule"),
+        (make_stage, {"sample": (torch.zeros(4, 1),)}, "name a schedule"),
         (make_stage, {"deferred_batch_norm": True}, r"return asyncpipe.convert_deferred_batch_norm\(module\) from it"),
     ],
     ids=["missing", "no name", "no module", "ties", "sample", "batch norm"],
