@@ -39,6 +39,7 @@ model = "transformers"
 [job.parameters]
 data = "{data}"
 length = 12
+held_out = 0.4
 save = "{save}"
 [job.parameters.config]
 {config}
@@ -66,7 +67,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = "The devices wait for each other. " * 30
     Path("text.txt").write_text(text, encoding="utf-8")
-    lines = [text[: 3 + 2 * number] for number in range(20)]
+    lines = [text[: 3 + 2 * number] for number in reversed(range(20))]
     Path("lines.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines), encoding="utf-8")
 
 
@@ -106,9 +107,11 @@ async def test_a_job_trains_and_writes_what_from_pretrained_reads():
 async def test_the_held_out_loss_of_lines_is_that_of_all_their_tokens():
     summary = await run(job_file("lines", data="lines.jsonl"))
     model = transformers.AutoModelForCausalLM.from_pretrained("lines")
-    # The last two of 20 lines.
-    ids = torch.tensor([list(b"The devices ")] * 2)
-    assert summary.evaluation == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-5)
+    # The last eight lines, of 12 to 3 bytes, were in two batches; a byte is the label of the one before.
+    rows = [torch.tensor(list(b"The devices "[: 3 + 2 * number])) for number in reversed(range(8))]
+    losses = [model(input_ids=row[None], labels=row[None]).loss.item() for row in rows]
+    total = sum(loss * (len(row) - 1) for loss, row in zip(losses, rows, strict=True))
+    assert summary.evaluation == pytest.approx(total / sum(len(row) - 1 for row in rows), rel=1e-5)
 
 
 def test_a_plan_of_the_job_is_what_it_trains_with(capsys):
@@ -133,7 +136,7 @@ def test_lines_are_padded_and_each_is_drawn_once_an_epoch():
         assert (labels[~mask] == -100).all()
         assert mask.sum(1).max() == mask.shape[1]
     lengths = sorted(int(size) for x, _ in epoch for size in x["attention_mask"].sum(1))
-    assert lengths == sorted(min(12, 3 + 2 * number) for number in range(16))
+    assert lengths == sorted(min(12, 3 + 2 * number) for number in range(4, 20))
 
 
 async def test_a_model_goes_on_from_a_folder_and_shows_what_it_says(tmp_path):

@@ -148,6 +148,7 @@ def test_a_value_that_several_layers_use_is_sent_once_to_each_of_their_stages():
     assert (costs.sent, costs.skips) == ((48, 48), {(0, 2): 16})
     # Both ways into the last stage are one link now.
     assert SKIPPING.costs([2, 1], 4).sent == (16 + 48,)
+    assert SKIPPING.costs([2, 1], 4).skips == {}
     assert SKIPPING.costs([1, 2], 4).sent == (48,)
     graph = lower(find_schedule("1f1b"), Shape(3, 1, 3), wiring=SKIPPING.wiring([1, 1, 1]))
     seconds = {task.id: costs(task) for task in graph.tasks}
