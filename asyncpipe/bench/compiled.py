@@ -40,14 +40,12 @@ class CompiledSize:
     microbatches: int = 4
     checked_layers: int = 2
     """Of the model whose gradients are compared."""
-    rounds: int = 8
+    rounds: int = 6
 
 
 def run(progress: Progress, size: CompiledSize | None = None, backend: str = "inductor") -> Figures:
     """Medians of ``step``, in milliseconds; what was compiled, and how far the gradients are off."""
     size = size or CompiledSize()
-    progress("comparing gradients")
-    off = _gradients_off(size, backend)
     arms = {"eager": False, "compiled": {"backend": backend}}
     times: dict[str, list[float]] = {name: [] for name in arms}
     first = {}
@@ -56,11 +54,15 @@ def run(progress: Progress, size: CompiledSize | None = None, backend: str = "in
         for name, pipe in pipes.items():
             progress(f"first step, {name}")
             first[name] = seconds_of(partial(_step, pipe, size))
+            progress(f"{first[name]:.1f} s")
             _step(pipe, size)
         for number in rounds(size.rounds, progress):
             for name in alternating(list(arms), number):
                 times[name].append(seconds_of(partial(_step, pipes[name], size)))
         compiled = pipes["compiled"].compiled
+    progress("; ".join(f"{name} {median(seconds) * 1e3:.0f} ms" for name, seconds in times.items()))
+    progress("comparing gradients")
+    off = _gradients_off(size, backend)
     return {
         "step_ms": {name: median(seconds) * 1e3 for name, seconds in times.items()},
         "best_ms": {name: min(seconds) * 1e3 for name, seconds in times.items()},

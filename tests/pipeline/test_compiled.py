@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe import Pipeline, pop, skippable, stash
+from asyncpipe.bench.compiled import CompiledSize, run, show
 from asyncpipe.core.engine.compilations import CompiledStage
 from asyncpipe.ops.autograd import split_backward
 from asyncpipe.ops.device.compile_gate import CompileGate
@@ -319,3 +320,14 @@ def test_a_missing_compiler_and_deferred_batch_norms_are_refused(monkeypatch: py
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
     with pytest.raises(asyncpipe.errors.OptionError, match="install g\\+\\+"):
         Pipeline(nn.Sequential(nn.Linear(2, 2)), ["cpu:0"], microbatches=1, compile=True)
+
+
+def test_the_benchmark_compares_compiled_stages_with_those_that_are_not() -> None:
+    model = {"layers": 1, "width": 8, "heads": 2, "vocabulary": 16, "checked_layers": 1}
+    size = CompiledSize(**model, samples=2, tokens=4, microbatches=2, rounds=1)
+    lines: list[str] = []
+    figures = run(lines.append, size, backend="aot_eager")
+    assert figures["graphs"] == [(1, 1), (1, 1)]
+    assert (figures["gradients_off"], figures["graph_breaks"], figures["recompilations"]) == (0.0, 0, 0)
+    assert "0 graph breaks, 0 recompilations" in show(figures)
+    assert "comparing gradients" in lines
