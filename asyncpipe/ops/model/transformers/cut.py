@@ -25,7 +25,7 @@ from asyncpipe.ops.model.transformers.families import Trunk, find_trunks
 from asyncpipe.ops.model.transformers.image import Image
 from asyncpipe.ops.model.transformers.layer_run import LayerRange, LayerRun
 from asyncpipe.ops.model.transformers.layer_stage import LayerStage, StageLinks
-from asyncpipe.ops.model.transformers.refusals import refuse_hooked_images
+from asyncpipe.ops.model.transformers.refusals import refuse_hooked_images, refuse_reentrant
 
 __all__ = ["cut_at_layers", "unit_balance"]
 
@@ -45,6 +45,7 @@ def cut_at_layers(module: nn.Module, model: nn.Module, loss: CountedLoss | None)
     trunks = find_trunks(model)
     if not trunks:
         return None
+    refuse_reentrant(model)
     known = _Known(module, model, trunks, loss)
     return _staged(known, [1] * _unit_count(trunks))
 

@@ -94,4 +94,4 @@ class _Join:
 
 def _wrapped(staged: StagedModel, module: nn.Module, prepare: _TracedInputs, loss: CountedLoss | None) -> StagedModel:
     takes, join = _Takes(prepare, staged.takes), _Join(staged, module, prepare, loss)
-    return replace(staged, module=module, takes=takes, join=join, own_loss=loss)
+    return replace(staged, module=module, takes=takes, join=join, own_loss=loss, is_fine=True)
