@@ -82,12 +82,12 @@ def _staged(known: _Known, balance: Sequence[int]) -> StagedModel:
         modules.append(LayerStage(runs, images, ends))
 
     takes = takes_of(known.model, stages, len(known.trunks), has_loss=known.loss is not None)
-    join = _Join(known, tuple(balance))
+    join = _JoinUnits(known, tuple(balance))
     return StagedModel(known.module, modules, tuple(sorted(links)), takes, join, known.loss, is_fine=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Join:
+class _JoinUnits:
     """Makes fewer stages of these; a copy does so with the copied model."""
 
     known: _Known

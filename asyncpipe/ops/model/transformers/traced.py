@@ -69,7 +69,7 @@ class _TracedInputs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Takes:
+class _TracedTakes:
     prepare: _TracedInputs
     traced: Any
 
@@ -79,7 +79,7 @@ class _Takes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Join:
+class _JoinTraced:
     whole: StagedModel
     module: nn.Module
     prepare: _TracedInputs
@@ -93,5 +93,5 @@ class _Join:
 
 
 def _wrapped(staged: StagedModel, module: nn.Module, prepare: _TracedInputs, loss: CountedLoss | None) -> StagedModel:
-    takes, join = _Takes(prepare, staged.takes), _Join(staged, module, prepare, loss)
+    takes, join = _TracedTakes(prepare, staged.takes), _JoinTraced(staged, module, prepare, loss)
     return replace(staged, module=module, takes=takes, join=join, own_loss=loss, is_fine=True)
