@@ -23,10 +23,12 @@ __all__ = ["EmbeddingStandIn", "Handed", "KeptLayer", "PassedOn", "ResumedLayer"
 class Handed(local):
     """What a stage was handed, and what it hands on, while it runs on this thread."""
 
-    received: Any = None
-    """What the last layer of the stage before has returned."""
-    sent: Any = None
-    """What the stage's last layer has returned."""
+    def __init__(self) -> None:
+        # Set in each thread before the first use: torch's compiler looks at which attributes there are.
+        self.received: Any = None
+        """What the last layer of the stage before has returned."""
+        self.sent: Any = None
+        """What the stage's last layer has returned."""
 
     @property
     def hidden(self) -> Tensor:
