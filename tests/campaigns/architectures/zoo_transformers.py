@@ -60,6 +60,9 @@ def _images(config: str, model: str, options: dict[str, Any], side: int = 32) ->
     return getattr(transformers, model)(made), {"pixel_values": floats(3, side, side), "labels": numbers(3)}
 
 
+_DEBERTA = DECODER | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+
+
 @entry("transformers")
 def gpt2() -> Built:
     options = {"vocab_size": WORDS, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 4}
@@ -126,7 +129,13 @@ def albert() -> Built:
 
 @entry("transformers")
 def deberta() -> Built:
-    options = DECODER | {"num_labels": 3, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    return _language_model("DebertaV2Config", "DebertaV2ForMaskedLM", _DEBERTA)
+
+
+@entry("transformers")
+def deberta_classes() -> Built:
+    """Its loss branches on how many labels there are, which a trace cannot follow."""
+    options = _DEBERTA | {"num_labels": 3}
     return _language_model("DebertaV2Config", "DebertaV2ForSequenceClassification", options, "sentence")
 
 
@@ -178,9 +187,9 @@ def falcon() -> Built:
 
 @entry("transformers")
 def mixtral() -> Built:
-    return _language_model(
-        "MixtralConfig", "MixtralForCausalLM", GROUPED | {"num_local_experts": 3, "experts_implementation": "eager"}
-    )
+    # The eager experts branch on values, and grouped products know no float64.
+    options = GROUPED | {"num_local_experts": 3, "experts_implementation": "batched_mm"}
+    return _language_model("MixtralConfig", "MixtralForCausalLM", options)
 
 
 @entry("transformers")
