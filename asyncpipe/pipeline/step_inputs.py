@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
-from asyncpipe.errors import LossError, OptionError
+from asyncpipe.errors import BatchError, LossError, OptionError
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.random_streams import draw_step_seed
 from asyncpipe.ops.device.copies import to_device
@@ -111,6 +111,13 @@ class StepInputs:
         if not isinstance(x, CutInputs):
             target = target_of(parts, x, target)
         _check_loss(options.loss_fn, target, training)
+        if (
+            training
+            and target is NO_TARGET
+            and options.loss_fn is parts.staged.own_loss
+            and not isinstance(x, CutInputs)
+        ):
+            raise BatchError("the model's own loss needs labels; give them in the batch or as the target, or a loss_fn")
         has_loss = training or target is not NO_TARGET
         pieces = x if isinstance(x, CutInputs) else CutInputs.of(parts, x, target, has_loss=has_loss)
         if isinstance(x, CutInputs):

@@ -15,7 +15,7 @@ from asyncpipe.errors import BatchError
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.transformers.layer_run import LayerRange
 
-__all__ = ["BatchInputs", "named_inputs", "takes_of"]
+__all__ = ["BatchInputs", "model_inputs", "takes_of"]
 
 LABELS = "labels"
 
@@ -38,24 +38,12 @@ class BatchInputs:
     model: Any
     dropped: Sequence[frozenset[str]]
     """By stage: the arguments that it does without."""
-    is_pair: bool
-    """Whether the model has an encoder and a decoder, whose input follows from the labels."""
     has_loss: bool
     """Whether somebody computes a loss of labels in a batch."""
 
     def __call__(self, arguments: Arguments) -> dict[int, Any]:
         """Raises ``BatchError`` for arguments that the model does not take, or that a pipeline cannot follow."""
-        inputs = named_inputs(self.model, arguments)
-        labels = inputs.pop(LABELS, None)
-        if labels is not None and not self.has_loss:
-            raise BatchError(
-                f"how {type(self.model).__name__} computes its loss of labels is not known; give the pipeline a "
-                "loss_fn, which gets (output, labels), or leave the labels out"
-            )
-        if self.is_pair and not inputs.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}:
-            if labels is None or not hasattr(self.model, "prepare_decoder_input_ids_from_labels"):
-                raise BatchError("the batch has no decoder_input_ids, and no labels that they follow from")
-            inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels)
+        inputs = model_inputs(self.model, arguments, has_loss=self.has_loss)
         taken: dict[int, Any] = {}
         for stage, dropped in enumerate(self.dropped):
             mine = {name: value for name, value in inputs.items() if name not in dropped}
@@ -79,10 +67,30 @@ def takes_of(model: nn.Module, stages: Sequence[Sequence[LayerRange]], trunks: i
         if all(each.trunk == 0 for each in ranges):
             names.add("decoder_attention_mask")
         dropped.append(frozenset(names))
-    return BatchInputs(model, tuple(dropped), trunks > 1, has_loss)
+    return BatchInputs(model, tuple(dropped), has_loss)
 
 
-def named_inputs(model: nn.Module, arguments: Arguments) -> dict[str, Any]:
+def model_inputs(model: Any, arguments: Arguments, *, has_loss: bool) -> dict[str, Any]:
+    """The arguments that ``model`` is called with to get its output: without labels, with what a decoder makes of them.
+
+    Raises ``BatchError``; also for labels if nobody computes a loss of them.
+    """
+    inputs = _named_inputs(model, arguments)
+    labels = inputs.pop(LABELS, None)
+    if labels is not None and not has_loss:
+        raise BatchError(
+            f"how {type(model).__name__} computes its loss of labels is not known; give the pipeline a loss_fn, which "
+            "gets (output, labels), or leave the labels out"
+        )
+    has_decoder = "decoder_input_ids" in signature(model.forward).parameters
+    if has_decoder and not inputs.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}:
+        if labels is None or not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+            raise BatchError("the batch has no decoder_input_ids, and no labels that they follow from")
+        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+    return inputs
+
+
+def _named_inputs(model: nn.Module, arguments: Arguments) -> dict[str, Any]:
     """The arguments of a call of ``model`` by name, without those that are ``None``; ``BatchError`` if they do not fit.
 
     A dict or ``UserDict`` alone stands for keyword arguments.

@@ -11,6 +11,7 @@ from its end to every stage of the decoder::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from asyncpipe.ops.model.transformers.families import Trunk, find_trunks
 from asyncpipe.ops.model.transformers.image import Image
 from asyncpipe.ops.model.transformers.layer_run import LayerRange, LayerRun
 from asyncpipe.ops.model.transformers.layer_stage import LayerStage, StageLinks
-from asyncpipe.ops.model.transformers.refusals import refuse_hooked_images
+from asyncpipe.ops.model.transformers.refusals import refuse_hooked_images, refuse_reentrant
 
 __all__ = ["cut_at_layers", "unit_balance"]
 
@@ -44,6 +45,7 @@ def cut_at_layers(module: nn.Module, model: nn.Module, loss: CountedLoss | None)
     trunks = find_trunks(model)
     if not trunks:
         return None
+    refuse_reentrant(model)
     known = _Known(module, model, trunks, loss)
     return _staged(known, [1] * _unit_count(trunks))
 
@@ -79,14 +81,24 @@ def _staged(known: _Known, balance: Sequence[int]) -> StagedModel:
         refuse_hooked_images(images, known.model)
         modules.append(LayerStage(runs, images, ends))
 
-    def join(module: nn.Module, sizes: Sequence[int]) -> StagedModel:
-        if module is not known.module:
-            raise BalanceError("a copy of a model cannot be cut in another way; cut the model, and then copy it")
-        counts = [sum(balance[a:b]) for a, b in pairwise([0, *accumulate(sizes)])]
-        return _staged(known, counts)
-
     takes = takes_of(known.model, stages, len(known.trunks), has_loss=known.loss is not None)
+    join = _JoinUnits(known, tuple(balance))
     return StagedModel(known.module, modules, tuple(sorted(links)), takes, join, known.loss, is_fine=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _JoinUnits:
+    """Makes fewer stages of these; a copy does so with the copied model."""
+
+    known: _Known
+    balance: tuple[int, ...]
+    """Units of each stage."""
+
+    def __call__(self, module: nn.Module, sizes: Sequence[int]) -> StagedModel:
+        if module is not self.known.module:
+            raise BalanceError("this is another model than the stages are of")
+        edges = [0, *accumulate(sizes)]
+        return _staged(self.known, [sum(self.balance[begin:end]) for begin, end in pairwise(edges)])
 
 
 def _ranges(trunks: Sequence[Trunk], first: int, end: int) -> list[LayerRange]:

@@ -12,7 +12,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.ops.model.stage import has_hooks
 from asyncpipe.ops.model.transformers.image import Image
 
-__all__ = ["refuse_hooked_images", "refuse_unfit"]
+__all__ = ["refuse_hooked_images", "refuse_reentrant", "refuse_unfit"]
 
 _CHECKPOINT = (
     "reentrant gradient checkpointing makes gradients behind the back of a stage; call "
@@ -32,6 +32,13 @@ def refuse_unfit(model: nn.Module) -> None:
     name = type(model).__name__
     for reason in (*_of_config(model), *_of_modules(model)):
         raise OptionError(f"{name}: {reason}")
+
+
+def refuse_reentrant(model: nn.Module) -> None:
+    """Raise ``OptionError`` if layers of ``model`` are to be called in reentrant gradient checkpointing."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) is True and _is_reentrant(module):
+            raise OptionError(f"{type(model).__name__}: {_CHECKPOINT}")
 
 
 def refuse_hooked_images(images: list[Image], model: nn.Module) -> None:
@@ -81,8 +88,6 @@ def _of_modules(model: nn.Module) -> Iterator[str]:
                 f"{where} leaves out layers at random (LayerDrop), by numbers that a recomputation would not repeat "
                 "and that other stages do not know; set layerdrop to 0.0 in the config before the model is made"
             )
-        if getattr(module, "gradient_checkpointing", False) is True and _is_reentrant(module):
-            yield _CHECKPOINT
 
 
 def _drops_layers(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.transformers.counted_loss import CountedLoss, loss_kind
 from asyncpipe.ops.model.transformers.cut import cut_at_layers
 from asyncpipe.ops.model.transformers.refusals import refuse_unfit
+from asyncpipe.ops.model.transformers.traced import trace_at_layers
 
 __all__ = ["stage_transformers"]
 
@@ -26,12 +27,7 @@ def stage_transformers(module: nn.Module, batch: Any, *, own_loss: bool = True) 
     refuse_unfit(model)
     loss = _loss(model, own_loss)
     staged = cut_at_layers(module, model, loss)
-    if staged is None:
-        raise OptionError(
-            f"{type(model).__name__} is of a family that is not known; cut it with asyncpipe.trace(model, example, "
-            "split=[…]) and give the result to Pipeline"
-        )
-    return staged
+    return trace_at_layers(module, model, batch, loss) if staged is None else staged
 
 
 def _unwrapped(module: Any) -> nn.Module:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import asyncpipe
+from asyncpipe.errors import BatchError, OptionError
+from asyncpipe.ops.model.transformers.counted_loss import CountedLoss
+from asyncpipe.ops.model.transformers.stage_transformers import stage_transformers
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,7 +57,7 @@ def check(model: nn.Module, gradients: dict[str, Tensor | None]) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("GPT2LMHeadModel", {"balance": [1, 2]}),
+        ("GPT2LMHeadModel", {"balance": [1, 2], "microbatches": 5}),  # One micro-batch has no label.
         ("GPT2ForSequenceClassification", {"schedule": "zb-h1"}),
         ("LlamaForCausalLM", {"checkpoint": "always"}),
         ("LlamaForSequenceClassification", {"schedule": "gpipe", "microbatches": 5, "balance": [1, 2]}),
@@ -77,3 +82,197 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(name: str, options: dic
     torch.testing.assert_close(result.loss, expected.loss.detach(), rtol=0, atol=1e-10)
     torch.testing.assert_close(result.outputs.logits, expected.logits.detach(), rtol=0, atol=1e-10)
     check(model, gradients)
+
+
+def test_the_call_returns_the_loss_of_the_whole_batch() -> None:
+    model, batch = make_model("GPT2LMHeadModel"), make_batch("GPT2LMHeadModel")
+    expected, gradients = unsplit(model, batch)
+    with asyncpipe.from_transformers(model, batch, devices=DEVICES, microbatches=3).sync() as pipe:
+        output = pipe(**batch)
+        output.loss.backward()
+        torch.testing.assert_close(output.loss, expected.loss, rtol=0, atol=1e-10)
+        check(model, gradients)
+        assert list(pipe(transformers.BatchEncoding(batch))) == ["loss", "logits"]
+        assert list(pipe(batch["input_ids"])) == ["logits"]
+
+
+def test_labels_are_the_target_or_in_the_batch_and_a_loss_of_ones_own_gets_them() -> None:
+    model, batch = make_model("LlamaForCausalLM"), make_batch("LlamaForCausalLM")
+    inputs, labels = {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
+    with torch.no_grad():
+        expected = model(**batch).loss.item()
+    with asyncpipe.from_transformers(model, batch, devices=DEVICES, microbatches=2).sync() as pipe:
+        assert pipe.step(inputs, labels).loss.item() == pytest.approx(expected, abs=1e-10)
+        with pytest.raises(BatchError, match="needs labels"):
+            pipe.step(inputs)
+        pipe.eval()
+        assert pipe.step(inputs).loss is None
+        assert not any(stage.module.runs[0].image.training for stage in pipe.stages)
+        assert pipe.step(batch).loss.item() == pytest.approx(expected, abs=1e-10)
+        assert pipe.step(inputs).outputs.logits.shape == (5, 7, 48)
+    own = asyncpipe.from_transformers(model, batch, devices=DEVICES, microbatches=2, loss_fn=mean_of_squares)
+    with own.sync() as pipe:
+        squares = pipe.train().step(batch)
+        assert squares.loss.item() == pytest.approx(squares.outputs.logits.square().mean().item(), abs=1e-10)
+
+
+def mean_of_squares(output: Any, labels: Tensor) -> tuple[Tensor, int]:
+    assert labels.dtype is torch.int64
+    return output.logits.square().mean(), len(labels)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"use_cache": True}, "no cache"),
+        ({"output_attentions": True}, "logits alone"),
+        ({"num_items_in_batch": 3}, "counts the labels itself"),
+        ({"input_ids": [[1, 2]] * 5}, "return_tensors"),
+    ],
+)
+def test_what_a_batch_may_not_ask_for(change: dict[str, Any], says: str) -> None:
+    model, batch = make_model("LlamaForCausalLM"), make_batch("LlamaForCausalLM")
+    with asyncpipe.from_transformers(model, batch, devices=DEVICES, microbatches=2).sync() as pipe:
+        with pytest.raises(BatchError, match=says):
+            pipe.step({**batch, **change})
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def reentrant(model: Any) -> None:
+    with pytest.warns(FutureWarning) if transformers.__version__ >= "5.20" else pytest.MonkeyPatch.context():
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+
+
+def with_accelerate_hook(model: Any) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(model.model.layers[0], hooks.ModelHook())
+
+
+def with_own_loss_function(model: Any) -> None:
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (reentrant, "checkpoint='always'"),
+        (with_accelerate_hook, "hook of accelerate"),
+        (with_own_loss_function, "give loss_fn="),
+        (lambda model: model.model.register_forward_hook(lambda *_: None), "submodule 'model' has hooks"),
+        (lambda model: setattr(model.config, "output_hidden_states", True), "set it to False"),
+        (lambda model: setattr(model.config, "output_router_logits", True), "auxiliary loss"),
+        (lambda model: setattr(model.model, "layerdrop", 0.1), "LayerDrop"),
+        (lambda model: setattr(model, "is_loaded_in_8bit", True), "8 or 4 bits"),
+    ],
+)
+def test_what_stages_would_get_wrong_is_refused(spoil: Any, says: str) -> None:
+    model = make_model("LlamaForCausalLM")
+    spoil(model)
+    with pytest.raises(OptionError, match=says):
+        asyncpipe.from_transformers(model, make_batch("LlamaForCausalLM"), devices=DEVICES, microbatches=2)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_and_checkpointed_layers_train_and_are_saved(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    base, batch = make_model("LlamaForCausalLM"), make_batch("LlamaForCausalLM")
+    model = peft.get_peft_model(deepcopy(base), config).double()
+    model.enable_input_require_grads()
+    for layer in model.base_model.model.model.layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    expected, gradients = unsplit(model, batch)
+    with asyncpipe.from_transformers(model, batch, devices=DEVICES, microbatches=3).sync() as pipe:
+        assert pipe.step(batch).loss.item() == pytest.approx(expected.loss.item(), abs=1e-10)
+        check(model, gradients)
+        assert list(pipe.state_dict()) == list(model.state_dict())
+        pipe.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(base, tmp_path)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name].double(), value, rtol=0, atol=1e-6)
+
+
+def test_tied_weights_train_in_workers_and_are_saved(tmp_path: Path) -> None:
+    model, batch = make_model("GPT2LMHeadModel"), make_batch("GPT2LMHeadModel")
+    expected, gradients = unsplit(model, batch)
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for other, tied in model.named_parameters(remove_duplicate=False):
+            if tied is parameter:
+                trained[other] -= gradients[name]
+    pipe = asyncpipe.from_transformers(
+        *(model, batch), devices=DEVICES, microbatches=3, workers="processes", optimizer=one_step
+    )
+    with pipe.sync() as remote:
+        loss = remote.step(batch).loss
+        remote.save_pretrained(tmp_path)
+    assert loss is not None
+    assert loss.item() == pytest.approx(expected.loss.item(), abs=1e-10)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    for name, value in loaded.state_dict().items():
+        torch.testing.assert_close(value, trained[name], rtol=0, atol=1e-10)
+    assert loaded.generation_config.eos_token_id == 2
+
+
+def one_step(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def test_another_family_is_traced() -> None:
+    name = "ElectraForMaskedLM"
+    batch = make_batch("BertForMaskedLM")
+    config = transformers.ElectraConfig(
+        vocab_size=48,
+        embedding_size=16,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = getattr(transformers, name)(config).double()
+    expected, gradients = unsplit(model, batch)
+    with asyncpipe.from_transformers(model, batch, devices=DEVICES, microbatches=3).sync() as pipe:
+        assert pipe.step(batch).loss.item() == pytest.approx(expected.loss.item(), abs=1e-10)
+    check(model, gradients)
+
+
+def test_units_are_joined_also_of_a_copy_and_hooks_of_layers_are_called() -> None:
+    model, batch = make_model("GemmaForCausalLM"), make_batch("GemmaForCausalLM")
+    finest = stage_transformers(model, batch)
+    assert len(finest.stages) == 5
+    assert [len(list(unit.parameters())) for unit in finest.joined([2, 2, 1]).joined([2, 1]).stages] == [28, 2]
+    assert len(deepcopy(finest).joined([3, 2]).stages) == 2
+    seen: list[str] = []
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda *_, index=index: seen.append(f"layer {index}"))
+    with asyncpipe.from_transformers(model, batch, devices=["cpu"], microbatches=1, balance=[3]).sync() as pipe:
+        pipe.eval().step(batch)
+    assert seen == ["layer 0", "layer 1", "layer 2"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "classes", "labels"),
+    [
+        ("causal", 6, torch.tensor([[1, 2, -100, 3], [-100, 5, 0, -100]])),
+        ("tokens", 6, torch.tensor([[1, 2, -100, 3], [-100, 5, 0, -100]])),
+        ("classes", 6, torch.tensor([1, 3])),
+        ("classes", 6, torch.rand(2, 6)),
+        ("classes", 1, torch.rand(2)),
+    ],
+)
+def test_each_loss_is_the_librarys(kind: str, classes: int, labels: Tensor) -> None:
+    from transformers.loss import loss_utils
+
+    config = transformers.PretrainedConfig(num_labels=classes)
+    logits = torch.randn(*labels.shape[: 1 if kind == "classes" else 2], classes)
+    expected = {
+        "causal": lambda: loss_utils.ForCausalLMLoss(logits, labels, classes),
+        "tokens": lambda: loss_utils.ForTokenClassification(logits, labels, config),
+        "classes": lambda: loss_utils.ForSequenceClassificationLoss(labels, logits, config),
+    }[kind]()
+    mean, count = CountedLoss("Model", kind, classes)({"logits": logits}, labels)
+    torch.testing.assert_close(mean, expected, check_dtype=False)
+    assert count == (labels[..., 1:] != -100).sum() if kind == "causal" else (labels != -100).sum()
