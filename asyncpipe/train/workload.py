@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from torch import Generator, Tensor, nn
 
+from asyncpipe.ops.model.feed import FromFeed
 from asyncpipe.ops.model.nested import tensors_of
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.pipeline.pipeline import Pipeline
@@ -94,5 +95,5 @@ class Workload:
 
 
 def sample_count(x: Any) -> int:
-    """How many samples a mini-batch has, which may be a tensor or tensors by name."""
-    return x.size(0) if isinstance(x, Tensor) else max(tensor.size(0) for tensor in tensors_of(x))
+    """How many samples a mini-batch has: a tensor, tensors by name, or what stands for those of a feed."""
+    return len(x) if isinstance(x, Tensor | FromFeed) else max(tensor.size(0) for tensor in tensors_of(x))

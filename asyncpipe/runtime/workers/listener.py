@@ -113,7 +113,13 @@ class ControlListener:
         connected.setblocking(False)
         task = asyncio.get_running_loop().create_task(self._let_in(connected), name="asyncpipe handshake")
         self._handshakes.add(task)
-        task.add_done_callback(self._handshakes.discard)
+
+        def over(task: asyncio.Task[None]) -> None:
+            self._handshakes.discard(task)
+            if task.cancelled():  # Perhaps before it has begun.
+                connected.close()
+
+        task.add_done_callback(over)
 
     async def _let_in(self, connected: socket.socket) -> None:
         try:
@@ -121,8 +127,6 @@ class ControlListener:
                 token = await let_in(connected, self._secret)
         except OSError as error:
             _logger.warning("a connection to the workers' controller is refused: %s", error or "it said nothing")
-            connected.close()
-        except asyncio.CancelledError:
             connected.close()
         else:
             prepare(connected)

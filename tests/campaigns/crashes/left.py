@@ -28,7 +28,10 @@ class Held:
         found = {
             # Sockets and pipes have numbers of their own.
             "descriptors": Counter(target.partition(":[")[0] for target in descriptors),
-            "threads": Counter(thread.name for thread in threading.enumerate()),
+            # A loop's own threads (to_thread) wait for more work until it is closed.
+            "threads": Counter(
+                thread.name for thread in threading.enumerate() if not thread.name.startswith(("asyncio_", "uvloop_"))
+            ),
             "descendants": Counter(_descendants("self")),
         }
         for folder in self._folders:

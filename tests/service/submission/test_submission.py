@@ -194,7 +194,7 @@ def test_what_was_submitted_is_what_runs(submission):
         submission.get("weight", 1.0),
     )
     assert job["name"] == submission["name"]
-    assert job["job"] == {"entry": submission["entry"], "parameters": submission["parameters"]}
+    assert job["job"] == {"entry": submission["entry"], "parameters": submission["parameters"], "model": None}
     for table in ("pipeline", "training", "snapshots", "faults"):
         for key, value in submission.get(table, {}).items():
             assert job[table][key] == value
