@@ -19,6 +19,7 @@ from asyncpipe.core.schedules.protocol import Schedule
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.autograd.random_streams import draw_step_seed
+from asyncpipe.ops.execute.offloading import has_own_memory
 from asyncpipe.ops.model.feed import as_feed
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.sequential import take_all
@@ -65,7 +66,7 @@ class Pipeline(ModelProxy):
     def _set_up(self, arguments: PipelineArguments) -> None:
         pool = arguments.pool or DevicePool(**arguments.pool_options)
         self.devices = pool.resolve(arguments.devices)
-        if arguments.offload is not None and not any(device.is_accelerator for device in self.devices):
+        if arguments.offload is not None and not any(map(has_own_memory, self.devices)):
             _logger.warning("offload moves nothing here: the memory of the devices is the host's; leave it out on CPUs")
         arguments = resolve_auto(replace(arguments, feed=as_feed(arguments.feed)))
         if isinstance(arguments.model, StageFactory):
