@@ -335,7 +335,7 @@ class LastingRun:
         self._broken.update(loss.broken)
         self._tries += 1
         rest = self._broken_since + seconds - self._loop.time()
-        # What the workers have seen of a connection that carries nothing was known when it was given up.
+        # A message on every edge has shown who is cut off, so trying again would show nothing new.
         is_sure = loss.cut_off is not None and rest <= 0
         if self._tries == 1 and not is_sure:
             return
