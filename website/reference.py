@@ -42,6 +42,7 @@ PLUG_INS = (
     "runtime.executor.PostEvent",
     "runtime.executor.StepHandle",
     "runtime.workers.launcher.WatchedProcess",
+    "service.client.AsyncJobClient",
     "service.client.JobClient",
     "service.malloc.limit_arenas",
     "service.settings.service_settings.ServiceSettings",

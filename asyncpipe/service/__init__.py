@@ -8,7 +8,7 @@
     settings/             what the operator sets
     store/                the jobs on disk
     http/                 the HTTP API and its pages
-    client.py             JobClient, which speaks the API with the standard library alone
+    client/               JobClient, with the standard library alone, and AsyncJobClient, with httpx
     job_states.py         the states of a job and the transitions between them
     malloc.py             limits the C library's heaps; whole_writes.py: writes that are complete or not made
 

@@ -1,12 +1,15 @@
-"""The client against a scripted service: what it sends, what it asks again, what it never does."""
+"""Both clients against a scripted service: what they send, what they ask again, what they never do."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import pickle
 import socket
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,10 +19,41 @@ from typing import Any
 import pytest
 
 from asyncpipe.errors import AsyncpipeError, OptionError
-from asyncpipe.service.client import ApiError, JobClient, UnreachableError, WaitTimeoutError
+from asyncpipe.service.client import ApiError, AsyncJobClient, JobClient, UnreachableError, WaitTimeoutError
 
 TOKEN = "correct-horse-battery-staple"
 JOB = "01k8zq1m7h9x2v4n6r8t0w3y5b"
+
+
+class Awaited:
+    """An ``AsyncJobClient`` whose calls block, so that both clients pass the same tests."""
+
+    def __init__(self, url: str, token: str | None = None, *, sleep: Callable[[float], object], **options: Any) -> None:
+        async def pause(seconds: float) -> None:
+            sleep(seconds)
+
+        self._client = AsyncJobClient(url, token, sleep=pause, **options)
+
+    def __repr__(self) -> str:
+        return repr(self._client)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            found = getattr(self._client, name)(*arguments, **options)
+            return asyncio.run(found) if inspect.iscoroutine(found) else each(found)
+
+        return call
+
+
+def each(found: AsyncGenerator[Any, None]) -> Iterator[Any]:
+    with asyncio.Runner() as runner:
+        try:
+            while True:
+                yield runner.run(anext(found))
+        except StopAsyncIteration:
+            return
+        finally:
+            runner.run(found.aclose())
 
 
 @dataclass
@@ -37,13 +71,15 @@ class Service:
     """Answers with one of ``answers`` after the other, the last one again and again."""
 
     url: str
+    kind: Callable[..., Any] = JobClient
+    """Which client asks."""
     answers: list[Callable[[BaseHTTPRequestHandler], None]] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def client(self, **options: Any) -> JobClient:
-        return JobClient(self.url, **{"sleep": self.pauses.append, "timeout": 10.0, **options})
+    def client(self, path: str = "", **options: Any) -> Any:
+        return self.kind(self.url + path, **{"sleep": self.pauses.append, "timeout": 10.0, **options})
 
     def next(self, request: Request) -> Callable[[BaseHTTPRequestHandler], None]:
         with self.lock:
@@ -51,8 +87,8 @@ class Service:
             return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
-@pytest.fixture
-def service() -> Iterator[Service]:
+@pytest.fixture(params=[JobClient, Awaited])
+def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     class Handler(BaseHTTPRequestHandler):
         def answer(self) -> None:
             length = int(self.headers.get("Content-Length", 0))
@@ -70,7 +106,7 @@ def service() -> Iterator[Service]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    found = Service(f"http://127.0.0.1:{server.server_port}")
+    found = Service(f"http://127.0.0.1:{server.server_port}", request.param)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield found
@@ -162,7 +198,7 @@ def test_each_call_is_one_request(call, method, path, body, service):
 
 def test_an_application_may_have_mounted_the_service_below_a_path(service):
     service.answers = [says(200, {"id": JOB})]
-    assert JobClient(f"{service.url}/training/").show(JOB) == {"id": JOB}
+    assert service.client("/training/").show(JOB) == {"id": JOB}
     assert service.requests[0].path == f"/training/v1/jobs/{JOB}"
     assert "authorization" not in service.requests[0].headers
 
@@ -266,7 +302,7 @@ def test_a_change_that_was_surely_not_done_is_asked_again(service):
 
 def test_a_service_that_is_not_there_is_asked_a_bounded_number_of_times(service):
     pauses: list[float] = []
-    client = JobClient(f"http://127.0.0.1:{dead_port()}", retries=3, sleep=pauses.append)
+    client = service.kind(f"http://127.0.0.1:{dead_port()}", retries=3, sleep=pauses.append)
     for ask in (lambda: client.pause(JOB), lambda: client.show(JOB), lambda: list(client.events(JOB))):
         pauses.clear()
         with pytest.raises(UnreachableError, match="refused"):
@@ -322,6 +358,48 @@ def test_proxies_of_the_environment_are_not_used(service, monkeypatch):
     service.answers = [says(200, {"id": JOB})]
     assert service.client(token=TOKEN).show(JOB) == {"id": JOB}
     assert service.requests[0].path.startswith("/v1/")
+
+
+def test_the_asynchronous_client_says_what_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(OptionError, match=r"httpx.*\.\[client\]"):
+        AsyncJobClient("http://127.0.0.1:1")
+
+
+def test_a_cancelled_call_closes_its_connection(service):
+    """The service sees the end of the connection, and nothing waits for the rest of the response."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def never_ends(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.flush()
+        begun.set()
+        assert handler.connection.recv(1) == b""
+        ended.set()
+
+    async def cancel() -> None:
+        call = asyncio.create_task(AsyncJobClient(service.url).show(JOB))
+        await asyncio.to_thread(begun.wait)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    service.answers = [never_ends]
+    asyncio.run(cancel())
+    assert ended.wait(30)
+
+
+def test_both_clients_have_the_same_methods_and_say_the_same_of_them():
+    def methods(kind: type) -> dict[str, tuple[object, str | None]]:
+        found = {name: value for name, value in vars(kind).items() if inspect.isfunction(value) and name[0] != "_"}
+        return {
+            name: (list(inspect.signature(value).parameters.values()), value.__doc__) for name, value in found.items()
+        }
+
+    plain = methods(JobClient)
+    assert len(plain) >= 16
+    assert methods(AsyncJobClient) == plain
 
 
 @pytest.mark.parametrize(
