@@ -35,7 +35,7 @@ __all__ = ["add_parser"]
 _T = TypeVar("_T")
 
 DEFAULT_URL = "http://127.0.0.1:8080"
-STATES = ("queued", "running", "paused", "finished", "failed", "cancelled")
+STATES = ("queued", "running", "paused", "finished", "failed", "cancelled", "quarantined")
 HOST_CHANGES = {
     "drain": "have jobs leave a host after their steps, for maintenance",
     "undrain": "have jobs use a host again",

@@ -6,19 +6,24 @@
                  │  ┌─ restarted, shutting down, or tried again ─┐   │
                  ▼  ▼                                            │   │
     submitted ▶ queued ─────────────── begins ─────────────────▶ running ─── asked for ───▶ paused
-                 │ │ │                                            │ │ │                     ▲  │
-                 │ │ └──────────────────── asked for ─────────────┼─┼─┼─────────────────────┘  │
-                 │ └─ cannot be built ─▶ failed ◀─────────────────┘ │ └─▶ finished             │
-                 └────────────────────▶ cancelled ◀─────────────────┴──────────────────────────┘
+                ▲│ │ │                                            │ │ │                     ▲  │
+                ││ │ └──────────────────── asked for ─────────────┼─┼─┼─────────────────────┘  │
+                ││ └─ cannot be built ─▶ failed ◀─────────────────┘ │ └─▶ finished             │
+                │└────────────────────▶ cancelled ◀─────────────────┴──────────────────────────┘
+                └────── retried ─────── failed, cancelled, quarantined
 
-``finished``, ``failed`` and ``cancelled`` are final. A resumed job is queued again, since its devices may be in use. A
-running job takes a moment to pause or to be cancelled; the request is stored meanwhile (``JobRecord.asked``), so that
-it survives if the process is killed.
+Jobs in ``FINAL_STATES`` have ended: nothing happens to them by itself. Only ``finished`` is for ever: the others go on
+if somebody retries them. A job is ``quarantined`` from any state before its end, when it seems to take the service
+down, or what it needs to go on is lost. A paused job fails when its deadline passes.
+
+A resumed job is queued again, since its devices may be in use. A running job takes a moment to pause or to be
+cancelled; the request is stored meanwhile (``JobRecord.asked``), so that it survives if the process is killed.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -30,6 +35,7 @@ from asyncpipe.errors import AsyncpipeError, OptionError
 __all__ = [
     "FINAL_STATES",
     "JSON",
+    "TAG",
     "TRANSITIONS",
     "JobRecord",
     "JobSpec",
@@ -41,6 +47,7 @@ __all__ = [
     "check_asking",
     "check_transition",
     "is_idempotency_key",
+    "is_tag",
     "tidy_cause",
 ]
 
@@ -52,8 +59,16 @@ MAX_NAME = 200
 MAX_WEIGHT = 1e6
 MAX_CAUSE = 2000
 MAX_KEY = 200
+MAX_TAGS = 20
+MAX_TAG = 64
+MAX_AFTER = 100
+LAST_DEADLINE = 253402300800.0
+"""The end of the year 9999, as a Unix time."""
 IDEMPOTENCY_KEY = f"1 to {MAX_KEY} printable ASCII characters"
 """What an idempotency key is, for messages."""
+TAG = f"1 to {MAX_TAG} letters, digits and any of . _ : / = + -"
+"""What a tag is, for messages."""
+_TAG = rf"[A-Za-z0-9._:/=+-]{{1,{MAX_TAG}}}"
 
 
 class JobState(StrEnum):
@@ -65,6 +80,7 @@ class JobState(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    QUARANTINED = "quarantined"
 
 
 class PriorityClass(StrEnum):
@@ -76,23 +92,32 @@ class PriorityClass(StrEnum):
 
 TRANSITIONS: Mapping[JobState, tuple[JobState, ...]] = MappingProxyType(
     {
-        JobState.QUEUED: (JobState.RUNNING, JobState.PAUSED, JobState.FAILED, JobState.CANCELLED),
+        JobState.QUEUED: (
+            JobState.RUNNING,
+            JobState.PAUSED,
+            JobState.FAILED,
+            JobState.CANCELLED,
+            JobState.QUARANTINED,
+        ),
         JobState.RUNNING: (
             JobState.QUEUED,
             JobState.PAUSED,
             JobState.FINISHED,
             JobState.FAILED,
             JobState.CANCELLED,
+            JobState.QUARANTINED,
         ),
-        JobState.PAUSED: (JobState.QUEUED, JobState.CANCELLED),
+        JobState.PAUSED: (JobState.QUEUED, JobState.FAILED, JobState.CANCELLED, JobState.QUARANTINED),
         JobState.FINISHED: (),
-        JobState.FAILED: (),
-        JobState.CANCELLED: (),
+        JobState.FAILED: (JobState.QUEUED,),
+        JobState.CANCELLED: (JobState.QUEUED,),
+        JobState.QUARANTINED: (JobState.QUEUED,),
     }
 )
 """The states that may follow each state."""
 
-FINAL_STATES = frozenset(state for state, following in TRANSITIONS.items() if not following)
+FINAL_STATES = frozenset({JobState.FINISHED, JobState.FAILED, JobState.CANCELLED, JobState.QUARANTINED})
+"""Of jobs that have ended; those that can be retried as well."""
 
 
 class JobSpecError(OptionError):
@@ -119,10 +144,13 @@ class JobStateError(AsyncpipeError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What was submitted: the fields by which the service orders jobs, and a JSON object with the rest.
+    """What was submitted: the fields by which the service orders and finds jobs, and a JSON object with the rest.
 
     ``entry`` is the registered ``module:factory``; ``document`` has the parameters, pipeline, training and so on, and
     is validated elsewhere. Raises ``JobSpecError``.
+
+    The specification of a ``JobRecord`` has the priority class, weight, tags and deadline of now, which may have been
+    changed since the job was submitted.
     """
 
     name: str
@@ -130,6 +158,14 @@ class JobSpec:
     document: Mapping[str, JSON] = field(default_factory=dict)
     priority_class: PriorityClass = PriorityClass.FOREGROUND
     weight: float = 1.0
+    tags: tuple[str, ...] = ()
+    """Words by which the job is found."""
+    group: str | None = None
+    """The name of the group in which it was submitted with others."""
+    after: tuple[str, ...] = ()
+    """Ids of the jobs that have to finish before it begins."""
+    deadline: float | None = None
+    """The Unix time at which the job fails unless it has ended."""
 
     def __post_init__(self) -> None:
         for what, value in (("name", self.name), ("entry", self.entry)):
@@ -142,6 +178,23 @@ class JobSpec:
             raise JobSpecError(f"a job's document is a JSON object, not {self.document!r:.100}")
         if not isinstance(self.weight, int | float) or not 0 < self.weight <= MAX_WEIGHT:
             raise JobSpecError(f"a job's weight is a number above 0, up to {MAX_WEIGHT:g}, not {self.weight!r:.100}")
+        self._check_finding()
+
+    def _check_finding(self) -> None:
+        if not isinstance(self.tags, tuple) or len(self.tags) > MAX_TAGS or not all(map(is_tag, self.tags)):
+            raise JobSpecError(f"a job's tags are up to {MAX_TAGS}, each {TAG}; not {self.tags!r:.200}")
+        if len(set(self.tags)) < len(self.tags):
+            raise JobSpecError(f"a job has each tag once, not {self.tags!r:.200}")
+        if self.group is not None and not (isinstance(self.group, str) and 0 < len(self.group) <= MAX_NAME):
+            raise JobSpecError(f"a job's group is a text of 1 to {MAX_NAME} characters, not {self.group!r:.100}")
+        ids = self.after if isinstance(self.after, tuple) else (None,)
+        if len(ids) > MAX_AFTER or not all(isinstance(job, str) and 0 < len(job) <= MAX_NAME for job in ids):
+            raise JobSpecError(f"a job comes after up to {MAX_AFTER} jobs, each an id, not {self.after!r:.200}")
+        if self.deadline is not None and not (
+            isinstance(self.deadline, int | float) and 0 < self.deadline < LAST_DEADLINE
+        ):
+            rule = "a Unix time in seconds before the year 10000"
+            raise JobSpecError(f"a job's deadline is {rule}, not {self.deadline!r:.100}")
 
     def table(self, name: str) -> dict[str, JSON]:
         """The table ``name`` of the document; empty if there is none."""
@@ -150,12 +203,15 @@ class JobSpec:
 
     def to_json(self) -> str:
         """The specification as ASCII text; equal ones have the same text. Raises ``JobSpecError``."""
+        # What is not given is left out, so that the text is that of the versions that did not know it.
+        finding = {"tags": list(self.tags), "group": self.group, "after": list(self.after), "deadline": self.deadline}
         table = {
             "name": self.name,
             "entry": self.entry,
             "document": dict(self.document),
             "priority_class": str(self.priority_class),
             "weight": float(self.weight),
+            **{key: value for key, value in finding.items() if value},
         }
         try:
             text = json.dumps(table, sort_keys=True, allow_nan=False, separators=(",", ":"))
@@ -177,7 +233,11 @@ class JobSpec:
         try:
             table = json.loads(text)
             priority = PriorityClass(table["priority_class"])
-            return cls(table["name"], table["entry"], table["document"], priority, table["weight"])
+            tags, after = tuple(table.get("tags", ())), tuple(table.get("after", ()))
+            return cls(
+                table["name"], table["entry"], table["document"], priority, table["weight"],
+                tags, table.get("group"), after, table.get("deadline"),
+            )  # fmt: skip
         except (TypeError, ValueError, KeyError, RecursionError) as error:
             raise JobSpecError(f"a stored specification cannot be read: {text:.200}") from error
 
@@ -206,10 +266,14 @@ class JobRecord:
     """The cause of that request."""
     schedule: str | None = None
     """The schedule that replaces the submitted one, if it was changed."""
+    crashes: int = 0
+    """How often the service died unasked while it ran, since its last snapshot or retry."""
+    forked_from: str | None = None
+    """The id of the job of which it is a copy; that one may be gone."""
 
     @property
     def is_background(self) -> bool:
-        """Whether the job was submitted as a background job."""
+        """Whether the job has only the device time that others leave idle."""
         return self.spec.priority_class is PriorityClass.BACKGROUND
 
 
@@ -255,6 +319,11 @@ def tidy_cause(cause: str) -> str:
     # Messages of exceptions may contain file names that cannot be encoded.
     text = cause.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= MAX_CAUSE else f"{text[: MAX_CAUSE - 1]}…"
+
+
+def is_tag(tag: object) -> bool:
+    """Whether ``tag`` can be a tag of a job, which is ``TAG``."""
+    return isinstance(tag, str) and re.fullmatch(_TAG, tag) is not None
 
 
 def is_idempotency_key(key: object) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from asyncpipe.service.job_states import (
     FINAL_STATES,
     MAX_CAUSE,
     MAX_SPEC_BYTES,
+    TRANSITIONS,
     JobSpec,
     JobSpecError,
     JobState,
@@ -40,8 +43,15 @@ LEGAL = {
     "running finished",
     "running failed",
     "running cancelled",
+    "queued quarantined",
+    "running quarantined",
     "paused queued",
+    "paused failed",
     "paused cancelled",
+    "paused quarantined",
+    "failed queued",
+    "cancelled queued",
+    "quarantined queued",
 }
 
 
@@ -57,16 +67,19 @@ def test_exactly_the_legal_transitions_pass(state, to):
         assert {f"{state} {possible}" for possible in caught.value.possible} <= LEGAL
 
 
-def test_three_states_are_final():
-    assert frozenset({JobState.FINISHED, JobState.FAILED, JobState.CANCELLED}) == FINAL_STATES
+def test_jobs_that_have_ended_begin_again_only_if_they_have_not_finished():
+    ended = {JobState.FINISHED, JobState.FAILED, JobState.CANCELLED, JobState.QUARANTINED}
+    assert ended == FINAL_STATES
+    assert {state for state in ended if TRANSITIONS[state]} == ended - {JobState.FINISHED}
 
 
 def test_an_illegal_transition_is_told_with_what_would_be_possible():
     with pytest.raises(AsyncpipeError) as caught:
         check_transition("7", JobState.PAUSED, JobState.RUNNING)
-    assert str(caught.value) == "job 7 is paused: it cannot become running; from there it can become queued, cancelled"
-    with pytest.raises(JobStateError, match=r"^job 7 is failed: it cannot become queued; that state is final$"):
-        check_transition("7", JobState.FAILED, JobState.QUEUED)
+    possible = "from there it can become queued, failed, cancelled, quarantined"
+    assert str(caught.value) == f"job 7 is paused: it cannot become running; {possible}"
+    with pytest.raises(JobStateError, match=r"^job 7 is finished: it cannot become queued; that state is final$"):
+        check_transition("7", JobState.FINISHED, JobState.QUEUED)
 
 
 def test_a_job_in_another_state_than_expected_does_not_pass():
@@ -133,6 +146,9 @@ def test_a_specification_comes_back_from_its_text(document, priority, weight):
     text = spec.to_json()
     assert JobSpec.from_json(text) == spec
     assert text.isascii()
+    assert set(json.loads(text)) == {"name", "entry", "document", "priority_class", "weight"}  # As long ago.
+    found = replace(spec, tags=("a", "b=c/d"), group="ä", after=("7",), deadline=2e9)
+    assert JobSpec.from_json(found.to_json()) == found
     reordered = JobSpec("ä", "package.module:factory", dict(reversed(document.items())), priority, weight)
     assert reordered.to_json() == text
 
@@ -177,6 +193,15 @@ def test_what_is_not_plain_json_is_refused(document):
         ({"weight": 0}, "weight is a number above 0"),
         ({"weight": float("nan")}, "weight is a number above 0"),
         ({"weight": "3"}, "weight is a number above 0"),
+        ({"tags": ["a"]}, "tags are up to 20, each 1 to 64 letters"),
+        ({"tags": ("a b",)}, "tags are up to 20, each 1 to 64 letters"),
+        ({"tags": tuple(map(str, range(21)))}, "tags are up to 20"),
+        ({"tags": ("a", "a")}, "has each tag once"),
+        ({"group": ""}, "group is a text of 1 to 200"),
+        ({"after": "abc"}, "comes after up to 100 jobs"),
+        ({"after": ("a", "")}, "comes after up to 100 jobs"),
+        ({"deadline": 0}, "deadline is a Unix time"),
+        ({"deadline": float("inf")}, "deadline is a Unix time"),
     ],
 )
 def test_wrong_fields_are_refused(change, message):

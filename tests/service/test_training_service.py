@@ -29,7 +29,7 @@ from asyncpipe.train.workload import Workload
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
 
-QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
+QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
 STEPS = 30
 
 

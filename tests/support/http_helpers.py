@@ -95,6 +95,8 @@ class FakeService:
         return await self.become(job, JobState.PAUSED, cause)
 
     async def resume(self, job: str, cause: str = "") -> JobRecord:
+        if (state := (await self.store.get(job)).state) in FINAL_STATES:
+            raise JobStateError(job, state, "be resumed")
         return await self.become(job, JobState.QUEUED, cause)
 
     async def cancel(self, job: str, cause: str = "") -> JobRecord:

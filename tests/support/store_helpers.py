@@ -14,6 +14,7 @@ __all__ = [
     "FINISHED",
     "LEGAL",
     "PAUSED",
+    "QUARANTINED",
     "QUEUED",
     "RUNNING",
     "SPEC",
@@ -24,15 +25,16 @@ __all__ = [
 ]
 
 SPEC = JobSpec("job", "package.module:factory", {"parameters": {"width": 16}, "devices": ["cpu", "cpu"]})
-QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
+QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
 
 LEGAL = {
-    QUEUED: {RUNNING, PAUSED, FAILED, CANCELLED},
-    RUNNING: {QUEUED, PAUSED, FINISHED, FAILED, CANCELLED},
-    PAUSED: {QUEUED, CANCELLED},
+    QUEUED: {RUNNING, PAUSED, FAILED, CANCELLED, QUARANTINED},
+    RUNNING: {QUEUED, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED},
+    PAUSED: {QUEUED, FAILED, CANCELLED, QUARANTINED},
     FINISHED: set(),
-    FAILED: set(),
-    CANCELLED: set(),
+    FAILED: {QUEUED},
+    CANCELLED: {QUEUED},
+    QUARANTINED: {QUEUED},
 }
 """By state: those into which a job may go from it."""
 

@@ -146,7 +146,10 @@ class ActiveJobs:
         async with self.turn(job):
             if job in self.running:
                 return self._update(await self.store.ask(job, None, cause))
-            return await self.become(await self.store.get(job), JobState.QUEUED, cause, self._most_queued)
+            record = await self.store.get(job)
+            if record.state in FINAL_STATES:  # Which is more than to resume: `retry`.
+                raise JobStateError(job, record.state, "be resumed, as it has ended")
+            return await self.become(record, JobState.QUEUED, cause, self._most_queued)
 
     async def change_schedule(self, job: str, schedule: str) -> JobRecord:
         """The job, which follows ``schedule`` from its next step on, also after a restart.

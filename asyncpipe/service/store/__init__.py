@@ -5,7 +5,7 @@
     job_store.py         JobStore: the methods that a service awaits, and their checks. Start here.
     database_thread.py   the thread that owns the connection and commits many requests at once
     queries.py           the SQL, one function for each part of a transaction
-    database.py          opening the file, its schema, and SQLite's errors in words
+    database.py          opening the file, and SQLite's errors in words; schema.py: its tables
 
 Which states a job may pass through is in ``service/job_states.py``. May import nothing else of the service.
 """

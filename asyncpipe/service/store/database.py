@@ -1,4 +1,4 @@
-"""The store's database file: opening it safely, its schema, and SQLite's errors in words.
+"""The store's database file: opening it safely, and SQLite's errors in words.
 
 A commit that returned is on disk: the file has a write-ahead log and is synced at every commit. While the store is
 open, no other process can use the file (``locking_mode`` is exclusive): two services would run the same jobs twice.
@@ -14,12 +14,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.service.job_states import JobState, PriorityClass
+from asyncpipe.service.store.schema import APPLICATION_ID, MIGRATIONS
 
-__all__ = ["MIGRATIONS", "StoreError", "StoreProblem", "explain", "open_database"]
-
-APPLICATION_ID = 0x61_70_6A_73
-"""Marks the file as a job store ("apjs"), so that databases of other programs are recognised and not changed."""
+__all__ = ["StoreError", "StoreProblem", "explain", "open_database"]
 
 
 class StoreProblem(StrEnum):
@@ -83,47 +80,6 @@ def explain(path: Path, error: sqlite3.Error) -> StoreError:
     explained = StoreError(path, problem, f"{what} ({error})", advice)
     explained.__cause__ = error
     return explained
-
-
-def _first_schema(connection: sqlite3.Connection) -> None:
-    states = ", ".join(f"'{state}'" for state in JobState)
-    classes = ", ".join(f"'{priority}'" for priority in PriorityClass)
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.execute(
-        f"""CREATE TABLE jobs (
-            number INTEGER PRIMARY KEY AUTOINCREMENT, -- the order of submission, also when the clock is set back
-            id TEXT NOT NULL UNIQUE,
-            spec TEXT NOT NULL,
-            priority_class TEXT NOT NULL CHECK (priority_class IN ({classes})),
-            state TEXT NOT NULL CHECK (state IN ({states})),
-            cause TEXT NOT NULL,
-            submitted REAL NOT NULL,
-            updated REAL NOT NULL,
-            attempts INTEGER NOT NULL DEFAULT 0,
-            step INTEGER NOT NULL DEFAULT 0,
-            snapshot TEXT,
-            asked TEXT CHECK (asked IN ({states})), -- what a running job was asked to become
-            asked_cause TEXT,
-            schedule TEXT, -- replaces that of the specification
-            idempotency_key TEXT UNIQUE
-        )"""
-    )
-    connection.execute("CREATE INDEX jobs_by_state ON jobs (state, number)")
-    connection.execute(
-        f"""CREATE TABLE transitions (
-            sequence INTEGER PRIMARY KEY AUTOINCREMENT,
-            job INTEGER NOT NULL REFERENCES jobs (number),
-            from_state TEXT CHECK (from_state IN ({states})),
-            to_state TEXT NOT NULL CHECK (to_state IN ({states})),
-            at REAL NOT NULL,
-            cause TEXT NOT NULL
-        )"""
-    )
-    connection.execute("CREATE INDEX transitions_by_job ON transitions (job, sequence)")
-
-
-MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_first_schema,)
-"""Migration n (from 0) brings a store from schema n to n + 1. Never change an old one; append new ones."""
 
 
 def open_database(

@@ -102,21 +102,26 @@ class JobStore:
     # Changing
 
     async def add(
-        self, spec: JobSpec, idempotency_key: str | None = None, *, most_queued: int | None = None
+        self,
+        spec: JobSpec,
+        idempotency_key: str | None = None,
+        *,
+        most_queued: int | None = None,
+        forked_from: str | None = None,
     ) -> tuple[JobRecord, bool]:
         """The new job, queued, and true; or the job that the same key and specification created before, and false.
 
         Raises ``JobSpecError``, ``OptionError`` (the key), ``IdempotencyConflictError`` where the key was used with
         another specification, and ``QueueFullError`` for a new job if ``most_queued`` jobs are queued already.
         """
-        text = spec.to_json()
+        spec.to_json()
         if idempotency_key is not None and not is_idempotency_key(idempotency_key):
             raise OptionError(f"an idempotency key is {IDEMPOTENCY_KEY}")
 
         def change(connection: sqlite3.Connection) -> tuple[JobRecord, bool]:
             at = self._clock()
             job = self._make_id(at)
-            record = queries.add_job(connection, job, text, spec.priority_class, at, idempotency_key, most_queued)
+            record = queries.add_job(connection, job, spec, at, idempotency_key, most_queued, forked_from)
             return record, record.id == job
 
         return await self.thread.run(change, writes=True)

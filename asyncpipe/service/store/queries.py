@@ -5,8 +5,10 @@ Jobs are ordered by their number, which counts submissions; clients see ids only
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from asyncpipe.errors import AsyncpipeError
@@ -38,7 +40,11 @@ __all__ = [
     "recover_jobs",
 ]
 
-_COLUMNS = "id, spec, state, cause, submitted, updated, attempts, step, snapshot, asked, asked_cause, schedule"
+_COLUMNS = (
+    "id, spec, state, cause, submitted, updated, attempts, step, snapshot, asked, asked_cause, schedule, crashes,"
+    " forked_from, priority_class, weight, tags, deadline"
+)
+_FROM = "FROM jobs JOIN specs ON specs.job = jobs.number"
 _BY_CLASS = f"CASE priority_class WHEN '{PriorityClass.FOREGROUND}' THEN 0 ELSE 1 END, number"
 
 
@@ -83,18 +89,19 @@ class QueueFullError(AsyncpipeError, RuntimeError):
 def add_job(
     connection: sqlite3.Connection,
     job: str,
-    text: str,
-    priority: PriorityClass,
+    spec: JobSpec,
     at: float,
     key: str | None,
     most_queued: int | None = None,
+    forked_from: str | None = None,
 ) -> JobRecord:
-    """A new job, queued; or the job that ``key`` created before with the same ``text``, a specification as JSON.
+    """A new job, queued; or the job that ``key`` created before with the same ``spec``.
 
     Raises ``IdempotencyConflictError``, and ``QueueFullError`` if ``most_queued`` jobs are queued already.
     """
+    text = spec.to_json()
     if key is not None:
-        row = connection.execute("SELECT id, spec FROM jobs WHERE idempotency_key = ?", (key,)).fetchone()
+        row = connection.execute(f"SELECT id, spec {_FROM} WHERE idempotency_key = ?", (key,)).fetchone()
         if row is not None and row[1] != text:
             raise IdempotencyConflictError(key, row[0])
         if row is not None:
@@ -102,10 +109,16 @@ def add_job(
     _check_room(connection, most_queued)
     cause = "submitted"
     number = connection.execute(
-        "INSERT INTO jobs (id, spec, priority_class, state, cause, submitted, updated, idempotency_key)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (job, text, priority, JobState.QUEUED, cause, at, at, key),
-    ).lastrowid
+        "INSERT INTO jobs (id, name, entry, priority_class, weight, tags, group_name, deadline, state, cause,"
+        " submitted, updated, idempotency_key, forked_from) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (job, spec.name, spec.entry, spec.priority_class, spec.weight, json.dumps(spec.tags), spec.group, spec.deadline,
+         JobState.QUEUED, cause, at, at, key, forked_from),
+    ).lastrowid  # fmt: skip
+    connection.execute("INSERT INTO specs (job, spec) VALUES (?, ?)", (number, text))
+    connection.executemany("INSERT INTO job_tags (tag, job) VALUES (?, ?)", [(tag, number) for tag in spec.tags])
+    connection.executemany(
+        "INSERT OR IGNORE INTO job_waits (awaited, job) VALUES (?, ?)", [(other, number) for other in spec.after]
+    )
     _add_transition(connection, number, None, JobState.QUEUED, at, cause)
     return find_job(connection, job)
 
@@ -119,7 +132,7 @@ def change_state(
     expect: JobState | None = None,
     most_queued: int | None = None,
 ) -> JobRecord:
-    """``job`` after its transition to the state ``to``.
+    """``job`` after its transition to the state ``to``. A retried one has no crashes, and no deadline that has passed.
 
     Raises ``UnknownJobError``, ``JobStateError``, and ``QueueFullError`` if ``most_queued`` jobs are queued already.
     """
@@ -131,6 +144,11 @@ def change_state(
         " WHERE number = ?",
         (to, cause, at, to is JobState.RUNNING, number),
     )
+    if state in FINAL_STATES:
+        connection.execute("UPDATE jobs SET crashes = 0 WHERE number = ?", (number,))
+        connection.execute("UPDATE jobs SET deadline = NULL WHERE number = ? AND deadline <= ?", (number, at))
+    if to is JobState.FINISHED:
+        connection.execute("DELETE FROM job_waits WHERE awaited = ?", (job,))
     _add_transition(connection, number, state, to, at, cause)
     return find_job(connection, job)
 
@@ -167,13 +185,18 @@ def note_progress(connection: sqlite3.Connection, job: str, step: int, snapshot:
     if state is not JobState.RUNNING:
         raise JobStateError(job, state, "report progress")
     connection.execute(
-        "UPDATE jobs SET step = ?, snapshot = coalesce(?, snapshot), updated = ? WHERE number = ?",
-        (step, snapshot, at, number),
+        "UPDATE jobs SET step = ?, snapshot = coalesce(?, snapshot), crashes = iif(? IS NULL, crashes, 0), updated = ?"
+        " WHERE number = ?",
+        (step, snapshot, snapshot, at, number),
     )
 
 
 def recover_jobs(connection: sqlite3.Connection, at: float, cause: str) -> tuple[JobRecord, ...]:
-    """The jobs that were running, now queued or what they were asked to become; foreground jobs first, then by age."""
+    """The jobs that were running, now queued or what they were asked to become; foreground jobs first, then by age.
+
+    The service died while they ran: each has one crash more.
+    """
+    connection.execute("UPDATE jobs SET crashes = crashes + 1 WHERE state = ?", (JobState.RUNNING,))
     rows = connection.execute(
         f"SELECT id, asked, asked_cause FROM jobs WHERE state = ? ORDER BY {_BY_CLASS}",  # noqa: S608 - no input
         (JobState.RUNNING,),
@@ -203,7 +226,7 @@ def _add_transition(
 
 def find_job(connection: sqlite3.Connection, job: str) -> JobRecord:
     """The job of this id. Raises ``UnknownJobError``."""
-    row = connection.execute(f"SELECT {_COLUMNS} FROM jobs WHERE id = ?", (job,)).fetchone()  # noqa: S608 - no input
+    row = connection.execute(f"SELECT {_COLUMNS} {_FROM} WHERE id = ?", (job,)).fetchone()
     if row is None:
         raise UnknownJobError(job)
     return _record(row)
@@ -216,7 +239,7 @@ def list_jobs(
     number = 0 if after is None else _number_and_state(connection, after)[0]
     among = "" if states is None else f"AND state IN ({', '.join('?' * len(states))})"
     rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM jobs WHERE number > ? {among} ORDER BY number LIMIT ?",  # noqa: S608 - no input
+        f"SELECT {_COLUMNS} {_FROM} WHERE number > ? {among} ORDER BY number LIMIT ?",
         (number, *(states or ()), limit),
     )
     return tuple(map(_record, rows.fetchall()))
@@ -250,7 +273,12 @@ def _number_and_state(connection: sqlite3.Connection, job: str) -> tuple[int, Jo
 def _record(row: tuple[Any, ...]) -> JobRecord:
     values = dict(zip(_COLUMNS.split(", "), row, strict=True))
     try:
-        values["spec"] = JobSpec.from_json(values["spec"])
+        spec = JobSpec.from_json(values["spec"])
+        now = PriorityClass(values.pop("priority_class")), values.pop("weight"), tuple(json.loads(values.pop("tags")))
+        deadline = values.pop("deadline")
+        if (spec.priority_class, spec.weight, spec.tags, spec.deadline) != (*now, deadline):
+            spec = replace(spec, priority_class=now[0], weight=now[1], tags=now[2], deadline=deadline)
+        values["spec"] = spec
         values["state"] = JobState(values["state"])
         values["asked"] = None if values["asked"] is None else JobState(values["asked"])
         return JobRecord(**values)

@@ -19,7 +19,7 @@ from asyncpipe.service.jobs import job_log, loss_file
 from asyncpipe.service.jobs.job_log import JobEvent, JobLog, JobLogs, LossRow, read_losses
 from asyncpipe.service.jobs.loss_file import LossFile
 
-QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
+QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
 
 
 def row(step: int, loss: float | None = None) -> LossRow:

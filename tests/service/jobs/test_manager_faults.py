@@ -21,7 +21,7 @@ from asyncpipe.train.step_failures import NonFiniteLossError, OutOfMemoryError
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
 
-QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
+QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
 
 
 def task_error(cause: BaseException) -> TaskError:

@@ -8,7 +8,7 @@ from asyncpipe.service.job_states import JobRecord, JobSpec, JobState
 from asyncpipe.service.jobs import service_metrics
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 
-QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = JobState
+QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
 
 
 def record(job: str, name: str = "job") -> JobRecord:
@@ -35,7 +35,7 @@ def test_jobs_are_counted_by_state_from_what_the_store_has_on():
     metrics.changed(QUEUED, RUNNING)
     metrics.changed(RUNNING, FAILED)
     jobs = {state: samples(metrics, "jobs")["", state] for state in JobState}
-    assert jobs == {QUEUED: 2, RUNNING: 0, PAUSED: 0, FINISHED: 5, FAILED: 1, CANCELLED: 0}
+    assert jobs == {QUEUED: 2, RUNNING: 0, PAUSED: 0, FINISHED: 5, FAILED: 1, CANCELLED: 0, QUARANTINED: 0}
     transitions = samples(metrics, "job_transitions")
     assert (transitions["_total", "queued"], transitions["_total", "finished"]) == (1, 0)
 

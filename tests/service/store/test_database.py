@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 from store_helpers import submitted
 
-from asyncpipe.service.job_states import JobSpec, JobState
-from asyncpipe.service.store.database import MIGRATIONS, explain, open_database
+from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, PriorityClass
+from asyncpipe.service.store.database import explain, open_database
 from asyncpipe.service.store.job_store import JobStore, StoreError, StoreProblem
+from asyncpipe.service.store.schema import MIGRATIONS
 
 pytestmark = pytest.mark.one_loop
 
@@ -141,7 +142,7 @@ async def test_a_damaged_file_is_refused(path, page):
 async def test_damage_that_is_met_later_is_a_typed_error_and_the_store_closes(path):
     ids = await filled(path)
     async with JobStore(path) as store:
-        damage = "UPDATE jobs SET spec = '{}'"
+        damage = "UPDATE specs SET spec = '{}'"
         await store.thread.run(lambda connection: connection.execute(damage).rowcount, writes=True)
         with pytest.raises(StoreError, match=f"job {ids[0]}: a stored specification cannot be read") as caught:
             await store.get(ids[0])
@@ -172,6 +173,35 @@ def test_an_old_store_is_brought_to_the_newest_schema_step_by_step(path):
         connection.execute("SELECT owner FROM jobs")
         connection.close()
     assert said == ["third"]
+
+
+async def test_a_store_of_the_first_schema_keeps_all_that_it_had(path):
+    connection = open_database(path, 0, MIGRATIONS[:1])
+    spec = JobSpec("ä", "m:f", {"x": [1]}, PriorityClass.BACKGROUND, 3.0)
+    rows = [(1, "a", "paused", "step-5", "key"), (7, "b", "failed", None, None)]
+    for number, job, state, snapshot, key in rows:
+        connection.execute(
+            "INSERT INTO jobs (number, id, spec, priority_class, state, cause, submitted, updated, attempts, step,"
+            " snapshot, schedule, idempotency_key) VALUES (?, ?, ?, 'background', ?, 'why', 1, 2, 3, 4, ?, 'gpipe', ?)",
+            (number, job, spec.to_json(), state, snapshot, key),
+        )
+        connection.execute(
+            "INSERT INTO transitions VALUES (?, ?, NULL, 'queued', 1, 'submitted')", (number * 2, number)
+        )
+    connection.close()
+    async with JobStore(path, make_id=lambda _: "c") as store:
+        first, second = await store.list()
+        assert first == JobRecord("a", spec, JobState.PAUSED, "why", 1, 2, 3, 4, "step-5", schedule="gpipe")
+        assert (second.id, second.state) == ("b", JobState.FAILED)
+        assert await store.add(spec, "key") == (first, False)
+        assert [each.sequence for each in await store.history("b")] == [14]
+        await store.transition("b", JobState.QUEUED, "retried")
+        await submitted(store, SPEC)
+        assert [job.id for job in await store.list(after="b")] == ["c"]
+        assert [each.sequence for each in await store.history("c")] == [16]
+    with closing(open_database(path, 0)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
 
 
 def test_a_migration_that_fails_leaves_the_store_as_it_was(path):
@@ -218,6 +248,7 @@ LIMITED = """
 import asyncio, resource, sys
 from asyncpipe.service.job_states import JobSpec
 from asyncpipe.service.store.job_store import JobStore, StoreError, StoreProblem
+from asyncpipe.service.store.schema import MIGRATIONS
 
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size or resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -160,7 +160,8 @@ async def test_recovery_queues_what_was_running_the_foreground_first(path):
     async with JobStore(path) as store:
         recovered = await store.recover()
         assert [job.id for job in recovered] == ["job-2", "job-5", "job-1", "job-3"]
-        assert {(job.state, job.cause, job.attempts) for job in recovered} == {(QUEUED, "the service was restarted", 1)}
+        found = {(job.state, job.cause, job.attempts, job.crashes) for job in recovered}
+        assert found == {(QUEUED, "the service was restarted", 1, 1)}
         assert (recovered[0].step, recovered[0].snapshot) == (7, "step-5")
         assert (await store.get("job-4")).state is PAUSED
         assert await store.recover() == ()

@@ -15,12 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from store_helpers import CANCELLED, LEGAL, PAUSED, QUEUED, RUNNING, SPEC, submitted
 
-from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, JobStateError, PriorityClass
+from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobSpec, JobState, JobStateError, PriorityClass
 from asyncpipe.service.store.job_store import IdempotencyConflictError, JobStore
 
 _STATES = st.sampled_from(JobState)
 _SPECS = st.sampled_from(
-    [SPEC, replace(SPEC, priority_class=PriorityClass.BACKGROUND), JobSpec("ä", "m:f", {"x": [1]})]
+    [
+        SPEC,
+        replace(SPEC, priority_class=PriorityClass.BACKGROUND),
+        JobSpec("ä", "m:f", {"x": [1]}, tags=("a",), deadline=9.0),
+    ]
 )
 
 
@@ -36,6 +40,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.jobs: dict[str, JobRecord] = {}
         self.paths: dict[str, list[tuple[JobState | None, JobState, float, str]]] = {}
         self.keys: dict[str, str] = {}
+        self.specs: dict[str, JobSpec] = {}
+        """As submitted."""
         self.numbers = count(1)
         self.open()
 
@@ -53,14 +59,16 @@ class StoreMachine(RuleBasedStateMachine):
         self.paths[job].append((old.state, to, self.now, cause))
         attempts = old.attempts + (to is RUNNING)
         self.jobs[job] = replace(
-            old, state=to, cause=cause, updated=self.now, attempts=attempts, asked=None, asked_cause=None
-        )
+            old, state=to, cause=cause, updated=self.now, attempts=attempts, asked=None, asked_cause=None,
+            spec=replace(old.spec, deadline=None) if old.state in FINAL_STATES and self.now >= 9 else old.spec,
+            crashes=0 if old.state in FINAL_STATES else old.crashes,
+        )  # fmt: skip
 
     @rule(spec=_SPECS, key=st.sampled_from([None, None, "a", "b"]))
     def submit(self, spec: JobSpec, key: str | None) -> None:
         self.now += 1
         if (there := self.keys.get(key)) is not None:
-            if self.jobs[there].spec == spec:
+            if self.specs[there] == spec:
                 assert self.runner.run(submitted(self.store, spec, key)) == self.jobs[there]
             else:
                 with pytest.raises(IdempotencyConflictError):
@@ -72,6 +80,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.paths[job.id] = [(None, QUEUED, self.now, "submitted")]
         if key is not None:
             self.keys[key] = job.id
+        self.specs[job.id] = spec
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), to=_STATES, expect=st.none() | _STATES, cause=st.text(min_size=1).filter(str.strip))
@@ -96,7 +105,9 @@ class StoreMachine(RuleBasedStateMachine):
         old = self.jobs[job]
         if old.state is RUNNING:
             self.runner.run(self.store.progress(job, step, snapshot))
-            self.jobs[job] = replace(old, step=step, snapshot=snapshot or old.snapshot, updated=self.now)
+            crashes = old.crashes if snapshot is None else 0
+            snapshot = snapshot or old.snapshot
+            self.jobs[job] = replace(old, step=step, snapshot=snapshot, crashes=crashes, updated=self.now)
         else:
             with pytest.raises(JobStateError):
                 self.runner.run(self.store.progress(job, step, snapshot))
@@ -124,7 +135,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.now += 1
         job = data.draw(st.sampled_from(sorted(self.jobs)))
         old = self.jobs[job]
-        if LEGAL[old.state]:
+        if old.state not in FINAL_STATES:
             self.jobs[job] = replace(old, schedule=schedule, updated=self.now)
             assert self.runner.run(self.store.change_schedule(job, schedule)) == self.jobs[job]
         else:
@@ -140,7 +151,7 @@ class StoreMachine(RuleBasedStateMachine):
             running = [job for job, record in self.jobs.items() if record.state is RUNNING]
             running.sort(key=lambda job: self.jobs[job].is_background)
             for job in running:
-                old = self.jobs[job]
+                old = self.jobs[job] = replace(self.jobs[job], crashes=self.jobs[job].crashes + 1)
                 self.move(job, old.asked or QUEUED, old.asked_cause or "the service was restarted")
             assert self.runner.run(self.store.recover()) == tuple(self.jobs[job] for job in running)
 
