@@ -1,7 +1,7 @@
 """The ``asyncpipe`` command line. ``main`` below is its entry point.
 
-Each command is a module with an ``add_parser`` function: train, serve, jobs (with its texts in jobs_text.py), schedule,
-simulate, profile, plan, bench. What they share:
+Each command is a module with an ``add_parser`` function: train, serve, jobs (with its texts in jobs_text.py), service,
+schedule, simulate, profile, plan, bench. What they share:
 
     arguments.py       the parser of a command, and types of arguments
     step_options.py    options of commands that lower a schedule, and texts about its graph
@@ -56,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     # Imported here, so that importing this package costs nothing; none of them imports torch before it runs.
-    from asyncpipe.cli import bench, jobs, plan, profile, schedule, serve, simulate, train
+    from asyncpipe.cli import bench, jobs, plan, profile, schedule, serve, service, simulate, train
 
     parser = argparse.ArgumentParser(
         prog="asyncpipe", description="Pipeline-parallel training for PyTorch, and tools around it."
     )
     parser.add_argument("--version", action="version", version=f"asyncpipe {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (train, serve, jobs, schedule, simulate, profile, plan, bench):
+    for module in (train, serve, jobs, service, schedule, simulate, profile, plan, bench):
         module.add_parser(subparsers)
     return parser

@@ -4,6 +4,7 @@
 
     training_service.py   TrainingService, the component that an application embeds. Start here.
     jobs/                 which jobs run, their runs, logs and metrics
+    keeping/              backups of a service, and what is made of them again
     submission/           what clients submit, and its checks
     settings/             what the operator sets
     store/                the jobs on disk

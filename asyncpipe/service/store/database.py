@@ -1,22 +1,28 @@
 """The store's database file: opening it safely, and SQLite's errors in words.
 
 A commit that returned is on disk: the file has a write-ahead log and is synced at every commit. While the store is
-open, no other process can use the file (``locking_mode`` is exclusive): two services would run the same jobs twice.
+open, no other process can open it as its own, since two services would run the same jobs twice::
+
+    open_database    holds jobs.sqlite3.lock: an empty database that it has locked for good, by SQLite's own locks
+    open_beside      does without: a command of the operator reads (a backup), or changes what the service reads anew
+
+So the lock between services is one file, and the locks of single transactions are on the other: a reader beside the
+service sees one state of all jobs, however long it reads, and delays no commit.
 """
 
 from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.store.schema import APPLICATION_ID, MIGRATIONS
 
-__all__ = ["StoreError", "StoreProblem", "explain", "open_database"]
+__all__ = ["StoreError", "StoreProblem", "check_store", "explain", "open_beside", "open_database"]
 
 
 class StoreProblem(StrEnum):
@@ -94,19 +100,79 @@ def open_database(
     """
     try:
         _make_file(path)
+        _make_file(_lock_of(path))
     except OSError as error:
         what = f"cannot be opened ({error.strerror or error})"
         raise StoreError(path, StoreProblem.FORBIDDEN, what, _LET_IN) from error
     try:
-        connection = sqlite3.connect(path, timeout=busy_seconds, isolation_level=None)
+        lock = _locked(path, busy_seconds)
         try:
+            connection = sqlite3.connect(path, timeout=busy_seconds, isolation_level=None, factory=_OwnConnection)
+            connection.lock = lock
             _prepare(connection, path, migrations)
         except BaseException:
-            connection.close()
+            lock.close()
             raise
     except sqlite3.Error as error:
         raise explain(path, error) from error
     return connection
+
+
+@contextmanager
+def open_beside(path: Path, busy_seconds: float = 5.0) -> Iterator[sqlite3.Connection]:
+    """A connection to the store at ``path`` that a service may have open meanwhile, during the block. Blocks.
+
+    Its transactions are its own: it has none by itself, and a change waits up to ``busy_seconds`` for the service's.
+    Migrates nothing. Raises ``StoreError``, also where there is no store.
+    """
+    if not path.is_file():
+        advice = "name the folder of a service; it is the setting `folder`"
+        raise StoreError(path, StoreProblem.FORBIDDEN, "is not there", advice)
+    try:
+        connection = sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode=rw", timeout=busy_seconds, isolation_level=None, uri=True
+        )
+        with closing(connection):
+            connection.execute("PRAGMA trusted_schema = OFF")
+            connection.execute("PRAGMA foreign_keys = ON")
+            connection.execute("PRAGMA synchronous = FULL")
+            _check_ours(connection, path, len(MIGRATIONS))
+            yield connection
+    except sqlite3.Error as error:
+        raise explain(path, error) from error
+
+
+def check_store(path: Path) -> None:
+    """Raise ``StoreError`` unless the file at ``path`` is an intact store that this version can open. Blocks."""
+    with open_beside(path) as connection:
+        _check_intact(connection, path, "integrity_check(1)")
+
+
+class _OwnConnection(sqlite3.Connection):
+    """The connection of the process that owns the store; gives the lock back when it is closed."""
+
+    lock: sqlite3.Connection | None = None
+
+    def close(self) -> None:
+        super().close()
+        if self.lock is not None:
+            self.lock.close()
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+def _locked(path: Path, busy_seconds: float) -> sqlite3.Connection:
+    """A connection that holds the lock of the store at ``path`` until it is closed, or its process ends."""
+    lock = sqlite3.connect(_lock_of(path), timeout=busy_seconds, isolation_level=None)
+    try:
+        lock.execute("PRAGMA journal_mode = MEMORY")  # No second file for what is never written.
+        lock.execute("BEGIN EXCLUSIVE")
+    except BaseException:
+        lock.close()
+        raise
+    return lock
 
 
 def _make_file(path: Path) -> None:
@@ -129,7 +195,6 @@ def _make_file(path: Path) -> None:
 def _prepare(
     connection: sqlite3.Connection, path: Path, migrations: Sequence[Callable[[sqlite3.Connection], None]]
 ) -> None:
-    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     connection.execute("PRAGMA trusted_schema = OFF")
     version = _check_ours(connection, path, len(migrations))
     mode = _pragma(connection, "journal_mode = WAL")
@@ -138,9 +203,7 @@ def _prepare(
         raise StoreError(path, StoreProblem.FAILED, f"cannot have a write-ahead log (its journal is {mode!r})", advice)
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
-    if (found := _pragma(connection, "quick_check(1)")) != "ok":
-        raise StoreError(path, StoreProblem.DAMAGED, f"is damaged ({found})", _RESTORE)
-    # Also without migrations: the transaction takes the lock that excludes other processes.
+    _check_intact(connection, path, "quick_check(1)")
     connection.execute("BEGIN IMMEDIATE")
     try:
         for migrate in migrations[version:]:
@@ -151,6 +214,11 @@ def _prepare(
         with suppress(sqlite3.Error):
             connection.execute("ROLLBACK")
         raise
+
+
+def _check_intact(connection: sqlite3.Connection, path: Path, check: str) -> None:
+    if (found := _pragma(connection, check)) != "ok":
+        raise StoreError(path, StoreProblem.DAMAGED, f"is damaged ({found})", _RESTORE)
 
 
 def _check_ours(connection: sqlite3.Connection, path: Path, newest: int) -> int:

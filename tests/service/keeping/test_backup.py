@@ -1,0 +1,177 @@
+"""A backup of a service that runs has what its jobs go on from, with the same bits, and is restored whole or not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from killing import curve, same
+from manager_helpers import ENTRY, make_settings, opened, submission
+from torch import Generator, Tensor, nn
+
+from asyncpipe import cli
+from asyncpipe.service.job_states import JobState
+from asyncpipe.service.keeping.archive import BackupError
+from asyncpipe.service.keeping.backup import SnapshotsWanted, back_up
+from asyncpipe.service.keeping.restore import restore
+from asyncpipe.service.store.database import StoreError, StoreProblem, open_beside
+from asyncpipe.service.store.job_store import JobStore
+from asyncpipe.service.submission.entries import Entries
+from asyncpipe.service.training_service import TrainingService
+from asyncpipe.train.workload import Workload
+
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
+
+HELD = 10
+"""The batch at which the first service waits."""
+
+
+class Held:
+    """Where the first service's loader waits, so that its job is in the middle when the backup is made."""
+
+    open = threading.Event()
+
+
+def batches(batch_size: int, generator: Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    for number in range(1000):
+        assert number != HELD or Held.open.wait(30)
+        x = torch.randn(batch_size, 8, generator=generator)
+        yield x, x.flip(1)
+
+
+def small() -> Workload:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8))
+    return Workload(model, nn.functional.mse_loss, batches)
+
+
+def service(folder: Path) -> TrainingService:
+    return TrainingService(make_settings(folder), entries=Entries({ENTRY: small}), retry_seconds=0.05)
+
+
+async def finished(service: TrainingService, job: str) -> None:
+    states = [event.data["to"] async for event in service.follow(job) if event.kind == "state"]
+    assert states[-1] == "finished", await service.get(job)
+
+
+async def test_a_job_that_runs_goes_on_from_its_backup_with_the_same_bits(tmp_path):
+    Held.open.clear()
+    training = {"steps": 16, "batch_size": 4, "learning_rate": 0.01}
+    async with service(tmp_path / "first") as first:
+        record, _ = await first.submit(submission(training=training, snapshots={"every": 3, "keep": 2}))
+        async for event in first.follow(record.id):
+            if event.kind == "snapshot" and event.data["step"] == 9:
+                break
+        backup = tmp_path / "backup.tar"
+        done = await asyncio.to_thread(back_up, tmp_path / "first", backup)
+        assert (done.jobs, done.snapshots, done.problems) == (1, 2, [])
+        assert stat.S_IMODE(backup.stat().st_mode) == 0o600
+        assert done.size == backup.stat().st_size
+        # What is submitted later is not in it.
+        await first.submit(submission("later", training=training))
+        Held.open.set()
+        await finished(first, record.id)
+    restored = await asyncio.to_thread(restore, backup, tmp_path / "second")
+    assert restored.jobs == 1
+    assert curve(tmp_path / "second", record.id)[-1][0] >= 9
+    async with service(tmp_path / "second") as second:
+        assert [each.id for each in await second.list()] == [record.id]
+        await finished(second, record.id)
+    assert curve(tmp_path / "second", record.id) == curve(tmp_path / "first", record.id)
+    assert same((tmp_path / "first", record.id), (tmp_path / "second", record.id)) > 4
+
+
+@pytest.fixture
+async def folder(tmp_path: Path) -> Path:
+    """Of a service with a job that has ended and one that waits."""
+    folder = tmp_path / "service"
+    async with opened(folder, max_running=1) as service:
+        service.fakes.free = True
+        ended = await service.submit("ended")
+        await service.comes(ended.id, JobState.FINISHED)
+        service.fakes.free = False
+        await service.running("runs")
+        await service.submit("waits")
+    return folder
+
+
+async def test_commands_make_and_restore_a_backup_of_a_store_that_is_in_use(folder, tmp_path, capsys):
+    backup, restored = tmp_path / "backup.tar", tmp_path / "restored"
+    async with JobStore(folder / "jobs.sqlite3") as store:
+        assert await asyncio.to_thread(cli.main, ["service", "backup", str(backup), "--folder", str(folder)]) == 0
+        before = await store.list()
+    assert f"{backup}: 3 jobs, 0 snapshots" in capsys.readouterr().out
+    assert cli.main(["service", "restore", str(backup), "--folder", str(restored)]) == 0
+    async with JobStore(restored / "jobs.sqlite3") as store:
+        assert await store.list() == before
+    assert cli.main(["service", "backup", str(backup), "--folder", str(folder)]) == 2
+    assert "is there already; name another file" in capsys.readouterr().err
+    assert cli.main(["service", "restore", str(backup), "--folder", str(restored)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert cli.main(["service", "backup", str(tmp_path / "no.tar"), "--folder", str(tmp_path / "nowhere")]) == 2
+    assert "is not there" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.incomplete")) + list(tmp_path.glob("no.tar*"))
+
+
+async def test_what_is_damaged_or_cut_off_is_not_restored(folder, tmp_path):
+    backup = tmp_path / "backup.tar"
+    back_up(folder, backup)
+    content = backup.read_bytes()
+    at = content.index(b"submitted")
+    wrong = {
+        "is damaged: 1 of its files": content[:at] + b"?" + content[at + 1 :],
+        "is cut off": content[: len(content) // 2],
+        "or no backup": b"hello" * 1000,
+        "holds '../out' where it cannot be": None,
+    }
+    for problem, damaged in wrong.items():
+        if damaged is None:
+            with tarfile.open(backup, "w") as tar:
+                (tmp_path / "out").write_text("out")
+                tar.add(tmp_path / "out", "../out")
+        else:
+            backup.write_bytes(damaged)
+        with pytest.raises(BackupError, match=problem):
+            restore(backup, tmp_path / "restored")
+        assert not list(tmp_path.glob("restored*"))
+
+
+async def test_what_is_missing_is_told_and_all_else_is_backed_up(folder, tmp_path):
+    (job,) = [path for path in (folder / "jobs").iterdir() if "finished" in (path / "events.jsonl").read_text()]
+    (job / "losses.jsonl").write_text('{"step": 1, "loss": 1.0, "learning_rate": 0.1, "seconds": 1, "tokens": 4}\n{"st')
+    damaged = job / "snapshots" / "step-2"
+    damaged.mkdir(parents=True)
+    (other,) = [path for path in (folder / "jobs").iterdir() if path != job]
+    for path in (*other.iterdir(), other):
+        path.unlink() if path.is_file() else path.rmdir()
+    done = back_up(folder, tmp_path / "backup.tar", SnapshotsWanted.ALL)
+    assert len(done.problems) == 2
+    assert any("snapshot.json cannot be read" in problem for problem in done.problems)
+    assert any(f"{other} is not there" in problem for problem in done.problems)
+    restore(tmp_path / "backup.tar", tmp_path / "restored")
+    assert (tmp_path / "restored" / "jobs" / job.name / "losses.jsonl").read_text().count("\n") == 1
+    assert not (tmp_path / "restored" / "jobs" / job.name / "snapshots").exists()
+
+
+async def test_a_reader_beside_a_service_sees_one_state_and_delays_no_commit(tmp_path):
+    path = tmp_path / "jobs.sqlite3"
+    async with opened(tmp_path) as service:
+        await service.submit("first")
+        with open_beside(path, busy_seconds=0) as beside:
+            beside.execute("BEGIN")
+            count = "SELECT count(*) FROM jobs"
+            assert beside.execute(count).fetchone() == (1,)
+            await service.submit("second")
+            assert beside.execute(count).fetchone() == (1,)
+            beside.execute("ROLLBACK")
+            assert beside.execute(count).fetchone() == (2,)
+    with pytest.raises(StoreError) as caught, open_beside(tmp_path / "nothing"):
+        pass
+    assert caught.value.problem is StoreProblem.FORBIDDEN
+    assert os.listdir(tmp_path / "jobs")
