@@ -3,7 +3,7 @@
 ::
 
     manager.py             starts queued jobs and records how their runs end. Start here.
-    job_queue.py           which queued jobs may start: a pure function
+    job_queue.py           the order of queued jobs, and whether the first may start: pure
     memory_footprint.py    how much memory a job will need, measured before it starts
     job_run.py             one run of a job, and the job's next state when it ends
     active_jobs.py         the jobs that have not ended, and the requests of clients; the only place where a job changes

@@ -26,6 +26,7 @@ from weakref import WeakValueDictionary
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobSpec, JobState, JobStateError
 from asyncpipe.service.jobs.job_log import JobLogs
+from asyncpipe.service.jobs.job_queue import JobQueue
 from asyncpipe.service.jobs.job_run import JobRun
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 from asyncpipe.service.store.job_store import JobStore, StoreError
@@ -54,12 +55,12 @@ class ActiveJobs:
         """``ended`` is called with each job that reaches a final state."""
         self.store = store
         self.queued: dict[str, JobRecord] = {}
+        self.queue = JobQueue()
+        """Their order."""
         self.running: dict[str, JobRun] = {}
         """From the transition to ``running`` to the next one."""
         self.changed = asyncio.Event()
         """Set when a queued job might be able to start."""
-        self.version = 0
-        """Goes up whenever a job changes its state."""
         self._logs = logs
         self._metrics = metrics
         self._most_queued = most_queued
@@ -71,7 +72,8 @@ class ActiveJobs:
         recovered = await self.store.recover()
         page = await self.store.list([JobState.QUEUED], limit=PAGE)
         while page:
-            self.queued.update((record.id, record) for record in page)
+            for record in page:
+                self._enqueue(record)
             page = await self.store.list([JobState.QUEUED], limit=PAGE, after=page[-1].id)
         self._metrics.there_are(await self.store.count())
         return recovered
@@ -92,23 +94,32 @@ class ActiveJobs:
 
     def _keep(self, before: JobState | None, record: JobRecord) -> None:
         self._metrics.changed(before, record.state)
-        self.version += 1
         if (log := self._logs.of(record.id)) is not None:
             log.state(record)
         if record.state is JobState.QUEUED:
-            self.queued[record.id] = record
+            self._enqueue(record)
         else:
             self.queued.pop(record.id, None)
+            self.queue.discard(record.id)
         if record.state is not JobState.RUNNING:
             self.running.pop(record.id, None)
         if record.state in FINAL_STATES:
             self._ended(record.id)
         self.changed.set()
 
+    def _enqueue(self, record: JobRecord) -> None:
+        self.queued[record.id] = record
+        self.queue.put(record.id, record.submitted, background=record.is_background)
+
+    def first(self) -> JobRecord | None:
+        """The queued job whose turn it is, if there is one."""
+        first = self.queue.first
+        return None if first is None else self.queued[first]
+
     def _update(self, record: JobRecord) -> JobRecord:
         """``record``, which replaces that of a job whose state has not changed."""
         if record.id in self.queued:
-            self.queued[record.id] = record
+            self._enqueue(record)
         elif (run := self.running.get(record.id)) is not None:
             run.record = record
         return record

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 
 from asyncpipe.errors import AsyncpipeError
@@ -27,7 +27,7 @@ from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
 from asyncpipe.service.jobs.hosts import Hosts
 from asyncpipe.service.jobs.job_log import JobLog, JobLogs
-from asyncpipe.service.jobs.job_queue import Candidate, QueueAction, QueueDecision, decide, place_of
+from asyncpipe.service.jobs.job_queue import Candidate, QueueAction, QueueDecision, decide, why_behind
 from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer, RunEnding, RunOutcome, is_permanent, next_state
 from asyncpipe.service.jobs.memory_footprint import footprint
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
@@ -85,9 +85,6 @@ class Manager:
         """The measured memory by device, of jobs that have not ended."""
         self._failures: dict[str, int] = {}
         """How often each job failed since its last snapshot."""
-        self._reasons: dict[str, str] = {}
-        """Why jobs wait; computed for ``_reasons_version``."""
-        self._reasons_version: tuple[int, int] | None = None
         self._measuring: asyncio.Task[None] | None = None
         self._scheduler: asyncio.Task[None] | None = None
         self._drained: asyncio.Task[None] | None = None
@@ -173,11 +170,11 @@ class Manager:
             return None
         if self.shutdown is not None:
             return self.shutdown
-        version = self.jobs.version, len(self._peaks)
-        if version != self._reasons_version:  # Computed once for a list of jobs, which asks about each of them.
-            self._reasons_version = version
-            self._reasons = {each.job: each.reason for each in self._decide(self.jobs.queued.values())}
-        return self._reasons.get(job)
+        first = self.jobs.first()
+        assert first is not None
+        decision = self._decide(first)
+        before = self.jobs.queue.before(job)
+        return why_behind(decision, before) if before else decision.reason
 
     # Starting jobs
 
@@ -199,11 +196,10 @@ class Manager:
 
     async def _act(self) -> bool:
         """Start, fail or measure the first queued job; false if there is nothing to do now."""
-        if self.shutdown is not None or not self.jobs.queued or len(self.jobs.running) >= self.settings.max_running:
+        record = self.jobs.first()
+        if self.shutdown is not None or record is None:
             return False
-        # The queue is strictly in order, so only its first job matters; there may be a thousand.
-        record = min(self.jobs.queued.values(), key=lambda each: place_of(_candidate(each, {})))
-        (decision,) = self._decide([record])
+        decision = self._decide(record)
         if decision.action is QueueAction.BEGIN:
             await self._begin(record, decision)
         elif decision.action is QueueAction.REFUSE:
@@ -213,14 +209,11 @@ class Manager:
             self._measuring = asyncio.create_task(self._measure_memory(record), name=name)
         return decision.action in (QueueAction.BEGIN, QueueAction.REFUSE)
 
-    def _decide(self, queued: Iterable[JobRecord]) -> list[QueueDecision]:
+    def _decide(self, first: JobRecord) -> QueueDecision:
         limits = self.settings.memory_limit
-        candidates = [
-            _candidate(record, self._peaks.get(record.id, None if _is_limited(record, limits) else {}))
-            for record in queued
-        ]
+        peaks = self._peaks.get(first.id, None if _is_limited(first, limits) else {})
         running = [run.peaks for run in self.jobs.running.values()]
-        return decide(candidates, running, self.settings.max_running, limits)
+        return decide(Candidate(first.id, peaks), running, self.settings.max_running, limits)
 
     async def _begin(self, record: JobRecord, decision: QueueDecision) -> None:
         async with self.jobs.turn(record.id):
@@ -358,10 +351,6 @@ class Manager:
 
 class _Obsolete(Exception):
     """Ends a measurement whose job is no longer queued."""
-
-
-def _candidate(record: JobRecord, peaks: Mapping[str, int] | None) -> Candidate:
-    return Candidate(record.id, record.submitted, background=record.is_background, peaks=peaks)
 
 
 def _is_limited(record: JobRecord, limits: Mapping[str, int]) -> bool:

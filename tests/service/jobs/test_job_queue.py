@@ -7,102 +7,85 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncpipe.service.jobs.job_queue import Candidate, QueueAction, decide, place_of, too_large
+from asyncpipe.service.jobs.job_queue import Candidate, JobQueue, QueueAction, decide, too_large, why_behind
 
 GiB = 2**30
 DEVICES = ("cpu:0", "cpu:1", "cpu:2")
 
 peaks = st.dictionaries(st.sampled_from(DEVICES), st.integers(0, 5))
 limits = st.dictionaries(st.sampled_from(DEVICES), st.integers(1, 8))
-candidates = st.lists(
-    st.builds(Candidate, st.text("abc", min_size=1, max_size=3), st.integers(0, 3), st.booleans(), st.none() | peaks),
-    max_size=8,
-    unique_by=lambda each: each.job,
-)
+waiting = st.dictionaries(st.text("abc", min_size=1, max_size=3), st.tuples(st.integers(0, 3), st.booleans()))
 
 
-def answers(queued, running=(), max_running=4, limit=()):
-    found = decide(queued, list(running), max_running, dict(limit))
-    return {decision.job: (decision.action, decision.reason) for decision in found}
+def queue_of(jobs):
+    queue = JobQueue()
+    for job, (submitted, background) in jobs.items():
+        queue.put(job, submitted, background=background)
+    return queue
 
 
-@given(candidates, st.lists(peaks, max_size=4), st.integers(1, 5), limits)
-def test_whatever_waits_and_runs(queued, running, max_running, limit):
-    decisions = decide(queued, running, max_running, limit)
-    by_job = {candidate.job: candidate for candidate in queued}
-    assert [decision.job for decision in decisions] == [each.job for each in sorted(queued, key=place_of)]
-    assert all(decision.reason for decision in decisions)
-    begun = [by_job[each.job] for each in decisions if each.action is QueueAction.BEGIN]
-    assert not begun or len(running) + len(begun) <= max_running
-    held: Counter[str] = Counter()
-    for each in running:
-        held.update(each)
-    for each in begun:
-        held.update(each.peaks)
-        assert all(held[device] <= limit[device] for device in each.peaks if device in limit)
-    # Behind the first that waits, nobody begins; before it, nobody waits.
-    kinds = [each.action for each in decisions if each.action is not QueueAction.REFUSE]
-    assert QueueAction.BEGIN not in kinds[len(begun) :]
-    assert kinds.count(QueueAction.MEASURE) <= 1
-    for each in decisions:
-        found = by_job[each.job].peaks
-        assert (each.action is QueueAction.REFUSE) == (found is not None and too_large(found, limit) is not None)
-        if each.action is QueueAction.MEASURE:
-            assert found is None
+def order_of(queue):
+    found = []
+    while (first := queue.first) is not None:
+        assert queue.before(first) == 0
+        found.append(first)
+        queue.discard(first)
+    return found
 
 
-@given(candidates, st.integers(1, 5), limits)
-def test_whoever_is_first_on_an_empty_service_begins(queued, max_running, limit):
-    """So nobody starves: the first waits only for jobs that run, and these end."""
-    decisions = decide(queued, [], max_running, limit)
-    first = next((each for each in decisions if each.action is not QueueAction.REFUSE), None)
-    assert first is None or first.action in (QueueAction.BEGIN, QueueAction.MEASURE)
+@given(waiting, st.data())
+def test_the_order_is_that_of_class_and_age_whatever_comes_and_goes(jobs, data):
+    def by_place(job):
+        submitted, background = jobs[job]
+        return background, submitted, job
+
+    queue = queue_of(jobs)
+    for job in data.draw(st.lists(st.sampled_from(sorted(jobs)), unique=True) if jobs else st.just([])):
+        if data.draw(st.booleans()):
+            del jobs[job]
+            queue.discard(job)
+            queue.discard(job)
+        else:
+            jobs[job] = (jobs[job][0], not jobs[job][1])
+            queue.put(job, jobs[job][0], background=jobs[job][1])
+    wanted = sorted(jobs, key=by_place)
+    assert {job: queue.before(job) for job in jobs} == {job: at for at, job in enumerate(wanted)}
+    assert (len(queue), "zzz" in queue, all(job in queue for job in jobs)) == (len(jobs), False, True)
+    assert order_of(queue) == wanted
 
 
-@given(candidates, st.lists(peaks, max_size=4), st.integers(1, 5), limits)
-def test_the_first_decision_does_not_depend_on_those_behind(queued, running, max_running, limit):
-    decisions = decide(queued, running, max_running, limit)
-    if queued:
-        assert decide([min(queued, key=place_of)], running, max_running, limit) == decisions[:1]
-
-
-def test_a_background_job_never_stands_before_a_foreground_one():
-    old, new = Candidate("old", 1, background=True, peaks={}), Candidate("new", 2, peaks={})
-    found = answers([old, new], max_running=1)
-    assert found["new"] == (QueueAction.BEGIN, "it is its turn")
-    assert found["old"] == (QueueAction.WAIT, "waits for a place: 1 jobs are running, the limit")
-    large = Candidate("large", 3, peaks={"cpu:0": 2})
-    found = answers([old, large], [{"cpu:0": 1}], limit={"cpu:0": 2})
-    assert found["old"] == (QueueAction.WAIT, "waits behind another job")
+@given(peaks | st.none(), st.lists(peaks, max_size=4), st.integers(1, 5), limits)
+def test_whatever_runs_beside_the_first(needed, running, max_running, limit):
+    found = decide(Candidate("a", needed), running, max_running, limit)
+    assert found.reason
+    never = needed is not None and too_large(needed, limit) is not None
+    assert (found.action is QueueAction.REFUSE) == never
+    if found.action is QueueAction.MEASURE:
+        assert needed is None
+    if found.action is QueueAction.BEGIN:
+        held = Counter(needed)
+        for each in running:
+            held.update(each)
+        assert all(held[device] <= limit[device] for device in needed if device in limit)
+        assert len(running) < max_running
+    if not running:  # So nobody starves: the first waits only for jobs that run, and these end.
+        assert found.action in (QueueAction.BEGIN, QueueAction.MEASURE, QueueAction.REFUSE)
 
 
 def test_operators_read_what_a_job_waits_for():
     limit = {"cpu:0": 2 * GiB}
-    need = Candidate("need", 1, peaks={"cpu:0": int(1.25 * GiB), "cpu:1": 7 * GiB})
-    behind = Candidate("behind", 2, peaks={})
-    found = answers([need, behind], [{"cpu:0": int(1.5 * GiB)}], limit=limit)
-    assert found["need"][1] == "waits for memory on cpu:0: needs 1.25 GiB, 512 MiB of 2 GiB are free"
-    assert found["behind"] == (QueueAction.WAIT, "waits behind another job")
-    huge = Candidate("huge", 0, peaks={"cpu:0": 3 * GiB})
-    found = answers([huge, need], limit=limit)
-    assert found["huge"] == (QueueAction.REFUSE, "needs 3 GiB on cpu:0, whose limit is 2 GiB")
-    assert found["need"][0] is QueueAction.BEGIN
-
-
-def test_only_the_one_at_the_head_is_measured():
-    found = answers([Candidate("a", 1), Candidate("b", 2)], limit={"cpu:0": 1})
-    assert found["a"] == (QueueAction.MEASURE, "its memory is being measured")
-    assert found["b"] == (QueueAction.WAIT, "waits behind another job")
-    assert answers([Candidate("a", 1)], [{}], max_running=1)["a"][0] is QueueAction.WAIT
-
-
-def test_those_that_begin_together_count_for_one_another():
-    jobs = [Candidate(name, at, peaks={"cpu:0": 2}) for at, name in enumerate("abc")]
-    found = answers(jobs, limit={"cpu:0": 5})
-    assert [found[name][0] for name in "abc"] == [QueueAction.BEGIN, QueueAction.BEGIN, QueueAction.WAIT]
-    assert found["c"][1] == "waits for memory on cpu:0: needs 2 B, 1 B of 5 B are free"
-    assert [found[0] for found in answers(jobs, max_running=1).values()] == [
-        QueueAction.BEGIN,
-        QueueAction.WAIT,
-        QueueAction.WAIT,
-    ]
+    need = Candidate("need", {"cpu:0": int(1.25 * GiB), "cpu:1": 7 * GiB})
+    found = decide(need, [{"cpu:0": int(1.5 * GiB)}], 4, limit)
+    assert found.reason == "waits for memory on cpu:0: needs 1.25 GiB, 512 MiB of 2 GiB are free"
+    assert why_behind(found, 3) == f"3 before it; the first of them: {found.reason}"
+    full = decide(need, [{}], 1, limit)
+    assert (full.action, full.reason) == (QueueAction.FULL, "max_running 1 is reached")
+    assert why_behind(full, 3) == "max_running 1 is reached; 3 before it"
+    huge = decide(Candidate("huge", {"cpu:0": 3 * GiB}), [], 4, limit)
+    assert (huge.action, huge.reason) == (QueueAction.REFUSE, "needs 3 GiB on cpu:0, whose limit is 2 GiB")
+    measured = decide(Candidate("new"), [], 4, limit)
+    assert (measured.action, measured.reason) == (QueueAction.MEASURE, "its memory is being measured")
+    assert decide(Candidate("new"), [{}], 1, limit).action is QueueAction.FULL
+    begins = decide(need, [], 4, limit)
+    assert (begins.action, begins.reason) == (QueueAction.BEGIN, "it is its turn")
+    assert why_behind(begins, 1) == "1 before it, of which the first begins"

@@ -42,8 +42,8 @@ async def test_jobs_begin_in_order_and_no_more_than_may(tmp_path):
             record = await service.submit(name, priority_class=priority)
             assert record.spec.priority_class is PriorityClass(priority)
         ids = {record.spec.name: record.id for record in await service.store.list()}
-        assert service.manager.waits_for(ids["new"]) == "waits for a place: 1 jobs are running, the limit"
-        assert service.manager.waits_for(ids["old"]) == "waits behind 2 other jobs"
+        assert service.manager.waits_for(ids["new"]) == "max_running 1 is reached"
+        assert service.manager.waits_for(ids["old"]) == "max_running 1 is reached; 2 before it"
         assert service.manager.waits_for(ids["first"]) is None
         for name in ("first", "new", "newer", "old"):
             await until(lambda name=name: service.fakes.made[name])

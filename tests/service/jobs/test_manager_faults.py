@@ -281,7 +281,7 @@ async def test_jobs_are_measured_and_wait_for_memory(tmp_path):
         reason = f"waits for memory on cpu:0: needs 600 B, 400 B of {format_bytes(1000)} are free"
         assert service.manager.waits_for(waiting[0].id) == reason
         # It would fit, and does not overtake.
-        assert service.manager.waits_for(waiting[1].id) == "waits behind another job"
+        assert service.manager.waits_for(waiting[1].id) == f"1 before it; the first of them: {reason}"
         service.fakes["a"].go()
         await until(lambda: service.fakes.made["c"])
         failed = await service.comes(waiting[2].id, FAILED)
