@@ -9,8 +9,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
+from hmac import compare_digest
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from asyncpipe.cli.arguments import add_command
 from asyncpipe.cli.metrics import metrics_served
 from asyncpipe.errors import missing_package
+from asyncpipe.observe.http_hosts import is_loopback
+from asyncpipe.observe.http_tokens import token_digest
 
 if TYPE_CHECKING:
     from asyncpipe.cli.arguments import Subparsers
@@ -99,7 +102,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="another host name that requests may use; may be repeated",
     )
     add("--token-file", type=Path, metavar="FILE", help="clients must send the token in FILE, of mode 0600")
-    add("--metrics-address", metavar="IP", help="serve metrics on this address (default: 127.0.0.1)")
+    add(
+        "--metrics-address",
+        metavar="IP",
+        help="serve metrics on this address (default: 127.0.0.1); others need a token",
+    )
     add(
         "--metrics-port",
         metavar="PORT",
@@ -114,8 +121,32 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add("--memory-limit", metavar="LIST", help="memory of a device for all jobs together, as cuda:0=70GiB")
     add("--grace-seconds", metavar="SECONDS", help="time for jobs to end after a signal (default: 30)")
+    _add_limits(parser)
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="of stderr (default: info)")
     parser.set_defaults(run=_serve)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    limits = parser.add_argument_group("limits of clients")
+    add = limits.add_argument
+    of_address = "requests of one address without a right token"
+    add("--requests-per-second", metavar="N", help=f"{of_address}, on average (default: 50)")
+    add("--burst", metavar="N", help=f"{of_address}, at once (default: 100)")
+    add("--token-requests-per-second", metavar="N", help="requests with one token, on average (default: 100)")
+    add("--token-burst", metavar="N", help="requests with one token, at once (default: 200)")
+    add("--max-connections", metavar="N", help="connections of the API (default: 1000, or what the file limit allows)")
+    add("--metrics-connections", metavar="N", help="connections of the metrics' server (default: 16)")
+    add("--header-seconds", metavar="SECONDS", help="time to send a request's head (default: 10)")
+    add("--body-seconds", metavar="SECONDS", help="time to send a request's body (default: 10)")
+    add("--max-body", metavar="BYTES", help="size of a request's body (default: 128KiB)")
+    add(
+        "--trusted-proxy",
+        action="append",
+        dest="trusted_proxies",
+        metavar="IP",
+        help="address or network of a proxy that says whose requests it passes on; may be repeated",
+    )
+    add("--proxy-header", metavar="NAME", help="where it says so: forwarded (default) or x-forwarded-for")
 
 
 NO_SETTINGS = ("log_level", "run")
@@ -133,8 +164,12 @@ def _serve(args: argparse.Namespace) -> int:
     limit_arenas(len(settings.devices))
 
     from asyncpipe.runtime.portal import new_event_loop
+    from asyncpipe.service.descriptors import raise_limit
 
     settings.check_devices()
+    budget = raise_limit(settings)
+    settings = settings.model_copy(update={"max_connections": budget.connections})
+    _print(str(budget))
     deadline = threading.Timer(settings.grace_seconds + SLACK_SECONDS, give_up)
     deadline.daemon = True
     try:
@@ -174,7 +209,14 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
             service = await stack.enter_async_context(TrainingService(settings))
             url = await stack.enter_async_context(serve_api(service, settings))
             _print(f"service: {url}")
-            stack.enter_context(metrics_served(service.collector, settings.metrics_port, settings.metrics_address))
+            metrics = metrics_served(
+                service.collector,
+                settings.metrics_port,
+                settings.metrics_address,
+                may_read=None if is_loopback(settings.metrics_address) else _is_token_of(settings),
+                most_connections=settings.metrics_connections,
+            )
+            stack.enter_context(metrics)
             where = ", in worker processes" if settings.workers != "threads" else ""
             _print(f"entries: {', '.join(service.entries.names)}; devices: {', '.join(settings.devices)}{where}")
             status = service.status()
@@ -186,6 +228,12 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
             _print_last(ending_line(service, settings, number))
             await service.drain(cause)
         _print_last("ended; jobs go on at the next start")
+
+
+def _is_token_of(settings: ServiceSettings) -> Callable[[bytes], bool]:
+    assert settings.token is not None, "the settings need one where others can reach the metrics"
+    right = token_digest(settings.token.get_secret_value().encode())
+    return lambda token: compare_digest(token_digest(token), right)
 
 
 @contextmanager

@@ -96,8 +96,16 @@ class ServiceSettings(BaseSettings):
     port: types.PortNumber = 8080
     hosts: types.HostNames = ()
     """Other host names under which requests may address this service, as behind a proxy."""
+    trusted_proxies: types.Networks = ()
+    """Addresses of proxies whose word about a client's address is taken; from others it is ignored."""
+    proxy_header: Literal["forwarded", "x-forwarded-for"] = Field(
+        default="forwarded", description='must be "forwarded" or "x-forwarded-for"'
+    )
+    """The header in which these proxies say it. It must be the one that they write: clients may send the other."""
     metrics_address: types.Address = "127.0.0.1"
+    """Where others can reach it, scrapers need a token, as clients do."""
     metrics_port: types.OptionalPort = 9400
+    metrics_connections: types.PositiveInteger = 16
     token: types.Token | None = Field(default=None, description="must be a text")
     """What clients must send; after construction also the content of ``token_file``."""
     token_file: Path | None = Field(default=None, description="must be the path of a file")
@@ -109,12 +117,19 @@ class ServiceSettings(BaseSettings):
     """… but never before this many seconds."""
     max_body: types.ByteCount = ByteSize(128 * 1024)
     requests_per_second: types.Rate = 50.0
-    """Of one client address, on average."""
+    """Of one client address, on average; only requests without a token that is right, if tokens are needed."""
     burst: types.PositiveInteger = 100
     """Of one client address, at once."""
+    token_requests_per_second: types.Rate = 100.0
+    """With one token, on average, from whatever addresses."""
+    token_burst: types.PositiveInteger = 200
+    """With one token, at once."""
     body_seconds: types.Seconds = 10.0
+    """How long a request may take to send its body."""
     header_seconds: types.Seconds = 10.0
+    """How long a connection may take to send the head of a request, or be idle before it."""
     max_connections: types.PositiveInteger = 1000
+    """Of the API. Unless it is set, there are fewer where the process may not open so many files."""
     workers: Literal["threads", "processes", "ray", "torchrun"] = Field(
         default="threads", description='must be "threads", "processes", "ray" or "torchrun"'
     )
@@ -157,9 +172,11 @@ class ServiceSettings(BaseSettings):
     def _check_combination(self) -> ServiceSettings:
         if self.token_file is not None:
             object.__setattr__(self, "token", SecretStr(read_token(self.token_file)))
+        rule = "which others can reach, needs a token: give token_file or ASYNCPIPE_TOKEN, or listen on 127.0.0.1"
         if self.token is None and not is_loopback(self.address):
-            rule = "which others can reach, needs a token: give token_file or ASYNCPIPE_TOKEN, or listen on 127.0.0.1"
             raise ValueError(f"address: {self.address!r}, {rule}")
+        if self.token is None and self.metrics_port is not None and not is_loopback(self.metrics_address):
+            raise ValueError(f"metrics_address: {self.metrics_address!r}, {rule}")
         if self.port and self.port == self.metrics_port and self.address == self.metrics_address:
             raise ValueError(f"metrics_port: {self.port} is the port of the service; metrics need another one")
         if unknown := sorted(self.memory_limit.keys() - set(self.devices)):

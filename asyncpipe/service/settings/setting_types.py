@@ -10,6 +10,7 @@ import json
 import re
 import stat
 from collections.abc import Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "Factor",
     "HostNames",
     "MemoryLimit",
+    "Networks",
     "OptionalPort",
     "PortNumber",
     "PositiveInteger",
@@ -40,6 +42,7 @@ _PORT = "must be a port from 0 (any free one) to 65535"
 _DEVICES = 'must be a list of device names, cpu, cpu:N, cuda or cuda:N, such as ["cpu:0", "cpu:1"] or ["host/cuda:0"]'
 _ENTRIES = 'must be a list of entries that jobs may name, or a table of them, as ["package.module:factory"]'
 _HOSTS = 'must be a list of host names without scheme and port, such as ["train.example.org"]'
+_NETWORKS = 'must be a list of addresses or networks, such as ["10.0.0.7", "10.1.0.0/16"]'
 _MEMORY_LIMIT = 'must be a table of bytes by device, each at least 1, such as {"cuda:0" = "20 GiB"}'
 
 _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
@@ -142,6 +145,13 @@ def _check_hosts(names: tuple[str, ...]) -> tuple[str, ...]:
     raise ValueError(_HOSTS)
 
 
+def _check_networks(names: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        return tuple(str(ip_network(name)) for name in names)
+    except ValueError as error:
+        raise ValueError(f"{_NETWORKS}; {error}") from None
+
+
 class EntrySettings(BaseModel):
     """What the operator says about one entry that jobs may name."""
 
@@ -154,6 +164,7 @@ class EntrySettings(BaseModel):
 _Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_list_of_text)]
 DeviceNames = Annotated[_Texts, AfterValidator(_check_devices), Field(description=_DEVICES)]
 HostNames = Annotated[_Texts, AfterValidator(_check_hosts), Field(description=_HOSTS)]
+Networks = Annotated[_Texts, AfterValidator(_check_networks), Field(description=_NETWORKS)]
 EntryTable = Annotated[
     dict[Annotated[str, AfterValidator(_check_entry)], EntrySettings],
     NoDecode,
