@@ -19,10 +19,17 @@ __all__ = ["UID", "pipeline"]
 
 UID = "asyncpipe-pipeline"
 ABOUT = (
-    "Which stage holds the pipeline back, and why: waiting for data, for an edge, for a copy, for the scheduler, or "
-    "unbalanced."
+    "Which stage holds the pipeline back, and why: waiting for data, for an edge, for a copy, for another job, for the "
+    "scheduler, or unbalanced."
 )
-REASONS = ("Waiting for data", "Waiting for an edge", "Waiting for a copy", "Waiting for the scheduler", "Drain")
+REASONS = (
+    "Waiting for data",
+    "Waiting for an edge",
+    "Waiting for a copy",
+    "Waiting for another job",
+    "Waiting for the scheduler",
+    "Drain",
+)
 OF_JOB = " ${__field.labels.job}"
 IDEAL = f"max by (job) ({series('ideal_bubble_ratio')})"
 

@@ -140,18 +140,20 @@ sum by (job, stage, device, reason) (rate(asyncpipe_stage_idle_seconds_total[WIN
         "max by (job) (device:asyncpipe_busy:ratio) / avg by (job) (device:asyncpipe_busy:ratio)"
     ),
     # The time for which a device waits for data, less what other causes explain: the schedule's own bubble, a busier
-    # device, and waits for edges, copies or dispatch on any device, which make other devices wait for data.
+    # device, and waits for edges, copies, other jobs or dispatch on any device, which make other devices wait for data.
     "device:asyncpipe_starved:ratio": """\
 device:asyncpipe_idle:ratio{reason="dependency"}
   - on (job) group_left () max by (job) (asyncpipe_ideal_bubble_ratio)
   - on (job) group_left () sum by (job) (
-    avg by (job, reason) (device:asyncpipe_idle:ratio{reason=~"copy|dispatch|edge"})
+    avg by (job, reason) (device:asyncpipe_idle:ratio{reason=~"copy|dispatch|edge|shared"})
   )
   - on (job, device) group_left () (
     max by (job) (device:asyncpipe_busy:ratio) - on (job) group_right () device:asyncpipe_busy:ratio
   )
 or device:asyncpipe_idle:ratio{reason=~"copy|edge"}""",
+    # Without the time in which another job had the device: that is its share, and no delay of the scheduler's.
     "job:asyncpipe_dispatch:ratio": 'avg by (job) (device:asyncpipe_idle:ratio{reason="dispatch"})',
+    "job:asyncpipe_shared:ratio": 'avg by (job) (device:asyncpipe_idle:ratio{reason="shared"})',
     "job:asyncpipe_recompute:ratio": f"""\
 sum by (job) (rate(asyncpipe_task_duration_seconds_sum{{kind="R"}}[WINDOW]))
 / (sum by (job) (rate(asyncpipe_task_duration_seconds_sum{{kind=~"{"|".join(COMPUTE_KINDS)}"}}[WINDOW])) > 0)""",

@@ -1,11 +1,11 @@
 """How a device spends its time: the names, colours and queries that all panels use.
 
 The busy and idle seconds of a device add up to the time of its steps. The rest of each second is time between steps:
-the optimizer, loading of data, or a pipeline that nobody calls. The seven shares add up to one::
+the optimizer, loading of data, or a pipeline that nobody calls. The eight shares add up to one::
 
-    │ busy │ waiting for data │ for an edge │ for a copy │ for the scheduler │ drain │ between steps │
-    └─────────────────────────────────── in steps ──────────────────────────────────┘
-    0                                                                                                1
+    │ busy │ waiting for data │ for an edge │ for a copy │ for another job │ for the scheduler │ drain │ between steps │
+    └──────────────────────────────────────────── in steps ───────────────────────────────────────────┘
+    0                                                                                                                  1
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = [
     "PURPLE",
     "SKY",
     "VERMILION",
+    "YELLOW",
     "BETWEEN",
     "BUSY",
     "STATES",
@@ -40,6 +41,7 @@ VERMILION = "#D55E00"
 GREY = "#8C8C8C"
 PURPLE = "#CC79A7"
 SKY = "#56B4E9"
+YELLOW = "#F0E442"
 """The colours of Okabe and Ito, which colour-blind readers can distinguish, and a grey."""
 
 
@@ -59,10 +61,11 @@ WAITING = (
     State("dependency", 2, "Waiting for data", ORANGE),
     State("edge", 3, "Waiting for an edge", SKY),
     State("copy", 4, "Waiting for a copy", BLUE),
-    State("dispatch", 5, "Waiting for the scheduler", VERMILION),
-    State("drain", 6, "Drain", GREY),
+    State("shared", 5, "Waiting for another job", YELLOW),
+    State("dispatch", 6, "Waiting for the scheduler", VERMILION),
+    State("drain", 7, "Drain", GREY),
 )
-BETWEEN = State("between", 7, "Between steps", PURPLE)
+BETWEEN = State("between", 8, "Between steps", PURPLE)
 STATES = (BUSY, *WAITING, BETWEEN)
 
 

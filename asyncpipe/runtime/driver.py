@@ -451,7 +451,9 @@ class Driver:
         # All wake-ups since the last step that ended.
         notes.wakeups, self._wakeups = self._wakeups, []
         observers.note_devices(notes)
-        record = replace(self.scheduler.take_record(execution.number), notes=notes)
+        record = self.scheduler.take_record(execution.number)
+        notes.taken = record.notes.taken
+        record = replace(record, notes=notes)
         del self._executions[execution.number]
         execution.runs = []  # They refer to it.
         execution.later = None

@@ -460,6 +460,7 @@ def _notes(execution: PartsExecution) -> StepNotes:
         {name: _worker_notes(execution, worker) for name, worker in execution.workers.items()},
         {stage for each in notes.values() for stage in each.drew},
         [compilation for each in notes.values() for compilation in each.compilations],
+        {lane: account for each in notes.values() for lane, account in each.taken.items()},
     )
 
 

@@ -275,11 +275,12 @@ def test_states_are_what_devices_spend_most_time_in(promtool, tmp_path):
             ("drain", drain),
             ("dispatch", 0),
             ("edge", 0),
+            ("shared", 0),
         ):
             input_series.append(counter("stage_idle_seconds_total", seconds, reason=reason, **place))
     whole = " + ".join(f"({share(state)})" for state in STATES)
     [most_idle] = (found.expr for found in EXPRESSIONS if found.panel == "Most idle time")
-    codes = dict(zip(("d0", "d1", "d2", "d3"), (1, 4, 2, 7), strict=True))
+    codes = dict(zip(("d0", "d1", "d2", "d3"), (1, 4, 2, 8), strict=True))
     wanted = {
         dominating_code(): [(f'{{job="j",device="{device}"}}', code) for device, code in codes.items()],
         whole: [(f'{{job="j",device="{device}"}}', 1) for device in codes],

@@ -1,12 +1,13 @@
 """Artificial faults: each shows up as idle time under its own reason, and trips its own alert and no other.
 
-Four jobs train at the same time, each with a loop in a thread of its own, on emulated devices that sleep, so that
-two cores are enough for twelve of them. One server shows them all; a real Prometheus, where there is one, watches::
+Five jobs train at the same time, each with a loop in a thread of its own, on emulated devices that sleep, so that
+two cores are enough for fifteen of them. One server shows them all; a real Prometheus, where there is one, watches::
 
     healthy ────────────┐
     slow-stage ─────────┼──▶ MergedCollector ──▶ /metrics ──▶ Prometheus ──▶ alerts
     slow-copy ──────────┤
-    blocked-loop ───────┘
+    blocked-loop ───────┤
+    sharing ────────────┘    beside another job of three times its weight, which nobody watches
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from torch import nn
 
-from asyncpipe import Costs, Pipeline
+from asyncpipe import Costs, DevicePool, Pipeline, Share
 from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.kinds import TaskKind
@@ -60,6 +61,8 @@ class Fault:
     cost: Callable[[Task], float] = EVEN
     blocked: float = 0.0
     """Seconds for which something blocks the loop, again and again."""
+    shares: bool = False
+    """Whether another job, of a larger weight, uses the same devices."""
     alerts: frozenset[tuple[str, str]] = frozenset()
 
 
@@ -70,6 +73,7 @@ FAULTS = {
     "blocked-loop": Fault(
         blocked=0.2, alerts=frozenset({("AsyncpipeLoopLag", "lag"), ("AsyncpipeLoopLag", "dispatch")})
     ),
+    "sharing": Fault(shares=True),
 }
 
 
@@ -150,13 +154,25 @@ class TrainingJob(threading.Thread):
     async def _train(self) -> None:
         x = torch.zeros(MICROBATCHES, 8)
         cost = self._fault.cost
-        async with pipeline([self.collector, self], executors=lambda name: EmulatedExecutor(name, cost)) as pipe:
-            blocking = asyncio.create_task(self._block())
-            while not self._stopping.is_set():
-                await pipe.step(x, x)
-            blocking.cancel()
-            with suppress(asyncio.CancelledError):
-                await blocking
+        async with AsyncExitStack() as stack:
+            pool = await stack.enter_async_context(DevicePool(executors=lambda name: EmulatedExecutor(name, cost)))
+            pipe = await stack.enter_async_context(pipeline([self.collector, self], pool=pool, share=self._share()))
+            besides = [self._block()]
+            if self._fault.shares:
+                other = pipeline([], pool=pool, share=Share("other", weight=3.0))
+                besides.append(self._step(await stack.enter_async_context(other), x))
+            beside = [asyncio.create_task(each) for each in besides]
+            await self._step(pipe, x)
+            for task in beside:
+                task.cancel()
+            await asyncio.wait(beside)
+
+    def _share(self) -> Share:
+        return Share("job") if self._fault.shares else Share()
+
+    async def _step(self, pipe: Pipeline, x: torch.Tensor) -> None:
+        while not self._stopping.is_set():
+            await pipe.step(x, x)
 
     async def _block(self) -> None:
         """What a bad neighbour on the same loop does: no ``await`` while it works."""
@@ -259,6 +275,14 @@ def test_tasks_that_a_blocked_loop_does_not_hand_out_wait_for_dispatch(registry:
     found = shares(registry, "blocked-loop")
     assert found.mean("dispatch") > 0.2
     assert found.mean("copy") < 0.05
+
+
+def test_a_job_that_shares_its_devices_waits_for_the_other_one_and_not_for_dispatch(
+    registry: CollectorRegistry,
+) -> None:
+    found = shares(registry, "sharing")
+    assert found.mean("shared") > 0.2
+    assert found.mean("dispatch") < 0.1
 
 
 # Alerts

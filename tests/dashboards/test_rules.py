@@ -40,6 +40,7 @@ PLACES = (
     "Waiting for data",
     "Waiting for an edge",
     "Waiting for a copy",
+    "Waiting for another job",
     "Waiting for the scheduler",
     "Unbalanced stages",
     "Drain",

@@ -104,6 +104,8 @@ class Dispatcher:
         lane.in_flight += 1
         if not lane.in_order:
             lane.policy.started(step, task, now)
+            if lane.others is not None:
+                lane.others.handed_over(now, is_first=lane.in_flight == 1)
         others: list[LaneState] = []
         if step.admission is not None:
             return others
@@ -166,6 +168,8 @@ class Dispatcher:
                 break
         if not policy.holds_back:
             del self._held_back[lane]
+        elif lane.others is not None and not lane.in_flight:
+            lane.others.keep(policy.waiting, now)
         self._note_alarm(lane, now)
 
     def _note_alarm(self, lane: LaneState, now: float) -> None:

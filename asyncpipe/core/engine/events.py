@@ -12,8 +12,10 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from asyncpipe.core.engine.compilations import Compilation
+from asyncpipe.core.engine.lane_use import Taken
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.engine.worker_notes import WorkerNotes
+from asyncpipe.core.graph.task import Lane
 from asyncpipe.core.graph.task_graph import TaskGraph
 
 __all__ = [
@@ -220,6 +222,8 @@ class StepNotes:
     """The stages that drew random numbers; of an accelerator's own numbers, those of the first micro-batch count."""
     compilations: list[Compilation] = field(default_factory=list)
     """What was compiled meanwhile. It is no part of what tasks take: such a task begins when it has been compiled."""
+    taken: dict[Lane, Taken] = field(default_factory=dict)
+    """By lane that other jobs used meanwhile: how long they had it, since some time before the step or in it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -51,6 +51,7 @@ from asyncpipe.core.engine.events import (
     StepCancelled,
     StepCompleted,
     StepFinished,
+    StepNotes,
     StepRecord,
     StepSubmitted,
     TaskCompleted,
@@ -195,7 +196,7 @@ class SchedulerState:
         if found is None or not found.finished or not found.is_drained:
             raise InvalidTransition(f"step {step} is not completed")
         del self._steps[step]
-        return StepRecord(step, found.graph, found.journal, found.outcome)
+        return StepRecord(step, found.graph, found.journal, found.outcome, StepNotes(taken=found.taken))
 
     # Steps
 
@@ -232,6 +233,8 @@ class SchedulerState:
         for lane in step.used:
             if not lane.in_order:
                 lane.policy.begin(step, now)
+                if lane.others is not None:
+                    lane.others.begin(job, now)
         for gated in graph.gates:
             step.unmet[gated] += 1
         if earlier is not None:
@@ -448,6 +451,8 @@ class SchedulerState:
         lane.in_flight -= 1
         if not lane.in_order:
             lane.policy.completed(step, task, seconds, now)
+            if lane.others is not None and step.states[task] is not _DROPPED:
+                lane.others.ended(step.job, now)
         return lane
 
     # Decisions
@@ -471,11 +476,22 @@ class SchedulerState:
             for lane in step.used:
                 if not (lane.in_order or step.by_program):
                     lane.policy.end(step, now)
+                    self._note_others(step, lane)
             if self._jobs.end(step.job):
                 self._forget(step.job)
             ends.append(StepCompleted(step.number, step.outcome, step.failed_task, step.error))
         step.journal.extend((now, end) for end in ends)
         commands.extend(ends)
+
+    @staticmethod
+    def _note_others(step: StepState, lane: LaneState) -> None:
+        """Note how long other jobs had the lane while ``step`` was under way."""
+        if lane.others is None:
+            return
+        if taken := lane.others.taken(step.job):
+            step.taken[lane.lane] = taken
+        if step.job.steps == 1:
+            lane.others.end(step.job)
 
     def check(self) -> None:
         """Assert what must hold between two events, once ``choose`` was called; tests do after each and at teardown."""

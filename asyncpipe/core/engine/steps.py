@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from asyncpipe.core.engine.events import Command, Event, Outcome
 from asyncpipe.core.engine.jobs import JobAccount
+from asyncpipe.core.engine.lane_use import LaneUse, Taken
 from asyncpipe.core.engine.microbatch_admission import StepAdmissions
 from asyncpipe.core.engine.policies.fair_share import FairShare
 from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
 from asyncpipe.core.engine.policies.policy import Policy, TaskState
+from asyncpipe.core.engine.policies.ruled import Ruled
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import ScheduleError
@@ -24,7 +26,7 @@ _READY, _OK = TaskState.READY, Outcome.OK
 class LaneState:
     """A lane: what its device holds, and who decides what comes next."""
 
-    __slots__ = ("heap", "in_flight", "in_order", "is_shared", "lane", "policy")
+    __slots__ = ("heap", "in_flight", "in_order", "is_shared", "lane", "others", "policy")
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -38,6 +40,8 @@ class LaneState:
         """Whether there is nothing to decide: what is ready goes at once, and the policy is told nothing."""
         self.is_shared = isinstance(policy, FairShare)
         """Whether the policy counts what each job holds; else the cap is the lane's."""
+        self.others = None if isinstance(policy, FirstComeFirstServed | Ruled) else LaneUse()
+        """How long others had it, for each job, if several may use it."""
         self.heap = policy.heap if isinstance(policy, FirstComeFirstServed) else []
         """The ready tasks of a lane that is in order."""
 
@@ -78,6 +82,8 @@ class StepState:
     """Of a step that follows another one: its tasks that still wait for that one's last task on their lane."""
     handed_over: list[int] = field(default_factory=list)
     """With programs: tasks whose dependencies are met, and whose dispatch is not noted yet."""
+    taken: dict[Lane, Taken] = field(default_factory=dict)
+    """By lane, how long other jobs had it; noted at the step's end."""
 
     def __repr__(self) -> str:
         return f"<step {self.number} of {self.graph.schedule}>"

@@ -10,11 +10,12 @@ Steps that overlap have reports on one clock (``reports``); what they have in co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from asyncpipe.core.engine.compilations import Compilation
 from asyncpipe.core.engine.events import GateOpened, StepRecord, StepSubmitted, TaskCompleted
+from asyncpipe.core.engine.lane_use import spans_taken
 from asyncpipe.core.graph.task import Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph, critical_path
 from asyncpipe.core.kinds import TaskKind
@@ -66,6 +67,8 @@ class Report:
     computed before; the time between is the *edge*."""
     compilations: tuple[Compilation, ...] = ()
     """What was compiled in the step, which is no part of its tasks' times."""
+    taken: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    """By device: when another job had it and this one computed nothing there, as (begin, end), in their order."""
     began: float = 0.0
     """When the step began, on the clock of its tasks."""
 
@@ -187,8 +190,28 @@ def _report(record: StepRecord, origin: float) -> Report:
         },
         arrived={task: at - origin for task, at in record.notes.arrived.items()},
         compilations=tuple(record.notes.compilations),
+        taken=_taken(record, origin, times),
         began=began,
     )
+
+
+def _taken(record: StepRecord, origin: float, times: Sequence[TaskTime]) -> dict[str, tuple[tuple[float, float], ...]]:
+    """When other jobs had the lanes that compute, beside the step's own tasks; times count from ``origin``."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    last = max((time.end + origin for time in times), default=0.0)
+    for lane, account in record.notes.taken.items():
+        if lane.queue is Queue.COMPUTE:
+            free = _began(record)
+            own = sorted((time.start + origin, time.end + origin) for time in times if time.task.lane == lane)
+            for start, end in own:
+                found.setdefault(lane.device, []).extend(spans_taken(account, free, start))
+                free = max(free, end)
+            found.setdefault(lane.device, []).extend(spans_taken(account, free, last))
+    return {
+        device: tuple((start - origin, end - origin) for start, end in spans)
+        for device, spans in found.items()
+        if spans
+    }
 
 
 def link_waits(found: Report, graph: TaskGraph, after: Report | None = None) -> dict[str, float]:

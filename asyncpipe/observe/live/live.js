@@ -7,7 +7,7 @@ const $ = id => document.getElementById(id);
 const timeline = new Timeline($('timeline')), curve = new Curve($('curve'), 260), tip = $('tip');
 const REASONS = {
   busy: 'busy', dependency: 'waits for data', edge: 'waits for data on its way', copy: 'waits for a copy',
-  dispatch: 'waits for the scheduler', drain: 'has finished the step',
+  shared: 'waits for another job', dispatch: 'waits for the scheduler', drain: 'has finished the step',
 };
 let state = null, heard = 0;
 
@@ -163,20 +163,21 @@ function showStages({ step, workers }) {
     row.querySelector('.share').textContent = percent(stage.busy);
     for (const part of row.querySelectorAll('i')) part.style.width = `${(shares[part.dataset.reason] ?? 0) * 100}%`;
     row.querySelector('.bar').title = [
-      ...told(shares, workers).map(([reason, share]) => `${REASONS[reason]}: ${percent(share)}`),
+      ...told(shares, stages, workers).map(([reason, share]) => `${REASONS[reason]}: ${percent(share)}`),
       ...(stage.in_flight === null ? [] : [`${stage.in_flight} in flight at most`]),
     ].join('\n');
     row.querySelector('.bar').setAttribute('aria-label', `Stage ${index} on ${stage.device}: ` +
-      told(shares, workers).map(([reason, share]) => `${REASONS[reason]} ${percent(share)}`).join(', '));
+      told(shares, stages, workers).map(([reason, share]) => `${REASONS[reason]} ${percent(share)}`).join(', '));
   });
   write('finding', step ? finding(step) : '');
   if (!step) return;
   const shared = stages.length > step.devices.length ? [['var(--track)', 'its device runs another stage']] : [];
-  legend($('reasons'), [...told(REASONS, workers).map(([reason, name]) => [`var(--${reason})`, name]), ...shared]);
+  legend($('reasons'), [...told(REASONS, stages, workers).map(([reason, name]) => [`var(--${reason})`, name]), ...shared]);
 }
 
-// Entries by reason; on threads nothing is on its way.
-const told = (reasons, workers) => Object.entries(reasons).filter(([reason]) => workers || reason !== 'edge');
+// Entries by reason; on threads nothing is on its way, and most devices have one job.
+const told = (reasons, stages, workers) => Object.entries(reasons).filter(([reason]) =>
+  reason === 'edge' ? workers : reason !== 'shared' || stages.some(stage => stage.idle.shared > 0));
 
 function stageRow(index) {
   const row = document.createElement('li'), who = document.createElement('span'), bar = document.createElement('span');

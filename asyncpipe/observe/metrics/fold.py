@@ -50,7 +50,7 @@ def fold(steps: Sequence[StepArrays], arrays: GraphArrays) -> Totals:
     times = _TaskTimes(started, ended, inputs.arrived)
     _count(change, steps, arrays, times)
     _add_seconds(change, steps, arrays, times)
-    busy, idle = device_time(arrays, started, ended, inputs)
+    busy, idle = device_time(arrays, started, ended, inputs, [step.taken for step in steps])
     _add(change, "stage_busy_seconds", arrays.places, busy)
     for reason, seconds in idle.items():
         _add(change, "stage_idle_seconds", [(*place, reason.value) for place in arrays.places], seconds)

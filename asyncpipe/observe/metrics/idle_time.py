@@ -7,17 +7,20 @@ The copies that a task reads divide the gap before it into parts::
          │◀─ dependency ──▶│◀─── edge ───▶│◀── dispatch ──▶│◀── copy ──▶│◀─ dispatch ─▶│
 
 Only what another worker has made has an edge to cross. A copy begins when it is dispatched, even if it then waits for
-earlier copies of its lane. The time after the last task of a device is the drain. Busy and idle seconds of a device add
+earlier copies of its lane. What of a wait for the dispatch another job had the device is *shared*, and no fault of the
+scheduler. The time after the last task of a device is the drain. Busy and idle seconds of a device add
 up to the step. A gap is counted for the stage of the task that ends it, the drain for the stage of the last task.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
 
+from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.observe.metrics.graph_arrays import Floats, GraphArrays, Numbers, in_order, summed
 
 __all__ = ["IdleReason", "InputTimes", "device_time"]
@@ -32,8 +35,10 @@ class IdleReason(StrEnum):
     """It was computed in another worker and on its way to this one."""
     COPY = "copy"
     """It was computed and being copied."""
+    SHARED = "shared"
+    """All inputs were there, and another job had the device."""
     DISPATCH = "dispatch"
-    """All inputs were there, and the task or the copy before it had not begun."""
+    """All inputs were there and no other job had the device, and the task or the copy before it had not begun."""
     DRAIN = "drain"
     """The device had no task left in this step."""
 
@@ -52,13 +57,17 @@ class InputTimes(NamedTuple):
 
 
 def device_time(
-    arrays: GraphArrays, started: Floats, ended: Floats, inputs: InputTimes
+    arrays: GraphArrays,
+    started: Floats,
+    ended: Floats,
+    inputs: InputTimes,
+    taken: Sequence[Mapping[Lane, tuple[Floats, Floats]]],
 ) -> tuple[Floats, dict[IdleReason, Floats]]:
     """Busy and idle seconds of the devices, summed over k steps of one graph, by position in ``GraphArrays.places``.
 
     All arrays have the shape (k, tasks + 1), in seconds since each step was submitted: when tasks ``started`` (∞ for
     never) and ``ended`` (-∞), and those of ``inputs``. The last column means "no task"; the rows of ``arrays.compute``
-    are filled up with it.
+    are filled up with it. ``taken`` has for each step the accounts of the lanes that other jobs used meanwhile.
     """
     tasks, cells, before, after = in_order(arrays.compute, started, ended)
     # Clocks of threads and devices differ a little: time in which two tasks seem to overlap is counted once.
@@ -72,13 +81,44 @@ def device_time(
     def total(seconds: Floats) -> Floats:
         return summed(seconds.ravel(), places, len(arrays.places))
 
+    shared = _shared(arrays, taken, (landed, left), (there, begin))
     return total(after - begin), {
         IdleReason.DEPENDENCY: total(made - before),
         IdleReason.EDGE: np.zeros(len(arrays.places)) if landed is made else total(landed - made),
         IdleReason.COPY: total(there - left),
-        IdleReason.DISPATCH: total(left - landed) + total(begin - there),
+        IdleReason.SHARED: np.zeros(len(arrays.places)) if shared is None else total(shared),
+        IdleReason.DISPATCH: total((left - landed) + (begin - there) - (0.0 if shared is None else shared)),
         IdleReason.DRAIN: _drained(arrays, tasks, ended, after[:, :, -1]),
     }
+
+
+def _shared(
+    arrays: GraphArrays,
+    taken: Sequence[Mapping[Lane, tuple[Floats, Floats]]],
+    copies: tuple[Floats, Floats],
+    compute: tuple[Floats, Floats],
+) -> Floats | None:
+    """The seconds in which others had the device that each task, or a copy for it, waited for; ``None`` if nobody did.
+
+    A wait is (since, until), of the shape (steps, devices, tasks). What computes waits for the lane that computes, and
+    copies for any: on a CPU one thread serves all lanes.
+    """
+    if not any(taken):
+        return None
+    found = [np.zeros_like(copies[0]) for _ in range(2)]
+    for step, accounts in enumerate(taken):
+        for lane, account in accounts.items():
+            row = arrays.devices.index((lane.device,))
+            found[0][step, row] += _within(account, copies[0][step, row], copies[1][step, row])
+            if lane.queue is Queue.COMPUTE:
+                found[1][step, row] += _within(account, compute[0][step, row], compute[1][step, row])
+    # Lanes may have been taken at the same time.
+    waits = (copies, compute)
+    return np.add(*(np.clip(each, 0.0, until - since) for each, (since, until) in zip(found, waits, strict=True)))
+
+
+def _within(account: tuple[Floats, Floats], since: Floats, until: Floats) -> Floats:
+    return np.interp(until, *account) - np.interp(since, *account)
 
 
 def _drained(arrays: GraphArrays, tasks: Numbers, ended: Floats, last: Floats) -> Floats:

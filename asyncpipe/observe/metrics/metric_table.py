@@ -17,8 +17,8 @@ COUNTERS: dict[str, tuple[str, Labels]] = {
     "stage_busy_seconds": ("Seconds that a device computed for a stage.", ("stage", "device")),
     "stage_idle_seconds": (
         "Seconds inside steps that a device stood idle before a task of a stage, by reason: dependency (not yet "
-        "computed elsewhere), edge (on its way from another worker), copy (being copied), dispatch (there, but not "
-        "begun), drain (after its last task).",
+        "computed elsewhere), edge (on its way from another worker), copy (being copied), shared (there, but another "
+        "job had the device), dispatch (there, but not begun), drain (after its last task).",
         ("stage", "device", "reason"),
     ),
     "executor_busy_seconds": (

@@ -22,6 +22,7 @@ from asyncpipe.core.engine.events import (
     TaskFailed,
     TaskIssued,
 )
+from asyncpipe.core.engine.lane_use import Taken
 from asyncpipe.observe.metrics.graph_arrays import Floats
 
 __all__ = ["StepArrays"]
@@ -72,6 +73,13 @@ class StepArrays:
         """(seconds that the loop was late, seconds that the scheduler took) for each wake-up."""
         self.memory, self.streams, self.workers = notes.memory, notes.streams, notes.workers
         self.compilations = tuple(notes.compilations)
+        self.taken = {lane: _account(taken, self.submitted) for lane, taken in notes.taken.items()}
+        """By lane: moments, in seconds since the submission, and how long other jobs had had it until then."""
+
+
+def _account(taken: Taken, submitted: float) -> tuple[Floats, Floats]:
+    points = np.array(taken, np.float64)
+    return points[:, 0] - submitted, points[:, 1]
 
 
 def _floats(values: list[float]) -> Floats:

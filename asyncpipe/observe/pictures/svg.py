@@ -1,6 +1,7 @@
 """The timeline of one step, or of several, as an SVG picture without script, readable on light and dark pages.
 
-Each device is a row of tasks with its copies as thin bars below; arrows show transfers between devices::
+Each device is a row of tasks with its copies as thin bars below; arrows show transfers between devices. A darker band
+stands where another job had the device::
 
     dev:0  [F0][F1]··········[ B1 ][ B0 ]
              ╲                ↗
@@ -140,6 +141,7 @@ def svg_timeline(
     name = escape(title or graph.schedule)
     drawing = [
         *_lanes(longest, layout),
+        *(line for step in steps for line in _taken(step, layout, longest, virtual=virtual)),
         *(_arrows(steps, layout, inline or "") if arrows else ()),
         *(line for step in steps for line in _tasks(step, layout, longest, virtual=virtual)),
         *_borders(steps, layout),
@@ -225,6 +227,19 @@ def _lanes(longest: float, layout: _Layout) -> Iterator[str]:
             f'<rect class="lane" x="{_n(layout.scale.left)}" y="{_n(top)}" width="{_n(width)}" height="{_n(ROW)}" '
             f'fill="{TEXT}" fill-opacity="0.12"/>'
         )
+
+
+def _taken(step: _ShownStep, layout: _Layout, longest: float, *, virtual: bool) -> Iterator[str]:
+    """A darker band where another job had the device and the step computed nothing there."""
+    for device, spans in step.result.taken.items():
+        for start, end in spans:
+            x, width = layout.x(start), (end - start) * layout.per_second
+            times = [format_time(at, longest, virtual=virtual) for at in (start, end)]
+            yield (
+                f"<g><title>{step.name}another job had {escape(device)}: {times[0]} to {times[1]}</title>"
+                f'<rect class="taken" x="{_n(x)}" y="{_n(layout.top[device])}" width="{_n(width)}" height="{_n(ROW)}" '
+                f'fill="{TEXT}" fill-opacity="0.45"/></g>'
+            )
 
 
 def _tasks(step: _ShownStep, layout: _Layout, longest: float, *, virtual: bool) -> Iterator[str]:

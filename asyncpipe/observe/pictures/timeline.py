@@ -6,7 +6,7 @@ If all times are multiples of one quantum, as in simulations, each cell is exact
     dev:1  ···F0 F1 F2 B2─── B1─── B0─── ······
 
 Otherwise time is divided into columns, and a column shows the task that fills most of it. In a terminal the kinds of
-tasks may have colours.
+tasks may have colours. Where another job had the device, there are shaded cells in the place of dots.
 
 Several steps share one axis. They may overlap, so each device has a border of its own where a later step begins::
 
@@ -18,7 +18,7 @@ Several steps share one axis. They may overlap, so each device has a border of i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, count, groupby, takewhile
 from math import ceil, floor, gcd, log10
@@ -49,6 +49,8 @@ DEFAULT_WIDTH = 100
 """The columns of a timeline without a quantum if no width is given."""
 SHORTEST_TASK = 10
 """The most quanta that the shortest task may have; with more, an exact timeline would be too wide."""
+TAKEN = "░"
+"""Stands where another job had the device."""
 BAR = "│"
 """Stands in the column before the first task of a later step."""
 PALEST = 0.55
@@ -96,13 +98,21 @@ def text_timeline(
     shown = list(chain.from_iterable(rows.values()))
     scale = _scale(longest, shown, label, None if width is None else max(width - margin, 10))
     starts = borders(each)
+    taken: dict[Lane, list[tuple[float, float]]] = {}
+    for result in results:
+        for device, spans in result.taken.items():
+            taken.setdefault(Lane(device, Queue.COMPUTE), []).extend(spans)
     lines = ["step".ljust(margin) + _steps(records, results, scale)] if len(records) > 1 else []
     lines.append("time".ljust(margin) + _axis(scale, longest, virtual=virtual))
     for name, (lane, times) in zip(names, rows.items(), strict=True):
-        lines.append(name.ljust(margin) + "".join(_cells(times, starts.get(lane, ()), scale, label, colour=colour)))
+        others = _columns_within(taken.get(lane, ()), scale)
+        cells = _cells(times, starts.get(lane, ()), others, scale, label, colour=colour)
+        lines.append(name.ljust(margin) + "".join(cells))
     kinds = kinds_of(shown)
     if colour or set(kinds) - SELF_EVIDENT:
         lines += ["", _legend(kinds, colour=colour)]
+    if taken:
+        lines += ["", f"{TAKEN} another job had the device"]
     figures = summary(results, training=records[0].graph.training, virtual=virtual)
     return "\n".join(line.rstrip() for line in [*lines, "", figures]) + "\n"
 
@@ -238,13 +248,17 @@ def _scale(longest: float, times: Sequence[TaskTime], label: Callable[[Task], st
 def _cells(
     times: Sequence[TaskTime],
     starts: Sequence[float],
+    others: Set[int],
     scale: _ColumnScale,
     label: Callable[[Task], str],
     *,
     colour: bool,
 ) -> Iterator[str]:
     bars = {round(start / scale.seconds) - 1 for start in starts}
-    cells = [BAR if column in bars else shown for column, shown in enumerate(_columns(times, scale))]
+    cells: list[TaskTime | str | None] = [
+        BAR if column in bars else TAKEN if shown is None and column in others else shown
+        for column, shown in enumerate(_columns(times, scale))
+    ]
     for shown, columns in groupby(cells):
         width = len(list(columns))
         if shown is None:
@@ -286,6 +300,15 @@ def _columns(times: Sequence[TaskTime], scale: _ColumnScale) -> list[TaskTime | 
             if share > longest[column]:
                 longest[column], shown[column] = share, time
     return [time if full >= scale.seconds / 2 else None for time, full in zip(shown, busy, strict=True)]
+
+
+def _columns_within(spans: Iterable[tuple[float, float]], scale: _ColumnScale) -> set[int]:
+    """The columns whose middle is in one of ``spans``."""
+    return {
+        column
+        for start, end in spans
+        for column in range(round(start / scale.seconds), min(round(end / scale.seconds), scale.columns))
+    }
 
 
 def _cell(label: str, width: int) -> str:

@@ -69,6 +69,7 @@ def to_chrome(records: Iterable[StepRecord], *, memory: StageMemory | None = Non
         events += _flows(record, slices, names)
         events += _failures(record, tracks)
         events += _borders(record, slices)
+        events += _taken(record, tracks)
     events += in_flight(kept, tracks)
     events += measured_memory(kept, tracks)
     if memory is not None:
@@ -120,6 +121,18 @@ def _step_arguments(record: StepRecord) -> TraceEvent:
 
 
 # Tasks
+
+
+def _taken(record: StepRecord, tracks: TraceTracks) -> Iterator[TraceEvent]:
+    """Slices where another job had a device, and the step computed nothing there."""
+    if not record.notes.taken:
+        return
+    origin = record.journal[0][0]
+    found = report(record)
+    for device, spans in found.taken.items():
+        for start, end in spans:
+            place = {**tracks.lane(Lane(device, Queue.COMPUTE)), **tracks.span(start + origin, end + origin)}
+            yield {"ph": "X", "name": "another job", "cat": "shared", "cname": "grey", **place, "args": {}}
 
 
 def _slices(record: StepRecord, tracks: TraceTracks) -> dict[int, TraceEvent]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from asyncpipe.core.graph.task import Lane
+from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import Report, TaskTime
@@ -14,7 +14,7 @@ __all__ = ["Wait", "waits"]
 
 
 class Wait(NamedTuple):
-    """The last thing that a task waited for: one of its inputs, its way here, or the task before it on its lane."""
+    """The last thing that a task waited for: an input, its way here, the task before it on its lane, or another job."""
 
     name: str
     until: float
@@ -46,6 +46,12 @@ def waits(result: Report, graph: TaskGraph, earlier: Mapping[Lane, float] | None
             sent = max(reads, key=lambda read: read.end, default=None)
             name = "another worker" if sent is None else f"{sent.task.id} of another worker, on its way"
             candidates.append((result.arrived[number], True, name))
+        if candidates and lane.queue is Queue.COMPUTE:
+            ready = max(candidates)[0]
+            taken = [min(over, time.start) for begin, over in result.taken.get(lane.device, ()) if begin < time.start]
+            # What is there for less than that, is there while the scheduler answers.
+            if taken and ready < taken[-1] > time.start - (time.start - ready) / 2:
+                candidates.append((taken[-1], True, "another job, which had the device"))
         if candidates:
             end, _, name = max(candidates)
             free = before[lane].end if lane in before else earlier.get(lane, 0.0)

@@ -172,6 +172,7 @@ class PartStep(PreparedStep):
             left=dict(self._left or {}),
             drew=notes.drew,
             compilations=notes.compilations,
+            taken=notes.taken,
         )
         if self._use is not None:
             note_devices({stream.device for stream in self.parts.resources.streams.values()}, found)

@@ -14,19 +14,23 @@ from asyncpipe.core.engine.events import (
     StepSubmitted,
     TaskCompleted,
 )
+from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.part import part
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import report
-from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.predict.simulate import SimulatedJob, simulate, simulate_jobs
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.metrics.fold import fold
 from asyncpipe.observe.metrics.graph_arrays import GraphArrays
 from asyncpipe.observe.metrics.idle_time import IdleReason
 from asyncpipe.observe.metrics.step_arrays import StepArrays
+from asyncpipe.observe.pictures.svg import svg_timeline
+from asyncpipe.observe.pictures.timeline import text_timeline
+from asyncpipe.observe.pictures.trace import to_chrome
 from asyncpipe.observe.pictures.waits import waits
 
 
@@ -207,3 +211,49 @@ def test_tasks_that_seem_to_overlap_are_counted_once() -> None:
     record = StepRecord(0, graph, journal, Outcome.CANCELLED)
     assert busy(record) == {(0, "dev:0"): 3.0}
     assert idle(record) == {}
+
+
+@pytest.mark.parametrize("copy", [0.0, 0.002])
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_what_waits_for_another_job_is_no_fault_of_the_scheduler(schedule: str, background: bool, copy: float) -> None:
+    """In virtual time the scheduler takes none: all that one of two jobs loses beyond what it loses alone is shared."""
+    graph = lowered(schedule, Shape(3, 6, 3))
+    costs = Costs(0.01, 0.02, copy=copy), Costs(0.013, 0.021, copy=copy)
+    shares = Share("a"), Share("b", 3.0, background=background)
+    both = [SimulatedJob(graph, *each, steps=6, pause=0.01) for each in zip(costs, shares, strict=True)]
+    lost = []
+    for run in simulate_jobs(both):
+        records = [record for record in run.records if record.outcome is Outcome.OK]
+        found = [seconds for record in records for seconds in idle(record).items()]
+        assert sum(seconds for (_, _, reason), seconds in found if reason is IdleReason.DISPATCH) < 1e-9
+        lost.append(sum(seconds for (_, _, reason), seconds in found if reason is IdleReason.SHARED))
+        for record in records:
+            whole = sum(busy(record).values()) + sum(idle(record).values())
+            assert whole == pytest.approx(len(graph.devices) * report(record).seconds)
+    assert all(seconds > 0.01 for seconds in lost)
+    (alone,) = simulate_jobs(both[:1])
+    assert all(reason is not IdleReason.SHARED for record in alone.records for _, _, reason in idle(record))
+
+
+def test_pictures_show_where_another_job_had_the_device() -> None:
+    graph = lowered(shape=Shape(1, 2, 1))
+    lane = graph.lanes[0]
+    journal = [
+        (10.0, StepSubmitted(0, graph)),
+        (12.0, TaskCompleted(0, 0, 10.0, 12.0)),
+        (17.0, TaskCompleted(0, 1, 16.0, 17.0)),
+    ]
+    # Another job has the device from 8 to 10 and from 12 to 15.
+    notes = StepNotes(taken={lane: ((8.0, 0.0), (10.0, 2.0), (12.0, 2.0), (15.0, 5.0))})
+    record = StepRecord(0, graph, journal, Outcome.CANCELLED, notes)
+    assert idle(record) == {(0, "dev:0", IdleReason.SHARED): 3.0, (0, "dev:0", IdleReason.DISPATCH): 1.0}
+    result = report(record)
+    assert result.taken == {"dev:0": ((2.0, 5.0),)}
+    assert waits(result, graph)[1] == ("another job, which had the device", 5.0, 4.0)
+    text = text_timeline(record, virtual=True)
+    assert "dev:0  F0─── ░░░░░░░░░···F1" in text
+    assert "░ another job had the device" in text
+    assert 'class="taken"' in svg_timeline(record, virtual=True)
+    [slice_] = [event for event in to_chrome([record])["traceEvents"] if event.get("cat") == "shared"]
+    assert (slice_["name"], slice_["ts"], slice_["dur"]) == ("another job", 2e6, 3e6)

@@ -274,6 +274,11 @@ class FairShare(Policy):
                 return flow.ready.choose(now)
         return None
 
+    @property
+    def waiting(self) -> Sequence[JobAccount]:
+        """The jobs that have a ready task here."""
+        return [job for job, flow in self._flows.items() if flow.ready.heap]
+
     def wake_at(self, now: float) -> float | None:
         if self._only is not None:
             return None
