@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import inf
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from asyncpipe.core.engine.events import (
     Abort,
@@ -29,8 +31,9 @@ from asyncpipe.core.engine.events import (
     TaskFailed,
     TaskIssued,
 )
+from asyncpipe.core.engine.lane_use import Taken
 from asyncpipe.core.graph.lower import CheckpointMode, lower
-from asyncpipe.core.graph.task import Queue
+from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
@@ -69,7 +72,7 @@ def reference(records: Iterable[StepRecord]) -> Reference:
             found.add("steps", outcome.value, value=record.outcome is outcome)
         found.gauges["last_step_timestamp_seconds"] = {(): float(number)}
         count_tasks(found, record)
-        busy_and_idle(found, graph, result)
+        busy_and_idle(found, record, result)
         waited = queue_times(found, graph, result)
         executors_and_copies(found, record, result)
         notes(found, record.notes)
@@ -135,25 +138,33 @@ def queue_times(found: Reference, graph: TaskGraph, result: Report) -> dict[str,
     return waited
 
 
-def busy_and_idle(found: Reference, graph: TaskGraph, result: Report) -> None:
+def busy_and_idle(found: Reference, record: StepRecord, result: Report) -> None:
+    graph = record.graph
     for number, device in enumerate(graph.devices):
         stages = [stage for stage, place in enumerate(graph.placement) if place == number] or [0]
         for stage in stages:
             found.add("stage_busy_seconds", str(stage), device, value=0)
-            for reason in ("dependency", "edge", "copy", "dispatch", "drain"):
+            for reason in ("dependency", "edge", "copy", "shared", "dispatch", "drain"):
                 found.add("stage_idle_seconds", str(stage), device, reason, value=0)
         cursor, last = 0.0, stages[0]
         for time in result.tasks:
             if time.task.lane.device == device and time.task.lane.queue is Queue.COMPUTE:
                 last, place = time.task.stage, (str(time.task.stage), device)
                 start, end = max(time.start, cursor), max(time.end, cursor)
-                gap(found, place, cursor, start, read_times(graph, time.task.number, result))
+                gap(found, place, cursor, start, read_times(graph, time.task.number, result), record)
                 found.add("stage_busy_seconds", *place, value=end - start)
                 cursor = end
         found.add("stage_idle_seconds", str(last), device, "drain", value=result.seconds - cursor)
 
 
-def gap(found: Reference, place: tuple[str, str], begin: float, end: float, read: tuple[float, ...]) -> None:
+def gap(
+    found: Reference,
+    place: tuple[str, str],
+    begin: float,
+    end: float,
+    read: tuple[float, ...],
+    record: StepRecord,
+) -> None:
     produced, landed, sent, arrived = (min(max(moment, begin), end) for moment in read)
     arrived = max(produced, arrived)
     landed = min(landed, arrived)
@@ -161,7 +172,19 @@ def gap(found: Reference, place: tuple[str, str], begin: float, end: float, read
     found.add("stage_idle_seconds", *place, "dependency", value=produced - begin)
     found.add("stage_idle_seconds", *place, "edge", value=landed - produced)
     found.add("stage_idle_seconds", *place, "copy", value=arrived - sent)
-    found.add("stage_idle_seconds", *place, "dispatch", value=sent - landed + end - arrived)
+    own = {lane: spans for lane, spans in record.notes.taken.items() if lane.device == place[1]}
+    compute = {lane: spans for lane, spans in own.items() if lane.queue is Queue.COMPUTE}
+    shared = taken_within(own, landed, sent, record) + taken_within(compute, arrived, end, record)
+    found.add("stage_idle_seconds", *place, "shared", value=shared)
+    found.add("stage_idle_seconds", *place, "dispatch", value=sent - landed + end - arrived - shared)
+
+
+def taken_within(taken: Mapping[Lane, Taken], since: float, until: float, record: StepRecord) -> float:
+    """The seconds between the two times, which count from the submission, in which others had the lanes."""
+    origin = record.journal[0][0]
+    spans = [span for account in taken.values() for span in pairwise(account) if span[1][1] > span[0][1]]
+    inside = [min(end - origin, until) - max(start - origin, since) for (start, _), (end, _) in spans]
+    return min(sum(seconds for seconds in inside if seconds > 0), until - since)
 
 
 def executors_and_copies(found: Reference, record: StepRecord, result: Report) -> None:
@@ -250,6 +273,11 @@ def record_of(graph: TaskGraph, draw: st.DataObject, step: int) -> StepRecord:
     if random.random() < 0.5:  # Some tasks wait for other workers.
         tasks = [task.number for task in graph.tasks if random.random() < 0.4]
         noted.arrived = {task: origin + float(random.random()) * journal[-1][0] for task in tasks}
+    if random.random() < 0.5:  # Other jobs use some of the lanes.
+        length = journal[-1][0] - origin
+        for lane in graph.lanes:
+            if random.random() < 0.7:
+                noted.taken[lane] = account_of(np.sort(random.uniform(-0.2, 1.2, 6)) * length + origin)
     record = StepRecord(step, graph, journal, Outcome.OK, noted)  # type: ignore[arg-type]
     outcome = draw.draw(st.sampled_from([Outcome.OK, Outcome.OK, Outcome.FAILED, Outcome.CANCELLED]))
     return record if outcome is Outcome.OK else cut_short(record, int(random.integers(1, len(journal))), outcome)
@@ -264,6 +292,16 @@ def notes_of(graph: TaskGraph, random: np.random.Generator) -> StepNotes:
         streams={"cuda:0": int(random.integers(1, 99))} if random.random() < 0.5 else {},
         wakeups=[(float(late), float(took)) for late, took in random.exponential(1e-4, (int(random.integers(4)), 2))],
     )
+
+
+def account_of(times: NDArray[np.float64]) -> Taken:
+    """Another job has the lane from the second time to the third, and so on."""
+    account, total = [], 0.0
+    for number, at in enumerate(times.tolist()):
+        if number and number % 2 == 0:
+            total += at - account[-1][0]
+        account.append((at, total))
+    return tuple(account)
 
 
 def cut_short(record: StepRecord, kept: int, outcome: Outcome) -> StepRecord:
