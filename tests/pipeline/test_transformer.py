@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -151,7 +150,7 @@ def test_equal_to_the_unsplit_model(stages: int) -> None:
     expected = [bare(**g.kwargs) for g, _ in SEVEN]
     devices = [f"cpu:{k}" for k in range(stages)]
     for model, cut, how in pipelines(stages):
-        for mode, schedule in itertools.product(("always", "except_last", "never"), ("gpipe", "1f1b")):
+        for mode, schedule in (("always", "gpipe"), ("except_last", "1f1b"), ("never", "gpipe")):
             with Pipeline(
                 cut, devices, microbatches=1, schedule=schedule, checkpoint=mode, loss_fn=loss_fn, **how
             ).sync() as pipe:
