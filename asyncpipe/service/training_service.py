@@ -35,7 +35,7 @@ from asyncpipe.service.jobs.job_log import JobEvent, JobLog, LossRow, read_losse
 from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 from asyncpipe.service.settings.service_settings import ServiceSettings
-from asyncpipe.service.store.job_store import JobStore
+from asyncpipe.service.store.job_store import JobFilter, JobStore
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import Submission, check_submission
 from asyncpipe.train.blocking_calls import in_thread
@@ -231,7 +231,8 @@ class TrainingService:
         self, states: Collection[JobState] | None = None, limit: int = 100, after: str | None = None
     ) -> tuple[JobRecord, ...]:
         """Jobs in the order of submission, as ``JobStore.list``."""
-        return await self.manager.jobs.store.list(states, limit, after)
+        wanted = JobFilter(None if states is None else frozenset(states))
+        return await self.manager.jobs.store.list(wanted, limit, after)
 
     async def history(self, job: str) -> tuple[Transition, ...]:
         """Every transition of ``job``, its submission first. Raises ``UnknownJobError``."""

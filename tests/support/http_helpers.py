@@ -23,7 +23,7 @@ from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobS
 from asyncpipe.service.jobs.hosts import UnknownHostError, WorkerStatus
 from asyncpipe.service.jobs.job_log import JobEvent, LossRow
 from asyncpipe.service.settings.service_settings import ServiceSettings
-from asyncpipe.service.store.job_store import JobStore
+from asyncpipe.service.store.job_store import JobFilter, JobStore
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import check_new_schedule, check_submission
 from asyncpipe.service.training_service import ServiceDrainingError, ServiceStatus, TrainingService
@@ -121,7 +121,8 @@ class FakeService:
         return await self.store.get(job)
 
     async def list(self, states: Any = None, limit: int = 100, after: str | None = None) -> Sequence[JobRecord]:
-        return await self.store.list(states, limit, after)
+        wanted = JobFilter(None if states is None else frozenset(states))
+        return await self.store.list(wanted, limit, after)
 
     async def history(self, job: str) -> Sequence[Any]:
         return await self.store.history(job)

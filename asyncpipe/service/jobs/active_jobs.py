@@ -29,7 +29,7 @@ from asyncpipe.service.jobs.job_log import JobLogs
 from asyncpipe.service.jobs.job_queue import JobQueue
 from asyncpipe.service.jobs.job_run import JobRun
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
-from asyncpipe.service.store.job_store import JobStore, StoreError
+from asyncpipe.service.store.job_store import JobFilter, JobStore, StoreError
 from asyncpipe.service.submission.submission import check_new_schedule
 
 __all__ = ["ActiveJobs"]
@@ -70,11 +70,12 @@ class ActiveJobs:
     async def load(self) -> tuple[JobRecord, ...]:
         """Load the jobs that the last process left; returns those that were running. Raises ``StoreError``."""
         recovered = await self.store.recover()
-        page = await self.store.list([JobState.QUEUED], limit=PAGE)
+        queued = JobFilter(frozenset({JobState.QUEUED}))
+        page = await self.store.list(queued, limit=PAGE)
         while page:
             for record in page:
                 self._enqueue(record)
-            page = await self.store.list([JobState.QUEUED], limit=PAGE, after=page[-1].id)
+            page = await self.store.list(queued, limit=PAGE, after=page[-1].id)
         self._metrics.there_are(await self.store.count())
         return recovered
 

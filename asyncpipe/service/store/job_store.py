@@ -21,17 +21,22 @@ from asyncpipe.service.job_states import (
     JobRecord,
     JobSpec,
     JobState,
+    PriorityClass,
     Transition,
     is_idempotency_key,
     tidy_cause,
 )
-from asyncpipe.service.store import queries
+from asyncpipe.service.store import queries, reading
 from asyncpipe.service.store.database import StoreError, StoreProblem
 from asyncpipe.service.store.database_thread import DatabaseThread
-from asyncpipe.service.store.queries import IdempotencyConflictError, QueueFullError, UnknownJobError
+from asyncpipe.service.store.queries import IdempotencyConflictError, QueueFullError
+from asyncpipe.service.store.reading import AmbiguousJobError, JobCandidate, JobFilter, UnknownJobError
 
 __all__ = [
+    "AmbiguousJobError",
     "IdempotencyConflictError",
+    "JobCandidate",
+    "JobFilter",
     "JobStore",
     "QueueFullError",
     "StoreError",
@@ -46,6 +51,8 @@ MAX_STEP = 2**63 - 1
 MAX_LIMIT = 1000
 
 _T = TypeVar("_T")
+
+ALL_JOBS = JobFilter()
 
 RECOVERED = "the service was restarted"
 
@@ -163,6 +170,23 @@ class JobStore:
 
         return await self._run(job, lambda db: queries.change_schedule(db, job, schedule, self._clock()), writes=True)
 
+    async def amend(
+        self,
+        job: str,
+        *,
+        priority_class: PriorityClass | None = None,
+        weight: float | None = None,
+        tags: Collection[str] | None = None,
+    ) -> JobRecord:
+        """``job`` with another priority class, weight or other tags; what is ``None`` stays.
+
+        Raises ``UnknownJobError``, and ``JobSpecError`` for values that no job can have.
+        """
+        new = {"priority_class": priority_class, "weight": weight, "tags": None if tags is None else tuple(tags)}
+        given = {name: value for name, value in new.items() if value is not None}
+
+        return await self._run(job, lambda db: queries.amend_job(db, job, given, self._clock()), writes=True)
+
     async def progress(self, job: str, step: int, snapshot: str | None = None) -> None:
         """Record that the running ``job`` has done ``step`` steps and, if given, that ``snapshot`` is on disk.
 
@@ -189,30 +213,51 @@ class JobStore:
 
     async def get(self, job: str) -> JobRecord:
         """The job of this id. Raises ``UnknownJobError``."""
-        return await self._run(job, lambda db: queries.find_job(db, job), writes=False)
+        return await self._run(job, lambda db: reading.find_job(db, job), writes=False)
+
+    async def resolve(self, text: str) -> str:
+        """The id of the job that ``text`` means: its id, the unique beginning of it, or its name if no other has it.
+
+        Raises ``UnknownJobError``, and ``AmbiguousJobError``, which lists candidates.
+        """
+        return await self._run(text, lambda db: reading.resolve_job(db, text), writes=False)
 
     async def list(
-        self, states: Collection[JobState] | None = None, limit: int = 100, after: str | None = None
+        self,
+        wanted: JobFilter = ALL_JOBS,
+        limit: int = 100,
+        after: str | None = None,
+        *,
+        newest_first: bool = False,
+        one_of_each_group: bool = False,
     ) -> tuple[JobRecord, ...]:
-        """At most ``limit`` jobs in the order of submission, of all states or of ``states``, that follow job ``after``.
+        """At most ``limit`` of the ``wanted`` jobs in the order of submission, or newest first, that follow ``after``.
 
         To read page by page, pass the id of the last job as the next call's ``after``; no job is left out or returned
-        twice, even if jobs change their state meanwhile. Raises ``UnknownJobError`` for ``after``, ``OptionError`` for
-        ``limit``.
+        twice, even if jobs change their state meanwhile. With ``one_of_each_group``, the newest job of ``wanted``
+        stands for its group. Raises ``UnknownJobError`` for ``after``, ``OptionError`` for ``limit``.
         """
         if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MAX_LIMIT:
             raise OptionError(f"a list's limit is an integer from 1 to {MAX_LIMIT}, not {limit!r:.100}")
-        wanted = None if states is None else sorted({JobState(state) for state in states})
 
-        return await self._run(after, lambda db: queries.list_jobs(db, wanted, limit, after), writes=False)
+        def read(connection: sqlite3.Connection) -> tuple[JobRecord, ...]:
+            return reading.list_jobs(
+                connection, wanted, limit, after, newest_first=newest_first, one_of_each_group=one_of_each_group
+            )
+
+        return await self._run(after, read, writes=False)
+
+    async def count_groups(self, groups: Collection[str]) -> dict[str, dict[JobState, int]]:
+        """How many jobs of each of ``groups`` are in each state; states without jobs are left out."""
+        return await self.thread.run(lambda db: reading.count_groups(db, groups), writes=False)
 
     async def count(self) -> dict[JobState, int]:
         """How many jobs are in each state, 0 included."""
-        return await self.thread.run(queries.count_jobs, writes=False)
+        return await self.thread.run(reading.count_jobs, writes=False)
 
     async def history(self, job: str) -> tuple[Transition, ...]:
         """Every transition of ``job``, its submission first. Raises ``UnknownJobError``."""
-        return await self._run(job, lambda db: queries.history_of(db, job), writes=False)
+        return await self._run(job, lambda db: reading.history_of(db, job), writes=False)
 
     async def _run(self, job: str | None, function: Callable[[sqlite3.Connection], _T], *, writes: bool) -> _T:
         """What ``function`` returns. Raises ``UnknownJobError`` for a ``job`` that cannot be passed to SQLite."""

@@ -1,13 +1,13 @@
-"""The SQL of the job store: each function is part of one transaction and is called in the store's thread.
+"""The SQL that changes the job store: each function is part of one transaction and is called in the store's thread.
 
-Jobs are ordered by their number, which counts submissions; clients see ids only.
+``reading.py`` has the SQL that reads it.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,44 +19,24 @@ from asyncpipe.service.job_states import (
     JobState,
     JobStateError,
     PriorityClass,
-    Transition,
     check_asking,
     check_transition,
 )
+from asyncpipe.service.store.reading import FROM, find_job, number_and_state
 
 __all__ = [
     "IdempotencyConflictError",
     "QueueFullError",
-    "UnknownJobError",
     "add_job",
+    "amend_job",
     "ask_job",
     "change_schedule",
     "change_state",
-    "count_jobs",
-    "find_job",
-    "history_of",
-    "list_jobs",
     "note_progress",
     "recover_jobs",
 ]
 
-_COLUMNS = (
-    "id, spec, state, cause, submitted, updated, attempts, step, snapshot, asked, asked_cause, schedule, crashes,"
-    " forked_from, priority_class, weight, tags, deadline"
-)
-_FROM = "FROM jobs JOIN specs ON specs.job = jobs.number"
 _BY_CLASS = f"CASE priority_class WHEN '{PriorityClass.FOREGROUND}' THEN 0 ELSE 1 END, number"
-
-
-class UnknownJobError(AsyncpipeError, LookupError):
-    """The store has no job of this id."""
-
-    def __init__(self, job: str) -> None:
-        super().__init__(f"there is no job {job!r:.100}; ids are given when jobs are submitted, and listed")
-        self.job = job
-
-    def __reduce__(self) -> tuple[type[UnknownJobError], tuple[str]]:
-        return type(self), (self.job,)
 
 
 class IdempotencyConflictError(AsyncpipeError, ValueError):
@@ -101,7 +81,7 @@ def add_job(
     """
     text = spec.to_json()
     if key is not None:
-        row = connection.execute(f"SELECT id, spec {_FROM} WHERE idempotency_key = ?", (key,)).fetchone()
+        row = connection.execute(f"SELECT id, spec {FROM} WHERE idempotency_key = ?", (key,)).fetchone()
         if row is not None and row[1] != text:
             raise IdempotencyConflictError(key, row[0])
         if row is not None:
@@ -115,7 +95,7 @@ def add_job(
          JobState.QUEUED, cause, at, at, key, forked_from),
     ).lastrowid  # fmt: skip
     connection.execute("INSERT INTO specs (job, spec) VALUES (?, ?)", (number, text))
-    connection.executemany("INSERT INTO job_tags (tag, job) VALUES (?, ?)", [(tag, number) for tag in spec.tags])
+    _add_tags(connection, number, spec.tags)
     connection.executemany(
         "INSERT OR IGNORE INTO job_waits (awaited, job) VALUES (?, ?)", [(other, number) for other in spec.after]
     )
@@ -136,7 +116,7 @@ def change_state(
 
     Raises ``UnknownJobError``, ``JobStateError``, and ``QueueFullError`` if ``most_queued`` jobs are queued already.
     """
-    number, state = _number_and_state(connection, job)
+    number, state = number_and_state(connection, job)
     check_transition(job, state, to, expect)
     _check_room(connection, most_queued)
     connection.execute(
@@ -158,7 +138,7 @@ def ask_job(connection: sqlite3.Connection, job: str, to: JobState | None, at: f
 
     A repeated request keeps its first cause.
     """
-    number, state = _number_and_state(connection, job)
+    number, state = number_and_state(connection, job)
     record = find_job(connection, job)
     check_asking(job, state, record.asked, to)
     if to is record.asked:
@@ -172,16 +152,29 @@ def ask_job(connection: sqlite3.Connection, job: str, to: JobState | None, at: f
 
 def change_schedule(connection: sqlite3.Connection, job: str, schedule: str, at: float) -> JobRecord:
     """``job`` with another schedule. Raises ``UnknownJobError``, and ``JobStateError`` for a job in a final state."""
-    number, state = _number_and_state(connection, job)
+    number, state = number_and_state(connection, job)
     if state in FINAL_STATES:
         raise JobStateError(job, state, "change its schedule")
     connection.execute("UPDATE jobs SET schedule = ?, updated = ? WHERE number = ?", (schedule, at, number))
     return find_job(connection, job)
 
 
+def amend_job(connection: sqlite3.Connection, job: str, given: Mapping[str, Any], at: float) -> JobRecord:
+    """``job`` with the ``given`` priority class, weight or tags. Raises ``UnknownJobError``, ``JobSpecError``."""
+    number, _ = number_and_state(connection, job)
+    spec = replace(find_job(connection, job).spec, **given)
+    connection.execute(
+        "UPDATE jobs SET priority_class = ?, weight = ?, tags = ?, updated = ? WHERE number = ?",
+        (spec.priority_class, spec.weight, json.dumps(spec.tags), at, number),
+    )
+    connection.execute("DELETE FROM job_tags WHERE job = ?", (number,))
+    _add_tags(connection, number, spec.tags)
+    return find_job(connection, job)
+
+
 def note_progress(connection: sqlite3.Connection, job: str, step: int, snapshot: str | None, at: float) -> None:
     """Record the progress of a running job. Raises ``UnknownJobError``, ``JobStateError``."""
-    number, state = _number_and_state(connection, job)
+    number, state = number_and_state(connection, job)
     if state is not JobState.RUNNING:
         raise JobStateError(job, state, "report progress")
     connection.execute(
@@ -208,8 +201,15 @@ def recover_jobs(connection: sqlite3.Connection, at: float, cause: str) -> tuple
 
 
 def _check_room(connection: sqlite3.Connection, most_queued: int | None) -> None:
-    if most_queued is not None and count_jobs(connection)[JobState.QUEUED] >= most_queued:
+    if most_queued is None:
+        return
+    (queued,) = connection.execute("SELECT count(*) FROM jobs WHERE state = ?", (JobState.QUEUED,)).fetchone()
+    if queued >= most_queued:
         raise QueueFullError(most_queued)
+
+
+def _add_tags(connection: sqlite3.Connection, number: int | None, tags: Sequence[str]) -> None:
+    connection.executemany("INSERT INTO job_tags (tag, job) VALUES (?, ?)", [(tag, number) for tag in tags])
 
 
 def _add_transition(
@@ -219,68 +219,3 @@ def _add_transition(
         "INSERT INTO transitions (job, from_state, to_state, at, cause) VALUES (?, ?, ?, ?, ?)",
         (number, from_, to, at, cause),
     )
-
-
-# Reading
-
-
-def find_job(connection: sqlite3.Connection, job: str) -> JobRecord:
-    """The job of this id. Raises ``UnknownJobError``."""
-    row = connection.execute(f"SELECT {_COLUMNS} {_FROM} WHERE id = ?", (job,)).fetchone()
-    if row is None:
-        raise UnknownJobError(job)
-    return _record(row)
-
-
-def list_jobs(
-    connection: sqlite3.Connection, states: Sequence[JobState] | None, limit: int, after: str | None
-) -> tuple[JobRecord, ...]:
-    """At most ``limit`` jobs in any of ``states`` that follow job ``after``, in the order of submission."""
-    number = 0 if after is None else _number_and_state(connection, after)[0]
-    among = "" if states is None else f"AND state IN ({', '.join('?' * len(states))})"
-    rows = connection.execute(
-        f"SELECT {_COLUMNS} {_FROM} WHERE number > ? {among} ORDER BY number LIMIT ?",
-        (number, *(states or ()), limit),
-    )
-    return tuple(map(_record, rows.fetchall()))
-
-
-def count_jobs(connection: sqlite3.Connection) -> dict[JobState, int]:
-    """How many jobs are in each state, 0 included."""
-    counts = connection.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall()
-    return dict.fromkeys(JobState, 0) | {JobState(state): count for state, count in counts}
-
-
-def history_of(connection: sqlite3.Connection, job: str) -> tuple[Transition, ...]:
-    """All transitions of ``job``, its submission first. Raises ``UnknownJobError``."""
-    number, _ = _number_and_state(connection, job)
-    rows = connection.execute(
-        "SELECT sequence, from_state, to_state, at, cause FROM transitions WHERE job = ? ORDER BY sequence", (number,)
-    )
-    return tuple(
-        Transition(sequence, job, from_ and JobState(from_), JobState(to), at, cause)
-        for sequence, from_, to, at, cause in rows.fetchall()
-    )
-
-
-def _number_and_state(connection: sqlite3.Connection, job: str) -> tuple[int, JobState]:
-    row = connection.execute("SELECT number, state FROM jobs WHERE id = ?", (job,)).fetchone()
-    if row is None:
-        raise UnknownJobError(job)
-    return row[0], JobState(row[1])
-
-
-def _record(row: tuple[Any, ...]) -> JobRecord:
-    values = dict(zip(_COLUMNS.split(", "), row, strict=True))
-    try:
-        spec = JobSpec.from_json(values["spec"])
-        now = PriorityClass(values.pop("priority_class")), values.pop("weight"), tuple(json.loads(values.pop("tags")))
-        deadline = values.pop("deadline")
-        if (spec.priority_class, spec.weight, spec.tags, spec.deadline) != (*now, deadline):
-            spec = replace(spec, priority_class=now[0], weight=now[1], tags=now[2], deadline=deadline)
-        values["spec"] = spec
-        values["state"] = JobState(values["state"])
-        values["asked"] = None if values["asked"] is None else JobState(values["asked"])
-        return JobRecord(**values)
-    except ValueError as error:
-        raise sqlite3.DataError(f"job {row[0]}: {error}") from error

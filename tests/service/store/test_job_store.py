@@ -30,6 +30,7 @@ from asyncpipe.service.job_states import JobRecord, JobSpecError, JobState, JobS
 from asyncpipe.service.store import database_thread
 from asyncpipe.service.store.job_store import (
     IdempotencyConflictError,
+    JobFilter,
     JobStore,
     StoreError,
     StoreProblem,
@@ -139,14 +140,15 @@ async def test_pages_of_a_list_leave_nothing_out_while_jobs_change(path):
         n = count()
         ids = [(await submitted(store, SPEC)).id for _ in range(7)]
         assert ids != sorted(ids)  # The order is that of submission, whatever the clock says.
-        first = await store.list([QUEUED], limit=3)
+        queued = JobFilter(frozenset({QUEUED}))
+        first = await store.list(queued, limit=3)
         await store.transition(first[-1].id, CANCELLED, "because")
-        second = await store.list([QUEUED], limit=3, after=first[-1].id)
-        last = await store.list([QUEUED], limit=3, after=second[-1].id)
+        second = await store.list(queued, limit=3, after=first[-1].id)
+        last = await store.list(queued, limit=3, after=second[-1].id)
         assert [job.id for job in (*first, *second, *last)] == ids
         assert [job.id for job in await store.list()] == ids
-        assert [job.id for job in await store.list({CANCELLED, FAILED})] == [ids[2]]
-        assert await store.list([]) == await store.list(after=ids[-1]) == ()
+        assert [job.id for job in await store.list(JobFilter(frozenset({CANCELLED, FAILED})))] == [ids[2]]
+        assert await store.list(JobFilter(frozenset())) == await store.list(after=ids[-1]) == ()
 
 
 async def test_recovery_queues_what_was_running_the_foreground_first(path):

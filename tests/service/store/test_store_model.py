@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from store_helpers import CANCELLED, LEGAL, PAUSED, QUEUED, RUNNING, SPEC, submitted
 
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobSpec, JobState, JobStateError, PriorityClass
-from asyncpipe.service.store.job_store import IdempotencyConflictError, JobStore
+from asyncpipe.service.store.job_store import IdempotencyConflictError, JobFilter, JobStore
 
 _STATES = st.sampled_from(JobState)
 _SPECS = st.sampled_from(
@@ -162,7 +162,7 @@ class StoreMachine(RuleBasedStateMachine):
             for job, states in self.paths.items():
                 history = await self.store.history(job)
                 assert [(step.from_state, step.to_state, step.at, step.cause) for step in history] == states
-            living = await self.store.list([QUEUED, RUNNING], limit=2)
+            living = await self.store.list(JobFilter(frozenset({QUEUED, RUNNING})), limit=2)
             counts = {state: sum(job.state is state for job in self.jobs.values()) for state in JobState}
             assert await self.store.count() == counts
             assert living == tuple(job for job in self.jobs.values() if job.state in (QUEUED, RUNNING))[:2]
