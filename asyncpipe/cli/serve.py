@@ -9,9 +9,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
-from hmac import compare_digest
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from asyncpipe.cli.arguments import add_command
 from asyncpipe.cli.metrics import metrics_served
 from asyncpipe.errors import missing_package
 from asyncpipe.observe.http_hosts import is_loopback
-from asyncpipe.observe.http_tokens import token_digest
 
 if TYPE_CHECKING:
     from asyncpipe.cli.arguments import Subparsers
@@ -213,7 +211,7 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
                 service.collector,
                 settings.metrics_port,
                 settings.metrics_address,
-                may_read=None if is_loopback(settings.metrics_address) else _is_token_of(settings),
+                may_read=None if is_loopback(settings.metrics_address) else service.tokens.may_read,
                 most_connections=settings.metrics_connections,
             )
             stack.enter_context(metrics)
@@ -228,12 +226,6 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
             _print_last(ending_line(service, settings, number))
             await service.drain(cause)
         _print_last("ended; jobs go on at the next start")
-
-
-def _is_token_of(settings: ServiceSettings) -> Callable[[bytes], bool]:
-    assert settings.token is not None, "the settings need one where others can reach the metrics"
-    right = token_digest(settings.token.get_secret_value().encode())
-    return lambda token: compare_digest(token_digest(token), right)
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """``asyncpipe service``: what an operator does with the folder of a service, also while the service runs.
 
 Commands here read the folder on this machine, as the user of the service; those of ``asyncpipe jobs`` speak to a
-service over HTTP. A command with more to it has a file of its own, ``service_NAME.py`` with an ``add_parser``.
+service over HTTP. A command with more to it has a file of its own, ``service_NAME.py`` with an ``add_parser``; all find
+the folder by ``service_folder.py``.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncpipe.cli import service_tokens
 from asyncpipe.cli.arguments import add_command
-from asyncpipe.errors import missing_package
+from asyncpipe.cli.service_folder import add_folder_options, folder_of
 
 if TYPE_CHECKING:
     from asyncpipe.cli.arguments import Subparsers
 
-__all__ = ["add_folder_options", "add_parser", "folder_of"]
+__all__ = ["add_parser"]
 
 INCOMPLETE = 1
 """Exit status of a backup of a folder in which something was damaged or missing."""
@@ -32,6 +34,7 @@ examples:
   asyncpipe service backup /backups/monday.tar --config service.toml
   asyncpipe service backup /backups/monday.tar --folder runs/service --snapshots newest
   asyncpipe service restore /backups/monday.tar --folder runs/restored
+  asyncpipe service tokens create ci --role submit --config service.toml
 """
 
 BACKUP = """\
@@ -68,21 +71,7 @@ def add_parser(subparsers: Subparsers) -> None:
     restore.add_argument("file", metavar="FILE", type=Path, help="the backup")
     add_folder_options(restore)
     restore.set_defaults(run=_restore)
-
-
-def add_folder_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options by which a command finds the folder of a service."""
-    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="the folder of the service")
-    parser.add_argument("--config", type=Path, metavar="FILE.toml", help="the settings of the service, which name it")
-
-
-def folder_of(args: argparse.Namespace) -> Path:
-    """The folder that the options of ``add_folder_options`` name. Raises ``OptionError``, ``SettingsError``."""
-    try:
-        from asyncpipe.service.settings.service_folder import service_folder
-    except ImportError as error:
-        raise missing_package("a service needs pydantic-settings", "service") from error
-    return service_folder(args.folder, args.config)
+    service_tokens.add_parser(commands)
 
 
 def _backup(args: argparse.Namespace) -> int:

@@ -8,6 +8,8 @@
     submission/           what clients submit, and its checks
     settings/             what the operator sets
     store/                the jobs on disk
+    known_tokens.py       who the service knows by their tokens; token_roles.py: what they may do
+    descriptors.py        how many files the process may open, and for what
     http/                 the HTTP API and its pages
     client/               JobClient, with the standard library alone, and AsyncJobClient, with httpx
     job_states.py         the states of a job and the transitions between them

@@ -34,7 +34,9 @@ from asyncpipe.service.jobs.hosts import WorkerStatus
 from asyncpipe.service.jobs.job_log import JobEvent, JobLog, LossRow, read_losses
 from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
+from asyncpipe.service.known_tokens import KnownTokens
 from asyncpipe.service.settings.service_settings import ServiceSettings
+from asyncpipe.service.store.database import STORE
 from asyncpipe.service.store.job_store import JobFilter, JobStore
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import Submission, check_submission
@@ -87,6 +89,8 @@ class TrainingService:
         self.collector = ServiceMetrics()
         """The metrics of the service and its jobs, for a Prometheus registry of the caller."""
         self.collector.is_ready = lambda: self.status().ready
+        self.tokens = KnownTokens(settings.folder / STORE, settings.token)
+        """Who may use the service over HTTP."""
         self._manager: Manager | None = None
         self._portal: Portal | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -150,7 +154,8 @@ class TrainingService:
             await in_thread(settings.make_folder)
             if self._entries is None:
                 self._entries = await in_thread(lambda: Entries.load(settings))
-            store = await stack.enter_async_context(JobStore(settings.folder / "jobs.sqlite3"))
+            store = await stack.enter_async_context(JobStore(settings.folder / STORE))
+            await stack.enter_async_context(self.tokens.kept(store))
             manager = Manager(settings, self._entries, store, metrics=self.collector, **self._options)
             self.collector.commits = lambda: store.thread.commits
             self.collector.hung_tasks = lambda: manager.watchdog.hung

@@ -22,7 +22,11 @@ from pathlib import Path
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.store.schema import APPLICATION_ID, MIGRATIONS
 
-__all__ = ["StoreError", "StoreProblem", "check_store", "explain", "open_beside", "open_database"]
+__all__ = ["STORE", "StoreError", "StoreProblem", "check_store", "explain", "open_beside", "open_database"]
+
+
+STORE = "jobs.sqlite3"
+"""The file in a service's folder."""
 
 
 class StoreProblem(StrEnum):
