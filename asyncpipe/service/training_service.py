@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ from asyncpipe.errors import AsyncpipeError
 from asyncpipe.observe.live import LiveView
 from asyncpipe.runtime.portal import Portal, PortalCall, wait_uncancelled
 from asyncpipe.service.job_states import JobRecord, JobState, Transition
+from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact
 from asyncpipe.service.jobs.hosts import WorkerStatus
 from asyncpipe.service.jobs.job_log import JobEvent, JobLog, LossRow, read_losses
 from asyncpipe.service.jobs.manager import Manager
@@ -281,6 +282,44 @@ class TrainingService:
         await manager.jobs.store.get(job)
         folder = manager.logs.folder / job
         return await in_thread(lambda: read_losses(folder, after, min(limit, MOST_LOSSES)))
+
+    async def artifacts(self, job: str) -> Sequence[Artifact]:
+        """What of ``job`` can be downloaded: models, newest first, losses, log, trace.
+
+        Raises ``UnknownJobError``, and ``ArtifactError`` if the disk fails.
+        """
+        files = await self._files(job)
+        return await in_thread(files.found)
+
+    async def open_artifact(
+        self, job: str, name: str, step: int | None = None, redact: Callable[[str], str] = str
+    ) -> OpenArtifact:
+        """The artifact ``name`` of ``job``, open; of a model, that of the snapshot after ``step``, or of the newest.
+
+        Texts of the log go through ``redact``. The caller closes it. Raises ``UnknownJobError``,
+        ``UnknownArtifactError``, and ``ArtifactError`` if the disk fails.
+        """
+        files = await self._files(job)
+        events = await self._hop(self._events_of(job)) if name.startswith("log") else ()
+        opened: list[OpenArtifact] = []
+        try:
+            await in_thread(lambda: opened.append(files.open(name, step, events, redact)))
+        except BaseException:  # Cancelled, though it is open.
+            for each in opened:
+                each.close()
+            raise
+        return opened[0]
+
+    async def _files(self, job: str) -> JobFiles:
+        manager = self.manager
+        record = await manager.jobs.store.get(job)
+        run = manager.jobs.running.get(record.id)
+        return JobFiles(manager.logs.folder / record.id, () if run is None else run.trace.records, record.spec.name)
+
+    async def _events_of(self, job: str) -> Sequence[JobEvent]:
+        manager = self.manager
+        async with manager.logs.use(job, lambda: manager.jobs.store.history(job)) as log:
+            return log.events()
 
     # Workers
 

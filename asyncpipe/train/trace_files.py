@@ -32,14 +32,26 @@ class WrittenFiles(NamedTuple):
 
 
 class TraceRecorder:
-    """An observer that keeps the records of the last ``steps`` steps until they are written. It keeps no tensors."""
+    """An observer that keeps the records of the last ``steps`` steps until they are written. It keeps no tensors.
 
-    def __init__(self, steps: int) -> None:
+    Several records have at most ``most_tasks`` tasks together, if it is given; one is kept in any case.
+    """
+
+    def __init__(self, steps: int, most_tasks: int | None = None) -> None:
         self._records: deque[StepRecord] = deque(maxlen=steps)
+        self._most_tasks = most_tasks
+
+    @property
+    def records(self) -> tuple[StepRecord, ...]:
+        """The records of the last steps, oldest first. From any thread."""
+        return tuple(self._records.copy())
 
     def step_completed(self, record: StepRecord) -> None:
         """Keep ``record``, and drop the oldest if there are enough."""
         self._records.append(record if record.outcome is Outcome.OK else _without_frames(record))
+        if self._most_tasks is not None:
+            while len(self._records) > 1 and sum(len(each.graph.tasks) for each in self._records) > self._most_tasks:
+                self._records.popleft()
 
     def write(self, job: Job, failed: Callable[[], object]) -> WrittenFiles:
         """Write the files that the job asks for, if any step ran. Blocks; raises nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.service import training_service
 from asyncpipe.service.job_states import JobState, JobStateError
 from asyncpipe.service.jobs import manager
+from asyncpipe.service.jobs.artifacts import UnknownArtifactError
 from asyncpipe.service.store.database_thread import DatabaseThread
 from asyncpipe.service.store.job_store import IdempotencyConflictError, UnknownJobError
 from asyncpipe.service.submission.entries import Entries
@@ -63,6 +65,32 @@ async def curve(opened: TrainingService, job: str) -> list[tuple[int, float, flo
     return [(row.step, row.loss, row.learning_rate, row.tokens) for row in rows]
 
 
+async def check_artifacts(opened: TrainingService, job: str, folder: Path) -> None:
+    """All that can be downloaded of a job of ``STEPS`` that has ended."""
+    names = {each.name for each in await opened.artifacts(job)}
+    assert names == {"model.pt", "losses.jsonl", "losses.csv", "log.jsonl", "trace.json", "timeline.svg"}
+    content = {name: await downloaded(opened, job, name) for name in names}
+    assert content["model.pt"] == (folder / "snapshots" / f"step-{STEPS}" / "model.pt").read_bytes()
+    assert len(content["losses.csv"].splitlines()) == STEPS + 1
+    assert content["losses.jsonl"] == (folder / "losses.jsonl").read_bytes()
+    events = [json.loads(line) for line in content["log.jsonl"].splitlines()]
+    assert [event["data"]["to"] for event in events if event["kind"] == "state"] == ["queued", "running", "finished"]
+    traced = {event.get("args", {}).get("step") for event in json.loads(content["trace.json"])["traceEvents"]}
+    assert len(traced - {None}) == 3, "the last steps"
+    assert content["timeline.svg"].startswith(b"<svg")
+    for whose, name in ((job, "run.pt"), ("0" * 26, "model.pt")):
+        with pytest.raises((UnknownArtifactError, UnknownJobError)):
+            await opened.open_artifact(whose, name)
+
+
+async def downloaded(opened: TrainingService, job: str, name: str) -> bytes:
+    artifact = await opened.open_artifact(job, name)
+    try:
+        return artifact.read(0, artifact.size)
+    finally:
+        artifact.close()
+
+
 async def alone(folder: Path, **changed: object) -> list[tuple[int, float, float, int]]:
     async with service(folder) as opened:
         record, _ = await opened.submit(job(**changed))
@@ -91,6 +119,7 @@ async def test_a_job_trains_to_its_end(tmp_path, loop):
         assert [record.id for record in await opened.list([FINISHED])] == [record.id]
         check_history(await opened.history(record.id))
         assert opened.view(record.id) is None
+        await check_artifacts(opened, record.id, tmp_path / "jobs" / record.id)
     assert not opened.status().ready
     with pytest.raises(ServiceDrainingError, match="is closed"):
         await opened.get(record.id)

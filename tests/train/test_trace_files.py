@@ -202,3 +202,14 @@ async def test_a_step_is_tried_again_without_the_tensors_of_the_attempt_that_fai
     if asked == "trace":
         names = [event["name"] for event in json.loads(summary.trace.read_text())["traceEvents"]]
         assert "F(0,1) failed: ArithmeticError" in names
+
+
+def test_records_of_large_steps_are_fewer():
+    """Each has 20 tasks or so; at least one is kept."""
+    records = [simulate(lower(find_schedule("gpipe"), Shape(2, 4, 2))) for _ in range(4)]
+    each = len(records[0].graph.tasks)
+    for most, kept in ((None, 3), (2 * each, 2), (2 * each - 1, 1), (1, 1)):
+        made = TraceRecorder(3, most)
+        for record in records:
+            made.step_completed(record)
+        assert [id(record) for record in made.records] == [id(record) for record in records[-kept:]]

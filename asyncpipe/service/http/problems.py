@@ -20,6 +20,7 @@ from aiohttp.typedefs import Handler, Middleware
 from asyncpipe.errors import OptionError, ScheduleError
 from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.job_states import JobSpecError, JobStateError
+from asyncpipe.service.jobs.artifacts import ArtifactError, UnknownArtifactError
 from asyncpipe.service.jobs.hosts import UnknownHostError
 from asyncpipe.service.store.job_store import (
     IdempotencyConflictError,
@@ -105,6 +106,12 @@ def problem_of(error: BaseException, redact: Redactor) -> Problem | None:
             return invalid(*((redact(key, 100), redact(text, 300)) for key, text in error.problems))
         case UnknownJobError():
             return Problem(404, "unknown-job", "there is no job of this id")
+        case UnknownArtifactError():
+            return Problem(404, "unknown-artifact", str(error))
+        case ArtifactError():
+            _logger.error("%s", error)
+            detail = "the artifact cannot be read now; the log of the service says why"
+            return Problem(503, "artifact", detail, headers=[("Retry-After", str(RETRY_SECONDS))])
         case UnknownHostError():
             return Problem(404, "unknown-host", redact(str(error), 300))
         case JobStateError():

@@ -73,7 +73,7 @@ class JobLog:
         self, folder: Path, trouble: Callable[[str], object] = lambda text: None, clock: Callable[[], float] = time.time
     ) -> None:
         """``folder`` is the job's, created if needed; ``trouble`` is called with a sentence if the disk fails."""
-        self._folder = folder
+        self.folder = folder
         self._trouble = trouble
         self._clock = clock
         self._events: list[tuple[int, JobEvent]] = []
@@ -101,14 +101,14 @@ class JobLog:
     def open(self) -> None:
         """Read the existing events, and repair a file that a killed process left incomplete. Blocks; called first."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            text = (self._folder / NAME).read_bytes() if (self._folder / NAME).exists() else b""
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            text = (self.folder / NAME).read_bytes() if (self.folder / NAME).exists() else b""
             lines = text.split(b"\n")
             for line in lines[:-1]:
                 if (event := _parsed(line)) is not None:
                     self._keep(event)
             self._is_behind = bool(lines[-1]) or len(self._events) != len(lines) - 1
-            self._file = _open_file(self._folder / NAME)
+            self._file = _open_file(self.folder / NAME)
         except OSError as error:
             self._complain("opened", error)
 
@@ -154,12 +154,16 @@ class JobLog:
         self._rows.append(row)
         try:
             if self._losses is None:
-                self._losses = LossFile(self._folder)
+                self._losses = LossFile(self.folder)
             while self._rows:
                 self._losses.append(self._rows.popleft())
             self._complained.discard("losses")
         except OSError as error:
             self._complain("losses", error)
+
+    def events(self) -> list[JobEvent]:
+        """All events but steps that are kept, in order."""
+        return [event for _, event in self._events]
 
     # Followers
 
@@ -221,13 +225,13 @@ class JobLog:
             descriptor = self._file.fileno()
             write_whole(descriptor, _line(event), os.fstat(descriptor).st_size)
             return
-        beside = self._folder / f"{NAME}.incomplete"
+        beside = self.folder / f"{NAME}.incomplete"
         beside.write_bytes(b"".join(_line(each) for _, each in self._events))
-        beside.replace(self._folder / NAME)
+        beside.replace(self.folder / NAME)
         if self._file is not None:
             self._file.close()
         self._file = None
-        self._file = _open_file(self._folder / NAME)
+        self._file = _open_file(self.folder / NAME)
         self._is_behind = False
 
     def _complain(self, what: str, error: OSError) -> None:

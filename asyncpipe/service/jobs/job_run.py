@@ -28,13 +28,16 @@ from asyncpipe.errors import AsyncpipeError, HostLostError, JobFileError, TaskEr
 from asyncpipe.observe.live import LiveView
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.service.job_states import JobRecord, JobState
+from asyncpipe.service.jobs.artifacts import TIMELINE, TRACE
 from asyncpipe.service.jobs.job_log import JobLog, LossRow
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.train.batches import DataError
+from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import RunStarted, StepProgress, TrainingSummary
 from asyncpipe.train.schedule_changes import NoMoreStepsError
 from asyncpipe.train.step_failures import NonFiniteLossError
+from asyncpipe.train.trace_files import TraceRecorder
 from asyncpipe.train.workload import Workload
 
 __all__ = ["JobRun", "RunOutcome", "RunEnding", "JobTrainer", "is_permanent", "next_state"]
@@ -43,6 +46,8 @@ _logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 1.0
 """The least time between two reports of steps to the store."""
+TRACED_STEPS, TRACED_TASKS = 3, 20_000
+"""How many of the last steps a run's trace has, and the most tasks of several."""
 
 
 class RunEnding(Enum):
@@ -147,6 +152,8 @@ class JobRun:
         self.collector = collector
         self.view = LiveView(job.name, steps=job.training.steps)
         """The state of the job's live page."""
+        self.trace = TraceRecorder(TRACED_STEPS, TRACED_TASKS)
+        """The last steps, which are written when the run has ended."""
         self.schedule_turn = asyncio.Lock()
         """Held while the schedule is changed."""
         self.waits_for: str | None = None
@@ -186,6 +193,7 @@ class JobRun:
             self.view.end()
             self._training = self._task = None
             await self._finish(reports)
+            await in_thread(lambda: self._write_trace(log.folder))
             self._log = None
 
     def stop(self) -> None:
@@ -296,7 +304,8 @@ class JobRun:
             self._timer = asyncio.get_running_loop().call_later(REPORT_SECONDS, self._news.set)
 
     def step_completed(self, record: StepRecord) -> None:
-        """Count failed steps and retries, as an observer."""
+        """Keep the step for the trace, and count failed steps and retries, as an observer."""
+        self.trace.step_completed(record)
         if record.outcome is Outcome.FAILED:
             self._failed_steps += 1
             if self._failed_steps > 1:
@@ -327,6 +336,11 @@ class JobRun:
         self.has_snapshot = True
         self._snapshots.append((step, path.name))
         self._news.set()
+
+    def _write_trace(self, folder: Path) -> None:
+        """Write the last steps beside the job's log. Blocks."""
+        there = {"trace": folder / TRACE, "timeline": folder / TIMELINE}
+        self.trace.write(self.job.override("observe", **there), lambda: self.collector.observer_failed("trace"))
 
     # Reports to the store
 

@@ -1,0 +1,281 @@
+"""The artifacts of a job, which clients download: its model, loss curve, log and trace.
+
+::
+
+    model.pt, model-N.pt          of a snapshot, the newest one unless a step is named: the snapshot's own file
+    losses.jsonl, losses.csv      each step once, in order
+    log.jsonl                     states, notes and snapshots
+    trace.json, timeline.svg      the last steps of its last run, or of the one under way
+
+A name is looked up among those that there are and becomes no path. What is opened does not change any more: a
+snapshot's file is never written again, and stays readable while its snapshot is removed; all else is written into a
+file without a name, which ends with whoever reads it. So memory is bounded, parts that are read at different times fit
+together, and each has its SHA-256, by which a reader knows whether it is still the same.
+
+A model is a file of ``torch.save`` that holds tensors and plain values only, which was checked when it was written:
+``torch.load(file, weights_only=True)`` reads it and executes nothing. Where stages live in workers, each has a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO
+
+from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.errors import AsyncpipeError
+from asyncpipe.observe.pictures.svg import svg_timeline
+from asyncpipe.observe.pictures.trace import to_chrome
+from asyncpipe.service.jobs import loss_file
+from asyncpipe.service.jobs.job_log import JobEvent
+from asyncpipe.train.snapshots.format import Manifest, read_manifest
+from asyncpipe.train.snapshots.resume import snapshots_in
+
+__all__ = ["TIMELINE", "TRACE", "Artifact", "ArtifactError", "JobFiles", "OpenArtifact", "UnknownArtifactError"]
+
+TRACE, TIMELINE = "trace.json", "timeline.svg"
+MEDIA = {
+    ".pt": "application/octet-stream",
+    ".jsonl": "application/jsonl",
+    ".csv": "text/csv; charset=utf-8; header=present",
+    ".json": "application/json",
+    ".svg": "image/svg+xml",
+}
+MODEL = re.compile(r"model(?:-(0|[1-9][0-9]*))?\.pt")
+"""The model's file, or those of its stages, as a snapshot's manifest names them."""
+BLOCK = 64 * 1024
+"""Bytes of a loss file that are converted at once: short, since it holds the interpreter."""
+EVENTS = 1000
+"""Of a trace, that are written at once."""
+TRIES = 3
+"""How often a snapshot is looked up that was removed before it could be opened."""
+
+_ROW = re.compile(
+    rb'\{"step": ([0-9]+), "loss": ([^,{}\n]+), "learning_rate": ([^,{}\n]+), '
+    rb'"seconds": ([^,{}\n]+), "tokens": ([0-9]+)\}\n'
+)
+
+
+class UnknownArtifactError(AsyncpipeError, LookupError):
+    """The job has no such artifact, or not yet, or no longer; the message says which there are."""
+
+
+class ArtifactError(AsyncpipeError, OSError):
+    """An artifact cannot be read or made now; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """One artifact of a job."""
+
+    name: str
+    media_type: str
+    size: int | None = None
+    """In bytes; ``None`` for one that is made when it is opened."""
+    sha256: str | None = None
+    """Its SHA-256 in hexadecimal; ``None`` for one that is made when it is opened."""
+    step: int | None = None
+    """The snapshot's, of a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenArtifact:
+    """An artifact that is open for reading: ``size`` bytes, which do not change. ``close`` it."""
+
+    name: str
+    media_type: str
+    size: int
+    sha256: str
+    step: int | None
+    _file: BinaryIO
+
+    def read(self, offset: int, size: int) -> bytes:
+        """At most ``size`` bytes at ``offset``, none at the end. Blocks; from any thread. Raises ``ArtifactError``."""
+        try:
+            return os.pread(self._file.fileno(), min(size, max(0, self.size - offset)), offset)
+        except OSError as error:
+            raise ArtifactError(f"{self.name} cannot be read: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Give it back; may be called twice."""
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    """The artifacts of the job in ``folder``. Every method blocks."""
+
+    folder: Path
+    records: Sequence[StepRecord] = ()
+    """The last steps of the run under way."""
+    title: str = ""
+    """The job's name."""
+
+    def found(self) -> list[Artifact]:
+        """All artifacts, the models of all snapshots among them, newest first. Raises ``ArtifactError``."""
+        models = [model for path in self._snapshots() for model in _models(path)]
+        made = [name for name, there in self._there().items() if there]
+        return [*models, *(Artifact(name, _media(name)) for name in made)]
+
+    def open(
+        self,
+        name: str,
+        step: int | None = None,
+        events: Sequence[JobEvent] = (),
+        redact: Callable[[str], str] = str,
+    ) -> OpenArtifact:
+        """The artifact ``name``; of a model, that of the snapshot after ``step``, by default the newest.
+
+        ``events`` are those of the log, whose texts go through ``redact``. Raises ``UnknownArtifactError``, and
+        ``ArtifactError`` if the disk fails or is full.
+        """
+        try:
+            if MODEL.fullmatch(name):
+                return self._open_model(name, step)
+            if step is None and self._there().get(name):
+                return self._made(name, self._parts(name, events, redact))
+        except FileNotFoundError:
+            pass  # Deleted meanwhile.
+        except OSError as error:
+            raise ArtifactError(f"{name} cannot be read: {error.strerror}") from error
+        there = list(dict.fromkeys(each.name for each in self.found()))
+        which = name if step is None else f"{name} of step {step}"
+        raise UnknownArtifactError(f"there is no {which[:100]}; there are {', '.join(there)}")
+
+    def _there(self) -> Mapping[str, bool]:
+        """The artifacts other than models, and whether they are there."""
+        losses = (self.folder / loss_file.NAME).exists()
+        return {
+            "losses.jsonl": losses,
+            "losses.csv": losses,
+            "log.jsonl": True,
+            TRACE: bool(self.records) or (self.folder / TRACE).exists(),
+            TIMELINE: bool(self.records) or (self.folder / TIMELINE).exists(),
+        }
+
+    # Models
+
+    def _snapshots(self) -> list[Path]:
+        try:
+            return snapshots_in(self.folder / "snapshots")[::-1]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ArtifactError(f"the snapshots cannot be read: {error.strerror}") from error
+
+    def _open_model(self, name: str, step: int | None) -> OpenArtifact:
+        for _ in range(TRIES):
+            found = [
+                (path, model)
+                for path in self._snapshots()
+                for model in _models(path)
+                if model.name == name and step in (None, model.step)
+            ]
+            if not found:
+                break
+            path, model = found[0]
+            try:
+                file = (path / model.name).open("rb", buffering=0)
+            except FileNotFoundError:
+                continue  # Newer ones have taken its place.
+            assert model.size is not None
+            assert model.sha256 is not None
+            return OpenArtifact(name, model.media_type, model.size, model.sha256, model.step, file)
+        raise FileNotFoundError
+
+    # What is made
+
+    def _parts(self, name: str, events: Sequence[JobEvent], redact: Callable[[str], str]) -> Iterator[bytes]:
+        if name.startswith("losses"):
+            return _losses(self.folder, as_csv=name.endswith(".csv"))
+        if name.startswith("log"):
+            return map(partial(_log_line, redact=redact), events)
+        if not self.records:
+            return _copied(self.folder / name)
+        if name == TRACE:
+            return _trace(self.records)
+        return iter([svg_timeline(self.records[-1], title=self.title).encode()])
+
+    def _made(self, name: str, parts: Iterable[bytes]) -> OpenArtifact:
+        # Without a name, so that a killed process leaves nothing.
+        file = TemporaryFile(dir=self.folder)  # noqa: SIM115 - its reader closes it
+        try:
+            sha256 = hashlib.sha256()
+            for part in parts:
+                sha256.update(part)
+                file.write(part)
+            file.flush()
+            return OpenArtifact(name, _media(name), file.tell(), sha256.hexdigest(), None, file)
+        except BaseException:
+            file.close()
+            raise
+
+
+def _media(name: str) -> str:
+    return MEDIA[Path(name).suffix]
+
+
+def _models(path: Path) -> Iterator[Artifact]:
+    """The model's files in the snapshot at ``path``; none if it cannot be read, or is being removed."""
+    try:
+        manifest: Manifest = read_manifest(path)
+        names = sorted((name for name in manifest.sha256 if MODEL.fullmatch(name)), key=_stage)
+        found = [
+            Artifact(name, _media(name), (path / name).stat().st_size, manifest.sha256[name], manifest.step)
+            for name in names
+        ]
+    except (AsyncpipeError, OSError):
+        return
+    yield from found
+
+
+def _stage(name: str) -> int:
+    found = MODEL.fullmatch(name)
+    return int(found[1] or 0) if found else 0
+
+
+def _losses(folder: Path, *, as_csv: bool) -> Iterator[bytes]:
+    """The rows of the loss file in order, each step once: a file that a run repairs meanwhile makes no other ones."""
+    if as_csv:
+        yield ",".join(loss_file.LossRow._fields).encode() + b"\r\n"
+    last, rest = 0, b""
+    with (folder / loss_file.NAME).open("rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            text, rows, end = rest + block, list[bytes](), 0
+            for row in _ROW.finditer(text):
+                end = row.end()
+                if (step := int(row[1])) > last:
+                    last = step
+                    rows.append(b",".join(row.groups()).replace(b'"', b"") + b"\r\n" if as_csv else row[0])
+            rest = text[max(end, text.rfind(b"\n") + 1) :][-loss_file.LONGEST :]
+            yield b"".join(rows)
+
+
+def _trace(records: Sequence[StepRecord]) -> Iterator[bytes]:
+    # Some events at a time, since each call of json.dumps holds the interpreter.
+    trace = to_chrome(records)
+    events = trace.pop("traceEvents")
+    yield json.dumps(trace, separators=(",", ":"))[:-1].encode() + b',"traceEvents":['
+    for first in range(0, len(events), EVENTS):
+        text = json.dumps(events[first : first + EVENTS], separators=(",", ":"))
+        yield (b"," if first else b"") + text[1:-1].encode()
+    yield b"]}"
+
+
+def _log_line(event: JobEvent, redact: Callable[[str], str]) -> bytes:
+    table: dict[str, Any] = asdict(event)
+    table["data"] = {key: redact(value) if isinstance(value, str) else value for key, value in event.data.items()}
+    return json.dumps(table, default=str).encode() + b"\n"
+
+
+def _copied(path: Path) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            yield block
