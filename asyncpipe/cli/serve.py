@@ -117,6 +117,28 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="WHERE",
         help="threads (default), processes (one for each device), ray or torchrun",
     )
+    add(
+        "--isolation",
+        choices=("thread", "process"),
+        help="run each job in a process of its own (default where jobs share no device), or on threads of the service",
+    )
+    add(
+        "--no-share-devices",
+        dest="share_devices",
+        action="store_false",
+        default=None,
+        help="run one job at a time on a device (default: any number)",
+    )
+    add("--job-memory", metavar="BYTES", help='most memory of a job\'s process, as "8 GiB" (default: no limit)')
+    add("--cancel-seconds", metavar="SECONDS", help="time for a cancelled job to end, before it is killed (default: 5)")
+    add("--max-attempts", metavar="N", help="deaths after which a job is quarantined (default: 3)")
+    add(
+        "--no-resume",
+        dest="resume",
+        action="store_false",
+        default=None,
+        help="pause the jobs that the last process left, so that nothing begins by itself",
+    )
     add("--memory-limit", metavar="LIST", help="memory of a device for all jobs together, as cuda:0=70GiB")
     add("--grace-seconds", metavar="SECONDS", help="time for jobs to end after a signal (default: 30)")
     _add_limits(parser)
@@ -216,6 +238,7 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
             )
             stack.enter_context(metrics)
             where = ", in worker processes" if settings.workers != "threads" else ""
+            where += "; each job in a process of its own" if settings.is_isolated else ""
             _print(f"entries: {', '.join(service.entries.names)}; devices: {', '.join(settings.devices)}{where}")
             status = service.status()
             _print(f"ready: {status.running} jobs run, {status.queued} wait")

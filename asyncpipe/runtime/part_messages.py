@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,9 +10,9 @@ from typing import Any
 from asyncpipe.core.engine.events import StepNotes, TaskCompleted, TaskFailed
 from asyncpipe.core.engine.parts_record import TaskEvent
 from asyncpipe.core.engine.worker_notes import WorkerUse
-from asyncpipe.errors import EdgeError, RemoteError
+from asyncpipe.errors import EdgeError
 from asyncpipe.runtime.workers.batch_memory import Place
-from asyncpipe.runtime.workers.remote_errors import with_remote_text
+from asyncpipe.runtime.workers.remote_errors import portable_error, with_remote_text
 
 __all__ = ["EdgeBroken", "EndStep", "PartEnded", "StartPart", "StopPart", "on_clock", "portable", "received"]
 
@@ -79,9 +78,8 @@ def portable(worker: str, ended: PartEnded) -> PartEnded:
     tracebacks: list[str] = []
 
     def carried(error: BaseException) -> BaseException:
-        text = "".join(traceback.format_exception(error))
-        tracebacks.append(text)
-        return error if _can_travel(error) else RemoteError(worker, text)
+        tracebacks.append("".join(traceback.format_exception(error)))
+        return portable_error(worker, error)
 
     return _with_errors(ended, carried, tracebacks)
 
@@ -124,11 +122,3 @@ def _with_errors(
     ]
     error = None if ended.error is None else change(ended.error)
     return replace(ended, events=events, error=error, tracebacks=tracebacks)
-
-
-def _can_travel(error: BaseException) -> bool:
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
-    except Exception:  # noqa: BLE001 - a class's own methods run here
-        return False
-    return True

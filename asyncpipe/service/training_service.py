@@ -159,7 +159,7 @@ class TrainingService:
             await stack.enter_async_context(self.tokens.kept(store))
             manager = Manager(settings, self._entries, store, metrics=self.collector, **self._options)
             self.collector.commits = lambda: store.thread.commits
-            self.collector.hung_tasks = lambda: manager.watchdog.hung
+            self.collector.hung_tasks = lambda: manager.hung
             self.collector.heartbeats = manager.hosts.heartbeats
             self.collector.drained = manager.hosts.drained
             self._manager = await stack.enter_async_context(manager)

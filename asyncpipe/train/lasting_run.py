@@ -100,6 +100,9 @@ class _Heard(ProgressSink):
         self.snapshots += 1
         self._to.snapshot(step, path)
 
+    async def keep(self) -> None:
+        await self._to.keep()
+
 
 class LastingRun:
     """One run of a job as its user sees it: ``await run()`` once. Arguments, methods and errors are ``TrainingRun``'s.

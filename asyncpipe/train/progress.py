@@ -117,6 +117,12 @@ class ProgressSink:
     def snapshot(self, step: int, path: Path) -> None:
         """Called when the snapshot of ``step`` is on disk, at the latest before the run ends."""
 
+    async def keep(self) -> None:
+        """Awaited before a snapshot is written: returns when what was told before is where a kill does not reach it.
+
+        Here it is by then. So what is known of a run that goes on from a snapshot has no gap before it.
+        """
+
 
 @runtime_checkable
 class StepListener(Protocol):

@@ -8,7 +8,7 @@ import traceback
 from asyncpipe.errors import RemoteError
 from asyncpipe.runtime.workers.packed import Packed, pack
 
-__all__ = ["pack_error", "with_remote_text"]
+__all__ = ["pack_error", "portable_error", "with_remote_text"]
 
 
 def pack_error(worker: str, error: BaseException) -> Packed:
@@ -24,6 +24,15 @@ def pack_error(worker: str, error: BaseException) -> Packed:
         return pack((error, text))
     except Exception:  # noqa: BLE001 - a class's own methods run here
         return pack((RemoteError(worker, text), text))
+
+
+def portable_error(worker: str, error: BaseException) -> BaseException:
+    """``error``, or a ``RemoteError`` with its traceback's text if it cannot be pickled and back."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+    except Exception:  # noqa: BLE001 - a class's own methods run here
+        return RemoteError(worker, "".join(traceback.format_exception(error)))
+    return error
 
 
 def with_remote_text(worker: str, error: BaseException, text: str) -> BaseException:

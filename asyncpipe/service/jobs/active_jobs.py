@@ -65,11 +65,16 @@ class ActiveJobs:
         self._metrics = metrics
         self._most_queued = most_queued
         self._ended = ended
+        self._leaving: dict[str, asyncio.Event] = {}
+        """Set when the job is not queued any more."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def load(self) -> tuple[JobRecord, ...]:
-        """Load the jobs that the last process left; returns those that were running. Raises ``StoreError``."""
-        recovered = await self.store.recover()
+    async def load(self, *, most_crashes: int, resume: bool) -> tuple[JobRecord, ...]:
+        """Load the jobs that the last process left; returns those that were running. Arguments as ``recover``.
+
+        Raises ``StoreError``.
+        """
+        recovered = await self.store.recover(most_crashes=most_crashes, resume=resume)
         queued = JobFilter(frozenset({JobState.QUEUED}))
         page = await self.store.list(queued, limit=PAGE)
         while page:
@@ -85,9 +90,13 @@ class ActiveJobs:
         """The lock that is held while ``job`` is changed."""
         return self._turns.setdefault(job, asyncio.Lock())
 
-    async def become(self, record: JobRecord, to: JobState, cause: str, most_queued: int | None = None) -> JobRecord:
+    async def become(
+        self, record: JobRecord, to: JobState, cause: str, most_queued: int | None = None, *, crashed: bool = False
+    ) -> JobRecord:
         """The job of ``record`` after its transition to ``to``. Raises as ``JobStore.transition``."""
-        after = await self.store.transition(record.id, to, cause, expect=record.state, most_queued=most_queued)
+        after = await self.store.transition(
+            record.id, to, cause, expect=record.state, most_queued=most_queued, crashed=crashed
+        )
         if to is JobState.RUNNING:
             self._metrics.waited(after.updated - record.updated)
         self._keep(record.state, after)
@@ -102,6 +111,8 @@ class ActiveJobs:
         else:
             self.queued.pop(record.id, None)
             self.queue.discard(record.id)
+            if (left := self._leaving.get(record.id)) is not None:
+                left.set()
         if record.state is not JobState.RUNNING:
             self.running.pop(record.id, None)
         if record.state in FINAL_STATES:
@@ -124,6 +135,15 @@ class ActiveJobs:
         elif (run := self.running.get(record.id)) is not None:
             run.record = record
         return record
+
+    async def until_not_queued(self, job: str) -> None:
+        """Return when ``job`` is not queued any more; for one caller at a time."""
+        left = self._leaving[job] = asyncio.Event()
+        try:
+            if job in self.queued:
+                await left.wait()
+        finally:
+            del self._leaving[job]
 
     # Requests of clients
 

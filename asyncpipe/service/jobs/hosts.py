@@ -75,6 +75,11 @@ class Hosts:
     def __contains__(self, unit: str) -> bool:
         return unit in self._drained
 
+    @property
+    def left(self) -> frozenset[str]:
+        """All hosts that are drained."""
+        return frozenset(self._drained)
+
     def watch(self, changed: Callable[[], object]) -> Callable[[], object]:
         """Have ``changed`` called whenever a host is drained or undrained, until what this returns is called."""
         self._watchers.append(changed)

@@ -6,9 +6,6 @@
                 ── snapshot ──▶ store ──▶ log      after the snapshot is on disk
                 ── noted ─────▶ log
                 ── ends ──────▶ RunOutcome ──▶ next_state ──▶ the manager makes the transition
-
-A ``RunOutcome`` holds the text of an error, not the error: an exception keeps the frames, and with them the tensors, of
-the step that failed.
 """
 
 from __future__ import annotations
@@ -17,100 +14,32 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
 from asyncpipe.core.engine.events import Outcome, StepRecord
 from asyncpipe.core.engine.share import Share
-from asyncpipe.errors import AsyncpipeError, HostLostError, JobFileError, TaskError
+from asyncpipe.errors import AsyncpipeError
 from asyncpipe.observe.live import LiveView
 from asyncpipe.observe.metrics import PipelineCollector
-from asyncpipe.service.job_states import JobRecord, JobState
+from asyncpipe.service.job_states import JobRecord
 from asyncpipe.service.jobs.artifacts import TIMELINE, TRACE
 from asyncpipe.service.jobs.job_log import JobLog, LossRow
+from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, failure
 from asyncpipe.service.store.job_store import JobStore
-from asyncpipe.train.batches import DataError
 from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import RunStarted, StepProgress, TrainingSummary
 from asyncpipe.train.schedule_changes import NoMoreStepsError
-from asyncpipe.train.step_failures import NonFiniteLossError
 from asyncpipe.train.trace_files import TraceRecorder
 from asyncpipe.train.workload import Workload
 
-__all__ = ["JobRun", "RunOutcome", "RunEnding", "JobTrainer", "is_permanent", "next_state"]
-
-_logger = logging.getLogger(__name__)
+__all__ = ["JobRun", "JobTrainer", "MakeTrainer"]
 
 REPORT_SECONDS = 1.0
 """The least time between two reports of steps to the store."""
 TRACED_STEPS, TRACED_TASKS = 3, 20_000
 """How many of the last steps a run's trace has, and the most tasks of several."""
-
-
-class RunEnding(Enum):
-    """How a run ended."""
-
-    FINISHED = "finished"
-    STOPPED = "stopped"
-    """After a step, with a snapshot, on request."""
-    CANCELLED = "cancelled"
-    """Between two tasks, on request."""
-    FAILED = "failed"
-    """May succeed from a snapshot: a task failed, hung, or ran out of memory; data could not be read."""
-    FAILED_PERMANENTLY = "failed permanently"
-    """Would fail again, or has waited for its hosts long enough: the job does not fit its entry or this machine, its
-    loss is NaN or infinite, or it cannot go on without what it has lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunOutcome:
-    """How a run ended, and why."""
-
-    ending: RunEnding
-    cause: str
-
-
-def next_state(
-    outcome: RunOutcome, asked: JobState | None, asked_cause: str, failures: int, retries: int, shutdown: str | None
-) -> tuple[JobState, str]:
-    """The next state of a job whose run ended with ``outcome``, and the transition's cause.
-
-    ``asked`` is the state that was requested during the run, if any. ``failures`` counts the failed runs since the last
-    snapshot, this one included; up to ``retries`` of them are tried again. ``shutdown`` is why the service ends, if it
-    does.
-    """
-    if outcome.ending is RunEnding.FINISHED:
-        return JobState.FINISHED, outcome.cause
-    if asked is JobState.CANCELLED:
-        return JobState.CANCELLED, asked_cause
-    if outcome.ending is RunEnding.FAILED_PERMANENTLY:
-        return JobState.FAILED, outcome.cause
-    if outcome.ending is RunEnding.FAILED and failures > retries:
-        times = f" ({failures} times since the last snapshot)" if failures > 1 else ""
-        return JobState.FAILED, outcome.cause + times
-    if asked is JobState.PAUSED:
-        return JobState.PAUSED, asked_cause
-    if outcome.ending is RunEnding.FAILED:
-        return JobState.QUEUED, f"tried again from its last snapshot ({failures} of {retries}): {outcome.cause}"
-    return JobState.QUEUED, shutdown or "resumed before its run had stopped"
-
-
-def is_permanent(error: BaseException) -> bool:
-    """Whether a run that failed with ``error`` would fail again from any snapshot.
-
-    True for the package's own errors about a job's values and types, for a loss that is NaN or infinite, and for lost
-    hosts that the run has waited for. False for
-    a loader that fails, a task that raises or hangs, and a lack of memory: these may succeed next time.
-    """
-    cause = error.__cause__ if isinstance(error, TaskError) else error
-    if isinstance(cause, DataError):
-        return False
-    if isinstance(cause, JobFileError | NonFiniteLossError | HostLostError):
-        return True
-    return isinstance(cause, AsyncpipeError) and isinstance(cause, ValueError | TypeError)
 
 
 class JobTrainer(Protocol):
@@ -248,7 +177,7 @@ class JobRun:
             )
             self._task = asyncio.create_task(self._training.run(), name=f"asyncpipe job {self.record.id}")
         except Exception as error:  # noqa: BLE001 - becomes the outcome
-            return _failed(error)
+            return failure(error)
         if self._stopping:
             self._training.stop()
         if self._cancelling:
@@ -268,7 +197,7 @@ class JobRun:
             return RunOutcome(RunEnding.FAILED, "its code raised CancelledError without being cancelled")
         error = task.exception()
         if error is not None:
-            return _failed(error)
+            return failure(error)
         summary = task.result()
         if summary.evaluation is not None:
             self.noted(logging.INFO, f"held-out loss {summary.evaluation:.4f}")
@@ -337,6 +266,9 @@ class JobRun:
         self._snapshots.append((step, path.name))
         self._news.set()
 
+    async def keep(self) -> None:
+        """Losses are in their file when ``stepped`` returns."""
+
     def _write_trace(self, folder: Path) -> None:
         """Write the last steps beside the job's log. Blocks."""
         there = {"trace": folder / TRACE, "timeline": folder / TIMELINE}
@@ -378,12 +310,3 @@ class JobRun:
         await self._report_now()
         if self._timer is not None:
             self._timer.cancel()
-
-
-def _failed(error: BaseException) -> RunOutcome:
-    if not isinstance(error, AsyncpipeError):
-        _logger.error("a job failed with an error of its own code", exc_info=error)
-    cause = str(error) if isinstance(error, AsyncpipeError) else f"{type(error).__name__}: {error}"
-    return RunOutcome(
-        RunEnding.FAILED_PERMANENTLY if is_permanent(error) else RunEnding.FAILED, cause or type(error).__name__
-    )

@@ -18,6 +18,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from typing import Any
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.pipeline.pool import DevicePool
@@ -26,10 +27,13 @@ from asyncpipe.runtime.workers.ray_workers import RayWorkers
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
 from asyncpipe.service.jobs.hosts import Hosts
+from asyncpipe.service.jobs.isolation.job_processes import JobProcesses
+from asyncpipe.service.jobs.isolation.process_trainer import ProcessTrainer
 from asyncpipe.service.jobs.job_log import JobLog, JobLogs
 from asyncpipe.service.jobs.job_queue import Candidate, QueueAction, QueueDecision, decide, why_behind
-from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer, RunEnding, RunOutcome, is_permanent, next_state
+from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer
 from asyncpipe.service.jobs.memory_footprint import footprint
+from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, Tries, is_permanent, next_state
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobStore, StoreError
@@ -61,8 +65,8 @@ class Manager:
         store: JobStore,
         *,
         metrics: ServiceMetrics | None = None,
-        make_trainer: MakeTrainer = LastingRun,
-        measure: Measure = footprint,
+        make_trainer: MakeTrainer | None = None,
+        measure: Measure | None = None,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         """``store`` is open, and its owner closes it. ``make_trainer`` and ``measure`` are for tests."""
@@ -76,7 +80,10 @@ class Manager:
         self.watchdog = Watchdog(self.pool.driver, factor=settings.watchdog_factor, floor=settings.watchdog_floor)
         self.hosts = Hosts(self.pool, settings.devices, self._workers_in_use)
         self._entries = entries
-        self._make_trainer = make_trainer
+        self._processes = JobProcesses(settings) if settings.is_isolated and make_trainer is None else None
+        self._hung = 0
+        """Hangs that were found in processes of jobs."""
+        self._make_trainer = make_trainer or (LastingRun if self._processes is None else self._process_trainer)
         self._measure = measure
         self._retry_seconds = retry_seconds
         self._stack = AsyncExitStack()
@@ -101,8 +108,16 @@ class Manager:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.pool)
             await stack.enter_async_context(self.watchdog)
-            for record in await self.jobs.load():
-                _logger.info("job %s (%s) was running when the last process ended", record.id, record.spec.name)
+            if self._processes is not None:
+                await stack.enter_async_context(self._processes)
+            attempts, resume = self.settings.max_attempts, self.settings.resume
+            for record in await self.jobs.load(most_crashes=attempts, resume=resume):
+                _logger.info(
+                    "job %s (%s) was running when the last process ended, and is %s now",
+                    record.id,
+                    record.spec.name,
+                    record.state,
+                )
             self._scheduler = asyncio.create_task(self._schedule(), name="asyncpipe job scheduler")
             self._stack = stack.pop_all()
         return self
@@ -175,6 +190,11 @@ class Manager:
         decision = self._decide(first)
         before = self.jobs.queue.before(job)
         return why_behind(decision, before) if before else decision.reason
+
+    @property
+    def hung(self) -> int:
+        """How many hangs watchdogs have found, and ended."""
+        return self.watchdog.hung + self._hung
 
     # Starting jobs
 
@@ -249,8 +269,7 @@ class Manager:
         """Find the job's peak memory, or let the job fail."""
         try:
             job, make_workload = self._built(record)
-            async with DedicatedThread("asyncpipe-footprint") as thread:
-                peaks = await thread.run(lambda: self._footprint(job, make_workload, record.id))
+            peaks = await self._measured(job, make_workload, record.id)
             if record.id in self.jobs.queued:
                 self._peaks[record.id] = peaks
         except _Obsolete:
@@ -270,18 +289,45 @@ class Manager:
             self._measuring = None
             self.jobs.changed.set()
 
+    async def _measured(self, job: Job, make_workload: Callable[[], Workload], record: str) -> Mapping[str, int]:
+        if self._processes is None or self._measure is not None:
+            async with DedicatedThread("asyncpipe-footprint") as thread:
+                return await thread.run(lambda: self._footprint(job, make_workload, record))
+        measuring = asyncio.create_task(self._processes.measure(record, job, make_workload))
+        over = [asyncio.create_task(each) for each in (self.jobs.until_not_queued(record), self._ending.wait())]
+        try:
+            await asyncio.wait([measuring, *over], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            is_measured = measuring.done()
+            for each in (measuring, *over):
+                each.cancel()
+            await asyncio.wait([measuring, *over])
+        if not is_measured:
+            raise _Obsolete
+        return measuring.result()
+
+    def _is_wanted(self, queued: str) -> bool:
+        return self.shutdown is None and queued in self.jobs.queued
+
     def _footprint(self, job: Job, make_workload: Callable[[], Workload], record: str) -> Mapping[str, int]:
         """The job's peak memory. Blocks, in a thread."""
 
         def check_wanted(_: str = "") -> None:
-            if self.shutdown is not None or record not in self.jobs.queued:
+            if not self._is_wanted(record):
                 raise _Obsolete
 
         workload = RunRandom(shared=True).build(job.training.seed, make_workload)
         check_wanted()
-        return self._measure(job, workload, progress=check_wanted)
+        return (self._measure or footprint)(job, workload, progress=check_wanted)
 
     # Running jobs
+
+    def _process_trainer(self, *arguments: Any, **options: Any) -> ProcessTrainer:
+        assert self._processes is not None
+        return ProcessTrainer(self._processes, self._count_hung, *arguments, **options)
+
+    def _count_hung(self, hung: int) -> None:
+        self._hung += hung
 
     async def _live(self, run: JobRun, make_workload: Callable[[], Workload]) -> None:
         """One run, from its start to the transition that ends it."""
@@ -313,6 +359,7 @@ class Manager:
         """Record the job's next state in the store, trying until it succeeds or the grace period is over."""
         job = run.record.id
         failed = outcome.ending is RunEnding.FAILED
+        crashed = outcome.ending is RunEnding.CRASHED
         failures = (0 if run.has_snapshot else self._failures.get(job, 0)) + failed
         if failed and failures <= _retries(run.record):
             await self._back_off(failures)
@@ -320,8 +367,14 @@ class Manager:
             try:
                 async with self.jobs.turn(job):
                     asked, why = run.record.asked, run.record.asked_cause or "requested"
-                    to, cause = next_state(outcome, asked, why, failures, _retries(run.record), self.shutdown)
-                    after = await self.jobs.become(run.record, to, cause)
+                    tries = Tries(
+                        failures,
+                        _retries(run.record),
+                        (0 if run.has_snapshot else run.record.crashes) + crashed,
+                        self.settings.max_attempts,
+                    )
+                    to, cause = next_state(outcome, asked, why, tries, self.shutdown)
+                    after = await self.jobs.become(run.record, to, cause, crashed=crashed)
                 break
             except StoreError as error:
                 _logger.error("a run of job %s has ended, and the store cannot record it: %s", job, error)
@@ -329,7 +382,7 @@ class Manager:
                     return
         if after.state not in FINAL_STATES:
             self._failures[job] = failures
-        if failed and after.state is JobState.QUEUED:
+        if (failed or crashed) and after.state is JobState.QUEUED:
             self.metrics.retried("snapshot")
 
     async def _back_off(self, failures: int) -> None:

@@ -92,6 +92,21 @@ class ServiceSettings(BaseSettings):
     """More jobs are refused; jobs that have ended do not count."""
     memory_limit: types.MemoryLimit = Field(default_factory=dict)
     """Bytes of a device that all running jobs together may use; a device that is not listed has no limit."""
+    share_devices: bool = Field(default=True, description="must be true or false")
+    """Whether several jobs may run on a device at a time. If not, a job waits until all its devices are free."""
+    isolation: Literal["thread", "process"] | None = Field(default=None, description='must be "thread" or "process"')
+    """Where a job's code runs: on threads of the service, or in a process of its own. Unless it is given, a process
+    where jobs share no device (``share_devices = false`` or ``max_running = 1``) and devices are threads; see
+    ``is_isolated``."""
+    job_memory: types.ByteCount | None = Field(default=None, description='must be a number of bytes, as "8 GiB"')
+    """The most memory that a job's process may have, also while the job is measured; Python and torch take about
+    300 MiB of it."""
+    cancel_seconds: types.Seconds = 5.0
+    """How long a job that is cancelled has to end between two tasks, before its process is terminated."""
+    max_attempts: types.PositiveInteger = 3
+    """A job is quarantined when its process, or the service while it ran, has died so often since its last snapshot."""
+    resume: bool = Field(default=True, description="must be true or false")
+    """Whether jobs go on by themselves that the last process has left; if not, all of these are paused."""
     address: types.Address = "127.0.0.1"
     port: types.PortNumber = 8080
     hosts: types.HostNames = ()
@@ -181,7 +196,20 @@ class ServiceSettings(BaseSettings):
             raise ValueError(f"metrics_port: {self.port} is the port of the service; metrics need another one")
         if unknown := sorted(self.memory_limit.keys() - set(self.devices)):
             raise ValueError(f"memory_limit: {', '.join(unknown)}: not among the devices {', '.join(self.devices)}")
+        if self.isolation == "process" and self.workers in ("ray", "torchrun"):
+            rule = f"of workers = {self.workers!r} has one controller, which is the service: run jobs on threads of it"
+            raise ValueError(f'isolation: "process": the cluster {rule}')
+        if self.job_memory is not None and not self.is_isolated:
+            rule = 'holds for a process: set isolation = "process", or leave it out'
+            raise ValueError(f"job_memory: {rule}")
         return self
+
+    @property
+    def is_isolated(self) -> bool:
+        """Whether each job runs in a process of its own."""
+        if self.isolation is not None:
+            return self.isolation == "process"
+        return self.workers == "threads" and os.name == "posix" and (not self.share_devices or self.max_running == 1)
 
     def check_devices(self) -> None:
         """Raise ``SettingsError`` unless this machine has all ``devices``. Imports torch."""

@@ -54,6 +54,7 @@ _T = TypeVar("_T")
 
 ALL_JOBS = JobFilter()
 
+NOT_RESUMED = "the service was started so that nothing goes on by itself: resume the job"
 RECOVERED = "the service was restarted"
 
 _DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"
@@ -134,18 +135,28 @@ class JobStore:
         return await self.thread.run(change, writes=True)
 
     async def transition(
-        self, job: str, to: JobState, cause: str, *, expect: JobState | None = None, most_queued: int | None = None
+        self,
+        job: str,
+        to: JobState,
+        cause: str,
+        *,
+        expect: JobState | None = None,
+        most_queued: int | None = None,
+        crashed: bool = False,
     ) -> JobRecord:
         """``job`` after its transition to the state ``to``, because of ``cause`` (a sentence for operators).
 
-        With ``expect``, only from that state. Raises ``UnknownJobError``; ``JobStateError``, also for a job that is in
-        ``to`` already; ``QueueFullError`` if ``most_queued`` jobs are queued already; ``OptionError`` without a cause.
+        With ``expect``, only from that state; with ``crashed``, it has one crash more. Raises ``UnknownJobError``;
+        ``JobStateError``, also for a job that is in ``to`` already; ``QueueFullError`` if ``most_queued`` jobs are
+        queued already; ``OptionError`` without a cause.
         """
         cause = tidy_cause(cause)
         to, expect = JobState(to), None if expect is None else JobState(expect)
 
         return await self._run(
-            job, lambda db: queries.change_state(db, job, to, self._clock(), cause, expect, most_queued), writes=True
+            job,
+            lambda db: queries.change_state(db, job, to, self._clock(), cause, expect, most_queued, crashed),
+            writes=True,
         )
 
     async def ask(self, job: str, to: JobState | None, cause: str) -> JobRecord:
@@ -200,14 +211,26 @@ class JobStore:
 
         await self._run(job, lambda db: queries.note_progress(db, job, step, snapshot, self._clock()), writes=True)
 
-    async def recover(self) -> tuple[JobRecord, ...]:
+    async def count_crash(self, job: str, crashes: int) -> JobRecord:
+        """``job`` with ``crashes``: a queued job whose measuring may take the service along. Raises as ``get``."""
+        return await self._run(job, lambda db: queries.count_crash(db, job, crashes), writes=True)
+
+    async def recover(self, *, most_crashes: int = MAX_STEP, resume: bool = True) -> tuple[JobRecord, ...]:
         """The jobs that were running when the last process ended, queued again; foreground jobs first, then by age.
 
-        Jobs that had been asked to pause or to end become paused or cancelled instead, with the cause given then. To be
-        called when a service starts, before any job runs. Changes all of them or none.
+        Each has one crash more. Those that have ``most_crashes`` then are quarantined. Jobs that had been asked to
+        pause or to end become paused or cancelled instead, with the cause given then. Without ``resume``, all others
+        are paused, and so are those that were queued. To be called when a service starts, before any job runs. Changes
+        all of them or none.
         """
 
-        return await self.thread.run(lambda db: queries.recover_jobs(db, self._clock(), RECOVERED), writes=True)
+        def change(db: sqlite3.Connection) -> tuple[JobRecord, ...]:
+            if not resume:
+                queries.pause_queued(db, self._clock(), NOT_RESUMED)
+            to, cause = (JobState.QUEUED, RECOVERED) if resume else (JobState.PAUSED, NOT_RESUMED)
+            return queries.recover_jobs(db, self._clock(), to, cause, most_crashes)
+
+        return await self.thread.run(change, writes=True)
 
     # Reading
 

@@ -32,7 +32,9 @@ __all__ = [
     "ask_job",
     "change_schedule",
     "change_state",
+    "count_crash",
     "note_progress",
+    "pause_queued",
     "recover_jobs",
 ]
 
@@ -111,18 +113,20 @@ def change_state(
     cause: str,
     expect: JobState | None = None,
     most_queued: int | None = None,
+    crashed: bool = False,
 ) -> JobRecord:
     """``job`` after its transition to the state ``to``. A retried one has no crashes, and no deadline that has passed.
 
-    Raises ``UnknownJobError``, ``JobStateError``, and ``QueueFullError`` if ``most_queued`` jobs are queued already.
+    ``crashed``: it has one more. Raises ``UnknownJobError``, ``JobStateError``, and ``QueueFullError`` if
+    ``most_queued`` jobs are queued already.
     """
     number, state = number_and_state(connection, job)
     check_transition(job, state, to, expect)
     _check_room(connection, most_queued)
     connection.execute(
-        "UPDATE jobs SET state = ?, cause = ?, updated = ?, attempts = attempts + ?, asked = NULL, asked_cause = NULL"
-        " WHERE number = ?",
-        (to, cause, at, to is JobState.RUNNING, number),
+        "UPDATE jobs SET state = ?, cause = ?, updated = ?, attempts = attempts + ?, crashes = crashes + ?,"
+        " asked = NULL, asked_cause = NULL WHERE number = ?",
+        (to, cause, at, to is JobState.RUNNING, crashed, number),
     )
     if state in FINAL_STATES:
         connection.execute("UPDATE jobs SET crashes = 0 WHERE number = ?", (number,))
@@ -184,19 +188,44 @@ def note_progress(connection: sqlite3.Connection, job: str, step: int, snapshot:
     )
 
 
-def recover_jobs(connection: sqlite3.Connection, at: float, cause: str) -> tuple[JobRecord, ...]:
-    """The jobs that were running, now queued or what they were asked to become; foreground jobs first, then by age.
+def count_crash(connection: sqlite3.Connection, job: str, crashes: int) -> JobRecord:
+    """``job`` with so many crashes. Raises ``UnknownJobError``."""
+    number, _ = number_and_state(connection, job)
+    connection.execute("UPDATE jobs SET crashes = ? WHERE number = ?", (crashes, number))
+    return find_job(connection, job)
 
-    The service died while they ran: each has one crash more.
+
+def pause_queued(connection: sqlite3.Connection, at: float, cause: str) -> None:
+    """Pause all queued jobs."""
+    for (job,) in connection.execute("SELECT id FROM jobs WHERE state = ?", (JobState.QUEUED,)).fetchall():
+        change_state(connection, job, JobState.PAUSED, at, cause)
+
+
+def recover_jobs(
+    connection: sqlite3.Connection, at: float, to: JobState, cause: str, most_crashes: int
+) -> tuple[JobRecord, ...]:
+    """The jobs that were running, in ``to`` or what they were asked to become; foreground jobs first, then by age.
+
+    The service died while they ran: each has one crash more. Those that have ``most_crashes`` then are quarantined, and
+    so are queued ones, whose memory was measured.
     """
-    connection.execute("UPDATE jobs SET crashes = crashes + 1 WHERE state = ?", (JobState.RUNNING,))
     rows = connection.execute(
         f"SELECT id, asked, asked_cause FROM jobs WHERE state = ? ORDER BY {_BY_CLASS}",  # noqa: S608 - no input
         (JobState.RUNNING,),
-    )
+    ).fetchall()
+    connection.execute("UPDATE jobs SET crashes = crashes + 1 WHERE state = ?", (JobState.RUNNING,))
+    suspects = connection.execute(
+        "SELECT id FROM jobs WHERE crashes >= ? AND state IN (?, ?) AND asked IS NOT ?",
+        (most_crashes, JobState.RUNNING, JobState.QUEUED, JobState.CANCELLED),
+    ).fetchall()
+    for (job,) in suspects:
+        why = f"the service died {most_crashes} times while it ran, or was measured, since its last snapshot"
+        change_state(connection, job, JobState.QUARANTINED, at, why)
     return tuple(
-        change_state(connection, job, JobState(asked or JobState.QUEUED), at, asked_cause or cause)
-        for job, asked, asked_cause in rows.fetchall()
+        find_job(connection, job)
+        if (job,) in suspects
+        else change_state(connection, job, JobState(asked or to), at, asked_cause or cause)
+        for job, asked, asked_cause in rows
     )
 
 

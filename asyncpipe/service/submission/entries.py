@@ -19,6 +19,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NotRequired, Required, TypeVar, get_type_hints
@@ -87,14 +88,14 @@ class Entries:
     def make(self, entry: str, parameters: Mapping[str, Any]) -> Callable[[], Workload]:
         """A function that makes the workload, which may take long. Raises ``EntryError`` for wrong parameters.
 
-        The function raises ``EntryError`` if the factory raises ``OptionError``, to reject a value, or does not return
-        a ``Workload``. Other errors of the factory pass through.
+        It can be pickled if the factory is a function of a module. It raises ``EntryError`` if the factory raises
+        ``OptionError``, to reject a value, or does not return a ``Workload``. Other errors of the factory pass through.
         """
         found = self._find(entry)
         arguments, problems = found.read(parameters)
         if problems:
             raise EntryError(f"entry {entry}: {'; '.join(map(str, problems))}")
-        return lambda: found.make(arguments)
+        return _Make(entry, found.factory, arguments)
 
     def _find(self, entry: str) -> _RegisteredEntry:
         try:
@@ -103,12 +104,30 @@ class Entries:
             raise EntryError(f"entry {entry!r:.100} is not registered; {', '.join(self.names)} are") from None
 
 
+@dataclass(frozen=True, slots=True)
+class _Make:
+    """Makes a workload, here or in another process."""
+
+    entry: str
+    factory: Factory
+    arguments: Mapping[str, Any]
+
+    def __call__(self) -> Workload:
+        try:
+            made: object = self.factory(**self.arguments)
+        except OptionError as error:
+            raise EntryError(f"entry {self.entry}: parameters: {error}") from error
+        if isinstance(made, Workload):
+            return made
+        raise EntryError(f"entry {self.entry} must return a Workload, not {type(made).__name__}")
+
+
 class _RegisteredEntry:
     """One factory, with the model of the parameters that clients may give."""
 
     def __init__(self, name: str, factory: Factory, fixed: Mapping[str, Any]) -> None:
         self._name = name
-        self._factory = factory
+        self.factory = factory
         self._parameters = dict(_named_parameters(name, factory))
         hints = _hints(name, factory)
         self._fixed = self._read_fixed(fixed, hints)
@@ -179,16 +198,6 @@ class _RegisteredEntry:
         except (ValueError, TypeError, RecursionError):
             return {}, [WrongKey("parameters", "must be JSON, with finite numbers")]
         return {**arguments, **self._fixed}, []
-
-    def make(self, arguments: dict[str, Any]) -> Workload:
-        """The workload that the factory makes from ``arguments``."""
-        try:
-            made: object = self._factory(**arguments)
-        except OptionError as error:
-            raise EntryError(f"entry {self._name}: parameters: {error}") from error
-        if isinstance(made, Workload):
-            return made
-        raise EntryError(f"entry {self._name} must return a Workload, not {type(made).__name__}")
 
     def _refused(self, key: str) -> WrongKey:
         place = f"parameters.{key[:60].encode('ascii', 'backslashreplace').decode()}"

@@ -159,6 +159,7 @@ class SnapshotWriter:
         assert self._table is not None
         try:
             stages = self._stages
+            await self._progress.keep()
             await in_thread(lambda: write_snapshot(path, states, manifest, stages.write if stages else None))
         except Exception as error:  # noqa: BLE001 - reported and counted
             self._report_failure(manifest.step, path.parent, error)

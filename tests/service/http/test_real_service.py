@@ -71,7 +71,7 @@ async def test_a_service_that_drains_says_so(tmp_path: Path) -> None:
 
 
 async def test_a_full_queue_says_when_to_ask_again(tmp_path: Path) -> None:
-    async with real(tmp_path, max_queued=1, max_running=1) as api:
+    async with real(tmp_path, max_queued=1, max_running=1, isolation="thread") as api:
         statuses = []
         for _ in range(6):
             status, _, headers = await api.ask("POST", "/v1/jobs", job(steps=10**6))
@@ -82,7 +82,7 @@ async def test_a_full_queue_says_when_to_ask_again(tmp_path: Path) -> None:
 
 
 async def test_a_full_queue_lets_no_paused_job_in(tmp_path: Path) -> None:
-    async with real(tmp_path, max_queued=1, max_running=1) as api:
+    async with real(tmp_path, max_queued=1, max_running=1, isolation="thread") as api:
         first = await api.submitted(**job(steps=10**6))
         while (await api.ask("GET", f"/v1/jobs/{first}"))[1]["state"] != "running":
             pass

@@ -13,7 +13,7 @@ from manager_helpers import Fakes, opened, tasks_named, until
 from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.errors import HungTaskError, JobFileError, LossError, OptionError, TaskError
 from asyncpipe.service.job_states import JobState, check_transition
-from asyncpipe.service.jobs.job_run import RunEnding, RunOutcome, is_permanent, next_state
+from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, Tries, is_permanent, next_state
 from asyncpipe.service.store.job_store import StoreError, StoreProblem
 from asyncpipe.train.batches import DataError
 from asyncpipe.train.snapshots.format import FolderError
@@ -42,10 +42,15 @@ def full() -> StoreError:
     st.sampled_from([None, PAUSED, CANCELLED]),
     st.integers(1, 4),
     st.integers(0, 3),
+    st.integers(1, 4),
+    st.integers(1, 4),
     st.none() | st.just("SIGTERM"),
 )
-def test_whatever_a_run_comes_to_the_job_goes_where_it_may(result, asked, failures, retries, shutdown):
-    to, cause = next_state(RunOutcome(result, "because"), asked, "asked for", failures, retries, shutdown)
+def test_whatever_a_run_comes_to_the_job_goes_where_it_may(
+    result, asked, failures, retries, crashes, most_crashes, shutdown
+):
+    tries = Tries(failures, retries, crashes, most_crashes)
+    to, cause = next_state(RunOutcome(result, "because"), asked, "asked for", tries, shutdown)
     check_transition("7", RUNNING, to)
     assert cause
     if result is RunEnding.FINISHED:
@@ -54,6 +59,9 @@ def test_whatever_a_run_comes_to_the_job_goes_where_it_may(result, asked, failur
         assert (to, cause) == (CANCELLED, "asked for")
     elif result is RunEnding.FAILED_PERMANENTLY or (result is RunEnding.FAILED and failures > retries):
         assert to is FAILED
+        assert cause.startswith("because")
+    elif result is RunEnding.CRASHED and crashes >= most_crashes:
+        assert to is QUARANTINED
         assert cause.startswith("because")
     else:
         assert to is (PAUSED if asked is PAUSED else QUEUED)

@@ -21,7 +21,7 @@ from resume_helpers import make_job, make_workload, names
 
 from asyncpipe.errors import AsyncpipeError, JobFileError, OptionError
 from asyncpipe.ops.model.state_files import write_state
-from asyncpipe.service.jobs.job_run import is_permanent
+from asyncpipe.service.jobs.run_outcome import is_permanent
 from asyncpipe.train.snapshots import format as snapshot_files
 from asyncpipe.train.snapshots.format import FolderError, Manifest, read_manifest, read_snapshot, write_snapshot
 from asyncpipe.train.snapshots.resume import newest_snapshot, open_folder

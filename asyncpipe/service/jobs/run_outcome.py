@@ -1,0 +1,132 @@
+"""How a run of a job ended, and what becomes of the job then: pure functions of what was raised, asked and counted.
+
+::
+
+    an error ─▶ failure ─▶ RunOutcome ─▶ next_state ─▶ queued again, failed, quarantined …
+
+A ``RunOutcome`` holds the text of an error, not the error: an exception keeps the frames, and with them the tensors, of
+the step that failed.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from enum import Enum
+
+from asyncpipe.errors import AsyncpipeError, HostLostError, JobFileError, TaskError
+from asyncpipe.service.job_states import JobState
+from asyncpipe.train.batches import DataError
+from asyncpipe.train.step_failures import NonFiniteLossError
+
+__all__ = ["EndedElsewhereError", "RunEnding", "RunOutcome", "Tries", "failure", "is_permanent", "next_state"]
+
+_logger = logging.getLogger(__name__)
+
+
+class RunEnding(Enum):
+    """How a run ended."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """After a step, with a snapshot, on request."""
+    CANCELLED = "cancelled"
+    """Between two tasks, on request."""
+    FAILED = "failed"
+    """May succeed from a snapshot: a task failed, hung, or ran out of memory; data could not be read."""
+    FAILED_PERMANENTLY = "failed permanently"
+    """Would fail again, or has waited for its hosts long enough: the job does not fit its entry or this machine, its
+    loss is NaN or infinite, or it cannot go on without what it has lost."""
+    CRASHED = "crashed"
+    """Its process is gone, and nobody here has ended it: the OOM killer has, or it has crashed, or answered nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """How a run ended, and why."""
+
+    ending: RunEnding
+    cause: str
+
+
+class EndedElsewhereError(AsyncpipeError, RuntimeError):
+    """A run in a process of its own has ended as its ``outcome`` says."""
+
+    def __init__(self, outcome: RunOutcome) -> None:
+        super().__init__(outcome.cause)
+        self.outcome = outcome
+
+    def __reduce__(self) -> tuple[type[EndedElsewhereError], tuple[RunOutcome]]:
+        return type(self), (self.outcome,)
+
+
+@dataclass(frozen=True, slots=True)
+class Tries:
+    """How often a job was tried since its last snapshot, and how often it may be."""
+
+    failures: int
+    """The run that has just ended included, if it failed."""
+    retries: int
+    """How many failures are tried again."""
+    crashes: int = 0
+    """The run that has just ended included, if it crashed."""
+    most_crashes: int = 1
+    """With so many the job is quarantined."""
+
+
+def next_state(
+    outcome: RunOutcome, asked: JobState | None, asked_cause: str, tries: Tries, shutdown: str | None
+) -> tuple[JobState, str]:
+    """The next state of a job whose run ended with ``outcome``, and the transition's cause.
+
+    ``asked`` is the state that was requested during the run, if any. ``shutdown`` is why the service ends, if it does.
+    """
+    ending, cause = outcome.ending, outcome.cause
+    if ending is RunEnding.FINISHED:
+        return JobState.FINISHED, cause
+    if asked is JobState.CANCELLED:
+        return JobState.CANCELLED, asked_cause
+    if ending is RunEnding.FAILED_PERMANENTLY:
+        return JobState.FAILED, cause
+    if ending is RunEnding.FAILED and tries.failures > tries.retries:
+        times = f" ({tries.failures} times since the last snapshot)" if tries.failures > 1 else ""
+        return JobState.FAILED, cause + times
+    if ending is RunEnding.CRASHED and tries.crashes >= tries.most_crashes:
+        return JobState.QUARANTINED, f"{cause}; attempt {tries.crashes} of {tries.most_crashes} since its last snapshot"
+    if asked is JobState.PAUSED:
+        return JobState.PAUSED, asked_cause
+    if ending is RunEnding.CRASHED:
+        counted = f"attempt {tries.crashes} of {tries.most_crashes}"
+        return JobState.QUEUED, f"tried again from its last snapshot, since {cause}; that was {counted}"
+    if ending is RunEnding.FAILED:
+        return JobState.QUEUED, f"tried again from its last snapshot ({tries.failures} of {tries.retries}): {cause}"
+    return JobState.QUEUED, shutdown or "resumed before its run had stopped"
+
+
+def is_permanent(error: BaseException) -> bool:
+    """Whether a run that failed with ``error`` would fail again from any snapshot.
+
+    True for the package's own errors about a job's values and types, for a loss that is NaN or infinite, and for lost
+    hosts that the run has waited for. False for
+    a loader that fails, a task that raises or hangs, and a lack of memory: these may succeed next time.
+    """
+    if isinstance(error, EndedElsewhereError):
+        return error.outcome.ending is RunEnding.FAILED_PERMANENTLY
+    cause = error.__cause__ if isinstance(error, TaskError) else error
+    if isinstance(cause, DataError):
+        return False
+    if isinstance(cause, JobFileError | NonFiniteLossError | HostLostError):
+        return True
+    return isinstance(cause, AsyncpipeError) and isinstance(cause, ValueError | TypeError)
+
+
+def failure(error: BaseException) -> RunOutcome:
+    """The outcome of a run that has raised ``error``. What is not the package's own is logged with its traceback."""
+    if isinstance(error, EndedElsewhereError):
+        return error.outcome
+    if not isinstance(error, AsyncpipeError):
+        _logger.error("a job failed with an error of its own code", exc_info=error)
+    cause = str(error) if isinstance(error, AsyncpipeError) else f"{type(error).__name__}: {error}"
+    return RunOutcome(
+        RunEnding.FAILED_PERMANENTLY if is_permanent(error) else RunEnding.FAILED, cause or type(error).__name__
+    )

@@ -1,0 +1,126 @@
+"""Jobs in processes of their own: the bits and the signs of life of those on threads, and an end within a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import asynccontextmanager
+
+import isolation_entries
+import pytest
+from manager_helpers import Service, make_settings, submission
+from resume_helpers import disturb
+from run_helpers import assert_same_end
+from worker_helpers import is_alive
+
+from asyncpipe.service.job_states import JobState
+from asyncpipe.service.jobs.loss_file import read_losses
+from asyncpipe.service.jobs.manager import Manager
+from asyncpipe.service.store.job_store import JobStore
+from asyncpipe.service.submission.entries import Entries
+from asyncpipe.service.submission.submission import check_submission, job_of
+from asyncpipe.train.training_run import TrainingRun
+
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop, pytest.mark.timeout(120)]
+
+STUCK = ("stuck_entry", "stuck_loader", "never_returns", "holds_the_gil")
+NAMES = ("plain", "dies", "raises", *STUCK)
+STEPS = 9
+
+
+@asynccontextmanager
+async def processes(folder, **changed):
+    """A manager whose jobs have processes, and a function that submits the entry of a name."""
+    factories = {name: getattr(isolation_entries, name) for name in NAMES}
+    fixed = {name: {} if name == "plain" else {"folder": str(folder)} for name in NAMES}
+    entries = Entries({f"tests:{n}": f for n, f in factories.items()}, {f"tests:{n}": v for n, v in fixed.items()})
+    settings = make_settings(
+        folder / "service",
+        entries=[f"tests:{name}" for name in NAMES],
+        isolation="process",
+        max_running=len(NAMES),
+        cancel_seconds=0.2,
+        **changed,
+    )
+
+    async with JobStore(folder / "jobs.sqlite3") as store, Manager(settings, entries, store) as manager:
+
+        async def submit(name, **tables):
+            training = {"steps": STEPS, "batch_size": 8, "learning_rate": 0.05}
+            tables = {"entry": f"tests:{name}", "training": training, "snapshots": {"every": 4}, **tables}
+            pipeline = {"devices": ["cpu:0", "cpu:1"], "microbatches": 4, "checkpoint": "never"}
+            spec = check_submission(submission(name, pipeline=pipeline, **tables), settings, entries)
+            return (await manager.jobs.submit(spec, None))[0].id
+
+        yield Service(manager, store, None, entries), submit
+
+
+async def comes(service, job, *states):
+    """The job when it is in one of ``states``."""
+    while (record := await service.store.get(job)).state not in states:  # noqa: ASYNC110 - the store tells nobody
+        await asyncio.sleep(0.02)  # It leaves the processor to the processes.
+    return record
+
+
+async def there(path):
+    """The text of a file that a job writes."""
+    while not (path.exists() and path.read_text()):  # noqa: ASYNC110 - another process writes it
+        await asyncio.sleep(0.02)
+    return path.read_text()
+
+
+async def test_a_job_in_a_process_has_the_bits_and_the_signs_of_life_of_one_on_threads(tmp_path):
+    async with processes(tmp_path) as (service, submit):
+        manager = service.manager
+        job = await submit("plain")
+        failed = await submit("raises")
+        killed = await submit("dies", snapshots={"every": 1000})
+        record = await comes(service, job, JobState.FINISHED, JobState.FAILED)
+        assert record.cause == f"all {STEPS} steps are done"
+        parsed = job_of(record.spec, record, manager.settings)
+        rows = read_losses(manager.logs.folder / job, 0, 100)
+        collector = manager.metrics.collector_of(record)
+        totals = collector.snapshot()
+        assert totals.counters["samples"][()] == STEPS * 8
+        assert totals.counters["steps"][("ok",)] == STEPS
+        assert totals.counters["snapshots"][("ok",)] == 3
+
+        # An error of a class that the service does not know, and a process that is gone.
+        record = await comes(service, failed, JobState.FINISHED, JobState.FAILED)
+        assert record.state is JobState.FAILED
+        assert "OwnError: no cable" in record.cause
+        record = await comes(service, killed, JobState.QUARANTINED, JobState.FAILED, JobState.FINISHED)
+        assert record.state is JobState.QUARANTINED
+        assert "was killed by SIGKILL, as by the OOM killer; attempt 3 of 3" in record.cause
+        assert await service.path(killed) == ["queued", *["running", "queued"] * 2, "running", "quarantined"]
+    alone = parsed.override("snapshots", folder=tmp_path / "alone")
+    disturb()
+    summary = await TrainingRun(alone, isolation_entries.plain).run()
+    assert_same_end(summary.snapshot, parsed.snapshots.folder / summary.snapshot.name)
+    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+
+
+async def test_what_does_not_end_is_gone_within_its_deadline_and_frees_its_place_and_a_live_job_hears_orders(tmp_path):
+    async with processes(tmp_path) as (service, submit):
+        jobs = service.manager.jobs
+        stuck = {name: await submit(name) for name in STUCK}
+        long = await submit("plain", training={"steps": 10**6, "batch_size": 8, "learning_rate": 0.05})
+        pids = {name: int(await there(tmp_path / name)) for name in STUCK}
+        assert len({*pids.values(), os.getpid()}) == len(STUCK) + 1
+        await asyncio.gather(*(jobs.cancel(job, "enough") for job in stuck.values()))
+        for name, job in stuck.items():
+            assert (await comes(service, job, JobState.CANCELLED, JobState.FINISHED)).state is JobState.CANCELLED
+            assert not is_alive(pids[name])
+
+        run = jobs.running[long]
+        while not run.view.snapshot()["timeline"]:  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(0.02)
+        assert (await jobs.change_schedule(long, "1f1b")).schedule == "1f1b"
+        with pytest.raises(Exception, match="no-such"):
+            await run.change_schedule("no-such")
+        step = run.view.snapshot()["training"]["steps"]
+        while run.view.snapshot()["training"]["steps"] <= step:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.02)
+        await jobs.pause(long, "a break")
+        record = await comes(service, long, JobState.PAUSED, JobState.FAILED)
+        assert (record.state, record.snapshot) == (JobState.PAUSED, f"step-{record.step}")

@@ -1,0 +1,102 @@
+"""Entries of jobs that run in processes of their own: a good one, and some that do not end or take their process along.
+
+They are given a folder, where each says by a file that it is at it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from resume_helpers import make_workload
+from torch import Generator, Tensor, nn
+
+from asyncpipe.train.workload import Batch, Workload
+
+__all__ = ["dies", "holds_the_gil", "never_returns", "plain", "raises", "stuck_entry", "stuck_loader"]
+
+
+def plain() -> Workload:
+    """Trains."""
+    return make_workload()
+
+
+def stuck_entry(folder: str) -> Workload:
+    """Never comes back from its entry."""
+    _say(folder, "stuck_entry")
+    threading.Event().wait()
+    return make_workload()
+
+
+def stuck_loader(folder: str) -> Workload:
+    """Waits for ever for its first batch."""
+
+    def batches(batch_size: int, generator: Generator) -> Iterator[Batch]:
+        _say(folder, "stuck_loader")
+        threading.Event().wait()
+        yield from ()
+
+    return replace(make_workload(), batches=batches, states={})
+
+
+def holds_the_gil(folder: str) -> Workload:
+    """A regular expression that backtracks for ages, during which no other thread of Python runs."""
+
+    def batches(batch_size: int, generator: Generator) -> Iterator[Batch]:
+        _say(folder, "holds_the_gil")
+        re.match(r"(a+)+$", "a" * 60 + "b")
+        yield from ()
+
+    return replace(make_workload(), batches=batches, states={})
+
+
+def never_returns(folder: str) -> Workload:
+    """A stage that waits in C for a signal that does not come."""
+    return _with(_In("never_returns", folder, lambda: ctypes.CDLL(None).pause()))
+
+
+def dies(folder: str) -> Workload:
+    """Its process is killed in the third step, as by the OOM killer."""
+    return _with(_In("dies", folder, lambda: os.kill(os.getpid(), signal.SIGKILL), after=2 * 4))
+
+
+class OwnError(Exception):
+    """Of a class that the service does not know."""
+
+
+def raises(folder: str) -> Workload:
+    """A stage that raises an error of its own class."""
+
+    def fail() -> None:
+        raise OwnError("no cable")
+
+    return _with(_In("raises", folder, fail))
+
+
+class _In(nn.Module):
+    def __init__(self, name: str, folder: str, deed: Any, after: int = 0) -> None:
+        super().__init__()
+        self.name, self.folder, self.deed, self.left = name, folder, deed, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left < 0:
+            _say(self.folder, self.name)
+            self.deed()
+        return x
+
+
+def _with(layer: nn.Module) -> Workload:
+    made = make_workload()
+    return replace(made, model=nn.Sequential(*made.model, layer))  # type: ignore[arg-type]
+
+
+def _say(folder: str, name: str) -> None:
+    Path(folder, name).write_text(str(os.getpid()))
