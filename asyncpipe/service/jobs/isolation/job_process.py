@@ -20,13 +20,13 @@ from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.service.jobs.isolation.confines import confine
 from asyncpipe.service.jobs.isolation.messages import (
     CancelRun,
-    ChangeSchedule,
+    FollowSchedule,
     Hung,
     Kept,
     LeaveHosts,
     MeasureJob,
+    RecordsSeen,
     RunJob,
-    Seen,
     StopRun,
     Terminate,
 )
@@ -53,10 +53,10 @@ async def serve(control: ControlClient) -> None:
     """Serve the service until it says to stop."""
     # A group of its own, which ends as a whole: a loader may have started processes.
     os.setpgid(0, 0)
-    await _JobProcess(control).run()
+    await _OneRun(control).run()
 
 
-class _JobProcess:
+class _OneRun:
     """The one run of this process."""
 
     def __init__(self, control: ControlClient) -> None:
@@ -82,7 +82,7 @@ class _JobProcess:
                 return self._train(message)
             case MeasureJob():
                 return _measure(message)
-            case ChangeSchedule(name=name):
+            case FollowSchedule(name=name):
                 return self._change_schedule(name)
             case StopRun():
                 self._stopping = True
@@ -94,7 +94,7 @@ class _JobProcess:
                     self._task.cancel()
             case LeaveHosts(hosts=hosts) if self._leave is not None:
                 self._leave.set(hosts)
-            case Seen(records=records):
+            case RecordsSeen(records=records):
                 self._relay.seen(records)
             case Kept(number=number):
                 self._progress.kept(number)

@@ -117,7 +117,7 @@ class JobProcesses:
     def __init__(self, settings: ServiceSettings) -> None:
         self.settings = settings
         self.worker_path = () if settings.entry_path is None else (str(settings.entry_path.resolve()),)
-        self._taken = _Taken()
+        self._taken = _Inboxes()
         # One whose threads cannot run, since one holds the GIL, is as good as one with a task that hangs.
         limits = WorkerLimits(silent=settings.watchdog_floor, stop=STOP_SECONDS)
         self._group = WorkerGroup(
@@ -164,7 +164,7 @@ class JobProcesses:
             return found
 
 
-class _Taken:
+class _Inboxes:
     """Gives what processes say to who waits for it. Held by the group's thread, so it does not hold the group."""
 
     def __init__(self) -> None:

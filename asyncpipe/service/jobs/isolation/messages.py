@@ -12,7 +12,7 @@ from asyncpipe.train.job_file import Job
 
 __all__ = [
     "CancelRun",
-    "ChangeSchedule",
+    "FollowSchedule",
     "Collected",
     "Confines",
     "Hung",
@@ -22,7 +22,7 @@ __all__ = [
     "MeasureJob",
     "Progressed",
     "RunJob",
-    "Seen",
+    "RecordsSeen",
     "StepDone",
     "StepTold",
     "StopRun",
@@ -85,7 +85,7 @@ class CancelRun:
 
 
 @dataclass(frozen=True, slots=True)
-class ChangeSchedule:
+class FollowSchedule:
     """Asked: follow the schedule ``name`` from the next step on."""
 
     name: str
@@ -99,7 +99,7 @@ class LeaveHosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RecordsSeen:
     """So many records were taken in."""
 
     records: int

@@ -14,15 +14,15 @@ from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.service.jobs.hosts import Hosts
 from asyncpipe.service.jobs.isolation.job_processes import JobProcess, JobProcesses, confines_of, pickled
 from asyncpipe.service.jobs.isolation.messages import (
-    ChangeSchedule,
     Collected,
+    FollowSchedule,
     Hung,
     Keep,
     Kept,
     LeaveHosts,
     Progressed,
+    RecordsSeen,
     RunJob,
-    Seen,
     StepDone,
     StepTold,
     StopRun,
@@ -89,7 +89,7 @@ class ProcessTrainer:
         try:
             if self._process is None:
                 raise NoMoreStepsError("the run has ended")
-            await self._process.ask(ChangeSchedule(name))
+            await self._process.ask(FollowSchedule(name))
         except WorkerLostError as error:
             raise NoMoreStepsError("the run has ended") from error
 
@@ -145,7 +145,7 @@ class ProcessTrainer:
         self._tell(lambda each: each.step_completed(record))
         self._records += 1
         if self._records % SEEN_EVERY == 0 and self._process is not None:
-            self._process.send(Seen(self._records))
+            self._process.send(RecordsSeen(self._records))
 
     def _tell_figures(self, step: StepDone) -> None:
         def tell(observer: Observer) -> None:
