@@ -14,9 +14,12 @@ import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncpipe.errors import missing_package
+from asyncpipe.runtime.thread_calls import wait_to_end
 from asyncpipe.service.client.asking import Asking
 from asyncpipe.service.client.calls import JobCalls
 from asyncpipe.service.client.dialogue import (
@@ -30,6 +33,7 @@ from asyncpipe.service.client.dialogue import (
     Pause,
     ResponseHead,
 )
+from asyncpipe.service.client.downloads import PartFile, target_of
 from asyncpipe.service.client.events import ServerEvent
 
 __all__ = ["AsyncJobClient"]
@@ -141,6 +145,30 @@ class AsyncJobClient:
         """The service's workers (``name``, ``host``, ``up``, ``draining``, ``jobs`` …); none if it has threads."""
         return await self._one(self._calls.named("workers"))
 
+    async def artifacts(self, job: str) -> tuple[dict[str, Any], ...]:
+        """What can be downloaded: ``name``, ``media_type``, and where known ``step``, ``size`` and ``sha256``."""
+        return await self._one(self._calls.artifacts(job))
+
+    async def download(
+        self, job: str, artifact: str = "model.pt", to: str | Path = ".", *, step: int | None = None
+    ) -> Path:
+        """Download ``artifact`` to the file, or into the folder, ``to``; returns where it is.
+
+        It is whole: it appears under its name when it has the SHA-256 that the service says. What a broken connection,
+        a restart of the service or the end of this process leaves half done goes on there when it is called again. A
+        model is that of the snapshot after ``step``, by default the newest, also if newer ones are made meanwhile.
+        Raises ``DamagedDownloadError``, and ``OSError`` if the disk fails.
+        """
+        part = PartFile(target_of(to, artifact))
+        try:
+            await _in_thread(part.find)
+            async with aclosing(self._each(self._calls.download(job, artifact, step, part.begun))) as pieces:
+                async for piece in pieces:
+                    await _in_thread(partial(part.take, piece))
+            return await _in_thread(part.finish)
+        finally:
+            part.close()
+
     async def wait(self, job: str, timeout: float | None = None) -> dict[str, Any]:  # noqa: ASYNC109 - as JobClient
         """The job, when it has ended. Raises ``WaitTimeoutError`` after ``timeout`` seconds."""
         return await self._one(self._calls.wait(job, timeout))
@@ -233,6 +261,11 @@ class _AsyncCarrier:
         self._opened.push_async_callback(response.aclose)
         self._content = response.aiter_raw()
         return ResponseHead(response.status_code, response.reason_phrase, dict(response.headers.items()))
+
+
+async def _in_thread(function: Callable[[], _T]) -> _T:
+    """What ``function`` returns, called in a thread; a cancellation is raised when it has returned."""
+    return await wait_to_end(asyncio.get_running_loop().run_in_executor(None, function))
 
 
 def _cause(error: BaseException) -> str:

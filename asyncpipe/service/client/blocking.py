@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncpipe.service.client.asking import Asking
@@ -30,6 +31,7 @@ from asyncpipe.service.client.dialogue import (
     Pause,
     ResponseHead,
 )
+from asyncpipe.service.client.downloads import PartFile, target_of
 from asyncpipe.service.client.events import ServerEvent
 
 __all__ = ["JobClient"]
@@ -139,6 +141,23 @@ class JobClient:
     def workers(self) -> tuple[dict[str, Any], ...]:
         """The service's workers (``name``, ``host``, ``up``, ``draining``, ``jobs`` …); none if it has threads."""
         return self._one(self._calls.named("workers"))
+
+    def artifacts(self, job: str) -> tuple[dict[str, Any], ...]:
+        """What can be downloaded: ``name``, ``media_type``, and where known ``step``, ``size`` and ``sha256``."""
+        return self._one(self._calls.artifacts(job))
+
+    def download(self, job: str, artifact: str = "model.pt", to: str | Path = ".", *, step: int | None = None) -> Path:
+        """Download ``artifact`` to the file, or into the folder, ``to``; returns where it is.
+
+        It is whole: it appears under its name when it has the SHA-256 that the service says. What a broken connection,
+        a restart of the service or the end of this process leaves half done goes on there when it is called again. A
+        model is that of the snapshot after ``step``, by default the newest, also if newer ones are made meanwhile.
+        Raises ``DamagedDownloadError``, and ``OSError`` if the disk fails.
+        """
+        with PartFile(target_of(to, artifact)) as part:
+            for piece in self._each(self._calls.download(job, artifact, step, part.begun)):
+                part.take(piece)
+            return part.finish()
 
     def wait(self, job: str, timeout: float | None = None) -> dict[str, Any]:
         """The job, when it has ended. Raises ``WaitTimeoutError`` after ``timeout`` seconds."""

@@ -14,6 +14,7 @@ from urllib.parse import quote
 from asyncpipe.errors import OptionError
 from asyncpipe.service.client.asking import Asking, read_refusal
 from asyncpipe.service.client.dialogue import BrokenExchange, Dialogue, Found, Pause, more_bytes, open_response
+from asyncpipe.service.client.downloads import Download, Representation
 from asyncpipe.service.client.errors import ApiError, WaitTimeoutError
 from asyncpipe.service.client.events import EventParser
 from asyncpipe.service.job_states import FINAL_STATES, IDEMPOTENCY_KEY, is_idempotency_key
@@ -98,6 +99,18 @@ class JobCalls:
         """What the service lists as ``what``: entries, schedules or workers."""
         answer = yield from self._asking.get(f"/v1/{what}")
         return tuple(answer.get(what, ()))
+
+    def artifacts(self, job: str) -> Dialogue[tuple[dict[str, Any], ...]]:
+        """What can be downloaded."""
+        answer = yield from self._asking.get(f"{_path(job)}/artifacts")
+        return tuple(answer.get("artifacts", ()))
+
+    def download(self, job: str, artifact: str, step: int | None, begun: Representation | None) -> Dialogue[None]:
+        """Finds what ``PartFile`` takes."""
+        if not artifact:
+            raise OptionError("an artifact's name must not be empty")
+        path = f"{_path(job)}/artifacts/{quote(artifact, safe='')}"
+        return Download(self._asking, path, step, begun).dialogue()
 
     def wait(self, job: str, timeout: float | None) -> Dialogue[dict[str, Any]]:
         """The job, when it has ended."""
