@@ -2,7 +2,7 @@
 
 ::
 
-    another process     ── 200 requests a second ──▶ ┌ aiohttp application ┐
+    another process     ── 200 requests a second ──▶ ┌ an ASGI application ┐
       (send_requests)   ◀── latency from due time ── │  TrainingService    │── the example's model, on 2 CPU devices
                                                      └─────────────────────┘
 
@@ -25,12 +25,13 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 from urllib.request import urlopen
 
-from aiohttp import web
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.examples import example_folder, example_job
 from asyncpipe.bench.harness import alternating, rounds, run_on_loop
-from asyncpipe.bench.web_app import make_app, send_requests, sender, served, served_by_process
+from asyncpipe.bench.web_app import make_app, send_requests, sender, served_by_process, served_here
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.training_service import TrainingService
 
@@ -93,7 +94,7 @@ def show(figures: Figures) -> str:
     """The figures, a line each."""
     requests, steps = figures["requests"], figures["steps"]
     lines = [
-        f"examples/charlm on {len(DEVICES)} CPU devices, in an aiohttp application; {figures['rounds']} turns of "
+        f"examples/charlm on {len(DEVICES)} CPU devices, in an ASGI application; {figures['rounds']} turns of "
         f"{figures['seconds']:g} s of each kind, {figures['rate']:g} requests/s",
         f"{'':28}{'p50':>8} {'p99':>8} {'max':>8}  ms from when the request was due",
     ]
@@ -158,15 +159,15 @@ class _Embedded:
     async def _served(self) -> AsyncIterator[int]:
         """Serve the application during the block; yields its port."""
 
-        async def block(request: web.Request) -> web.Response:
+        async def block(request: Request) -> Response:
             begun = time.time()
-            BLOCKS[request.match_info["how"]](self._size.blocked_seconds)
+            BLOCKS[request.path_params["how"]](self._size.blocked_seconds)
             self._blocked = begun, time.time()
-            return web.Response(text="done")
+            return PlainTextResponse("done")
 
         app = make_app()
-        app.router.add_get("/block/{how}", block)
-        async with served(app) as port:
+        app.add_route("/block/{how}", block)
+        async with served_here(app) as port:
             yield port
 
     @asynccontextmanager

@@ -13,45 +13,41 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from http.client import HTTPConnection, HTTPException
 from multiprocessing import get_context
 from typing import Any
 
-from aiohttp import web
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
+from asyncpipe.observe.http_server import served
 from asyncpipe.runtime.portal import new_event_loop
 
-__all__ = ["make_app", "send_requests", "sender", "served", "served_by_process"]
+__all__ = ["make_app", "send_requests", "sender", "served_by_process", "served_here"]
 
 MOST_CONNECTIONS = 64
 PATIENCE = 10.0
 """Seconds to wait for unanswered requests at the end of a turn."""
 
 
-def make_app() -> web.Application:
+def make_app() -> Starlette:
     """An application with a trivial handler at ``/``."""
 
-    async def trivial(_: web.Request) -> web.Response:
-        return web.Response(text="hello")
+    async def trivial(_: Request) -> Response:
+        return PlainTextResponse("hello")
 
-    app = web.Application()
-    app.router.add_get("/", trivial)
+    app = Starlette()
+    app.add_route("/", trivial)
     return app
 
 
-@asynccontextmanager
-async def served(app: web.Application) -> AsyncIterator[int]:
+def served_here(app: Starlette) -> AbstractAsyncContextManager[int]:
     """Serve ``app`` on the running loop during the block; yields the port on 127.0.0.1."""
-    runner = web.AppRunner(app, handle_signals=False, access_log=None)
-    try:
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
+    return served(app, "127.0.0.1", 0, "the benchmark")
 
 
 @contextmanager
@@ -124,7 +120,7 @@ def send_requests(port: int, rate: float, seconds: float) -> dict[str, Any]:
 
 
 async def _main() -> None:
-    async with served(make_app()) as port:
+    async with served_here(make_app()) as port:
         print(port, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 

@@ -9,7 +9,7 @@ schedule, simulate, profile, plan, bench. What they share:
     progress.py        the progress display of train
     metrics.py         the metrics server of train and serve
 
-Commands may import everything; nothing imports them. A module here imports torch, aiohttp or rich only when its command
+Commands may import everything; nothing imports them. A module here imports torch, FastAPI or rich only when its command
 runs, so that ``--help`` and the other commands start quickly.
 """
 

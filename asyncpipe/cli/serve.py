@@ -215,7 +215,7 @@ def _settings(given: dict[str, Any]) -> ServiceSettings:
     try:
         from asyncpipe.service.settings.service_settings import ServiceSettings
     except ImportError as error:
-        raise missing_package("a service needs pydantic-settings and aiohttp", "service") from error
+        raise missing_package("a service needs pydantic-settings, FastAPI and uvicorn", "service") from error
     return ServiceSettings(**given)
 
 

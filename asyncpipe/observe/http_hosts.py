@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from aiohttp import web
+    from starlette.requests import HTTPConnection
 
 __all__ = ["host_name", "is_loopback", "is_own_page", "own_host", "shown_address"]
 
@@ -40,11 +40,11 @@ def is_loopback(name: str) -> bool:
         return False
 
 
-def own_host(request: web.Request, hosts: Collection[str]) -> bool:
+def own_host(request: HTTPConnection, hosts: Collection[str]) -> bool:
     """Whether the request's host is this server: a loopback name, the server's address, or one of ``hosts``."""
     name = host_name(request.headers.get("Host", ""))
-    own = None if request.transport is None else request.transport.get_extra_info("sockname")
-    return name in hosts or is_loopback(name) or (name != "" and isinstance(own, tuple) and name == own[0])
+    own = request.scope.get("server")  # The address that the request was sent to, and the port.
+    return name in hosts or is_loopback(name) or (name != "" and own is not None and name == own[0])
 
 
 def is_own_page(origin: str, host: str, hosts: Collection[str]) -> bool:

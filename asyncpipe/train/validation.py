@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from asyncpipe.errors import AsyncpipeError
 
-__all__ = ["StrictModel", "WrongKey", "adapter_wrong_keys", "read_toml", "shown", "similar", "wrong_keys"]
+__all__ = ["StrictModel", "WrongKey", "adapter_wrong_keys", "explained", "read_toml", "shown", "similar", "wrong_keys"]
 
 MAX_PROBLEMS = 20
 MAX_SHOWN = 60
@@ -61,7 +61,7 @@ def wrong_keys(error: ValidationError, model: type[BaseModel], secret: Sequence[
     """
     details = error.errors(include_url=False)
     # Pydantic reports each alternative of a union; their explanations are equal and become one.
-    problems = list(dict.fromkeys(_explain(detail, model, secret) for detail in details[:MAX_PROBLEMS]))
+    problems = list(dict.fromkeys(explained(detail, model, secret) for detail in details[:MAX_PROBLEMS]))
     if len(details) > MAX_PROBLEMS:
         problems.append(WrongKey("", f"and {len(details) - MAX_PROBLEMS} more"))
     return problems
@@ -105,7 +105,8 @@ def similar(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"did you mean {close[0]!r}? " if close else ""
 
 
-def _explain(detail: ErrorDetails, model: type[BaseModel], secret: Sequence[str]) -> WrongKey:
+def explained(detail: ErrorDetails, model: type[BaseModel], secret: Sequence[str] = ()) -> WrongKey:
+    """The wrong key of ``model`` that one of pydantic's errors is about."""
     place = detail["loc"]
     table, field, depth = _find(model, place)
     # Pydantic appends "[key]" when the key of a dict is wrong, and not its value.

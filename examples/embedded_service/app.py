@@ -1,6 +1,6 @@
-"""A web application that trains models beside its own work: asyncpipe's service embedded in aiohttp.
+"""A web application that trains models beside its own work: asyncpipe's service in an application of FastAPI.
 
-    python examples/embedded_service/app.py        # then open http://127.0.0.1:8000/
+    uvicorn --factory --app-dir examples/embedded_service app:application      # then open http://127.0.0.1:8000/
 
 The application keeps its loop, its signals and its routes; training has a loop and threads of its own. The service's
 pages and API are mounted at ``/training/``.
@@ -9,10 +9,12 @@ pages and API are mounted at ``/training/``.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from aiohttp import web
+from fastapi import FastAPI, Header, HTTPException, Request, Response
+from fastapi.responses import HTMLResponse
 
 from asyncpipe import TrainingService
 from asyncpipe.service.http import make_api
@@ -21,7 +23,6 @@ from asyncpipe.service.store.job_store import UnknownJobError
 from asyncpipe.service.submission.submission import SubmissionError
 
 HERE = Path(__file__).parent
-SERVICE = web.AppKey("service", TrainingService)
 
 JOB: dict[str, Any] = {
     "name": "language-model",
@@ -33,61 +34,59 @@ JOB: dict[str, Any] = {
 }
 
 
-def make_app(settings: ServiceSettings) -> web.Application:
+def make_app(settings: ServiceSettings) -> FastAPI:
     """The application; training starts and stops with it."""
     service = TrainingService(settings)
+    training = make_api(service, settings)
 
-    async def training(_: web.Application) -> AsyncIterator[None]:
-        async with service:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with service, training.router.lifespan_context(training):
             yield
 
-    app = web.Application()
-    app[SERVICE] = service
-    app.cleanup_ctx.append(training)
-    app.add_subapp("/training/", make_api(service, settings))
-    app.router.add_get("/", hello)
-    app.router.add_post("/models", train)
-    app.router.add_get("/models/{id}", progress)
+    app = FastAPI(title="An application that trains", lifespan=lifespan)
+    app.state.service = service
+    app.mount("/training", training)
+    app.get("/", response_class=HTMLResponse)(hello)
+    app.post("/models", status_code=201)(train)
+    app.get("/models/{job}")(progress)
     return app
 
 
-async def hello(request: web.Request) -> web.Response:
+async def hello(request: Request) -> str:
     """The application's own page."""
-    status = request.app[SERVICE].status()
-    page = f'<p>Hello! {status.running} models are in training: <a href="training/">watch them</a>.</p>'
-    return web.Response(text=page, content_type="text/html")
+    status = request.app.state.service.status()
+    return f'<p>Hello! {status.running} models are in training: <a href="training/">watch them</a>.</p>'
 
 
-async def train(request: web.Request) -> web.Response:
+async def train(
+    request: Request, response: Response, steps: int = 200, idempotency_key: Annotated[str | None, Header()] = None
+) -> dict[str, Any]:
     """Train a model for ``steps`` steps; a request with the same ``Idempotency-Key`` trains no second model."""
-    steps = request.query.get("steps", "200")
-    job = {**JOB, "training": {**JOB["training"], "steps": int(steps) if steps.isdecimal() else steps}}
+    job = {**JOB, "training": {**JOB["training"], "steps": steps}}
     try:
-        record, is_new = await request.app[SERVICE].submit(job, request.headers.get("Idempotency-Key"))
+        record, is_new = await request.app.state.service.submit(job, idempotency_key)
     except SubmissionError as error:
-        raise web.HTTPUnprocessableEntity(text=f"{error}\n") from error
-    return web.json_response({"id": record.id, "state": record.state}, status=201 if is_new else 200)
+        raise HTTPException(422, str(error)) from error
+    response.status_code = 201 if is_new else 200
+    return {"id": record.id, "state": record.state}
 
 
-async def progress(request: web.Request) -> web.Response:
+async def progress(request: Request, job: str) -> dict[str, Any]:
     """The progress of a model."""
-    service, job = request.app[SERVICE], request.match_info["id"]
+    service: TrainingService = request.app.state.service
     try:
         record = await service.get(job)
     except UnknownJobError as error:
-        raise web.HTTPNotFound(text=f"{error}\n") from error
+        raise HTTPException(404, str(error)) from error
     losses = await service.losses(job, after=max(0, record.step - 1))
     last = {"step": losses[-1].step, "loss": losses[-1].loss} if losses else {"step": 0, "loss": None}
-    return web.json_response({"state": record.state, **last})
+    return {"state": record.state, **last}
 
 
-def main() -> None:
-    """Serve on this machine alone."""
+def application() -> FastAPI:
+    """What uvicorn serves; its files are in ``runs/embedded``."""
     settings = ServiceSettings(
         devices=["cpu:0", "cpu:1"], entries=["charlm:build"], entry_path=HERE.parent / "charlm", folder="runs/embedded"
     )
-    web.run_app(make_app(settings), host="127.0.0.1", port=8000)
-
-
-if __name__ == "__main__":
-    main()
+    return make_app(settings)

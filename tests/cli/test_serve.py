@@ -26,8 +26,8 @@ from asyncpipe.service.client import ApiError, JobClient
 pytestmark = [
     pytest.mark.timeout(120),  # Each starts a process or two that import torch.
     pytest.mark.skipif(
-        find_spec("aiohttp") is None or find_spec("pydantic_settings") is None,
-        reason="a service needs aiohttp and pydantic-settings: pip install -e '.[service]'",
+        find_spec("fastapi") is None or find_spec("pydantic_settings") is None,
+        reason="a service needs FastAPI and pydantic-settings: pip install -e '.[service]'",
     ),
 ]
 

@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncpipe import cli
 from asyncpipe.train.job_file import Job
 
-SERVED = find_spec("aiohttp") is not None
+SERVED = find_spec("uvicorn") is not None
 """Whether there can be a live view here."""
 CHARLM = Path(__file__).parents[2] / "examples" / "charlm"
 
@@ -272,7 +272,7 @@ def test_a_wrong_option_ends_the_command_with_what_is_allowed(job, capsys, optio
 
 @pytest.mark.parametrize(
     ("package", "option", "extra"),
-    [("aiohttp", ["--serve", "0"], ".[service]"), ("opentelemetry", ["--opentelemetry"], ".[otel]")],
+    [("uvicorn", ["--serve", "0"], ".[service]"), ("opentelemetry", ["--opentelemetry"], ".[otel]")],
 )
 def test_an_extra_that_is_not_installed_ends_the_command_before_it_trains(
     job, capsys, monkeypatch, package, option, extra

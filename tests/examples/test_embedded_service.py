@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import re
+import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -11,11 +16,14 @@ from typing import Any
 
 import pytest
 
+from asyncpipe.service.job_states import JobState
+from asyncpipe.service.store.job_store import JobStore
+
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
     pytest.mark.skipif(
-        find_spec("aiohttp") is None or find_spec("pydantic_settings") is None,
-        reason="the example needs aiohttp and pydantic-settings: pip install -e '.[service]'",
+        find_spec("fastapi") is None or find_spec("pydantic_settings") is None,
+        reason="the example needs FastAPI and pydantic-settings: pip install -e '.[service]'",
     ),
 ]
 
@@ -39,14 +47,18 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @asynccontextmanager
 async def running(example: ModuleType, folder: Path) -> AsyncIterator[Any]:
     """A client of the application, which runs during the block."""
-    from aiohttp.test_utils import TestClient, TestServer
+    from aiohttp import ClientSession
 
+    from asyncpipe.observe.http_server import served
     from asyncpipe.service.settings.service_settings import ServiceSettings
 
     settings = ServiceSettings(
         devices=["cpu:0", "cpu:1"], entries=["charlm:build"], entry_path=EXAMPLES / "charlm", folder=folder
     )
-    async with TestClient(TestServer(example.make_app(settings))) as client:
+    async with (
+        served(example.make_app(settings), "127.0.0.1", 0, "the example") as port,
+        ClientSession(f"http://127.0.0.1:{port}") as client,
+    ):
         yield client
 
 
@@ -100,10 +112,11 @@ async def test_it_trains_what_is_asked_of_it(example, tmp_path):
 
 async def test_it_refuses_in_words(example, tmp_path):
     async with running(example, tmp_path / "service") as client:
-        for steps in ("0", "-1", "many", "1e3"):
+        for steps in ("0", "-1"):
             status, text = await post(client, steps)
             assert status == 422
-            assert text.startswith("training.steps: must be an integer from 1 to"), text
+            assert "training.steps: must be an integer from 1 to" in text
+        assert (await post(client, "many"))[0] == 422
         async with client.get("/models/nothing") as answer:
             assert answer.status == 404
             assert "nothing" in await answer.text()
@@ -131,3 +144,53 @@ async def test_a_model_goes_on_when_the_application_starts_again(example, tmp_pa
             assert answer.status == 200
         assert (await events(client, made["id"]))[-1] == "end"
         assert (await get(client, f"/models/{made['id']}"))["state"] == "cancelled"
+
+
+@pytest.mark.one_loop
+async def test_uvicorn_ends_it_gracefully_though_a_stream_and_a_page_are_open(tmp_path):
+    """As a person runs it, in a process of its own, which SIGTERM ends."""
+    command = [sys.executable, "-m", "uvicorn", "--factory", "--app-dir", str(APP.parent), "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+    process = await asyncio.create_subprocess_exec(
+        *command, "app:application", cwd=tmp_path, env=environment, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stderr is not None
+    try:
+        said = ""
+        while (found := re.search(r"running on (http://127\.0\.0\.1:\d+)", said)) is None:
+            line = await process.stderr.readline()
+            assert line, said
+            said += line.decode()
+        job = await watched_to_the_end(found.group(1), process)
+        said += (await process.stderr.read()).decode()
+        # uvicorn raises the signal again when it has ended.
+        assert await process.wait() in (0, -signal.SIGTERM)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert "Application shutdown complete" in said
+    assert "Traceback" not in said
+    async with JobStore(tmp_path / "runs" / "embedded" / "jobs.sqlite3") as store:
+        record = await store.get(job)
+    assert (record.state, record.snapshot is not None) == (JobState.QUEUED, True)
+
+
+async def watched_to_the_end(url: str, process: asyncio.subprocess.Process) -> str:
+    """Submits a job, loads the page, reads the streams while SIGTERM comes, until both end; gives the job."""
+    from aiohttp import ClientSession
+
+    async with ClientSession(url) as client:
+        _, made = await post(client, 10**9)
+        assert "<html" in await get(client, "/training/")
+        async with (
+            client.get(f"/training/v1/jobs/{made['id']}/events") as stream,
+            client.get(f"/training/jobs/{made['id']}/events") as page,
+        ):
+            assert await page.content.readline()
+            while not (await stream.content.readline()).startswith(b"event: step"):
+                pass
+            process.send_signal(signal.SIGTERM)
+            assert b"event: end" not in await stream.read(), "the job goes on at the next start"
+            assert b"event: end" in await page.read(), "the page knows that the run has ended"
+    return str(made["id"])

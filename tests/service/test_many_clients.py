@@ -27,7 +27,7 @@ import torch
 from manager_helpers import ENTRY, make_settings, submission, until
 from torch import Generator, Tensor, nn
 
-pytest.importorskip("aiohttp", reason="the API needs aiohttp: pip install -e '.[service]'")
+pytest.importorskip("fastapi", reason="the API needs FastAPI: pip install -e '.[service]'")
 
 from store_helpers import check_history
 

@@ -28,8 +28,8 @@ from asyncpipe.service.client import ApiError, JobClient, UnreachableError
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="this system has no SIGKILL"),
     pytest.mark.skipif(
-        find_spec("aiohttp") is None or find_spec("pydantic_settings") is None,
-        reason="a service needs aiohttp and pydantic-settings: pip install -e '.[service]'",
+        find_spec("fastapi") is None or find_spec("pydantic_settings") is None,
+        reason="a service needs FastAPI and pydantic-settings: pip install -e '.[service]'",
     ),
 ]
 

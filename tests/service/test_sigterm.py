@@ -29,8 +29,8 @@ pytestmark = [
     pytest.mark.timeout(150),
     pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes"),
     pytest.mark.skipif(
-        find_spec("aiohttp") is None or find_spec("pydantic_settings") is None,
-        reason="a service needs aiohttp and pydantic-settings: pip install -e '.[service]'",
+        find_spec("fastapi") is None or find_spec("pydantic_settings") is None,
+        reason="a service needs FastAPI and pydantic-settings: pip install -e '.[service]'",
     ),
 ]
 

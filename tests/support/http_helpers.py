@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from aiohttp import ClientSession, web
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp import ClientSession
+from starlette.applications import Starlette
+from starlette.routing import Mount
 from torch import Generator, Tensor, nn
 
 from asyncpipe.errors import OptionError
+from asyncpipe.observe import http_server
 from asyncpipe.observe.live import LiveView
 from asyncpipe.service.http import make_api, serve_api
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError
@@ -219,10 +221,12 @@ async def fake(folder: Path, **settings: Any) -> AsyncIterator[FakeService]:
 class Api:
     """A client of the API under test."""
 
-    def __init__(self, session: Any, base: str, service: FakeService) -> None:
+    def __init__(self, session: ClientSession, base: str, service: FakeService, app: Any = None) -> None:
         self.session = session
         self.base = base
+        """The URL of the API, without a slash at its end."""
         self.service = service
+        self.app = app
 
     async def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, Mapping[str, str]]:
         """Status, JSON (or text) and headers of the answer; ``body`` is sent as JSON unless it is bytes."""
@@ -243,15 +247,13 @@ class Api:
 
 @asynccontextmanager
 async def mounted(folder: Path, below: str = "", **settings: Any) -> AsyncIterator[Api]:
-    """The application alone, or as a sub-application ``below`` a path of a host's."""
+    """The application alone, or ``below`` a path of a host's, under a server that is not ours."""
     async with fake(folder, **settings) as service:
-        app = make_api(service, service.settings)  # type: ignore[arg-type]
+        app = host = make_api(service, service.settings)  # type: ignore[arg-type]
         if below:
-            host = web.Application()
-            host.add_subapp(below, app)
-            app = host
-        async with TestClient(TestServer(app)) as client:
-            yield Api(client, below, service)
+            host = Starlette(routes=[Mount(below, app)], lifespan=lambda _: app.router.lifespan_context(app))  # type: ignore[assignment]
+        async with http_server.served(host, "127.0.0.1", 0, "the API") as port, ClientSession() as session:
+            yield Api(session, f"http://127.0.0.1:{port}{below}", service, app)
 
 
 @asynccontextmanager

@@ -18,7 +18,8 @@ __all__ = ["preloaded_context", "run_script"]
 SECONDS = 50.0
 PRELOADED = [
     "torch._dynamo",
-    "aiohttp.web",
+    "fastapi",
+    "uvicorn.protocols.http.httptools_impl",
     "asyncpipe.compat",
     "asyncpipe.ops.edges.connect",
     "asyncpipe.service.training_service",

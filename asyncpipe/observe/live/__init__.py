@@ -5,10 +5,11 @@ Read in this order:
 - ``view.py``: ``LiveView``, an observer that keeps the newest step and turns it into plain data, by ``step_data.py``
   and ``workers_data.py``
 - ``feed.py``: ``LiveFeed``, which folds the view at most four times a second and sends the result to all pages
-- ``handlers.py``: the HTTP handlers; ``server.py``: ``live_app`` and ``serve_live``, the way in for programs
+- ``handlers.py``: the HTTP handlers, ``event_streams.py`` among them; ``server.py``: ``live_app`` and ``serve_live``,
+  the way in for programs
 - ``live.html``, ``live.css``, ``live.js``, ``live_draw.js``: the page
 
-Imports ``core``, ``observe.metrics`` and ``observe.pictures``; aiohttp only when something is served.
+Imports ``core``, ``observe.metrics`` and ``observe.pictures``; starlette and uvicorn only when something is served.
 """
 
 from asyncpipe.observe.live.server import LiveServer, live_app, serve_live

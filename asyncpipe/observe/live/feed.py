@@ -87,7 +87,9 @@ class LiveFeed:
         return self._followers
 
     def start(self) -> None:
-        """Begin to look for news."""
+        """Begin to look for news; may be called again."""
+        if self._updates is not None or self._closing:
+            return
         self._updates = asyncio.get_running_loop().create_task(self._update(), name="asyncpipe-live")
 
     async def close(self) -> None:

@@ -1,25 +1,30 @@
-"""The HTTP handlers of the live view. A file apart from ``server.py``, because it needs aiohttp to be imported.
+"""The HTTP handlers of the live view. A file apart from ``server.py``, because it needs starlette to be imported.
 
 No request changes anything, so the only danger is that foreign pages read a run's state; ``http_hosts.py`` says how
 that is prevented. ``make_app`` serves one feed. ``LiveHandlers`` looks up the feed of each request, so that one
-application can have the live pages of many jobs. ``EventStreams`` sends any server-sent events.
+application can have the live pages of many jobs.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from importlib import resources
 
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncpipe.observe.http_hosts import host_name, own_host
+from asyncpipe.observe.live.event_streams import EventStream, EventStreams
 from asyncpipe.observe.live.feed import LiveFeed
 
-__all__ = ["FILES", "HEADERS", "EventStreams", "LiveHandlers", "add_files", "add_headers", "make_app"]
+__all__ = ["FILES", "HEADERS", "LiveHandlers", "SecurityHeaders", "file_routes", "make_app"]
 
 FILES = {
     "/": ("live.html", "text/html"),
@@ -27,10 +32,6 @@ FILES = {
     "/live.js": ("live.js", "text/javascript"),
     "/live_draw.js": ("live_draw.js", "text/javascript"),
 }
-RETRY = b"retry: 1000\n\n"
-"""The milliseconds after which a page reconnects when its connection is lost."""
-GOODBYE_SECONDS = 1.0
-"""The time that clients have to take the last events before their connections are cut."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -43,118 +44,107 @@ HEADERS = {
 }
 
 
-class EventStreams:
-    """The open event streams of an application."""
+class SecurityHeaders:
+    """Middleware that adds ``HEADERS`` to each answer."""
 
-    def __init__(self) -> None:
-        self._open: set[asyncio.Transport] = set()
-        self._left = asyncio.Event()
-        """Set when a stream has ended."""
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
-    async def send(self, request: web.Request, events: AsyncGenerator[bytes, None]) -> web.StreamResponse:
-        """Answer ``request`` with ``events``, until they end or the client has gone."""
-        # Without the second header, proxies such as nginx hold events back until they have some kilobytes.
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
-        connection = request.transport
-        if request.method == "HEAD" or connection is None:
-            return response
-        self._open.add(connection)
-        try:
-            await response.prepare(request)
-            await response.write(RETRY)
-            async with aclosing(events):
-                async for event in events:
-                    await response.write(event)
-            await response.write_eof()
-        except ConnectionError:
-            pass  # The client has gone.
-        finally:
-            self._open.discard(connection)
-            self._left.set()
-        return response
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
 
-    async def close(self) -> None:
-        """Wait until all clients have taken the last events of their streams, which have ended by now; cut the rest."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GOODBYE_SECONDS):
-                while self._open:
-                    self._left.clear()
-                    await self._left.wait()
-        for connection in list(self._open):
-            # The handler waits until its client reads, which the client does not do; this ends the wait.
-            connection.abort()
+        async def send_more(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        await self._app(scope, receive, send_more if scope["type"] == "http" else send)
 
 
-def make_app(feed: LiveFeed, hosts: Iterable[str]) -> web.Application:
-    """An application that serves ``feed``, starts it at its own start, and closes it when it shuts down."""
+class OwnHosts:
+    """Middleware that refuses requests whose ``Host`` is not this server."""
 
-    async def find(_: web.Request) -> LiveFeed:
-        return feed
+    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
+        self._app = app
+        self._hosts = hosts
 
-    async def start(_: web.Application) -> None:
-        feed.start()
-
-    async def close(_: web.Application) -> None:
-        await feed.close()
-        await handlers.close()
-
-    handlers = LiveHandlers(find)
-    app = web.Application(middlewares=[_guard(frozenset(host.lower() for host in hosts))])
-    add_files(app.router, "/", "asyncpipe.observe.live", FILES)
-    app.router.add_get("/state", handlers.state)
-    app.router.add_get("/events", handlers.events)
-    app.on_response_prepare.append(add_headers)
-    app.on_startup.append(start)
-    app.on_shutdown.append(close)
-    return app
-
-
-def add_files(router: web.UrlDispatcher, below: str, package: str, files: Mapping[str, tuple[str, str]]) -> None:
-    """Serve ``files`` of ``package``: (name, media type) by path, relative to ``below``. The files are read now."""
-    for path, (name, kind) in files.items():
-        text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
-        router.add_get(f"{below}{path.removeprefix('/')}", partial(_file, text, kind))
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        request = HTTPConnection(scope) if scope["type"] in ("http", "websocket") else None
+        if request is None or own_host(request, self._hosts):
+            await self._app(scope, receive, send)
+            return
+        name = host_name(request.headers.get("Host", ""))
+        text = f"This server is not known as {name[:100]!r}; ask for it by its address.\n"
+        await PlainTextResponse(text, status_code=403)(scope, receive, send)
 
 
 class LiveHandlers:
-    """The handlers that send the state of a run. ``find`` returns the feed that a request asks for, or raises."""
+    """The handlers that send the state of a run.
 
-    def __init__(self, find: Callable[[web.Request], Awaitable[LiveFeed]]) -> None:
+    ``find`` returns the feed that a request asks for, or raises; what ``hold`` returns is entered for each stream.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[Request], Awaitable[LiveFeed]],
+        streams: EventStreams,
+        hold: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._find = find
-        self._streams = EventStreams()
+        self._streams = streams
+        self._hold = hold
 
-    async def close(self) -> None:
-        """Wait until all pages have taken the last message of their feeds, which are closed by now; cut the rest."""
-        await self._streams.close()
-
-    async def state(self, request: web.Request) -> web.Response:
+    async def state(self, request: Request) -> Response:
         """The newest state, once, as JSON."""
         message = await (await self._find(request)).newest()
-        return web.Response(body=message.data, content_type="application/json")
+        return Response(message.data, media_type="application/json")
 
-    async def events(self, request: web.Request) -> web.StreamResponse:
+    async def events(self, request: Request) -> EventStream:
         """The newest state and every newer one, as server-sent events."""
         feed = await self._find(request)
-        return await self._streams.send(request, feed.follow(request.headers.get("Last-Event-ID")))
+        return EventStream(self._streams, feed.follow(request.headers.get("Last-Event-ID")), self._hold())
 
 
-async def _file(text: str, kind: str, _: web.Request) -> web.Response:
-    return web.Response(text=text, content_type=kind)
+def make_app(feed: LiveFeed, hosts: Iterable[str]) -> Starlette:
+    """An application that serves ``feed``; the first request starts it, and the end of its lifespan closes it."""
+
+    async def find(_: Request) -> LiveFeed:
+        # Not in the lifespan, since an application below another's path has none unless the other enters it.
+        feed.start()
+        return feed
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        feed.start()
+        try:
+            yield
+        finally:
+            await streams.close()
+
+    streams = EventStreams(feed.close)
+    handlers = LiveHandlers(find, streams)
+    names = frozenset(host.lower() for host in hosts)
+    routes = [
+        *file_routes("/", "asyncpipe.observe.live", FILES),
+        Route("/state", handlers.state),
+        Route("/events", handlers.events),
+    ]
+    app = Starlette(
+        routes=routes, lifespan=lifespan, middleware=[Middleware(SecurityHeaders), Middleware(OwnHosts, hosts=names)]
+    )
+    app.router.redirect_slashes = False
+    return app
 
 
-async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
-    """Add the security headers to ``response``; a handler of an application's ``on_response_prepare``."""
-    response.headers.update(HEADERS)
+def file_routes(below: str, package: str, files: Mapping[str, tuple[str, str]]) -> list[BaseRoute]:
+    """Routes of ``files`` of ``package``: (name, media type) by path, relative to ``below``. The files are read now."""
+    routes: list[BaseRoute] = []
+    for path, (name, kind) in files.items():
+        text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
+        routes.append(Route(f"{below}{path.removeprefix('/')}", partial(_file, text, kind)))
+    return routes
 
 
-def _guard(hosts: frozenset[str]) -> Middleware:
-    """A middleware that refuses requests whose ``Host`` is not this server."""
-
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if own_host(request, hosts):
-            return await handler(request)
-        name = host_name(request.headers.get("Host", ""))
-        raise web.HTTPForbidden(text=f"This server is not known as {name[:100]!r}; ask for it by its address.\n")
-
-    return guard
+async def _file(text: str, kind: str, _: Request) -> Response:
+    return Response(text, media_type=kind)

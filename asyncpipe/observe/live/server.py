@@ -1,4 +1,4 @@
-"""The live view over HTTP: an aiohttp application for programs of one's own, and a server for the rest."""
+"""The live view over HTTP: an ASGI application for programs of one's own, and a server for the rest."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asyncpipe.errors import OptionError, missing_package
+from asyncpipe.errors import missing_package
 from asyncpipe.observe.http_hosts import shown_address
 from asyncpipe.observe.live.feed import LiveFeed
 from asyncpipe.observe.live.view import LiveView
 
 if TYPE_CHECKING:
-    from aiohttp import web
+    from starlette.applications import Starlette
 
 __all__ = ["LiveServer", "live_app", "serve_live"]
-
-SHUTDOWN_SECONDS = 1.0
-"""The time that requests have to finish when a server closes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +27,20 @@ class LiveServer:
     """The page's; with a loopback address if the server listens on all addresses."""
 
 
-def live_app(view: LiveView, *, hosts: Iterable[str] = ()) -> web.Application:
-    """An aiohttp application with the page at ``/``, its events at ``/events`` and its data, once, at ``/state``.
+def live_app(view: LiveView, *, hosts: Iterable[str] = ()) -> Starlette:
+    """An ASGI application with the page at ``/``, its events at ``/events`` and its data, once, at ``/state``.
 
-    Serve it alone or as a sub-application; the page uses addresses relative to its own, which ends with a slash. The
-    ``Host`` of a request must be a loopback name, the address that the request was sent to, or one of ``hosts`` (the
-    names by which proxies and other machines know this one). Others are refused, because they may come from a foreign
-    page by DNS rebinding. There is no authentication. Raises ``OptionError`` if aiohttp is not installed.
+    Serve it alone or mounted below a path of another application; the page uses addresses relative to its own, which
+    ends with a slash. An application that mounts it enters its lifespan in its own, so that open pages are told of the
+    end: ``async with app.router.lifespan_context(app)``. The ``Host`` of a request must be a loopback name, the address
+    that the request was sent to, or one of ``hosts`` (the names by which proxies and other machines know this one).
+    Others are refused, because they may come from a foreign page by DNS rebinding. There is no authentication. Raises
+    ``OptionError`` if starlette is not installed.
     """
     try:
-        import aiohttp  # noqa: F401
-
         from asyncpipe.observe.live.handlers import make_app
     except ImportError as error:
-        raise missing_package("the live view needs aiohttp", "service") from error
+        raise missing_package("the live view needs starlette and uvicorn", "service") from error
     return make_app(LiveFeed(view), hosts)
 
 
@@ -55,19 +52,12 @@ async def serve_live(
 
     At the end every open page shows that the run has ended. ``hosts`` are as for ``live_app``, and include ``address``.
     Signals are left to the calling program. Raises ``OptionError`` if the server cannot listen on the port, or if
-    aiohttp is not installed.
+    starlette and uvicorn are not installed.
     """
     app = live_app(view, hosts=(address, *hosts))
-    from aiohttp import web
-
-    runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
     try:
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, address, port).start()
-        except (OSError, OverflowError) as error:
-            raise OptionError(f"cannot serve the live view on {address}:{port}: {error}") from error
-        bound: int = runner.addresses[0][1]
+        from asyncpipe.observe.http_server import served
+    except ImportError as error:
+        raise missing_package("the live view needs starlette and uvicorn", "service") from error
+    async with served(app, address, port, "the live view") as bound:
         yield LiveServer(bound, f"http://{shown_address(address)}:{bound}/")
-    finally:
-        await runner.cleanup()

@@ -2,17 +2,19 @@
 
 ::
 
-    app.py                  puts the application together, and serves it. Start here.
-    connection.py           limits of a connection: how many, how slow its request head, how slowly it reads
-      └ access_control.py   limits of a request: its host, its origin, its token, its rate (rate_limits.py)
-          └ json_body.py    limits of a body: how large, how slow, which JSON
-              └ routes.py   the handlers; openapi.py has the table of routes, models.py the responses
-    problems.py             every error in one form; redact.py removes paths and secrets from texts
-    audit.py                a log line for each change and each refusal
-    event_stream.py         server-sent events
-    pages.py                a page with all jobs, and the live page of each
+    app.py                          puts the application together, and serves it. Start here.
+    connection.py                   limits of a connection: how many, how slow its request head, how slowly it reads
+      └ problems.py                 every error in one form; redact.py removes paths and secrets from texts
+          └ access_control.py       limits of a request: its host, its origin, its token, its rate (rate_limits.py)
+              └ routes/             the routes, each declared once; common.py has what they share
+                  └ json_body.py    limits of a body: how large, how slow, which JSON
+    models.py                       bodies of requests and answers
+    openapi.py                      the document that FastAPI makes of the routes, and what this service adds
+    audit.py                        a log line for each change and each refusal
+    event_stream.py                 server-sent events
+    pages.py                        a page with all jobs, and the live page of each
 
-May import everything below it in the service. This module needs no aiohttp; the others do.
+May import everything below it in the service. This module needs no FastAPI; the others do.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING
 from asyncpipe.errors import missing_package
 
 if TYPE_CHECKING:
-    from aiohttp import web
+    from fastapi import FastAPI
 
     from asyncpipe.service.settings.service_settings import ServiceSettings
     from asyncpipe.service.training_service import TrainingService
@@ -32,13 +34,15 @@ if TYPE_CHECKING:
 __all__ = ["make_api", "serve_api"]
 
 
-def make_api(service: TrainingService, settings: ServiceSettings) -> web.Application:
-    """The aiohttp application with the API and its pages, to be served alone or mounted in a host's application.
+def make_api(service: TrainingService, settings: ServiceSettings) -> FastAPI:
+    """The FastAPI application with the API and its pages, to be mounted below a path of any ASGI application.
 
-    A host that mounts it limits connections and slow request heads itself, and writes the lines of the logger
-    ``asyncpipe.audit`` where it wants them; ``serve_api`` does both. Raises ``OptionError`` without aiohttp.
+    The host enters the application's lifespan in its own, so that open streams end with it:
+    ``async with app.router.lifespan_context(app)``. It limits connections and slow request heads itself, and writes the
+    lines of the logger ``asyncpipe.audit`` where it wants them; ``serve_api`` does all of this. Raises ``OptionError``
+    without FastAPI.
     """
-    _check_aiohttp()
+    _check_packages()
     from asyncpipe.service.http import app
 
     return app.make_api(service, settings)
@@ -49,17 +53,18 @@ async def serve_api(service: TrainingService, settings: ServiceSettings) -> Asyn
     """Serves the API on ``settings.address`` and ``settings.port`` during the block; yields its URL.
 
     It uses the running loop and handles no signals; port 0 takes a free one. Raises ``OptionError`` if it cannot
-    listen, for an address that others can reach if there is no token, and without aiohttp.
+    listen, for an address that others can reach if there is no token, and without FastAPI and uvicorn.
     """
-    _check_aiohttp()
+    _check_packages()
     from asyncpipe.service.http import app
 
     async with app.serve_api(service, settings) as url:
         yield url
 
 
-def _check_aiohttp() -> None:
+def _check_packages() -> None:
     try:
-        import aiohttp  # noqa: F401
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
     except ImportError as error:
-        raise missing_package("the API needs aiohttp", "service") from error
+        raise missing_package("the API needs FastAPI and uvicorn", "service") from error

@@ -2,6 +2,7 @@
 
 ::
 
+    417  an expectation that no server has
     429  too many requests                     before the token, since guessing tokens takes requests, too
     421  a host that is not this server        against DNS rebinding
     401  the token is missing or wrong
@@ -21,9 +22,9 @@ import hmac
 import logging
 from collections.abc import Collection
 
-from aiohttp import web
-from aiohttp.typedefs import Handler
 from pydantic import SecretStr
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from asyncpipe.observe.http_hosts import is_own_page, own_host
 from asyncpipe.service.http.audit import Audit
@@ -46,34 +47,43 @@ _logger = logging.getLogger("asyncpipe.service.http")
 
 
 class AccessControl:
-    """Checks requests; refuses them with a ``Problem`` and, except for the rate, a line in the audit."""
+    """Middleware that checks requests; it refuses with a ``Problem`` and, except for the rate, a line in the audit."""
 
-    def __init__(self, hosts: Collection[str], token: SecretStr | None, buckets: TokenBuckets, audit: Audit) -> None:
-        """``hosts`` are further names of this server; without a ``token`` every client may do everything."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: Collection[str],
+        token: SecretStr | None,
+        buckets: TokenBuckets,
+        audit: Audit,
+        probes: Collection[str],
+    ) -> None:
+        """``hosts`` are further names of this server; without a ``token`` every client may do everything.
+
+        Requests of the paths ``probes`` need no token, and are not counted.
+        """
+        self._app = app
         self._hosts = frozenset(host.lower().strip("[]") for host in hosts)
         # Digests have equal lengths, so the time of a comparison does not reveal the token's length.
         self._token = None if token is None else _digest(token.get_secret_value().encode())
         self._buckets = buckets
         self._audit = audit
-        self._probes: set[web.AbstractResource | None] = set()
+        self._probes = frozenset(probes)
 
-    def free(self, *routes: web.AbstractRoute) -> None:
-        """Let requests of these routes through without a token, and do not count them."""
-        self._probes |= {route.resource for route in routes}
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or raise a ``Problem``."""
+        if scope["type"] == "http":
+            self._check(HTTPConnection(scope), scope["path"].removeprefix(scope.get("root_path", "")))
+        await self._app(scope, receive, send)
 
-    @web.middleware
-    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The middleware; it follows ``catch_problems`` and precedes all others."""
-        self._check(request)
-        return await handler(request)
-
-    def _check(self, request: web.Request) -> None:
+    def _check(self, request: HTTPConnection, path: str) -> None:
         """Raise a ``Problem`` unless ``request`` may be answered."""
+        if request.headers.get("Expect", "100-continue").lower() != "100-continue":
+            raise Problem(417, "expectation", "the only expectation that is met is 100-continue", close=True)
         is_own = own_host(request, self._hosts)
-        resource = request.match_info.route.resource
-        if is_own and resource is not None and resource in self._probes:
+        if is_own and path in self._probes:
             return
-        wait = self._buckets.take(client_of(request.remote))
+        wait = self._buckets.take(client_of(None if request.client is None else request.client.host))
         if wait:
             headers = [("Retry-After", retry_after(wait))]
             raise Problem(429, "too-many-requests", "this client sends too many requests", headers=headers)
@@ -85,21 +95,20 @@ class AccessControl:
             raise self._refused(request, Problem(401, "unauthorized", detail, headers=CHALLENGES))
         self._check_page(request)
 
-    def _check_page(self, request: web.Request) -> None:
+    def _check_page(self, request: HTTPConnection) -> None:
         origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site", "").lower()
         foreign = origin is not None and not is_own_page(origin, request.headers.get("Host", ""), self._hosts)
-        if foreign or (request.method not in READING and site not in OWN):
+        if foreign or (request.scope["method"] not in READING and site not in OWN):
             raise self._refused(request, Problem(403, "foreign-page", "pages of other servers are refused"))
 
-    def _is_right(self, request: web.Request) -> bool:
-        sent = request.headers.getall("Authorization", [])
+    def _is_right(self, request: HTTPConnection) -> bool:
+        sent = request.headers.getlist("Authorization")
         token = _sent_token(sent[0]) if len(sent) == 1 else None
         return token is not None and hmac.compare_digest(_digest(token), self._token or b"")
 
-    def _refused(self, request: web.Request, problem: Problem) -> Problem:
-        self._audit.line(
-            request, f"{request.method} {request.path}", "refused", status=problem.status, reason=problem.kind
-        )
+    def _refused(self, request: HTTPConnection, problem: Problem) -> Problem:
+        what = f"{request.scope['method']} {request.scope['path']}"
+        self._audit.line(request, what, "refused", status=problem.status, reason=problem.kind)
         return problem
 
 
@@ -110,7 +119,7 @@ def _digest(token: bytes) -> bytes:
 def _sent_token(header: str) -> bytes | None:
     """The token in an ``Authorization`` header: the value of ``Bearer``, or the password of ``Basic``."""
     scheme, _, rest = header.partition(" ")
-    shown = rest.strip().encode("utf-8", "surrogateescape")
+    shown = rest.strip().encode("latin-1")  # As starlette decodes it.
     match scheme.lower():
         case "bearer":
             return shown

@@ -26,7 +26,7 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import Any
 
-from aiohttp import web
+from starlette.requests import HTTPConnection
 
 from asyncpipe.errors import OptionError
 from asyncpipe.service.http.redact import shorten
@@ -48,16 +48,16 @@ _troubles = logging.getLogger("asyncpipe.service.http")
 class Audit:
     """Logs the lines of one API; several APIs in one process have one each, so that each has its own files."""
 
-    def line(self, request: web.Request, what: str, outcome: str, **more: Any) -> None:
+    def line(self, request: HTTPConnection, what: str, outcome: str, **more: Any) -> None:
         """Log one line; ``more`` adds members such as ``job``, ``status`` and ``reason``."""
-        keys = request.headers.getall("Idempotency-Key", [])
+        keys = request.headers.getlist("Idempotency-Key")
         table = {
             "when": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-            "client": request.remote,
+            "client": None if request.client is None else request.client.host,
             "what": shorten(what),
             "job": None,
             "outcome": outcome,
-            "key": hashlib.sha256(keys[0].encode("utf-8", "surrogateescape")).hexdigest()[:16] if keys else None,
+            "key": hashlib.sha256(keys[0].encode()).hexdigest()[:16] if keys else None,
             **{name: shorten(value) if isinstance(value, str) else value for name, value in more.items()},
         }
         _logger.info("%s", json.dumps(table), extra={"audit": self, "refused": outcome != "ok"})

@@ -2,11 +2,17 @@
 
 ::
 
-    connected ──▶ waits for a head ──── header_seconds ────▶ closed       (aiohttp's keep-alive timer)
+    connected ──▶ waits for a head ──── header_seconds ────▶ closed
         │             │      ▲
         │             ▼      │
         │         is answered ──── the client reads nothing for UNREAD_SECONDS ────▶ aborted
         └─ too many connections: 503, closed
+
+A subclass of uvicorn's protocol, since uvicorn has none of these guards. Its ``limit_concurrency`` counts a connection
+when it has sent a whole head, so that those that send none are without a limit; a head may come as slowly and be as
+long as a client likes; a client that does not read is waited for. Its answer to malformed HTTP is text, and a line in
+the log for each, which a client could fill the disk with. uvicorn's own are kept: the keep-alive timer, which here is
+also that of the head, and the flow control of bodies and answers.
 
 These belong to the server, not to the application: a host that mounts the API has its own.
 """
@@ -14,131 +20,173 @@ These belong to the server, not to the application: a host that mounts the API h
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-from collections.abc import Callable
-from typing import Any, cast
+from http import HTTPStatus
+from typing import cast
 
-from aiohttp import web
-from aiohttp.http_exceptions import LineTooLong
+import httptools
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
-from asyncpipe.service.http.problems import Problem
+from asyncpipe.observe.http_server import Connect
+from asyncpipe.service.http.problems import LINGER_SECONDS, Problem
 from asyncpipe.service.http.redact import Redactor
 
 __all__ = ["ClientConnection", "connections"]
 
 UNREAD_SECONDS = 30.0
 """A client that reads nothing of its answer for so long has gone, or holds the connection on purpose."""
-LINGER_SECONDS = 2.0
-"""How long a client whose body was refused may go on sending it and read the answer."""
-MOST_HEAD = 8190
+MOST_LINE = 8190
 """The most bytes of a request line, and of a header."""
+MOST_HEADERS = 100
+MOST_HEAD = 64 * 2**10
+"""The most bytes of a head that has not come whole."""
 
-_logger = logging.getLogger("asyncpipe.service.http")
+MALFORMED = Problem(400, "malformed", "the request is not HTTP", close=True)
+TOO_LARGE = Problem(
+    431,
+    "head-too-large",
+    f"a request line and a header may have {MOST_LINE} bytes each, and there may be {MOST_HEADERS} headers",
+    close=True,
+)
+TOO_MANY = Problem(
+    503, "too-many-connections", "all connections are in use; try again", headers=[("Retry-After", "1")], close=True
+)
 
 
-class ClientConnection(web.RequestHandler):
+class ClientConnection(HttpToolsProtocol):
     """One client's connection."""
 
-    def __init__(
-        self, server: web.Server, held: set[ClientConnection], most: int, redact: Redactor, **options: Any
-    ) -> None:
-        super().__init__(server, **options)
-        self._held = held
+    def __init__(self, config: Config, state: ServerState, most: int, header_seconds: float, redact: Redactor) -> None:
+        super().__init__(config, state, {})
         self._most = most
+        self._header_seconds = header_seconds
         self._redact = redact
-        self._cut: asyncio.TimerHandle | None = None
+        self._reads_head = True
+        self._head = 0
+        """Bytes so far of the head that is being read."""
+        self._wrong: Problem | None = None
+        """What the head that is being read is refused with."""
+        self._refused = False
+        """Whether nothing is read any more."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Cuts a client that reads nothing."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Serve the connection, or refuse it if there are too many."""
-        transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit asyncio.Transport.
-        if len(self._held) >= self._most:
-            transport.write(_refusal(self._redact))
-            transport.close()
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit asyncio.Transport.
+        if len(self.connections) >= self._most:
+            self._refused = True
+            self.transport.write(_whole(TOO_MANY, self._redact))
+            self.transport.close()
             return
-        self._held.add(self)
-        super().connection_made(transport)
+        super().connection_made(self.transport)
+        self.timeout_keep_alive = cast(int, self._header_seconds)  # Parts of a second will do
+        self.timeout_keep_alive_task = self.loop.call_later(self._header_seconds, self.timeout_keep_alive_handler)
 
-    def connection_lost(self, exc: BaseException | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
-        self._held.discard(self)
-        self._stop_waiting()
+        self._unset_timer()
+        self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Process bytes of a request; drop those of a refused connection."""
-        if self in self._held:
-            super().data_received(data)
+        """Process bytes of a request; drop those of a refused connection.
+
+        The timer of the head goes on, unlike in uvicorn's: a head that comes drop by drop is slow as well.
+        """
+        if self._refused:
+            return
+        if self._reads_head:
+            self._head += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # An offer, which is declined by answering the request.
+        except httptools.HttpParserError:
+            self._refuse(self._wrong or MALFORMED)
+        else:
+            if self._head > MOST_HEAD:
+                self._refuse(TOO_LARGE)
+
+    # Called by the parser; what they raise ends it
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the request's address."""
+        super().on_url(url)
+        self._check(len(self.url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header."""
+        super().on_header(name, value)
+        self._check(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        """The head is there."""
+        self._reads_head, self._head = False, 0
+        self._unset_keepalive_if_required()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The body is there; what follows is another head."""
+        self._reads_head = True
+        super().on_message_complete()
+
+    def _check(self, size: int) -> None:
+        if size > MOST_LINE or len(self.headers) > MOST_HEADERS:
+            self._wrong = TOO_LARGE
+            raise ValueError("the head is too large")
+
+    def _refuse(self, problem: Problem) -> None:
+        """Answer what is no request, and close the connection; what still comes is read and dropped for a while.
+
+        Where an earlier request is being answered, its answer is the last one.
+        """
+        self._refused = True
+        self._unset_keepalive_if_required()
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if self.pipeline or (cycle.more_body and cycle.response_started):
+                self.transport.abort()
+                return
+            cycle.keep_alive = False
+            if not cycle.more_body:
+                return
+            cycle.disconnected = True  # Its body is what is malformed: whoever reads it is told that nobody waits.
+            cycle.message_event.set()
+        self.transport.write(_whole(problem, self._redact))
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+    # While an answer is sent
 
     def pause_writing(self) -> None:
         """Begin to wait for the client to read."""
         super().pause_writing()
-        if self.transport is not None:
-            self._cut = asyncio.get_running_loop().call_later(UNREAD_SECONDS, self.transport.abort)
+        if self._timer is None:
+            self._timer = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
         """The client reads again."""
-        self._stop_waiting()
+        if not self._refused:
+            self._unset_timer()
         super().resume_writing()
 
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """The answer to malformed HTTP; unlike aiohttp's, it does not quote the request and is not logged."""
-        if status >= 500:
-            # A client that has gone is not an error of the service.
-            level = logging.DEBUG if isinstance(exc, ConnectionError) else logging.ERROR
-            _logger.log(level, "a request could not be answered", exc_info=exc)
-            return Problem(500, "internal", "something went wrong", close=True).answer(self._redact)
-        if isinstance(exc, LineTooLong):
-            detail = f"a request line and a header may have {MOST_HEAD} bytes each"
-            return Problem(431, "head-too-large", detail, close=True).answer(self._redact)
-        return Problem(400, "malformed", "the request is not HTTP", close=True).answer(self._redact)
-
-    def _stop_waiting(self) -> None:
-        if self._cut is not None:
-            self._cut.cancel()
-            self._cut = None
+    def _unset_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
-def connections(
-    server: web.Server, most: int, header_seconds: float, redact: Redactor
-) -> Callable[[], asyncio.Protocol]:
-    """A factory of connections for ``server``: at most ``most``; each waits ``header_seconds`` for a request's head."""
-    held: set[ClientConnection] = set()
-    loop = asyncio.get_running_loop()
-
-    def make() -> ClientConnection:
-        return ClientConnection(
-            server,
-            held,
-            most,
-            redact,
-            loop=loop,
-            access_log=None,
-            auto_decompress=False,
-            keepalive_timeout=header_seconds,
-            lingering_time=LINGER_SECONDS,
-            max_field_size=MOST_HEAD,
-            max_line_size=MOST_HEAD,
-        )
-
-    return make
+def connections(most: int, header_seconds: float, redact: Redactor) -> Connect:
+    """A factory of connections: at most ``most``; each waits ``header_seconds`` for a request's head."""
+    return lambda config, state: ClientConnection(config, state, most, header_seconds, redact)
 
 
-def _refusal(redact: Redactor) -> bytes:
-    """The bytes of a whole response, since there is no request yet that aiohttp could answer."""
-    problem = Problem(503, "too-many-connections", "all connections are in use; try again")
-    body = json.dumps(problem.document(redact)).encode()
-    lines = [
-        "HTTP/1.1 503 Service Unavailable",
-        "Content-Type: application/problem+json",
-        f"Content-Length: {len(body)}",
-        "Retry-After: 1",
-        "Connection: close",
-    ]
-    return "\r\n".join([*lines, "", ""]).encode() + body
+def _whole(problem: Problem, redact: Redactor) -> bytes:
+    """The bytes of a whole response, since there is no request yet that the application could answer."""
+    answer = problem.answer(redact)
+    phrase = HTTPStatus(problem.status).phrase
+    head = [f"HTTP/1.1 {problem.status} {phrase}".encode(), *(b": ".join(each) for each in answer.raw_headers)]
+    return b"\r\n".join([*head, b"", bytes(answer.body)])

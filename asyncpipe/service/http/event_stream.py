@@ -15,40 +15,59 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 
-from aiohttp import web
-
-from asyncpipe.observe.live.handlers import EventStreams
+from asyncpipe.observe.live.event_streams import EventStream, EventStreams
 from asyncpipe.service.http.models import EventAnswer
 from asyncpipe.service.http.rate_limits import StreamLimit
 from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.jobs.job_log import JobEvent
 
-__all__ = ["JobEventStreams"]
+__all__ = ["EVENT", "JobEventStreams"]
 
 KEEP_ALIVE_SECONDS = 15.0
 """Less than the minute or so after which proxies close idle connections."""
 KEEP_ALIVE = b": nothing new\n\n"
 END = b"event: end\ndata: {}\n\n"
+EVENT = {
+    "description": "An event of the stream; the event end is the last.",
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "pattern": "^[0-9]+$"},
+        "event": {"enum": ["state", "note", "snapshot", "step", "end"]},
+        "data": {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": {
+                "anyOf": [
+                    {"$ref": f"#/components/schemas/{EventAnswer.__name__}"},
+                    {"type": "object", "maxProperties": 0, "description": "Of the end"},
+                ]
+            },
+        },
+    },
+    "required": ["event", "data"],
+}
+"""The schema of one event."""
 
 
 class JobEventStreams:
-    """The event streams of an API, at most as many as ``limit`` allows; ``close`` ends them."""
+    """Makes the event streams of jobs, at most as many as ``limit`` allows, all of which ``end`` ends."""
 
-    def __init__(self, limit: StreamLimit, redact: Redactor) -> None:
+    def __init__(self, streams: EventStreams, limit: StreamLimit, redact: Redactor) -> None:
+        self._streams = streams
         self._limit = limit
         self._redact = redact
         self._closing = asyncio.Event()
-        self._streams = EventStreams()
 
-    async def send(
-        self, request: web.Request, events: AsyncGenerator[JobEvent, None], is_over: Callable[[], Awaitable[bool]]
-    ) -> web.StreamResponse:
-        """Answer ``request`` with ``events``; after the last one, ``is_over`` says whether the job has ended.
+    def answer(self, events: AsyncGenerator[JobEvent, None], is_over: Callable[[], Awaitable[bool]]) -> EventStream:
+        """The answer that sends ``events``; after the last one, ``is_over`` says whether the job has ended.
 
-        Raises ``Problem`` if there are too many streams.
+        Raises ``Problem``, when it is sent, if there are too many streams.
         """
-        with self._limit.hold():
-            return await self._streams.send(request, self._parts(events, is_over))
+        return EventStream(self._streams, self._parts(events, is_over), self._limit.hold())
+
+    def end(self) -> None:
+        """End every stream; those that begin later end at once."""
+        self._closing.set()
 
     async def _parts(
         self, events: AsyncGenerator[JobEvent, None], is_over: Callable[[], Awaitable[bool]]
@@ -80,11 +99,6 @@ class JobEventStreams:
     def _bytes(self, event: JobEvent) -> bytes:
         data = EventAnswer.of(event, self._redact).model_dump_json()
         return f"id: {event.id}\nevent: {event.kind}\ndata: {data}\n\n".encode()
-
-    async def close(self, _: web.Application) -> None:
-        """End every stream, and cut the connections of clients that do not read."""
-        self._closing.set()
-        await self._streams.close()
 
 
 async def _next(events: AsyncGenerator[JobEvent, None]) -> JobEvent | None:

@@ -10,9 +10,10 @@ import asyncio
 import json
 import math
 import re
+from email.message import Message
 from typing import Any, NoReturn
 
-from aiohttp import web
+from starlette.requests import Request
 
 from asyncpipe.service.http.problems import Problem
 from asyncpipe.service.http.redact import shorten
@@ -30,38 +31,39 @@ _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 _NEITHER_IN_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
-async def read_json(request: web.Request, most_bytes: int, seconds: float) -> JSON:
+async def read_json(request: Request, most_bytes: int, seconds: float) -> JSON:
     """The request's body as JSON.
 
     Raises ``Problem``: 415 for another content type or encoding, 413 above ``most_bytes``, 408 if the body takes more
     than ``seconds`` to arrive, 400 for malformed or ambiguous JSON.
     """
     _check_type(request)
-    if (request.content_length or 0) > most_bytes:
+    length = request.headers.get("Content-Length", "0")  # The server has checked it.
+    if not length.isdecimal() or int(length) > most_bytes:
         raise _too_large(most_bytes)
     return parse_json(await _read(request, most_bytes, seconds))
 
 
-async def _read(request: web.Request, most_bytes: int, seconds: float) -> bytes:
+async def _read(request: Request, most_bytes: int, seconds: float) -> bytes:
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
-            async for piece in request.content.iter_any():
+            async for piece in request.stream():
                 body += piece
                 if len(body) > most_bytes:
                     raise _too_large(most_bytes)
     except TimeoutError:
         detail = f"the body did not arrive within {seconds:g} s"
         raise Problem(408, "slow-body", detail, close=True) from None
-    except (web.RequestPayloadError, ValueError):
-        raise Problem(400, "malformed", "the body is not valid HTTP", close=True) from None
     return bytes(body)
 
 
-def _check_type(request: web.Request) -> None:
-    charset = (request.charset or "utf-8").lower().replace("_", "-")
+def _check_type(request: Request) -> None:
+    sent = Message()
+    sent["Content-Type"] = ", ".join(request.headers.getlist("Content-Type"))
+    charset = sent.get_content_charset("utf-8").replace("_", "-")
     plain = request.headers.get("Content-Encoding", "identity").lower() == "identity"
-    if request.content_type != "application/json" or charset not in ("utf-8", "utf8") or not plain:
+    if sent.get_content_type() != "application/json" or charset not in ("utf-8", "utf8") or not plain:
         detail = "send application/json, in UTF-8, without a content encoding"
         raise Problem(415, "media-type", detail, headers=[("Accept-Post", "application/json")], close=True)
 

@@ -25,6 +25,7 @@ __all__ = [
     "JobsAnswer",
     "LossAnswer",
     "LossesAnswer",
+    "NothingRequest",
     "ReadyAnswer",
     "ScheduleRequest",
     "SchedulesAnswer",
@@ -174,6 +175,12 @@ class EventAnswer(_ResponseModel):
     at: Time
     kind: Literal["state", "note", "snapshot", "step"]
     data: Annotated[dict[str, JsonValue], BeforeValidator(_event_data)]
+
+
+class NothingRequest(BaseModel):
+    """An empty JSON object."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class ScheduleRequest(BaseModel):

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from aiohttp import web
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
 from asyncpipe.observe.live import LiveView
+from asyncpipe.observe.live.event_streams import EventStreams
 from asyncpipe.observe.live.feed import LiveFeed
-from asyncpipe.observe.live.handlers import FILES, LiveHandlers, add_files
+from asyncpipe.observe.live.handlers import FILES, LiveHandlers, file_routes
 from asyncpipe.service.http.rate_limits import StreamLimit
-from asyncpipe.service.http.routes import job_id
+from asyncpipe.service.http.routes.common import job_id
 from asyncpipe.service.job_states import JobRecord
 from asyncpipe.service.training_service import TrainingService
 
@@ -33,39 +36,36 @@ SHARED_FILES = {"/live_draw.js": FILES["/live_draw.js"]}
 class Pages:
     """The pages of one service."""
 
-    def __init__(self, service: TrainingService, limit: StreamLimit) -> None:
+    def __init__(self, service: TrainingService, streams: EventStreams, limit: StreamLimit) -> None:
         self._service = service
         self._limit = limit
         self._feeds: OrderedDict[str, tuple[LiveView, LiveFeed]] = OrderedDict()
         """By job; the one that was requested last is last."""
         self._closing = False
-        self._live = LiveHandlers(self._feed)
+        self._live = LiveHandlers(self._feed, streams, limit.hold)
 
-    def add_to(self, router: web.UrlDispatcher) -> None:
-        """Add all pages."""
-        add_files(router, "/", __package__ or "", OWN_FILES)
-        add_files(router, "/", "asyncpipe.observe.live", SHARED_FILES)
-        router.add_get("/jobs/{id}", self._to_page)
-        add_files(router, "/jobs/{id}/", "asyncpipe.observe.live", FILES)
-        router.add_get("/jobs/{id}/state", self._live.state)
-        router.add_get("/jobs/{id}/events", self._events)
+    def routes(self) -> list[BaseRoute]:
+        """The routes of all pages."""
+        return [
+            *file_routes("/", __package__ or "", OWN_FILES),
+            *file_routes("/", "asyncpipe.observe.live", SHARED_FILES),
+            Route("/jobs/{id}", self._to_page),
+            *file_routes("/jobs/{id}/", "asyncpipe.observe.live", FILES),
+            Route("/jobs/{id}/state", self._live.state),
+            Route("/jobs/{id}/events", self._live.events),
+        ]
 
-    async def close(self, _: web.Application) -> None:
-        """End every open page."""
+    async def end(self) -> None:
+        """Send every open page its last message."""
         self._closing = True
         while self._feeds:
             await self._feeds.popitem()[1][1].close()
-        await self._live.close()
 
-    async def _to_page(self, request: web.Request) -> web.StreamResponse:
+    async def _to_page(self, request: Request) -> Response:
         # Relative, so that it is right where a host mounts the API; so are the page's references to its files.
-        return web.Response(status=308, headers={"Location": f"{job_id(request)}/"})
+        return Response(status_code=308, headers={"Location": f"{job_id(request)}/"})
 
-    async def _events(self, request: web.Request) -> web.StreamResponse:
-        with self._limit.hold():
-            return await self._live.events(request)
-
-    async def _feed(self, request: web.Request) -> LiveFeed:
+    async def _feed(self, request: Request) -> LiveFeed:
         """The feed of the job that ``request`` names. Raises ``UnknownJobError``."""
         record = await self._service.get(job_id(request))
         view = self._service.view(record.id)
@@ -75,7 +75,7 @@ class Pages:
             return known[1]
         view = view or _resting(record)
         feed = LiveFeed(view)
-        if self._closing:  # ``close`` has passed and will not close it.
+        if self._closing:  # ``end`` has passed and will not close it.
             await feed.close()
             return feed
         feed.start()

@@ -1,21 +1,29 @@
 """Errors of the API: ``application/problem+json`` (RFC 9457) for every one of them.
 
-Code that cannot serve a request raises a ``Problem``, which ``catch_problems`` turns into the response. ``problem_of``
+Code that cannot serve a request raises a ``Problem``, which ``CatchProblems`` turns into the response. ``problem_of``
 translates errors of the service. Any other error is a 500 with nothing but a number, under which the log has the
 details.
+
+A request whose body was refused may still be sending it. A connection that is closed meanwhile is reset, and the client
+may never read why; so the answer is sent, and then up to ``LINGER_SECONDS`` of the body are read and dropped.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from secrets import token_hex
 from typing import Any
 
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncpipe.errors import OptionError, ScheduleError
 from asyncpipe.service.http.redact import Redactor
@@ -32,12 +40,14 @@ from asyncpipe.service.store.job_store import (
 from asyncpipe.service.submission.submission import SubmissionError
 from asyncpipe.service.training_service import ServiceDrainingError
 
-__all__ = ["Problem", "catch_problems", "invalid", "problem_of"]
+__all__ = ["CatchProblems", "Problem", "draining", "invalid", "problem_of"]
 
 RETRY_SECONDS = 10
 """``Retry-After`` of a service that is shutting down, or whose store cannot be used."""
 QUEUE_SECONDS = 60
 """``Retry-After`` of a full queue."""
+LINGER_SECONDS = 2.0
+"""How long a client whose body was refused may go on sending it and read the answer."""
 MOST_PROBLEMS = 50
 MOST_DETAIL = 600
 TYPE = "urn:asyncpipe:problem:"
@@ -79,16 +89,12 @@ class Problem(Exception):
             **self.more,
         }
 
-    def answer(self, redact: Redactor) -> web.Response:
+    def answer(self, redact: Redactor) -> Response:
         """The response."""
-        response = web.Response(
-            status=self.status,
-            body=json.dumps(self.document(redact)).encode(),
-            content_type="application/problem+json",
-        )
-        response.headers.extend(self.headers)
-        if self.close:
-            response.force_close()
+        body = json.dumps(self.document(redact)).encode()
+        response = Response(body, self.status, media_type="application/problem+json")
+        for name, value in (*self.headers, *([("Connection", "close")] if self.close else [])):
+            response.headers.append(name, value)
         return response
 
 
@@ -149,37 +155,82 @@ def _store_problem(error: StoreError) -> Problem:
     return Problem(503, "store", detail, headers=[("Retry-After", str(RETRY_SECONDS))])
 
 
-def catch_problems(redact: Redactor) -> Middleware:
-    """The middleware that turns every exception into a response."""
+class CatchProblems:
+    """Middleware that turns every exception into a response, unless a response has begun."""
 
-    @web.middleware
-    async def catch(request: web.Request, handler: Handler) -> web.StreamResponse:
+    def __init__(self, app: ASGIApp, redact: Redactor) -> None:
+        self._app = app
+        self._redact = redact
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer what is raised."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun, more_body = False, True
+
+        async def sent(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        async def received() -> Message:
+            nonlocal more_body
+            message = await receive()
+            more_body = bool(message.get("more_body"))
+            return message
+
         try:
-            return await handler(request)
-        except Problem as problem:
-            return problem.answer(redact)
-        except web.HTTPException as error:
-            return _http_problem(error).answer(redact)
+            await self._app(scope, received, sent)
+        except ClientDisconnect:
+            pass  # Nobody is left to be answered.
         except Exception as error:
-            if isinstance(error, ConnectionError):  # The client has gone; aiohttp handles that.
+            if begun:
                 raise
-            return (problem_of(error, redact) or _unexpected(request)).answer(redact)
+            problem = self._problem(error, scope)
+            response = problem.answer(self._redact)
+            await response(scope, receive, _kept_open(send) if problem.close else send)
+            if problem.close:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LINGER_SECONDS):
+                        while more_body:
+                            await received()
+                await send({"type": "http.response.body", "body": b""})
 
-    return catch
+    def _problem(self, error: Exception, scope: Scope) -> Problem:
+        match error:
+            case Problem():
+                return error
+            case HTTPException():
+                return _http_problem(error, scope)
+        return problem_of(error, self._redact) or _unexpected(scope)
 
 
-def _http_problem(error: web.HTTPException) -> Problem:
-    """The problem for an error of aiohttp, such as an unknown route or method."""
-    if isinstance(error, web.HTTPMethodNotAllowed):
-        allowed = ", ".join(sorted(error.allowed_methods))
+def _kept_open(send: Send) -> Send:
+    """``send``, which does not say yet that the response is over."""
+
+    async def keep_open(message: Message) -> None:
+        await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+    return keep_open
+
+
+def _http_problem(error: HTTPException, scope: Scope) -> Problem:
+    """The problem for an error of the router: an unknown route or method."""
+    if error.status_code == 405:
+        methods: set[str] = set()
+        for route in scope["app"].routes:
+            if route.matches(scope)[0] is Match.PARTIAL:
+                methods |= route.methods | ({"HEAD"} if "GET" in route.methods else set())
+        allowed = ", ".join(sorted(methods))
         return Problem(405, "method", f"allowed here: {allowed}", headers=[("Allow", allowed)])
-    if error.status == 404:
+    if error.status_code == 404:
         return Problem(404, "not-found", "there is nothing at this address; see v1/openapi.json")
-    return Problem(error.status, "refused", error.reason)
+    return Problem(error.status_code, "refused", HTTPStatus(error.status_code).phrase)
 
 
-def _unexpected(request: web.Request) -> Problem:
+def _unexpected(scope: Scope) -> Problem:
     number = token_hex(8)
-    route = request.match_info.route.resource
-    _logger.exception("error %s in %s %s", number, request.method, route.canonical if route else "an unknown route")
+    where = getattr(scope.get("route"), "path", "an unknown route")
+    _logger.exception("error %s in %s %s", number, scope["method"], where)
     return Problem(500, "internal", f"something went wrong; the log has it as error {number}", more={"error": number})

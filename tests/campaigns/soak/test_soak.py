@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("aiohttp", reason="a service needs aiohttp: pip install -e '.[service]'")
+pytest.importorskip("fastapi", reason="a service needs FastAPI: pip install -e '.[service]'")
 
 from tests.campaigns.soak import report, samples
 from tests.campaigns.soak.soak import SoakSize, run_soak

@@ -15,16 +15,20 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, NamedTuple
 
 import pytest
-from aiohttp import ClientSession, web
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp import ClientSession
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
+from asyncpipe.observe import http_server
 from asyncpipe.observe.http_hosts import shown_address
-from asyncpipe.observe.live import LiveView, live_app, serve_live
+from asyncpipe.observe.http_server import served
+from asyncpipe.observe.live import LiveView, event_streams, live_app, serve_live
 from asyncpipe.observe.live import feed as live_feed
 from asyncpipe.observe.live import handlers as live_http
 from asyncpipe.observe.live import server as live
@@ -88,8 +92,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def connected(view: LiveView, **options: Any) -> AsyncIterator[TestClient[web.Request, web.Application]]:
-    async with TestClient(TestServer(live_app(view, **options))) as client:
+async def connected(view: LiveView, **options: Any) -> AsyncIterator[ClientSession]:
+    async with client_of(live_app(view, **options)) as client:
+        yield client
+
+
+@asynccontextmanager
+async def client_of(app: Starlette) -> AsyncIterator[ClientSession]:
+    async with served(app, "127.0.0.1", 0, "it") as port, ClientSession(f"http://127.0.0.1:{port}") as client:
         yield client
 
 
@@ -121,7 +131,7 @@ async def next_event(response: Any) -> Event:
 async def test_a_page_is_sent_the_state_and_then_what_is_new(view: CountedView) -> None:
     async with connected(view) as client, client.get("/events") as response:
         assert response.headers["Content-Type"] == "text/event-stream"
-        assert await next_block(response) == live_http.RETRY
+        assert await next_block(response) == event_streams.RETRY
         first = await next_event(response)
         assert (first.kind, first.data["job"], first.data["training"]) == ("state", "demo", None)
         assert first.data["timeline"]["count"] == 2 * 2 * 4 + 2 * 4
@@ -317,27 +327,20 @@ async def test_a_run_that_ends_is_told_while_the_server_goes_on(view: CountedVie
 async def test_a_page_that_takes_nothing_does_not_hold_up_the_end(
     view: CountedView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_http, "GOODBYE_SECONDS", 0.05)
+    monkeypatch.setattr(event_streams, "GOODBYE_SECONDS", 0.05)
+    monkeypatch.setattr(http_server, "SHUTDOWN_SECONDS", 0.05)
     view.filling = "x" * (8 << 20)
     stuck = asyncio.Event()
-    prepare = web.StreamResponse.write
-
-    async def write(response: web.StreamResponse, data: bytes) -> None:
-        if len(data) > len(view.filling):
-            stuck.set()
-        await prepare(response, data)
-
-    monkeypatch.setattr(web.StreamResponse, "write", write)
+    pause = HttpToolsProtocol.pause_writing
+    monkeypatch.setattr(HttpToolsProtocol, "pause_writing", lambda connection: stuck.set() or pause(connection))
     loop = asyncio.get_running_loop()
-    # A host's runner, which would wait for a minute; not that of serve_live.
-    async with TestServer(live_app(view)) as server:
-        with socket.socket() as line:
-            line.setblocking(False)
-            await loop.sock_connect(line, ("127.0.0.1", server.port))
-            await loop.sock_sendall(line, b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            await stuck.wait()
-            async with asyncio.timeout(5):
-                await server.close()
+    with socket.socket() as line:
+        line.setblocking(False)
+        async with asyncio.timeout(10):
+            async with serve_live(view, 0) as server:
+                await loop.sock_connect(line, ("127.0.0.1", server.port))
+                await loop.sock_sendall(line, b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                await stuck.wait()
 
 
 async def test_a_page_that_was_closed_is_forgotten(view: CountedView, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,7 +402,7 @@ async def test_a_feed_may_be_closed_twice(view: CountedView) -> None:
 # Whom it answers
 
 
-async def get(client: TestClient[web.Request, web.Application], path: str, **headers: str) -> int:
+async def get(client: ClientSession, path: str, **headers: str) -> int:
     async with client.get(path, headers=headers) as response:
         return response.status
 
@@ -440,7 +443,7 @@ async def test_a_request_without_a_host_is_refused(view: CountedView) -> None:
     async with serve_live(view, 0) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"GET /state HTTP/1.0\r\n\r\n")
-        assert (await reader.read()).split(b"\r\n")[0] == b"HTTP/1.0 403 Forbidden"
+        assert (await reader.read()).split(b"\r\n")[0] == b"HTTP/1.1 403 Forbidden"
         writer.close()
         await writer.wait_closed()
 
@@ -495,9 +498,9 @@ async def test_the_page_asks_only_for_files_that_are_there(view: CountedView) ->
 
 @pytest.mark.usefixtures("quick")
 async def test_it_can_be_a_part_of_another_application(view: CountedView) -> None:
-    host = web.Application()
-    host.add_subapp("/jobs/demo/", live_app(view))
-    async with TestClient(TestServer(host)) as client:
+    app = live_app(view)
+    host = Starlette(routes=[Mount("/jobs/demo", app)], lifespan=lambda _: app.router.lifespan_context(app))
+    async with client_of(host) as client:
         assert await get(client, "/jobs/demo/") == 200
         assert await get(client, "/jobs/demo/live.js") == 200
         assert await get(client, "/jobs/demo/state", Host="evil.example") == 403
@@ -566,18 +569,19 @@ async def test_an_error_of_the_block_passes_through(view: CountedView) -> None:
             raise KeyError("mine")
 
 
-async def test_without_aiohttp_the_error_says_what_to_install(
-    view: CountedView, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("missing", ["starlette.applications", "uvicorn"])
+async def test_without_its_packages_the_error_says_what_to_install(
+    view: CountedView, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(OptionError, match=r"pip install -e '\.\[service\]'"):
-        live_app(view)
+    monkeypatch.setitem(sys.modules, missing, None)
+    for module in ("asyncpipe.observe.http_server", "asyncpipe.observe.live.handlers"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(OptionError, match=r"pip install -e '\.\[service\]'"):
         async with serve_live(view, 0):
             pass
 
 
-def test_importing_it_imports_neither_aiohttp_nor_torch() -> None:
-    code = "import sys, asyncpipe.observe.live.server; print({'aiohttp', 'torch'} & set(sys.modules))"
+def test_importing_it_imports_neither_a_server_nor_torch() -> None:
+    code = "import sys, asyncpipe.observe.live.server; print({'starlette', 'uvicorn', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -142,7 +142,7 @@ async def test_streams_are_not_more_than_their_places(tmp_path: Path) -> None:
     async with mounted(tmp_path, max_connections=8) as api:
         job = await api.submitted()
         api.service.views[job] = LiveView("demo")
-        async with follow(api, job) as first, api.session.get(f"/jobs/{job}/events") as second:
+        async with follow(api, job) as first, api.session.get(f"{api.base}/jobs/{job}/events") as second:
             assert first.status == second.status == 200
             for path in (f"/v1/jobs/{job}/events", f"/jobs/{job}/events"):
                 status, answer, headers = await api.ask("GET", path)
@@ -168,7 +168,7 @@ async def test_a_job_has_a_live_page(tmp_path: Path) -> None:
             assert (await api.ask("GET", f"/jobs/{job}{name}"))[0] == 200
         _, state, _ = await api.ask("GET", f"/jobs/{job}/state")
         assert (state["job"], state["training"]["loss"], state["ended"]) == ("quite mine", 0.5, False)
-        async with api.session.get(f"/jobs/{job}/events") as answer:
+        async with api.session.get(f"{api.base}/jobs/{job}/events") as answer:
             (event,) = await blocks(answer, 1)
             assert event["event"] == "state"
             view.end()
