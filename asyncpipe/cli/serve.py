@@ -141,6 +141,11 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add("--memory-limit", metavar="LIST", help="memory of a device for all jobs together, as cuda:0=70GiB")
     add("--grace-seconds", metavar="SECONDS", help="time for jobs to end after a signal (default: 30)")
+    add(
+        "--lost-state",
+        metavar="WHAT",
+        help="if the store or the folders of jobs are gone: refuse (default), quarantine",
+    )
     _add_limits(parser)
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="of stderr (default: info)")
     parser.set_defaults(run=_serve)

@@ -270,6 +270,8 @@ class JobRecord:
     """How often the service died unasked while it ran, since its last snapshot or retry."""
     forked_from: str | None = None
     """The id of the job of which it is a copy; that one may be gone."""
+    from_step: int | None = None
+    """The step of the snapshot that its next run goes on from, if that was said."""
 
     @property
     def is_background(self) -> bool:

@@ -33,6 +33,7 @@ from asyncpipe.service.job_states import JobRecord, JobState, Transition
 from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact
 from asyncpipe.service.jobs.hosts import WorkerStatus
 from asyncpipe.service.jobs.job_log import JobEvent, JobLog, LossRow, read_losses
+from asyncpipe.service.jobs.lost_state import check_before_opening, check_state
 from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 from asyncpipe.service.known_tokens import KnownTokens
@@ -155,7 +156,13 @@ class TrainingService:
             await in_thread(settings.make_folder)
             if self._entries is None:
                 self._entries = await in_thread(lambda: Entries.load(settings))
-            store = await stack.enter_async_context(JobStore(settings.folder / STORE))
+            jobs = settings.folder / "jobs"
+            refuse = settings.lost_state == "refuse"
+            path = settings.folder / STORE
+            if refuse:
+                await in_thread(lambda: check_before_opening(path, jobs))
+            store = await stack.enter_async_context(JobStore(path))
+            await check_state(store, jobs, refuse=refuse)
             await stack.enter_async_context(self.tokens.kept(store))
             manager = Manager(settings, self._entries, store, metrics=self.collector, **self._options)
             self.collector.commits = lambda: store.thread.commits

@@ -96,7 +96,10 @@ class Fake:
             self.ended = True
 
     def snapshot(self) -> None:
-        self.progress.snapshot(self.step, Path(f"step-{self.step}"))
+        assert self.job.snapshots is not None
+        path = self.job.snapshots.folder / f"step-{self.step}"
+        path.mkdir(parents=True, exist_ok=True)
+        self.progress.snapshot(self.step, path)
 
     def stop(self) -> None:
         self.stopping = True

@@ -6,6 +6,8 @@
     job_queue.py           the order of queued jobs, and whether the first may start: pure
     memory_footprint.py    how much memory a job will need, measured before it starts
     job_run.py             one run of a job, and the job's next state when it ends
+    lost_state.py          says what is lost of a service's state, in place of beginning anew
+    job_folder.py          the files of a job, when it begins, is copied or deleted
     active_jobs.py         the jobs that have not ended, and the requests of clients; the only place where a job changes
                            its state
     job_log.py             the events of a job for those who follow it; loss_file.py: its loss curve

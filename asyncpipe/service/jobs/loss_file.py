@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from asyncpipe.service.whole_writes import write_whole
 
-__all__ = ["LossFile", "LossRow", "read_losses"]
+__all__ = ["LossFile", "LossRow", "copy_losses", "read_losses"]
 
 NAME = "losses.jsonl"
 LONGEST = 1024
@@ -119,6 +119,23 @@ def read_losses(folder: Path, after: int, limit: int) -> list[LossRow]:
             if row is not None and row.step > after:
                 rows.append(row)
         return rows
+
+
+def copy_losses(folder: Path, to: Path, until: int) -> None:
+    """Begin the losses of the job in ``to`` with those of the one in ``folder``, up to step ``until``. Blocks.
+
+    The one may be writing meanwhile. Raises ``OSError``.
+    """
+    try:
+        descriptor = os.open(folder / NAME, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError:
+        return
+    with os.fdopen(descriptor, "rb") as file, (to / NAME).open("xb") as copy:
+        left = _offset(descriptor, os.fstat(descriptor).st_size, until + 1)
+        file.seek(0)
+        while left and (block := file.read(min(left, 2**20))):
+            copy.write(block)
+            left -= len(block)
 
 
 def _repair(descriptor: int) -> tuple[int, int]:

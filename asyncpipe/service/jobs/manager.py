@@ -29,9 +29,11 @@ from asyncpipe.service.jobs.active_jobs import ActiveJobs
 from asyncpipe.service.jobs.hosts import Hosts
 from asyncpipe.service.jobs.isolation.job_processes import JobProcesses
 from asyncpipe.service.jobs.isolation.process_trainer import ProcessTrainer
+from asyncpipe.service.jobs.job_folder import set_aside_after
 from asyncpipe.service.jobs.job_log import JobLog, JobLogs
 from asyncpipe.service.jobs.job_queue import Candidate, QueueAction, QueueDecision, decide, why_behind
 from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer
+from asyncpipe.service.jobs.lost_state import what_is_lost, what_is_older
 from asyncpipe.service.jobs.memory_footprint import footprint
 from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, Tries, is_permanent, next_state
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
@@ -39,7 +41,7 @@ from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobStore, StoreError
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import job_of
-from asyncpipe.train.blocking_calls import DedicatedThread
+from asyncpipe.train.blocking_calls import DedicatedThread, in_thread
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.lasting_run import LastingRun
 from asyncpipe.train.randomness import RunRandom
@@ -245,7 +247,18 @@ class Manager:
             except AsyncpipeError as error:
                 await self.jobs.become(current, JobState.FAILED, f"cannot be built: {error}")
                 return
-            running = await self.jobs.become(current, JobState.RUNNING, decision.reason)
+            reason = decision.reason
+            if current.snapshot is not None or current.from_step is not None:
+                try:
+                    lost, older = await in_thread(lambda: self._make_ready(current))
+                except OSError as error:
+                    await self.jobs.become(current, JobState.FAILED, f"its folder cannot be used: {error.strerror}")
+                    return
+                if lost is not None:
+                    await self.jobs.become(current, JobState.QUARANTINED, lost)
+                    return
+                reason += older
+            running = await self.jobs.become(current, JobState.RUNNING, reason)
             collector = self.metrics.collector_of(running)
             peaks = self._peaks.get(record.id, {})
             run = JobRun(running, job, collector, self.jobs.store, peaks, lambda: self.metrics.retried("step"))
@@ -257,6 +270,16 @@ class Manager:
     def _built(self, record: JobRecord) -> tuple[Job, Callable[[], Workload]]:
         job = job_of(record.spec, record, self.settings)
         return job, self._entries.make(record.spec.entry, record.spec.table("parameters"))
+
+    def _make_ready(self, record: JobRecord) -> tuple[str | None, str]:
+        """Why the job cannot go on, and what it has lost that it can do without. Blocks."""
+        folder = self.logs.folder / record.id
+        if record.from_step is not None:
+            set_aside_after(folder, record.from_step)
+        if (lost := what_is_lost(folder, record)) is not None:
+            return lost, ""
+        older = what_is_older(folder, record)
+        return None, older and f"; {older}"
 
     async def _refuse(self, record: JobRecord, cause: str) -> None:
         async with self.jobs.turn(record.id):

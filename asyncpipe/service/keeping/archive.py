@@ -22,11 +22,9 @@ from typing import IO, Any
 
 from asyncpipe.errors import AsyncpipeError
 
-__all__ = ["CONTENTS", "FORMAT", "STORE", "ArchiveWriter", "BackupError", "HashedReader", "is_safe"]
+__all__ = ["CONTENTS", "FORMAT", "ArchiveWriter", "BackupError", "HashedReader", "is_safe"]
 
 FORMAT = 1
-STORE = "jobs.sqlite3"
-"""The name of the store, in the archive and in the folder of a service."""
 CONTENTS = "backup.json"
 """The name of the last member."""
 

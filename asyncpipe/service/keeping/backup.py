@@ -29,8 +29,8 @@ from asyncpipe import __version__
 from asyncpipe.errors import OptionError
 from asyncpipe.service.jobs.loss_file import LONGEST, LossRow
 from asyncpipe.service.jobs.loss_file import NAME as LOSSES
-from asyncpipe.service.keeping.archive import STORE, ArchiveWriter, BackupError
-from asyncpipe.service.store.database import open_beside
+from asyncpipe.service.keeping.archive import ArchiveWriter, BackupError
+from asyncpipe.service.store.database import STORE, open_beside
 from asyncpipe.train.snapshots.format import FolderError, read_manifest
 from asyncpipe.train.snapshots.resume import snapshots_in
 

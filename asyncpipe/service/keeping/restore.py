@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asyncpipe.service.keeping.archive import CONTENTS, FORMAT, STORE, BackupError, HashedReader, is_safe
-from asyncpipe.service.store.database import check_store
+from asyncpipe.service.keeping.archive import CONTENTS, FORMAT, BackupError, HashedReader, is_safe
+from asyncpipe.service.store.database import STORE, check_store
 
 __all__ = ["RestoreSummary", "restore"]
 

@@ -152,6 +152,10 @@ class ServiceSettings(BaseSettings):
     device, here or on hosts (``ray``, ``torchrun``). With workers, jobs must have ``training.overlap = true``."""
     ray: RayTable = RayTable()
     """As ``[ray]`` in a job file, for ``workers = "ray"``."""
+    lost_state: Literal["refuse", "quarantine"] = Field(
+        default="refuse", description='must be "refuse" or "quarantine"'
+    )
+    """What a service does that finds its store without the folders of its jobs, or these without the store."""
     loop: Literal["own", "running"] = Field(default="own", description='must be "own" or "running"')
     """Whether training has an event loop of its own, which a blocking handler of the host cannot delay."""
 

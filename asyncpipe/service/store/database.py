@@ -59,7 +59,7 @@ class StoreError(AsyncpipeError, RuntimeError):
         return type(self), (self.path, self.problem, *self._words)
 
 
-_RESTORE = "restore it from a backup, or move it and its -wal file away to begin with an empty store"
+_RESTORE = "restore it from a backup, or move it, its -wal file and the folder jobs away to begin with nothing"
 _ONE_SERVICE = "only one process can use a store: stop the other one, or name another file"
 _LET_IN = "the user of this process needs to read and write the file and its folder"
 _WORDS: dict[int, tuple[StoreProblem, str, str]] = {

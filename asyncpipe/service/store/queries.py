@@ -131,6 +131,8 @@ def change_state(
     if state in FINAL_STATES:
         connection.execute("UPDATE jobs SET crashes = 0 WHERE number = ?", (number,))
         connection.execute("UPDATE jobs SET deadline = NULL WHERE number = ? AND deadline <= ?", (number, at))
+    if to is JobState.RUNNING:
+        connection.execute("UPDATE jobs SET from_step = NULL WHERE number = ?", (number,))
     if to is JobState.FINISHED:
         connection.execute("DELETE FROM job_waits WHERE awaited = ?", (job,))
     _add_transition(connection, number, state, to, at, cause)

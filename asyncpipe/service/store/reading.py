@@ -41,7 +41,7 @@ __all__ = [
 MOST_CANDIDATES = 10
 _COLUMNS = (
     "id, spec, state, cause, submitted, updated, attempts, step, snapshot, asked, asked_cause, schedule, crashes,"
-    " forked_from, priority_class, weight, tags, deadline"
+    " forked_from, from_step, priority_class, weight, tags, deadline"
 )
 FROM = "FROM jobs JOIN specs ON specs.job = jobs.number"
 """Of statements that read jobs with their specifications."""

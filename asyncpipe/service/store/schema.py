@@ -149,5 +149,10 @@ def _second_schema(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_first_schema, _second_schema)
+def _third_schema(connection: sqlite3.Connection) -> None:
+    """A job that is retried may go on from an older snapshot; the newer ones are set aside when it begins."""
+    connection.execute("ALTER TABLE jobs ADD COLUMN from_step INTEGER")
+
+
+MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_first_schema, _second_schema, _third_schema)
 """Migration n (from 0) brings a store from schema n to n + 1. Never change an old one; append new ones."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import stat
 import tarfile
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from killing import curve, same
+from killing import curve, newest_step, same
 from manager_helpers import ENTRY, make_settings, opened, submission
 from torch import Generator, Tensor, nn
 
@@ -66,11 +67,12 @@ async def test_a_job_that_runs_goes_on_from_its_backup_with_the_same_bits(tmp_pa
     async with service(tmp_path / "first") as first:
         record, _ = await first.submit(submission(training=training, snapshots={"every": 3, "keep": 2}))
         async for event in first.follow(record.id):
-            if event.kind == "snapshot" and event.data["step"] == 9:
+            if event.kind == "snapshot":  # Which steps have one depends on how fast the disk is.
                 break
         backup = tmp_path / "backup.tar"
         done = await asyncio.to_thread(back_up, tmp_path / "first", backup)
-        assert (done.jobs, done.snapshots, done.problems) == (1, 2, [])
+        assert (done.jobs, done.problems) == (1, [])
+        assert done.snapshots in (1, 2)
         assert stat.S_IMODE(backup.stat().st_mode) == 0o600
         assert done.size == backup.stat().st_size
         # What is submitted later is not in it.
@@ -79,7 +81,7 @@ async def test_a_job_that_runs_goes_on_from_its_backup_with_the_same_bits(tmp_pa
         await finished(first, record.id)
     restored = await asyncio.to_thread(restore, backup, tmp_path / "second")
     assert restored.jobs == 1
-    assert curve(tmp_path / "second", record.id)[-1][0] >= 9
+    assert curve(tmp_path / "second", record.id)[-1][0] >= newest_step(tmp_path / "second", record.id) > 0
     async with service(tmp_path / "second") as second:
         assert [each.id for each in await second.list()] == [record.id]
         await finished(second, record.id)
@@ -98,6 +100,8 @@ async def folder(tmp_path: Path) -> Path:
         service.fakes.free = False
         await service.running("runs")
         await service.submit("waits")
+    for path in folder.glob("jobs/*/snapshots"):
+        shutil.rmtree(path)  # A fake's are empty folders.
     return folder
 
 

@@ -1,0 +1,123 @@
+"""Says what is lost of a service's state, before anything begins anew or an empty list is shown in its place.
+
+::
+
+    jobs.sqlite3   jobs/            what a service does that starts
+    gone           folders of jobs  refuses: LostStateError
+    older          newer ones       refuses: they are of jobs that were accepted and are not known
+    there          gone, or empty   refuses: a disk that is not mounted, most likely
+    there          one is gone      quarantines that job, if it has not ended
+
+``lost_state = "quarantine"`` among the settings is for what is gone for good: nothing is refused then. The last row is
+looked at once more before each run of a job.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncpipe.errors import AsyncpipeError
+from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState
+from asyncpipe.service.jobs.job_folder import job_folders, newest_step, tidy_folders
+from asyncpipe.service.jobs.loss_file import NAME as LOSSES
+from asyncpipe.service.store.job_store import JobStore
+from asyncpipe.service.store.keeping_queries import StoredJob, stored_jobs
+from asyncpipe.train.blocking_calls import in_thread
+
+__all__ = ["LostStateError", "check_before_opening", "check_state", "what_is_lost", "what_is_older"]
+
+SHOWN = 5
+"""Ids that a message names."""
+
+_logger = logging.getLogger(__name__)
+
+
+class LostStateError(AsyncpipeError, RuntimeError):
+    """One half of a service's state is there and the other is not; the message says what was found, and what to do."""
+
+
+def check_before_opening(store: Path, jobs: Path) -> None:
+    """Raise ``LostStateError`` if the file ``store`` is gone or empty and ``jobs`` has folders of jobs. Blocks.
+
+    To be called before the store is opened, which makes an empty one.
+    """
+    size = store.stat().st_size if store.exists() else 0
+    log = store.with_name(f"{store.name}-wal")
+    if not store.exists() and log.exists() and log.stat().st_size:
+        found = f"{store} is gone, and {log.name} is there, with what was committed last"
+        raise LostStateError(f"{found}; restore a backup into a new folder (asyncpipe service restore)")
+    if not size and (folders := job_folders(jobs)):
+        found = f"{store} is {'empty' if store.exists() else 'gone'}, and {jobs} has {_count(folders)}"
+        advice = "restore a backup into a new folder (asyncpipe service restore), or move what is left away"
+        raise LostStateError(f"{found}; {advice}")
+
+
+async def check_state(store: JobStore, jobs: Path, *, refuse: bool) -> None:
+    """Compare all jobs of ``store`` with the folders in ``jobs``, before any of them runs.
+
+    Ends what a kill has left half done. Quarantines jobs that have not ended and whose snapshots are gone. Raises
+    ``LostStateError`` where it is more than single jobs, unless ``refuse`` is false: that is logged then.
+    """
+    known = await store.thread.run(stored_jobs, writes=False)
+    lost = await in_thread(lambda: _compare(known, jobs, refuse=refuse))
+    for job, found in lost:
+        _logger.error("job %s is quarantined: %s", job.id, found)
+        await store.transition(job.id, JobState.QUARANTINED, found, expect=job.state)
+
+
+def _compare(known: Sequence[StoredJob], jobs: Path, *, refuse: bool) -> list[tuple[StoredJob, str]]:
+    """The jobs to quarantine, and why. Blocks."""
+    ids = {job.id for job in known}
+    tidy_folders(jobs, ids)
+    folders = job_folders(jobs)
+    saved = [job for job in known if job.snapshot is not None]
+    problem = ""
+    if unknown := sorted(folders - ids):
+        problem = f"{jobs} has {_count(unknown)} that the store does not know, so the store is older than they are"
+        problem += "; restore a backup into a new folder (asyncpipe service restore), or move these folders away"
+    elif saved and not folders:
+        problem = (
+            f"the store has {len(saved)} jobs with snapshots, and {jobs} is {'empty' if jobs.exists() else 'gone'}"
+        )
+        problem += "; mount its disk, or restore a backup into a new folder (asyncpipe service restore)"
+    if problem and refuse:
+        raise LostStateError(f'{problem}. If it is gone for good, start with lost_state = "quarantine"')
+    if problem:
+        _logger.error("%s", problem)
+    if gone := [job.id for job in saved if job.state in FINAL_STATES and job.id not in folders]:
+        _logger.error("the losses, logs and snapshots of %d jobs that have ended are gone: %s", len(gone), _names(gone))
+    waiting = [job for job in saved if job.state not in FINAL_STATES]
+    return [(job, found) for job in waiting if (found := what_is_lost(jobs / job.id, job)) is not None]
+
+
+def what_is_lost(folder: Path, job: StoredJob | JobRecord) -> str | None:
+    """Why ``job`` cannot go on, since its snapshots in ``folder`` are gone; ``None`` if it can. Blocks."""
+    if job.snapshot is None or newest_step(folder):
+        return None
+    where = folder if not folder.is_dir() else folder / "snapshots"
+    what = "has none" if where.is_dir() else "is gone"
+    return f"its snapshots are lost: the last was {job.snapshot}, and {where} {what}; it is not begun anew by itself"
+
+
+def what_is_older(folder: Path, job: JobRecord) -> str:
+    """What ``job`` has lost and can do without, as a sentence; empty if nothing is. Blocks."""
+    newest = newest_step(folder)
+    found = []
+    if job.snapshot is not None and job.snapshot.startswith("step-") and newest < int(job.snapshot[5:]):
+        found.append(f"its snapshot {job.snapshot} is gone, so it goes on from step-{newest}")
+    if newest and not (folder / LOSSES).exists():
+        found.append(f"its losses until step {newest} are gone")
+    return "; ".join(found)
+
+
+def _count(folders: Sequence[str] | set[str]) -> str:
+    number = len(folders)
+    what = "the folder of a job" if number == 1 else f"the folders of {number} jobs"
+    return f"{what} ({_names(folders)})"
+
+
+def _names(jobs: Sequence[str] | set[str]) -> str:
+    names = sorted(jobs)
+    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
