@@ -238,6 +238,18 @@ class Pipeline(ModelProxy):
         if self._remote is not None:
             self._remote.change_schedule()
 
+    def change_share(self, share: Share) -> None:
+        """Have ``share`` of the pool's devices from the next step on. From the loop of the pool.
+
+        Raises ``OptionError`` for the share of another job, and where the stages are in workers, which keep theirs.
+        """
+        if share.job != self._tenancy.tenant.share.job:
+            raise OptionError(f"the share is that of job {share.job!r}, not of {self._tenancy.tenant.share.job!r}")
+        if self._remote_stages is not None:
+            raise OptionError("stages in workers keep the share with which the pipeline was loaded")
+        self._tenancy.tenant.share = share
+        self._arguments = replace(self._arguments, share=share)
+
     @property
     def compiled(self) -> tuple[CompiledStage, ...]:
         """What was compiled of the stages so far, in their order; nothing of stages that no step has called yet."""

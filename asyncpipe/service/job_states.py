@@ -36,6 +36,7 @@ __all__ = [
     "FINAL_STATES",
     "JSON",
     "TAG",
+    "TAG_PATTERN",
     "TRANSITIONS",
     "JobRecord",
     "JobSpec",
@@ -68,7 +69,7 @@ IDEMPOTENCY_KEY = f"1 to {MAX_KEY} printable ASCII characters"
 """What an idempotency key is, for messages."""
 TAG = f"1 to {MAX_TAG} letters, digits and any of . _ : / = + -"
 """What a tag is, for messages."""
-_TAG = rf"[A-Za-z0-9._:/=+-]{{1,{MAX_TAG}}}"
+TAG_PATTERN = rf"[A-Za-z0-9._:/=+-]{{1,{MAX_TAG}}}"
 
 
 class JobState(StrEnum):
@@ -272,6 +273,8 @@ class JobRecord:
     """The id of the job of which it is a copy; that one may be gone."""
     from_step: int | None = None
     """The step of the snapshot that its next run goes on from, if that was said."""
+    awaits: tuple[str, ...] = ()
+    """Those of ``spec.after`` that have not finished."""
 
     @property
     def is_background(self) -> bool:
@@ -325,7 +328,7 @@ def tidy_cause(cause: str) -> str:
 
 def is_tag(tag: object) -> bool:
     """Whether ``tag`` can be a tag of a job, which is ``TAG``."""
-    return isinstance(tag, str) and re.fullmatch(_TAG, tag) is not None
+    return isinstance(tag, str) and re.fullmatch(TAG_PATTERN, tag) is not None
 
 
 def is_idempotency_key(key: object) -> bool:

@@ -177,6 +177,11 @@ class LastingRun:
                 raise
         self._job = self._job.override("pipeline", schedule=name)
 
+    def change_share(self, share: Share) -> None:
+        """As ``TrainingRun.change_share``; later runs begin with it."""
+        self._options["share"] = share
+        self._run.change_share(share)
+
     async def run(self) -> TrainingSummary:
         """As ``TrainingRun.run``."""
         self._loop = asyncio.get_running_loop()

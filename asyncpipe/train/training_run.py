@@ -96,6 +96,8 @@ class TrainingRun:
         self._recorder = TraceRecorder(job.observe.trace_steps)
         self._observers: list[Observer] = [*([] if collector is None else [collector]), *observers]
         self._pool, self._share = pool, share
+        self._pipe: Pipeline | None = None
+        """While it is open."""
         self._place = place
         self._random = RunRandom(shared=pool is not None and shared)
         self._changes = ScheduleChanges()
@@ -127,6 +129,14 @@ class TrainingRun:
         unknown, would move stages to other devices or does not support the run's shape, or if no step is left.
         """
         await self._changes.ask(name)
+
+    def change_share(self, share: Share) -> None:
+        """Have another share of the pool from the next step on; with stages in workers, from the next run on."""
+        self._share = share
+        if self._in_workers:
+            self._note(logging.INFO, "its weight and class count from its next run on, since its stages are in workers")
+        elif self._pipe is not None:
+            self._pipe.change_share(share)
 
     async def run(self) -> TrainingSummary:
         """Train, evaluate and sample. However the run ends, it closes the pipeline and writes the trace.
@@ -244,10 +254,14 @@ class TrainingRun:
             )
             if self._job.pipeline.compile:
                 self._progress.entered("compiling stages")
+            self._pipe = pipe
+            if self._share is not None and not self._in_workers:
+                pipe.change_share(self._share)  # It may have changed while the pipeline was made.
             try:
                 await self._train(pipe, workload, staged, snapshots)
             finally:
                 self._compiled = pipe.compiled
+                self._pipe = None
             # Steps of the evaluation would distort the metrics of bubbles and durations.
             pipe.observers.clear()
             pipe.eval()

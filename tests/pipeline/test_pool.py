@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncpipe import DevicePool, Pipeline, Policy, Share, TaskError
+from asyncpipe import DevicePool, Observer, Pipeline, Policy, Share, TaskError
 from asyncpipe.errors import OptionError, PipelineClosedError, PolicyError
 
 DEVICES = ["cpu:0", "cpu:1"]
@@ -258,3 +258,22 @@ async def test_a_policy_that_is_wrong_ends_every_step_and_nobody_waits(workload,
         assert pool.is_broken
         for pipe in pipes:
             await pipe.aclose()
+
+
+async def test_a_share_is_changed_from_the_next_step_on(workload, no_leaks):
+    class Shares(Observer):
+        def __init__(self):
+            self.seen = []
+
+        def step_completed(self, record):
+            self.seen.append(record.journal[0][1].share)
+
+    shares = Shares()
+    options = {"share": Share("a"), "observers": [shares]}
+    async with DevicePool() as pool, pipeline(workload.model(), pool, **options) as pipe:
+        await pipe.step(workload.x, workload.target)
+        pipe.change_share(Share("a", weight=3.0, background=True))
+        await pipe.step(workload.x, workload.target)
+        with pytest.raises(OptionError, match="the share is that of job 'b', not of 'a'"):
+            pipe.change_share(Share("b"))
+    assert shares.seen == [Share("a"), Share("a", weight=3.0, background=True)]

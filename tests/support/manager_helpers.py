@@ -110,6 +110,9 @@ class Fake:
         for _ in range(min(steps, self.job.training.steps + 1)):
             self.steps.release()
 
+    def change_share(self, share: Any) -> None:
+        self.share = share
+
     async def change_schedule(self, name: str) -> None:
         await asyncio.sleep(0)
         if self.refused is not None:

@@ -4,6 +4,7 @@
 
     manager.py             starts queued jobs and records how their runs end. Start here.
     job_queue.py           the order of queued jobs, and whether the first may start: pure
+    awaited_jobs.py        queued jobs that come after others; deadlines.py: jobs that have to end by a time
     memory_footprint.py    how much memory a job will need, measured before it starts
     job_run.py             one run of a job, and the job's next state when it ends
     lost_state.py          says what is lost of a service's state, in place of beginning anew

@@ -19,17 +19,18 @@ manager makes the transition when the run has ended::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from weakref import WeakValueDictionary
 
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobSpec, JobState, JobStateError
+from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobSpec, JobState, JobStateError, PriorityClass
+from asyncpipe.service.jobs.awaited_jobs import AwaitedJobs, why_never, why_not_yet
 from asyncpipe.service.jobs.job_log import JobLogs
 from asyncpipe.service.jobs.job_queue import JobQueue
 from asyncpipe.service.jobs.job_run import JobRun
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
-from asyncpipe.service.store.job_store import JobFilter, JobStore, StoreError
+from asyncpipe.service.store.job_store import JobFilter, JobStore, StoreError, UnknownJobError
 from asyncpipe.service.submission.submission import check_new_schedule
 
 __all__ = ["ActiveJobs"]
@@ -61,6 +62,9 @@ class ActiveJobs:
         """From the transition to ``running`` to the next one."""
         self.changed = asyncio.Event()
         """Set when a queued job might be able to start."""
+        self.timed = asyncio.Event()
+        """Set when a job with a deadline has changed."""
+        self._awaited = AwaitedJobs()
         self._logs = logs
         self._metrics = metrics
         self._most_queued = most_queued
@@ -113,20 +117,61 @@ class ActiveJobs:
             self.queue.discard(record.id)
             if (left := self._leaving.get(record.id)) is not None:
                 left.set()
+            self._awaited.discard(record.id)
         if record.state is not JobState.RUNNING:
             self.running.pop(record.id, None)
         if record.state in FINAL_STATES:
+            self._awaited.ended(record.id)
             self._ended(record.id)
+        if record.spec.deadline is not None:
+            self.timed.set()
         self.changed.set()
 
     def _enqueue(self, record: JobRecord) -> None:
         self.queued[record.id] = record
-        self.queue.put(record.id, record.submitted, background=record.is_background)
+        if record.awaits:
+            self._awaited.put(record)
+        else:
+            self._awaited.discard(record.id)
+            self.queue.put(record.id, record.submitted, background=record.is_background)
 
     def first(self) -> JobRecord | None:
         """The queued job whose turn it is, if there is one."""
         first = self.queue.first
         return None if first is None else self.queued[first]
+
+    def why_not_yet(self, job: str) -> str | None:
+        """Which other jobs a queued ``job`` waits for, in words; ``None`` if it waits for none."""
+        if job not in self._awaited:
+            return None
+        return why_not_yet(self.queued[job].awaits, self._active)
+
+    def _active(self, job: str) -> JobRecord | None:
+        run = self.running.get(job)
+        return self.queued.get(job) if run is None else run.record
+
+    async def settle_awaited(self) -> None:
+        """Put jobs into the queue that wait for no other any more, and let those fail that would wait for ever.
+
+        Raises ``StoreError``; the next call looks at the same jobs again.
+        """
+        while self._awaited.unchecked:
+            job = next(iter(self._awaited.unchecked))
+            async with self.turn(job):
+                if job in self.queued:
+                    record = await self.store.get(job)
+                    never = [why_never(other, await self._found(other)) for other in record.awaits]
+                    if (why := next(filter(None, never), None)) is not None:
+                        await self.become(record, JobState.FAILED, why)
+                    else:
+                        self._enqueue(record)
+                self._awaited.unchecked.discard(job)
+
+    async def _found(self, job: str) -> JobRecord | None:
+        try:
+            return await self.store.get(job)
+        except UnknownJobError:
+            return None
 
     def _update(self, record: JobRecord) -> JobRecord:
         """``record``, which replaces that of a job whose state has not changed."""
@@ -182,6 +227,30 @@ class ActiveJobs:
             if record.state in FINAL_STATES:  # Which is more than to resume: `retry`.
                 raise JobStateError(job, record.state, "be resumed, as it has ended")
             return await self.become(record, JobState.QUEUED, cause, self._most_queued)
+
+    async def amend(
+        self,
+        job: str,
+        *,
+        priority_class: PriorityClass | None = None,
+        weight: float | None = None,
+        tags: Collection[str] | None = None,
+    ) -> JobRecord:
+        """The job with another class, weight or other tags; a running one has its new share from its next step on.
+
+        Raises ``JobSpecError`` for values that no job can have. Jobs that have ended may have other tags.
+        """
+        async with self.turn(job):
+            if priority_class is not None or weight is not None:
+                record = await self.store.get(job)
+                if record.state in FINAL_STATES:
+                    raise JobStateError(job, record.state, "change its priority class or weight")
+            changed = await self.store.amend(job, priority_class=priority_class, weight=weight, tags=tags)
+            record = self._update(changed)
+            if (run := self.running.get(job)) is not None:
+                run.change_share()
+            self.changed.set()
+            return record
 
     async def change_schedule(self, job: str, schedule: str) -> JobRecord:
         """The job, which follows ``schedule`` from its next step on, also after a restart.

@@ -54,6 +54,9 @@ class JobTrainer(Protocol):
     async def change_schedule(self, name: str) -> None:
         """Follow another schedule from the next step on."""
 
+    def change_share(self, share: Share) -> None:
+        """Have another share of the devices, from the next step or the next run on."""
+
 
 MakeTrainer = Callable[..., JobTrainer]
 
@@ -99,6 +102,8 @@ class JobRun:
         self._training: JobTrainer | None = None
         self._task: asyncio.Task[TrainingSummary] | None = None
         self._started = self._stopping = self._cancelling = False
+        self.expired: str | None = None
+        """Why it is to fail, once it has stopped."""
         self._step: int | None = None
         """The last step, until the store has it."""
         self._snapshots: list[tuple[int, str]] = []
@@ -159,6 +164,16 @@ class JobRun:
         change.result()
         return True
 
+    def change_share(self) -> None:
+        """Have the weight and the class that its record has now."""
+        if self._training is not None:
+            self._training.change_share(_share_of(self.record))
+
+    def expire(self, cause: str) -> None:
+        """End the run after its step, with a snapshot, as a failure that trying again would not repair."""
+        self.expired = cause
+        self.stop()
+
     # Training
 
     async def _train(
@@ -172,7 +187,7 @@ class JobRun:
                 progress=self,
                 collector=self.collector,
                 observers=[self.view, self],
-                share=Share(record.id, weight=record.spec.weight, background=record.is_background),
+                share=_share_of(record),
                 **options,
             )
             self._task = asyncio.create_task(self._training.run(), name=f"asyncpipe job {self.record.id}")
@@ -192,6 +207,8 @@ class JobRun:
             await asyncio.wait([task])
             raise
         if task.cancelled():
+            if self.expired is not None:
+                return RunOutcome(RunEnding.FAILED_PERMANENTLY, self.expired)
             if self._cancelling:
                 return RunOutcome(RunEnding.CANCELLED, "cancelled")
             return RunOutcome(RunEnding.FAILED, "its code raised CancelledError without being cancelled")
@@ -203,6 +220,8 @@ class JobRun:
             self.noted(logging.INFO, f"held-out loss {summary.evaluation:.4f}")
         if summary.sample is not None:
             self.noted(logging.INFO, f"sample: {summary.sample}")
+        if summary.stopped and self.expired is not None:
+            return RunOutcome(RunEnding.FAILED_PERMANENTLY, f"{self.expired}; it stopped after step {summary.steps}")
         if summary.stopped and self._stopping:
             return RunOutcome(RunEnding.STOPPED, f"stopped after step {summary.steps}")
         if not self._has_saved(summary):
@@ -310,3 +329,7 @@ class JobRun:
         await self._report_now()
         if self._timer is not None:
             self._timer.cancel()
+
+
+def _share_of(record: JobRecord) -> Share:
+    return Share(record.id, weight=record.spec.weight, background=record.is_background)

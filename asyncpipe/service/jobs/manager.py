@@ -26,6 +26,7 @@ from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.runtime.workers.ray_workers import RayWorkers
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
+from asyncpipe.service.jobs.deadlines import Deadlines
 from asyncpipe.service.jobs.hosts import Hosts
 from asyncpipe.service.jobs.isolation.job_processes import JobProcesses
 from asyncpipe.service.jobs.isolation.process_trainer import ProcessTrainer
@@ -96,6 +97,7 @@ class Manager:
         """How often each job failed since its last snapshot."""
         self._measuring: asyncio.Task[None] | None = None
         self._scheduler: asyncio.Task[None] | None = None
+        self._expiry: asyncio.Task[None] | None = None
         self._drained: asyncio.Task[None] | None = None
         self.shutdown: str | None = None
         """Why no more jobs start; ``None`` while they do. Set by ``take_no_more``, from any thread."""
@@ -121,6 +123,8 @@ class Manager:
                     record.state,
                 )
             self._scheduler = asyncio.create_task(self._schedule(), name="asyncpipe job scheduler")
+            deadlines = Deadlines(self.jobs, self.settings.grace_seconds, self._retry_seconds)
+            self._expiry = asyncio.create_task(deadlines.watch(), name="asyncpipe deadlines")
             self._stack = stack.pop_all()
         return self
 
@@ -143,13 +147,16 @@ class Manager:
 
     async def _drain(self) -> None:
         assert self._scheduler is not None
+        assert self._expiry is not None
         self._ending.set()
+        self._expiry.cancel()
         self.jobs.changed.set()
         loop = asyncio.get_running_loop()
         over = loop.call_later(self.settings.grace_seconds, self._give_up)
         try:
             with suppress(Exception):  # Logged where it was raised.
                 await self._scheduler
+            await asyncio.wait([self._expiry])
             for run in list(self.jobs.running.values()):
                 run.stop()
             if self._measuring is not None:
@@ -187,6 +194,8 @@ class Manager:
             return None
         if self.shutdown is not None:
             return self.shutdown
+        if (after := self.jobs.why_not_yet(job)) is not None:
+            return after
         first = self.jobs.first()
         assert first is not None
         decision = self._decide(first)
@@ -218,6 +227,7 @@ class Manager:
 
     async def _act(self) -> bool:
         """Start, fail or measure the first queued job; false if there is nothing to do now."""
+        await self.jobs.settle_awaited()
         record = self.jobs.first()
         if self.shutdown is not None or record is None:
             return False

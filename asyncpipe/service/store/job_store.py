@@ -30,10 +30,11 @@ from asyncpipe.service.store import queries, reading
 from asyncpipe.service.store.database import StoreError, StoreProblem
 from asyncpipe.service.store.database_thread import DatabaseThread
 from asyncpipe.service.store.queries import IdempotencyConflictError, QueueFullError
-from asyncpipe.service.store.reading import AmbiguousJobError, JobCandidate, JobFilter, UnknownJobError
+from asyncpipe.service.store.reading import AmbiguousJobError, AwaitedJobError, JobCandidate, JobFilter, UnknownJobError
 
 __all__ = [
     "AmbiguousJobError",
+    "AwaitedJobError",
     "IdempotencyConflictError",
     "JobCandidate",
     "JobFilter",
@@ -120,7 +121,8 @@ class JobStore:
         """The new job, queued, and true; or the job that the same key and specification created before, and false.
 
         Raises ``JobSpecError``, ``OptionError`` (the key), ``IdempotencyConflictError`` where the key was used with
-        another specification, and ``QueueFullError`` for a new job if ``most_queued`` jobs are queued already.
+        another specification, ``QueueFullError`` for a new job if ``most_queued`` jobs are queued already, and
+        ``UnknownJobError`` or ``AwaitedJobError`` for a job that it cannot come after.
         """
         spec.to_json()
         if idempotency_key is not None and not is_idempotency_key(idempotency_key):
@@ -269,6 +271,10 @@ class JobStore:
             )
 
         return await self._run(after, read, writes=False)
+
+    async def due(self, at: float) -> tuple[tuple[str, ...], float | None]:
+        """The jobs that have not ended by their deadline, ``at`` this time; and when the next deadline is."""
+        return await self.thread.run(lambda db: reading.jobs_due(db, at), writes=False)
 
     async def count_groups(self, groups: Collection[str]) -> dict[str, dict[JobState, int]]:
         """How many jobs of each of ``groups`` are in each state; states without jobs are left out."""

@@ -22,7 +22,7 @@ from asyncpipe.service.job_states import (
     check_asking,
     check_transition,
 )
-from asyncpipe.service.store.reading import FROM, find_job, number_and_state
+from asyncpipe.service.store.reading import FROM, AwaitedJobError, find_job, number_and_state
 
 __all__ = [
     "IdempotencyConflictError",
@@ -79,7 +79,8 @@ def add_job(
 ) -> JobRecord:
     """A new job, queued; or the job that ``key`` created before with the same ``spec``.
 
-    Raises ``IdempotencyConflictError``, and ``QueueFullError`` if ``most_queued`` jobs are queued already.
+    Raises ``IdempotencyConflictError``, ``QueueFullError`` if ``most_queued`` jobs are queued already, and for the jobs
+    that it comes after ``UnknownJobError`` and ``AwaitedJobError``.
     """
     text = spec.to_json()
     if key is not None:
@@ -89,6 +90,7 @@ def add_job(
         if row is not None:
             return find_job(connection, row[0])
     _check_room(connection, most_queued)
+    awaited = [other for other in spec.after if not _has_finished(connection, other)]
     cause = "submitted"
     number = connection.execute(
         "INSERT INTO jobs (id, name, entry, priority_class, weight, tags, group_name, deadline, state, cause,"
@@ -99,7 +101,7 @@ def add_job(
     connection.execute("INSERT INTO specs (job, spec) VALUES (?, ?)", (number, text))
     _add_tags(connection, number, spec.tags)
     connection.executemany(
-        "INSERT OR IGNORE INTO job_waits (awaited, job) VALUES (?, ?)", [(other, number) for other in spec.after]
+        "INSERT OR IGNORE INTO job_waits (awaited, job) VALUES (?, ?)", [(other, number) for other in awaited]
     )
     _add_transition(connection, number, None, JobState.QUEUED, at, cause)
     return find_job(connection, job)
@@ -237,6 +239,13 @@ def _check_room(connection: sqlite3.Connection, most_queued: int | None) -> None
     (queued,) = connection.execute("SELECT count(*) FROM jobs WHERE state = ?", (JobState.QUEUED,)).fetchone()
     if queued >= most_queued:
         raise QueueFullError(most_queued)
+
+
+def _has_finished(connection: sqlite3.Connection, job: str) -> bool:
+    _, state = number_and_state(connection, job)
+    if state in FINAL_STATES and state is not JobState.FINISHED:
+        raise AwaitedJobError(job, state)
+    return state is JobState.FINISHED
 
 
 def _add_tags(connection: sqlite3.Connection, number: int | None, tags: Sequence[str]) -> None:

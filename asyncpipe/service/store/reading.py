@@ -26,6 +26,7 @@ from asyncpipe.service.job_states import (
 __all__ = [
     "FROM",
     "AmbiguousJobError",
+    "AwaitedJobError",
     "JobCandidate",
     "JobFilter",
     "UnknownJobError",
@@ -33,16 +34,18 @@ __all__ = [
     "count_jobs",
     "find_job",
     "history_of",
+    "jobs_due",
     "list_jobs",
     "number_and_state",
     "resolve_job",
 ]
 
 MOST_CANDIDATES = 10
-_COLUMNS = (
+_NAMES = (
     "id, spec, state, cause, submitted, updated, attempts, step, snapshot, asked, asked_cause, schedule, crashes,"
     " forked_from, from_step, priority_class, weight, tags, deadline"
 )
+_COLUMNS = f"{_NAMES}, (SELECT json_group_array(awaited) FROM job_waits WHERE job_waits.job = jobs.number)"  # noqa: S608 - no input
 FROM = "FROM jobs JOIN specs ON specs.job = jobs.number"
 """Of statements that read jobs with their specifications."""
 _SEARCHED = ("name", "entry", "id", "cause", "tags", "group_name")
@@ -82,6 +85,18 @@ class UnknownJobError(AsyncpipeError, LookupError):
 
     def __reduce__(self) -> tuple[type[UnknownJobError], tuple[str]]:
         return type(self), (self.job,)
+
+
+class AwaitedJobError(AsyncpipeError, ValueError):
+    """A job that has ended and not finished; no job can be submitted to come after it."""
+
+    def __init__(self, job: str, state: JobState) -> None:
+        super().__init__(f"job {job} is {state}, so nothing can come after it; retry it first, or name another job")
+        self.job = job
+        self.state = state
+
+    def __reduce__(self) -> tuple[type[AwaitedJobError], tuple[str, JobState]]:
+        return type(self), (self.job, self.state)
 
 
 class JobCandidate(NamedTuple):
@@ -212,6 +227,18 @@ def resolve_job(connection: sqlite3.Connection, text: str) -> str:
     return found
 
 
+def jobs_due(connection: sqlite3.Connection, at: float) -> tuple[tuple[str, ...], float | None]:
+    """The jobs that have not ended and whose deadline is ``at`` this time or before, and the next one after it."""
+    going = f"state IN ('{JobState.QUEUED}', '{JobState.RUNNING}', '{JobState.PAUSED}')"
+    due = connection.execute(f"SELECT id FROM jobs WHERE deadline <= ? AND {going} ORDER BY number", (at,))  # noqa: S608 - no input
+    jobs = tuple(job for (job,) in due.fetchall())
+    (following,) = connection.execute(
+        f"SELECT min(deadline) FROM jobs WHERE deadline > ? AND {going}",  # noqa: S608 - no input
+        (at,),
+    ).fetchone()
+    return jobs, following
+
+
 def count_groups(connection: sqlite3.Connection, groups: Collection[str]) -> dict[str, dict[JobState, int]]:
     """How many jobs of each of ``groups`` are in each state; states without jobs are left out."""
     rows = connection.execute(
@@ -252,7 +279,7 @@ def number_and_state(connection: sqlite3.Connection, job: str) -> tuple[int, Job
 
 
 def _record(row: tuple[Any, ...]) -> JobRecord:
-    values = dict(zip(_COLUMNS.split(", "), row, strict=True))
+    values = dict(zip([*_NAMES.split(", "), "awaits"], row, strict=True))
     try:
         spec = JobSpec.from_json(values["spec"])
         now = PriorityClass(values.pop("priority_class")), values.pop("weight"), tuple(json.loads(values.pop("tags")))
@@ -261,6 +288,7 @@ def _record(row: tuple[Any, ...]) -> JobRecord:
             spec = replace(spec, priority_class=now[0], weight=now[1], tags=now[2], deadline=deadline)
         values["spec"] = spec
         values["state"] = JobState(values["state"])
+        values["awaits"] = tuple(json.loads(values["awaits"]))
         values["asked"] = None if values["asked"] is None else JobState(values["asked"])
         return JobRecord(**values)
     except ValueError as error:

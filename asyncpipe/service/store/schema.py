@@ -141,6 +141,7 @@ def _second_schema(connection: sqlite3.Connection) -> None:
         "CREATE INDEX jobs_by_entry ON jobs (entry, number)",
         "CREATE INDEX jobs_by_name ON jobs (name, number)",
         "CREATE INDEX jobs_by_group ON jobs (group_name, number) WHERE group_name IS NOT NULL",
+        "CREATE INDEX jobs_by_deadline ON jobs (deadline) WHERE deadline IS NOT NULL",
         "CREATE INDEX transitions_by_job ON transitions (job, sequence)",
         "CREATE INDEX job_tags_by_job ON job_tags (job)",
         "CREATE INDEX job_waits_by_job ON job_waits (job)",

@@ -26,7 +26,19 @@ from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
 from asyncpipe.core.schedules.validate import blaming
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.service.job_states import MAX_NAME, MAX_WEIGHT, JobRecord, JobSpec, JobSpecError, PriorityClass
+from asyncpipe.service.job_states import (
+    LAST_DEADLINE,
+    MAX_AFTER,
+    MAX_NAME,
+    MAX_TAGS,
+    MAX_WEIGHT,
+    TAG,
+    TAG_PATTERN,
+    JobRecord,
+    JobSpec,
+    JobSpecError,
+    PriorityClass,
+)
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.train.job_file import (
@@ -103,6 +115,12 @@ _NAME = f"must be a printable text of 1 to {MAX_NAME} characters, without spaces
 _WEIGHT = f"must be a number above 0, up to {MAX_WEIGHT:g}"
 
 
+_TAGS = Field(max_length=MAX_TAGS, description=f"must be a list of up to {MAX_TAGS} tags, each {TAG}")
+_AFTER = "must be the id of a job, the beginning of one, or a name"
+_EACH_AFTER = Field(max_length=MAX_AFTER, description=f"must be a list of up to {MAX_AFTER} jobs")
+_DEADLINE = "must be a Unix time in seconds, before the year 10000"
+
+
 class SubmittedPipeline(StagesTable):
     """``pipeline``: as in a job file, but with the operator's devices, workers and registered schedules only."""
 
@@ -143,6 +161,20 @@ class Submission(StrictModel):
     )
     weight: float = Field(default=1.0, gt=0, le=MAX_WEIGHT, allow_inf_nan=False, description=_WEIGHT)
     """Its share of the devices' time, relative to other foreground jobs."""
+    tags: Annotated[list[Annotated[str, Field(pattern=f"^{TAG_PATTERN}$", description=f"must be {TAG}")]], _TAGS] = (
+        Field(default_factory=list)
+    )
+    """Words by which it is found."""
+    group: (
+        Annotated[str, AfterValidator(_printable), Field(min_length=1, max_length=MAX_NAME, description=_NAME)] | None
+    ) = None
+    """The name of a group of jobs that belong together."""
+    after: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_NAME, description=_AFTER)]], _EACH_AFTER
+    ] = Field(default_factory=list)
+    """The jobs that have to finish before it begins: their ids, unique beginnings of these, or names."""
+    deadline: float | None = Field(default=None, gt=0, lt=LAST_DEADLINE, allow_inf_nan=False, description=_DEADLINE)
+    """The Unix time at which the job fails unless it has ended."""
 
     @model_validator(mode="after")
     def _check_overlap(self) -> Self:
@@ -151,6 +183,10 @@ class Submission(StrictModel):
 
 
 # Checks
+
+
+_FIELDS = {"name", "entry", "priority_class", "weight", "tags", "group", "after", "deadline"}
+"""Of a specification itself; its document has the others."""
 
 
 def check_submission(submission: SubmissionInput, settings: ServiceSettings, entries: Entries) -> JobSpec:
@@ -166,9 +202,12 @@ def check_submission(submission: SubmissionInput, settings: ServiceSettings, ent
         problems += _wrong_schedule(read.pipeline)
     if problems:
         raise SubmissionError(problems)
-    document = read.model_dump(mode="json", exclude={"name", "entry", "priority_class", "weight"})
+    document = read.model_dump(mode="json", exclude=_FIELDS)
     try:
-        spec = JobSpec(read.name, read.entry, document, read.priority_class, read.weight)
+        spec = JobSpec(
+            read.name, read.entry, document, read.priority_class, read.weight,
+            tuple(dict.fromkeys(read.tags)), read.group, tuple(read.after), read.deadline,
+        )  # fmt: skip
         spec.to_json()
     except JobSpecError as error:
         raise SubmissionError([("", str(error))]) from error

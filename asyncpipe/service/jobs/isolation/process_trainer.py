@@ -93,6 +93,12 @@ class ProcessTrainer:
         except WorkerLostError as error:
             raise NoMoreStepsError("the run has ended") from error
 
+    def change_share(self, share: Share) -> None:
+        """Note that another class counts from the next run on; weights do not count between processes."""
+        if share.background != self._share.background:
+            self._progress.noted(logging.INFO, "its priority class counts from its next run on, in a new process")
+        self._share = share
+
     async def run(self) -> TrainingSummary:
         """As ``LastingRun.run``, but every error is an ``EndedElsewhereError``."""
         settings = self._processes.settings

@@ -1,0 +1,150 @@
+"""Jobs that come after others, jobs with deadlines, and jobs that get another share; trainings do as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+
+import pytest
+from manager_helpers import Fakes, opened, until
+
+from asyncpipe.service.job_states import JobSpecError, JobState, JobStateError, PriorityClass
+from asyncpipe.service.jobs.active_jobs import ActiveJobs
+from asyncpipe.service.jobs.deadlines import Deadlines
+from asyncpipe.service.store.job_store import AwaitedJobError, StoreError, StoreProblem, UnknownJobError
+
+QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
+
+pytestmark = pytest.mark.one_loop
+
+
+async def test_a_job_begins_when_those_that_it_comes_after_have_finished(tmp_path):
+    async with opened(tmp_path, max_running=4) as service:
+        first, second = await service.running("first"), await service.running("second")
+        last = await service.submit("last", after=[first.id, second.id])
+        assert last.awaits == (first.id, second.id)
+        other = await service.running("other")  # It holds nobody up.
+        reason = f"comes after job {first.id} (first), which is running and 1 other job"
+        await until(lambda: service.manager.waits_for(last.id) == reason)
+        service.fakes["first"].go()
+        await until(lambda: service.manager.waits_for(last.id) == reason.replace("first", "second").replace(
+            first.id, second.id).removesuffix(" and 1 other job"))  # fmt: skip
+        assert not service.fakes.made["last"]
+        service.fakes["second"].go()
+        await service.comes(last.id, RUNNING)
+        await until(lambda: service.fakes.made["last"])
+        assert (await service.submit("at once", after=[first.id])).awaits == ()
+        for name in ("last", "other"):
+            service.fakes[name].go()
+        for job in (last, other):
+            await service.comes(job.id, FINISHED)
+
+
+async def test_a_job_fails_with_what_it_comes_after_and_so_do_those_behind_it(tmp_path):
+    async with opened(tmp_path, max_running=1) as service:
+        first = await service.running("first")
+        second = await service.submit("second", after=[first.id])
+        third = await service.submit("third", after=[second.id])
+        kept = await service.submit("kept", after=[first.id])
+        await service.control.pause(kept.id, "later")
+        await service.control.cancel(first.id, "ann asked")
+        failed = await service.comes(second.id, FAILED)
+        assert failed.cause == f"it comes after job {first.id} (first), which was cancelled"
+        assert (
+            await service.comes(third.id, FAILED)
+        ).cause == f"it comes after job {second.id} (second), which has failed"
+        assert (await service.store.get(kept.id)).state is PAUSED
+        await service.control.resume(kept.id, "now")
+        assert "was cancelled" in (await service.comes(kept.id, FAILED)).cause
+        with pytest.raises(AwaitedJobError, match="is cancelled, so nothing can come after it; retry it first"):
+            await service.submit("late", after=[first.id])
+        with pytest.raises(UnknownJobError):
+            await service.submit("late", after=["nobody"])
+
+
+async def test_what_was_waited_for_is_known_after_a_restart(tmp_path):
+    async with opened(tmp_path) as service:
+        first, gone = await service.running("first"), await service.running("gone")
+        after = [await service.submit(name, after=[job.id]) for name, job in (("a", first), ("b", gone))]
+    async with opened(tmp_path) as service:
+        erase = "DELETE FROM jobs WHERE name = 'gone'"
+        assert [job.id for job in after if service.manager.waits_for(job.id)] == [job.id for job in after]
+        await until(lambda: service.fakes.made["gone"])
+        service.fakes["first"].go()
+        await service.comes(after[0].id, RUNNING)
+        await service.store.thread.run(lambda db: db.execute(erase).rowcount, writes=True)
+    async with opened(tmp_path) as service:
+        assert "is not there any more" in (await service.comes(after[1].id, FAILED)).cause
+
+
+async def test_jobs_that_have_not_ended_by_their_deadline_fail(tmp_path):
+    now = 1e9
+    async with opened(tmp_path, max_running=1) as service:
+        control = service.control
+        deadlines = Deadlines(control, 30.0, 0.01, lambda: now)
+        first = await service.running("first", deadline=2e9)
+        waiting, paused = await service.submit("waiting", deadline=2e9), await service.submit("paused", deadline=2e9)
+        later = await service.submit("later", deadline=3e9)
+        await control.pause(paused.id, "later")
+        watching = asyncio.create_task(deadlines.watch())
+        await service.store.count()
+        assert (await service.store.get(first.id)).state is RUNNING
+        now = 2e9
+        control.timed.set()
+        cause = "its deadline, 2033-05-18 03:33:20 UTC, has passed"
+        for job in (waiting, paused):
+            assert (await service.comes(job.id, FAILED)).cause == cause
+        failed = await service.comes(first.id, FAILED)
+        assert (failed.cause, failed.snapshot) == (f"{cause}; it stopped after step 0", None)
+        assert (await service.comes(later.id, RUNNING)).spec.deadline == 3e9
+        retried = await service.store.transition(waiting.id, QUEUED, "retried")
+        assert retried.spec.deadline == 2e9 if retried.updated < 2e9 else retried.spec.deadline is None
+        watching.cancel()
+
+
+async def test_a_run_that_does_not_stop_at_its_deadline_is_cancelled(tmp_path):
+    fakes = Fakes()
+    async with opened(tmp_path, fakes) as service:
+        job = await service.running("first", deadline=2e9)
+        fakes["first"].stop = lambda: None  # It hangs in its step.
+        watching = asyncio.create_task(Deadlines(service.control, 0.0, 0.01, lambda: 2e9).watch())
+        assert "has passed" in (await service.comes(job.id, FAILED)).cause
+        watching.cancel()
+
+
+async def test_deadlines_are_looked_at_again_when_the_store_works_again(tmp_path, monkeypatch):
+    async with opened(tmp_path) as service:
+        job = await service.submit("job", deadline=2e9)
+        await service.control.pause(job.id, "later")
+        due, calls = service.store.due, count()
+
+        async def failing(at):
+            if next(calls) < 3:
+                raise StoreError(tmp_path, StoreProblem.FULL, "is full", "free some space")
+            return await due(at)
+
+        monkeypatch.setattr(service.store, "due", failing)
+        watching = asyncio.create_task(Deadlines(service.control, 0.0, 0.0, lambda: 2e9).watch())
+        await service.comes(job.id, FAILED)
+        watching.cancel()
+
+
+async def test_class_and_weight_are_changed_wherever_a_job_is(tmp_path):
+    async with opened(tmp_path, max_running=1) as service:
+        control: ActiveJobs = service.control
+        first = await service.running("first", weight=2.0)
+        old, new = await service.submit("old"), await service.submit("new")
+        await control.amend(first.id, weight=5, priority_class=PriorityClass.BACKGROUND)
+        share = service.fakes["first"].share
+        assert (share.job, share.weight, share.background) == (first.id, 5, True)
+        changed = await control.amend(old.id, priority_class=PriorityClass.BACKGROUND, tags=["slow"])
+        assert (changed.is_background, changed.spec.tags) == (True, ("slow",))
+        assert service.manager.waits_for(old.id) == "max_running 1 is reached; 1 before it"
+        with pytest.raises(JobSpecError):
+            await control.amend(old.id, weight=-1)
+        service.fakes["first"].go()
+        await service.comes(new.id, RUNNING)
+        await service.comes(first.id, FINISHED)
+        with pytest.raises(JobStateError, match="cannot change its priority class or weight"):
+            await control.amend(first.id, weight=2)
+        assert (await control.amend(first.id, tags=["done"])).spec.tags == ("done",)
