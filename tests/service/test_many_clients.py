@@ -174,8 +174,8 @@ async def finished(service: TrainingService) -> None:
     assert not manager.jobs._turns
     assert not manager.logs._users
     assert not manager.logs._turns
-    assert not manager._peaks
-    assert not manager._failures
+    assert not manager.measuring.peaks
+    assert not manager.failures
     assert not service._local_requests
     driver = manager.pool.driver
     assert driver.scheduler.idle

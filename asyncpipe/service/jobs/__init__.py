@@ -5,8 +5,10 @@
     manager.py             starts queued jobs and records how their runs end. Start here.
     job_queue.py           the order of queued jobs, and whether the first may start: pure
     awaited_jobs.py        queued jobs that come after others; deadlines.py: jobs that have to end by a time
-    memory_footprint.py    how much memory a job will need, measured before it starts
-    job_run.py             one run of a job, and the job's next state when it ends
+    measuring.py           how much memory a job will need, measured before it starts by memory_footprint.py
+    job_run.py             one run of a job
+    run_outcome.py         how it ended, and the job's next state: pure
+    isolation/             a run, or a measurement, in a process of its own
     lost_state.py          says what is lost of a service's state, in place of beginning anew
     job_folder.py          the files of a job, when it begins, is copied or deleted
     active_jobs.py         the jobs that have not ended, and the requests of clients; the only place where a job changes

@@ -52,8 +52,9 @@ class ActiveJobs:
         metrics: ServiceMetrics,
         most_queued: int,
         ended: Callable[[str], object],
+        is_suspect: Callable[[JobRecord], bool] = lambda record: False,
     ) -> None:
-        """``ended`` is called with each job that reaches a final state."""
+        """``ended`` is called with each job that reaches a final state. Suspects wait behind all foreground jobs."""
         self.store = store
         self.queued: dict[str, JobRecord] = {}
         self.queue = JobQueue()
@@ -69,6 +70,7 @@ class ActiveJobs:
         self._metrics = metrics
         self._most_queued = most_queued
         self._ended = ended
+        self._is_suspect = is_suspect
         self._leaving: dict[str, asyncio.Event] = {}
         """Set when the job is not queued any more."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -133,7 +135,8 @@ class ActiveJobs:
             self._awaited.put(record)
         else:
             self._awaited.discard(record.id)
-            self.queue.put(record.id, record.submitted, background=record.is_background)
+            background = record.is_background or self._is_suspect(record)
+            self.queue.put(record.id, record.submitted, background=background)
 
     def first(self) -> JobRecord | None:
         """The queued job whose turn it is, if there is one."""
@@ -180,6 +183,12 @@ class ActiveJobs:
         elif (run := self.running.get(record.id)) is not None:
             run.record = record
         return record
+
+    async def count_crash(self, job: str, crashes: int) -> None:
+        """Record that queued ``job`` has ``crashes``; nothing if it is not queued any more. Raises ``StoreError``."""
+        async with self.turn(job):
+            if job in self.queued:
+                self._update(await self.store.count_crash(job, crashes))
 
     async def until_not_queued(self, job: str) -> None:
         """Return when ``job`` is not queued any more; for one caller at a time."""

@@ -25,7 +25,17 @@ from typing import TypeAlias
 
 from asyncpipe.core.predict.memory import format_bytes
 
-__all__ = ["Candidate", "JobQueue", "QueueAction", "QueueDecision", "decide", "too_large", "why_behind"]
+__all__ = [
+    "Candidate",
+    "JobQueue",
+    "Neighbour",
+    "QueueAction",
+    "QueueDecision",
+    "decide",
+    "too_large",
+    "why_apart",
+    "why_behind",
+]
 
 _Place: TypeAlias = tuple[bool, float, str]
 
@@ -70,6 +80,17 @@ class Candidate:
 
     job: str
     peaks: Mapping[str, int] | None = None
+    apart: str | None = None
+    """Why it cannot run beside those that run now (``why_apart``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """What decides whether a job can run beside others."""
+
+    devices: frozenset[str]
+    is_suspect: bool = False
+    """Whether it has one attempt left, and has to be alone so that no other job is blamed."""
 
 
 class QueueAction(Enum):
@@ -107,6 +128,8 @@ def decide(
         return QueueDecision(first.job, QueueAction.REFUSE, problem)
     if len(running) >= max_running:
         return QueueDecision(first.job, QueueAction.FULL, f"max_running {max_running} is reached")
+    if first.apart is not None:
+        return QueueDecision(first.job, QueueAction.WAIT, first.apart)
     if peaks is None:
         return QueueDecision(first.job, QueueAction.MEASURE, "its memory is being measured")
     held: Counter[str] = Counter()
@@ -118,6 +141,18 @@ def decide(
             need = f"needs {format_bytes(peak)}, {format_bytes(free)} of {format_bytes(limits[device])} are free"
             return QueueDecision(first.job, QueueAction.WAIT, f"waits for memory on {device}: {need}")
     return QueueDecision(first.job, QueueAction.BEGIN, "it is its turn")
+
+
+def why_apart(job: Neighbour, running: Mapping[str, Neighbour], *, share_devices: bool) -> str | None:
+    """Why ``job`` cannot run beside ``running``; ``None`` if it can."""
+    if job.is_suspect and running:
+        return "waits to run alone: the service has died while it ran, and quarantines it the next time"
+    for other, each in running.items():
+        if each.is_suspect:
+            return f"waits for job {other}, which runs alone until its next snapshot: the service has died while it ran"
+        if not share_devices and (common := sorted(job.devices & each.devices)):
+            return f"waits for {', '.join(common)}, which job {other} has to itself"
+    return None
 
 
 def why_behind(first: QueueDecision, before: int) -> str:

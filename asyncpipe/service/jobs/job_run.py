@@ -94,6 +94,8 @@ class JobRun:
         """Those that it has stages in."""
         self.has_snapshot = False
         """Whether this run has taken a snapshot."""
+        self.on_snapshot: Callable[[], object] = lambda: None
+        """Called when it has."""
         self._store = store
         self._retried = retried
         self._failed_steps = 0
@@ -282,6 +284,7 @@ class JobRun:
     def snapshot(self, step: int, path: Path) -> None:
         """A snapshot is on disk."""
         self.has_snapshot = True
+        self.on_snapshot()
         self._snapshots.append((step, path.name))
         self._news.set()
 

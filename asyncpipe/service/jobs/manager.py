@@ -32,20 +32,32 @@ from asyncpipe.service.jobs.isolation.job_processes import JobProcesses
 from asyncpipe.service.jobs.isolation.process_trainer import ProcessTrainer
 from asyncpipe.service.jobs.job_folder import set_aside_after
 from asyncpipe.service.jobs.job_log import JobLog, JobLogs
-from asyncpipe.service.jobs.job_queue import Candidate, QueueAction, QueueDecision, decide, why_behind
+from asyncpipe.service.jobs.job_queue import (
+    Candidate,
+    Neighbour,
+    QueueAction,
+    QueueDecision,
+    decide,
+    why_apart,
+    why_behind,
+)
 from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer
 from asyncpipe.service.jobs.lost_state import what_is_lost, what_is_older
-from asyncpipe.service.jobs.memory_footprint import footprint
-from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, Tries, is_permanent, next_state
+from asyncpipe.service.jobs.measuring import Measure, MemoryMeasuring, retries_of
+from asyncpipe.service.jobs.run_outcome import (
+    RunEnding,
+    RunOutcome,
+    Tries,
+    next_state,
+)
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobStore, StoreError
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import job_of
-from asyncpipe.train.blocking_calls import DedicatedThread, in_thread
+from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.lasting_run import LastingRun
-from asyncpipe.train.randomness import RunRandom
 from asyncpipe.train.workload import Workload
 
 __all__ = ["Manager"]
@@ -54,8 +66,6 @@ _logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5.0
 """How long to wait before a failed store is tried again, and at most before a job is tried again."""
-
-Measure = Callable[..., Mapping[str, int]]
 
 
 class Manager:
@@ -76,32 +86,29 @@ class Manager:
         self.settings = settings
         self.metrics = metrics or ServiceMetrics()
         self.logs = JobLogs(settings.folder / "jobs", self._log_failed)
-        self.jobs = ActiveJobs(store, self.logs, self.metrics, settings.max_queued, self._forget)
+        self.jobs = ActiveJobs(store, self.logs, self.metrics, settings.max_queued, self._forget, self._is_suspect)
         folders = [] if settings.entry_path is None else [str(settings.entry_path.resolve())]
         launcher = RayWorkers(**settings.ray.model_dump()) if settings.workers == "ray" else settings.workers
         self.pool = DevicePool(workers=launcher, worker_path=folders)
         self.watchdog = Watchdog(self.pool.driver, factor=settings.watchdog_factor, floor=settings.watchdog_floor)
         self.hosts = Hosts(self.pool, settings.devices, self._workers_in_use)
         self._entries = entries
-        self._processes = JobProcesses(settings) if settings.is_isolated and make_trainer is None else None
+        self.processes = JobProcesses(settings) if settings.is_isolated and make_trainer is None else None
         self._hung = 0
         """Hangs that were found in processes of jobs."""
-        self._make_trainer = make_trainer or (LastingRun if self._processes is None else self._process_trainer)
-        self._measure = measure
+        self._make_trainer = make_trainer or (LastingRun if self.processes is None else self._process_trainer)
+        self.measuring = MemoryMeasuring(self, measure)
         self._retry_seconds = retry_seconds
         self._stack = AsyncExitStack()
         self._runs: set[asyncio.Task[None]] = set()
-        self._peaks: dict[str, Mapping[str, int]] = {}
-        """The measured memory by device, of jobs that have not ended."""
-        self._failures: dict[str, int] = {}
+        self.failures: dict[str, int] = {}
         """How often each job failed since its last snapshot."""
-        self._measuring: asyncio.Task[None] | None = None
         self._scheduler: asyncio.Task[None] | None = None
         self._expiry: asyncio.Task[None] | None = None
         self._drained: asyncio.Task[None] | None = None
         self.shutdown: str | None = None
         """Why no more jobs start; ``None`` while they do. Set by ``take_no_more``, from any thread."""
-        self._ending = asyncio.Event()
+        self.ending = asyncio.Event()
         """Set when ``drain`` begins."""
         self._giving_up = asyncio.Event()
         """Set when the grace period is over."""
@@ -112,8 +119,8 @@ class Manager:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.pool)
             await stack.enter_async_context(self.watchdog)
-            if self._processes is not None:
-                await stack.enter_async_context(self._processes)
+            if self.processes is not None:
+                await stack.enter_async_context(self.processes)
             attempts, resume = self.settings.max_attempts, self.settings.resume
             for record in await self.jobs.load(most_crashes=attempts, resume=resume):
                 _logger.info(
@@ -148,7 +155,7 @@ class Manager:
     async def _drain(self) -> None:
         assert self._scheduler is not None
         assert self._expiry is not None
-        self._ending.set()
+        self.ending.set()
         self._expiry.cancel()
         self.jobs.changed.set()
         loop = asyncio.get_running_loop()
@@ -159,8 +166,7 @@ class Manager:
             await asyncio.wait([self._expiry])
             for run in list(self.jobs.running.values()):
                 run.stop()
-            if self._measuring is not None:
-                await asyncio.wait([self._measuring])
+            await self.measuring.ended()
             if self._runs:
                 await asyncio.wait(self._runs)
         finally:
@@ -235,17 +241,31 @@ class Manager:
         if decision.action is QueueAction.BEGIN:
             await self._begin(record, decision)
         elif decision.action is QueueAction.REFUSE:
-            await self._refuse(record, decision.reason)
-        elif decision.action is QueueAction.MEASURE and self._measuring is None:
-            name = f"asyncpipe footprint of {record.id}"
-            self._measuring = asyncio.create_task(self._measure_memory(record), name=name)
+            await self.refuse(record, decision.reason)
+        elif decision.action is QueueAction.MEASURE:
+            self.measuring.begin(record)
         return decision.action in (QueueAction.BEGIN, QueueAction.REFUSE)
 
     def _decide(self, first: JobRecord) -> QueueDecision:
         limits = self.settings.memory_limit
-        peaks = self._peaks.get(first.id, None if _is_limited(first, limits) else {})
-        running = [run.peaks for run in self.jobs.running.values()]
-        return decide(Candidate(first.id, peaks), running, self.settings.max_running, limits)
+        peaks = self.measuring.peaks.get(first.id, None if _is_limited(first, limits) else {})
+        running = self.jobs.running
+        beside = {job: self._neighbour(run.record, run.has_snapshot) for job, run in running.items()}
+        apart = why_apart(self._neighbour(first), beside, share_devices=self.settings.share_devices)
+        held = [run.peaks for run in running.values()]
+        return decide(Candidate(first.id, peaks, apart), held, self.settings.max_running, limits)
+
+    def _neighbour(self, record: JobRecord, has_snapshot: bool = False) -> Neighbour:
+        devices = record.spec.table("pipeline").get("devices")
+        names = frozenset(map(str, devices)) if isinstance(devices, list) else frozenset()
+        return Neighbour(names, not has_snapshot and self._is_suspect(record))
+
+    def _is_suspect(self, record: JobRecord) -> bool:
+        """Whether the service has died so often while it ran that the next time it is quarantined.
+
+        Not where jobs have processes: what one of these does takes no other job along.
+        """
+        return self.processes is None and 0 < self.settings.max_attempts - 1 <= record.crashes
 
     async def _begin(self, record: JobRecord, decision: QueueDecision) -> None:
         async with self.jobs.turn(record.id):
@@ -253,7 +273,7 @@ class Manager:
             if current is None or self.shutdown is not None:
                 return
             try:
-                job, make_workload = self._built(current)
+                job, make_workload = self.built(current)
             except AsyncpipeError as error:
                 await self.jobs.become(current, JobState.FAILED, f"cannot be built: {error}")
                 return
@@ -270,14 +290,16 @@ class Manager:
                 reason += older
             running = await self.jobs.become(current, JobState.RUNNING, reason)
             collector = self.metrics.collector_of(running)
-            peaks = self._peaks.get(record.id, {})
+            peaks = self.measuring.peaks.get(record.id, {})
             run = JobRun(running, job, collector, self.jobs.store, peaks, lambda: self.metrics.retried("step"))
+            if self._is_suspect(running):
+                run.on_snapshot = self.jobs.changed.set  # Others may run beside it from then on.
             self.jobs.running[record.id] = run
             task = asyncio.create_task(self._live(run, make_workload), name=f"asyncpipe run of {record.id}")
             self._runs.add(task)
             task.add_done_callback(self._runs.discard)
 
-    def _built(self, record: JobRecord) -> tuple[Job, Callable[[], Workload]]:
+    def built(self, record: JobRecord) -> tuple[Job, Callable[[], Workload]]:
         job = job_of(record.spec, record, self.settings)
         return job, self._entries.make(record.spec.entry, record.spec.table("parameters"))
 
@@ -291,73 +313,16 @@ class Manager:
         older = what_is_older(folder, record)
         return None, older and f"; {older}"
 
-    async def _refuse(self, record: JobRecord, cause: str) -> None:
+    async def refuse(self, record: JobRecord, cause: str, to: JobState = JobState.FAILED) -> None:
         async with self.jobs.turn(record.id):
             if (current := self.jobs.queued.get(record.id)) is not None:
-                await self.jobs.become(current, JobState.FAILED, cause)
-
-    # Measuring memory
-
-    async def _measure_memory(self, record: JobRecord) -> None:
-        """Find the job's peak memory, or let the job fail."""
-        try:
-            job, make_workload = self._built(record)
-            peaks = await self._measured(job, make_workload, record.id)
-            if record.id in self.jobs.queued:
-                self._peaks[record.id] = peaks
-        except _Obsolete:
-            pass
-        except Exception as error:  # noqa: BLE001 - logged, and the cause of the transition
-            failures = self._failures.get(record.id, 0) + 1
-            if record.id in self.jobs.queued:
-                self._failures[record.id] = failures
-            cause = f"its memory could not be measured: {error}"
-            _logger.warning("job %s: %s", record.id, cause)
-            if is_permanent(error) or failures > _retries(record):
-                with suppress(StoreError):  # The job stays queued and is measured again.
-                    await self._refuse(record, cause)
-            else:
-                await self._back_off(failures)
-        finally:
-            self._measuring = None
-            self.jobs.changed.set()
-
-    async def _measured(self, job: Job, make_workload: Callable[[], Workload], record: str) -> Mapping[str, int]:
-        if self._processes is None or self._measure is not None:
-            async with DedicatedThread("asyncpipe-footprint") as thread:
-                return await thread.run(lambda: self._footprint(job, make_workload, record))
-        measuring = asyncio.create_task(self._processes.measure(record, job, make_workload))
-        over = [asyncio.create_task(each) for each in (self.jobs.until_not_queued(record), self._ending.wait())]
-        try:
-            await asyncio.wait([measuring, *over], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            is_measured = measuring.done()
-            for each in (measuring, *over):
-                each.cancel()
-            await asyncio.wait([measuring, *over])
-        if not is_measured:
-            raise _Obsolete
-        return measuring.result()
-
-    def _is_wanted(self, queued: str) -> bool:
-        return self.shutdown is None and queued in self.jobs.queued
-
-    def _footprint(self, job: Job, make_workload: Callable[[], Workload], record: str) -> Mapping[str, int]:
-        """The job's peak memory. Blocks, in a thread."""
-
-        def check_wanted(_: str = "") -> None:
-            if not self._is_wanted(record):
-                raise _Obsolete
-
-        workload = RunRandom(shared=True).build(job.training.seed, make_workload)
-        check_wanted()
-        return (self._measure or footprint)(job, workload, progress=check_wanted)
+                await self.jobs.become(current, to, cause)
 
     # Running jobs
 
     def _process_trainer(self, *arguments: Any, **options: Any) -> ProcessTrainer:
-        assert self._processes is not None
-        return ProcessTrainer(self._processes, self._count_hung, *arguments, **options)
+        assert self.processes is not None
+        return ProcessTrainer(self.processes, self._count_hung, *arguments, **options)
 
     def _count_hung(self, hung: int) -> None:
         self._hung += hung
@@ -393,16 +358,16 @@ class Manager:
         job = run.record.id
         failed = outcome.ending is RunEnding.FAILED
         crashed = outcome.ending is RunEnding.CRASHED
-        failures = (0 if run.has_snapshot else self._failures.get(job, 0)) + failed
-        if failed and failures <= _retries(run.record):
-            await self._back_off(failures)
+        failures = (0 if run.has_snapshot else self.failures.get(job, 0)) + failed
+        if failed and failures <= retries_of(run.record):
+            await self.back_off(failures)
         while True:
             try:
                 async with self.jobs.turn(job):
                     asked, why = run.record.asked, run.record.asked_cause or "requested"
                     tries = Tries(
                         failures,
-                        _retries(run.record),
+                        retries_of(run.record),
                         (0 if run.has_snapshot else run.record.crashes) + crashed,
                         self.settings.max_attempts,
                     )
@@ -414,18 +379,18 @@ class Manager:
                 if self._giving_up.is_set() or await _set_within(self._giving_up, self._retry_seconds):
                     return
         if after.state not in FINAL_STATES:
-            self._failures[job] = failures
+            self.failures[job] = failures
         if (failed or crashed) and after.state is JobState.QUEUED:
             self.metrics.retried("snapshot")
 
-    async def _back_off(self, failures: int) -> None:
+    async def back_off(self, failures: int) -> None:
         """Wait before the next try, twice as long after each failure; not after the first."""
         if failures > 1:
-            await _set_within(self._ending, min(2.0 ** (failures - 2), self._retry_seconds))
+            await _set_within(self.ending, min(2.0 ** (failures - 2), self._retry_seconds))
 
     def _forget(self, job: str) -> None:
-        self._failures.pop(job, None)
-        self._peaks.pop(job, None)
+        self.failures.pop(job, None)
+        self.measuring.peaks.pop(job, None)
 
     def _workers_in_use(self) -> Mapping[str, Sequence[str]]:
         return {job: run.workers for job, run in self.jobs.running.items()}
@@ -435,20 +400,10 @@ class Manager:
         self.metrics.log_failed()
 
 
-class _Obsolete(Exception):
-    """Ends a measurement whose job is no longer queued."""
-
-
 def _is_limited(record: JobRecord, limits: Mapping[str, int]) -> bool:
     """Whether the job names a device that has a limit."""
     devices = record.spec.table("pipeline").get("devices")
     return isinstance(devices, list) and any(device in limits for device in devices)
-
-
-def _retries(record: JobRecord) -> int:
-    """How many failures in a row, without a new snapshot, the job may have."""
-    retries = record.spec.table("faults").get("snapshot_retries")
-    return retries if isinstance(retries, int) else 0
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:

@@ -300,7 +300,7 @@ async def test_jobs_are_measured_and_wait_for_memory(tmp_path):
             service.fakes[name].go()
         for job in waiting[:2]:
             await service.comes(job.id, FINISHED)
-        assert not service.manager._peaks  # Private: nothing else shows that it would grow for ever.
+        assert not service.manager.measuring.peaks
 
 
 async def test_a_job_that_cannot_be_measured_fails(tmp_path):
@@ -330,7 +330,7 @@ async def test_what_is_being_measured_can_be_cancelled_and_the_service_can_end(t
         await service.control.cancel(job.id, "ann asked")
         go_on.set()
         await until(lambda: not tasks_named("asyncpipe footprint"))
-        assert not service.manager._peaks  # Private: nothing else shows that it would grow for ever.
+        assert not service.manager.measuring.peaks
         begun.clear()
         go_on.clear()
         second = await service.submit("second")

@@ -1,0 +1,114 @@
+"""Jobs that were running when the service died: how often they are tried, beside whom, and when they are not."""
+
+from __future__ import annotations
+
+import pytest
+from manager_helpers import Fakes, make_settings, opened, until
+
+from asyncpipe.service.job_states import JobState
+from asyncpipe.service.jobs.job_queue import Neighbour, why_apart
+from asyncpipe.service.settings.service_settings import SettingsError
+from asyncpipe.service.store.job_store import JobStore
+
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
+
+QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
+
+LONG = {"training": {"steps": 100, "batch_size": 4, "learning_rate": 0.05}, "snapshots": {"every": 4}}
+
+
+async def dies(folder, jobs, most_crashes=3, **options):
+    """A service that is killed while it runs ``jobs``; their states when the next one starts."""
+    async with JobStore(folder / "jobs.sqlite3") as store:
+        for job in jobs:
+            await store.transition(job, RUNNING, "it is its turn")
+    async with JobStore(folder / "jobs.sqlite3") as store:
+        await store.recover(most_crashes=most_crashes, **options)
+        return [(await store.get(job)).state for job in jobs]
+
+
+async def test_the_last_attempt_is_alone_until_its_snapshot_so_that_no_other_job_is_blamed(tmp_path):
+    async with opened(tmp_path) as service:
+        greedy, innocent = [(await service.submit(name, **LONG)).id for name in ("greedy", "innocent")]
+        await until(lambda: len(service.manager.jobs.running) == 2)
+    assert await dies(tmp_path, [greedy, innocent]) == [QUEUED, QUEUED]
+    assert await dies(tmp_path, [greedy, innocent]) == [QUEUED, QUEUED]
+    fakes = Fakes()
+    async with opened(tmp_path, fakes, max_running=4) as service:
+        jobs = service.manager.jobs
+        await until(lambda: greedy in jobs.running)
+        other = (await service.submit("other", **LONG)).id
+        # The other one has done nothing, and begins before the second suspect, but not beside the first.
+        await until(lambda: service.manager.waits_for(other))
+        assert "which runs alone until its next snapshot" in service.manager.waits_for(other)
+        assert list(jobs.running) == [greedy]
+        await until(lambda: fakes.made["greedy"])
+        fakes["greedy"].go(5)
+        await until(lambda: other in jobs.running)
+        assert "waits to run alone" in service.manager.waits_for(innocent)
+        await until(lambda: jobs.running[greedy].record.crashes == 2)
+    async with JobStore(tmp_path / "jobs.sqlite3") as store:
+        assert [(await store.get(job)).crashes for job in (greedy, innocent)] == [0, 2]
+    # The one that has a snapshot has three attempts again.
+    assert await dies(tmp_path, [greedy, innocent]) == [QUEUED, QUARANTINED]
+    async with opened(tmp_path) as service:
+        record = await service.store.get(innocent)
+        assert record.cause.startswith("the service died 3 times while it ran")
+        with pytest.raises(RuntimeError, match="quarantined"):
+            await service.manager.jobs.pause(innocent, "a break")
+
+
+async def test_a_job_that_was_asked_to_end_is_not_quarantined_and_nothing_goes_on_where_nothing_shall(tmp_path):
+    async with opened(tmp_path) as service:
+        asked, ran, waited = [(await service.submit(name, **LONG)).id for name in ("asked", "ran", "waited")]
+    async with JobStore(tmp_path / "jobs.sqlite3") as store:
+        for job in (asked, ran):
+            await store.transition(job, RUNNING, "it is its turn")
+        await store.ask(asked, CANCELLED, "enough")
+    async with opened(tmp_path, max_attempts=1, resume=False, max_running=4) as service:
+        states = [(await service.store.get(job)).state for job in (asked, ran, waited)]
+        assert states == [CANCELLED, QUARANTINED, PAUSED]
+        assert "nothing goes on by itself" in (await service.store.get(waited)).cause
+        await service.manager.jobs.resume(waited, "go")
+        await until(lambda: waited in service.manager.jobs.running)
+
+
+async def test_jobs_that_share_no_device_wait_until_all_of_theirs_are_free(tmp_path):
+    async with opened(tmp_path, share_devices=False, max_running=4) as service:
+        pipelines = [{"devices": devices, "microbatches": 2} for devices in (["cpu:0"], ["cpu:0", "cpu:1"], ["cpu:1"])]
+        first, both, last = [
+            (await service.submit(f"job {n}", pipeline=each, **LONG)).id for n, each in enumerate(pipelines)
+        ]
+        jobs = service.manager.jobs
+        await until(lambda: first in jobs.running)
+        assert service.manager.waits_for(both) == f"waits for cpu:0, which job {first} has to itself"
+        assert last not in jobs.running  # Nobody overtakes.
+        await jobs.cancel(first, "enough")
+        await until(lambda: both in jobs.running)
+        assert service.manager.waits_for(last) == f"waits for cpu:1, which job {both} has to itself"
+
+
+def test_who_may_run_beside_whom():
+    one, other, suspect = Neighbour(frozenset({"cpu:0"})), Neighbour(frozenset({"cpu:1"})), Neighbour(frozenset(), True)
+    assert why_apart(one, {"b": one}, share_devices=True) is None
+    assert why_apart(one, {"b": other}, share_devices=False) is None
+    assert why_apart(one, {"b": one}, share_devices=False)
+    assert why_apart(suspect, {}, share_devices=True) is None
+    assert why_apart(suspect, {"b": one}, share_devices=True)
+    assert why_apart(one, {"b": suspect}, share_devices=True)
+
+
+def test_where_jobs_run_follows_from_what_they_share(tmp_path):
+    def isolated(**changed):
+        return make_settings(tmp_path, **changed).is_isolated
+
+    assert not isolated()
+    assert isolated(max_running=1)
+    assert isolated(share_devices=False)
+    assert not isolated(share_devices=False, isolation="thread")
+    assert not isolated(share_devices=False, workers="processes")
+    assert isolated(workers="processes", isolation="process")
+    with pytest.raises(SettingsError, match=r"isolation: .*has one controller"):
+        isolated(workers="torchrun", isolation="process")
+    with pytest.raises(SettingsError, match="job_memory: holds for a process"):
+        isolated(job_memory="2 GiB")
