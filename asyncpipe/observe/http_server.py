@@ -31,11 +31,11 @@ SHUTDOWN_SECONDS = 1.0
 """How long a server that ends waits for answers that are under way."""
 BACKLOG = 128
 
-Connect: TypeAlias = Callable[[Config, ServerState], asyncio.Protocol]
+Connect: TypeAlias = Callable[[Config, ServerState], HttpToolsProtocol]
 """Makes the protocol of a new connection."""
 
 
-def _plain(config: Config, state: ServerState) -> asyncio.Protocol:
+def _plain(config: Config, state: ServerState) -> HttpToolsProtocol:
     return HttpToolsProtocol(config, state, {})
 
 
@@ -47,8 +47,7 @@ async def served(app: Starlette, address: str, port: int, what: str, connect: Co
     listen, which says that ``what`` cannot be served.
     """
     config = Config(
-        app, interface="asgi3", loop="none", ws="none", lifespan="off", log_config=None, access_log=False,
-        proxy_headers=False, server_header=False,
+        app, interface="asgi3", loop="none", ws="none", lifespan="off", log_config=None, proxy_headers=False, server_header=False,
     )  # fmt: skip
     config.load()
     state = ServerState()
@@ -56,9 +55,15 @@ async def served(app: Starlette, address: str, port: int, what: str, connect: Co
         await stack.enter_async_context(_dated(state))
         stack.push_async_callback(_end, state)
         await stack.enter_async_context(app.router.lifespan_context(app))
-        make = asyncio.get_running_loop().create_server
+
+        def make() -> HttpToolsProtocol:
+            connection = connect(config, state)
+            # The option of the configuration would disable the logger of another uvicorn in this process as well.
+            connection.access_log = False
+            return connection
+
         try:
-            listening = await make(lambda: connect(config, state), address, port, backlog=BACKLOG)
+            listening = await asyncio.get_running_loop().create_server(make, address, port, backlog=BACKLOG)
         except (OSError, OverflowError) as error:
             raise OptionError(f"cannot serve {what} on {address}:{port}: {error}") from error
         stack.callback(listening.close)

@@ -102,7 +102,9 @@ class ClientConnection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # An offer, which is declined by answering the request.
+            # An offer, which is declined by answering the request. What follows cannot be read any more.
+            self._refused = True
+            self.cycle.keep_alive = False
         except httptools.HttpParserError:
             self._refuse(self._wrong or MALFORMED)
         else:
