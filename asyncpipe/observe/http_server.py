@@ -47,7 +47,8 @@ async def served(app: Starlette, address: str, port: int, what: str, connect: Co
     listen, which says that ``what`` cannot be served.
     """
     config = Config(
-        app, interface="asgi3", loop="none", ws="none", lifespan="off", log_config=None, proxy_headers=False, server_header=False,
+        app, interface="asgi3", loop="none", ws="none", lifespan="off", log_config=None, proxy_headers=False,
+        server_header=False,
     )  # fmt: skip
     config.load()
     state = ServerState()

@@ -236,7 +236,7 @@ class Api:
             method, self.base + path, data=data, headers=given, allow_redirects=False
         ) as answer:
             text = await answer.text()
-            return answer.status, json.loads(text) if "json" in answer.content_type else text, answer.headers
+            return answer.status, json.loads(text) if text and "json" in answer.content_type else text, answer.headers
 
     async def submitted(self, **more: Any) -> str:
         """The id of a new job."""

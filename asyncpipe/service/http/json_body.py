@@ -23,6 +23,8 @@ __all__ = ["MOST_DEPTH", "parse_json", "read_json"]
 
 MOST_DEPTH = 32
 """How deeply lists and objects may be nested."""
+MOST_EXACT = 2**53
+"""Up to this, each integer is a floating-point number of its own."""
 
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """A string literal. One without an end matches up to the end, so that the search takes linear time."""
@@ -78,7 +80,7 @@ def parse_json(body: bytes) -> JSON:
         raise _malformed(f"lists and objects may be nested {MOST_DEPTH} deep, and each must be closed")
     try:
         value: JSON = json.loads(
-            body.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite
+            body.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_number
         )
     except UnicodeDecodeError:
         raise _malformed("the body is not UTF-8") from None
@@ -120,11 +122,12 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _finite(text: str) -> float:
+def _number(text: str) -> float:
+    """A finite number; ``2.0`` is the integer 2, as JSON schema and half of the programs that write JSON have it."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError("a number is too large")
-    return value
+    return int(value) if value.is_integer() and abs(value) <= MOST_EXACT else value
 
 
 def _check_texts(value: JSON) -> None:

@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
-from http_helpers import ENTRY, NOBODY, mounted, served, submission
+from http_helpers import ENTRY, NOBODY, TOKEN, mounted, served, submission
 from yarl import URL
 
+from asyncpipe.service.http import app, models
+from asyncpipe.service.http.routes.common import Api, JobId, api_router, wrong
 from asyncpipe.service.job_states import JobState
 from asyncpipe.service.jobs.job_log import LossRow
 from asyncpipe.service.store.job_store import StoreError, StoreProblem
@@ -273,3 +275,56 @@ async def test_it_listens_where_it_says(tmp_path: Path) -> None:
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+", api.base)
         assert (await api.ask("GET", "/v1/jobs"))[0] == 200
         assert (await api.ask("GET", "/v1/jobs", Expect="odd" * 100))[1]["status"] == 417
+
+
+async def test_a_route_is_one_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limits, its guards, its problems and its description come from its signature alone."""
+    router = api_router("/v1/new")
+
+    @router.put("/{id}/thing", responses=wrong(404))
+    async def thing(api: Api, job: JobId, asked: models.ScheduleRequest, often: int = 1) -> models.SchedulesAnswer:
+        """Do something new."""
+        return models.SchedulesAnswer(schedules=[asked.schedule] * often)
+
+    monkeypatch.setattr(app, "ROUTES", [*router.routes, *app.ROUTES])
+    async with mounted(tmp_path, token=TOKEN) as api:
+        bearer = {"Authorization": f"Bearer {TOKEN}"}
+        place, body = f"/v1/new/{NOBODY}/thing", {"schedule": "1f1b"}
+        assert (await api.ask("PUT", f"{place}?often=2", body, **bearer))[:2] == (200, {"schedules": ["1f1b"] * 2})
+        for wanted, query, sent, headers in (
+            (401, "", body, {}),
+            (403, "", body, bearer | {"Origin": "http://evil.example"}),
+            (421, "", body, bearer | {"Host": "evil.example"}),
+            (400, "", b'{"schedule": "a", "schedule": "b"}', bearer),
+            (413, "", b"x" * 10**6, bearer),
+            (415, "", body, bearer | {"Content-Type": "text/plain"}),
+            (422, "?odd=1", body, bearer),
+            (422, "?often=1&often=2", body, bearer),
+            (422, "", {"schedule": 1}, bearer),
+        ):
+            status, answer, told = await api.ask("PUT", place + query, sent, **headers)
+            assert (status, told["Content-Type"]) == (wanted, "application/problem+json"), answer
+        assert (await api.ask("PUT", "/v1/new/nothing/thing", body, **bearer))[0] == 404
+        status, _, told = await api.ask("GET", place, **bearer)
+        assert (status, told["Allow"]) == (405, "PUT")
+        _, document, _ = await api.ask("GET", "/v1/openapi.json", **bearer)
+        described = document["paths"]["/v1/new/{id}/thing"]["put"]
+        assert (described["operationId"], described["summary"]) == ("thing", "Do something new")
+        assert {each["name"] for each in described["parameters"]} == {"id", "often"}
+        assert {"200", "400", "401", "403", "404", "408", "413", "415", "421", "422", "429"} <= set(
+            described["responses"]
+        )
+        assert described["security"]
+
+
+async def test_a_request_for_a_head_alone_is_answered_as_one_for_all(tmp_path: Path) -> None:
+    async with served(tmp_path) as api:
+        job = await api.submitted()
+        for path in ("/v1/jobs", f"/v1/jobs/{job}", f"/v1/jobs/{job}/events", "/livez", "/", f"/jobs/{job}/state"):
+            status, body, headers = await api.ask("HEAD", path)
+            assert (status, body or "") == (200, ""), path
+            assert headers["Content-Type"]
+            assert headers["Date"].endswith("GMT")
+        assert (await api.ask("HEAD", f"/v1/jobs/{NOBODY}"))[0] == 404
+        assert (await api.ask("HEAD", f"/v1/jobs/{job}/pause"))[0] == 405
+        assert api.service.followers == 0

@@ -1,4 +1,5 @@
-"""The OpenAPI document against the API: whatever fits or nearly fits it is answered as it says, and never with a 5xx.
+"""The OpenAPI document against the API: what fits it is accepted, what nearly fits it is answered as it says, and
+nothing with a 5xx. Streams of events are read, and each event is as the document says.
 
 ``ASYNCPIPE_SCHEMATHESIS`` is how many requests are made for each operation; 400 take some minutes.
 """
@@ -6,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 from collections import Counter
@@ -23,6 +25,7 @@ from hypothesis.errors import Unsatisfiable
 
 schemathesis = pytest.importorskip("schemathesis", reason="no schemathesis: pip install -e '.[dev]'")
 import requests  # noqa: E402 - it comes with schemathesis
+from jsonschema import Draft202012Validator  # noqa: E402
 from schemathesis.specs.openapi.checks import positive_data_acceptance  # noqa: E402
 
 EXAMPLES = int(os.environ.get("ASYNCPIPE_SCHEMATHESIS", "8"))
@@ -73,10 +76,15 @@ def running(make: Make, folder: Path, **settings: Any) -> Iterator[Running]:
         assert not thread.is_alive()
 
 
-def each_operation(url: str, test: Callable[[Any], None]) -> int:
+def described(url: str) -> Any:
+    """The document."""
+    answer = requests.get(f"{url}/v1/openapi.json", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=SECONDS)
+    return answer.json()
+
+
+def each_operation(document: Any, url: str, test: Callable[[Any], None]) -> int:
     """Runs ``test`` on cases of every operation; gives how many operations there were."""
-    document = requests.get(f"{url}/v1/openapi.json", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=SECONDS)
-    schema = schemathesis.openapi.from_dict(document.json())
+    schema = schemathesis.openapi.from_dict(document)
     schema.config.update(base_url=url)
     operations = 0
     for found in schema.get_all_operations():
@@ -104,9 +112,66 @@ def _given(strategy: Any, test: Callable[[Any], None]) -> Any:
     return run
 
 
+BEYOND_SCHEMAS = {
+    ("name", "must be a printable text"),  # That takes a table of Unicode.
+    ("after", "must be the id of a job, and no job has this one"),
+    ("schedule", "schedule '"),  # Whether it fits the job, and takes these options.
+    ("pipeline.schedule", "schedule '"),
+    ("pipeline.order", 'must be "strict" with schedule'),
+    ("pipeline.stages", "leave it out with schedule"),
+    ("pipeline.balance", "leave it out with schedule"),
+    ("pipeline", ""),  # How many stages of how many micro-batches.
+    ("", "training.overlap:"),
+}
+"""The rules that a JSON schema cannot say, most of them between two keys: the only ones that what fits it may break."""
+
+
+def accepted(response: Any) -> bool:
+    """Whether what fits the schema got in, or broke one of the rules that a schema cannot say."""
+    if response.status_code in (200, 201, 404, 409):
+        return True
+    problems = response.json().get("problems", [])
+    return bool(problems) and all(
+        any(problem["key"] == key and problem["text"].startswith(text) for key, text in BEYOND_SCHEMAS)
+        for problem in problems
+    )
+
+
+def check_events(document: Any, text: str, end: bool) -> Counter[str]:
+    """That each event in ``text`` is as the document says; gives how many there are of each kind."""
+    parts = {"components": document["components"]}
+    media = document["paths"]["/v1/jobs/{id}/events"]["get"]["responses"]["200"]["content"]["text/event-stream"]
+    whole = Draft202012Validator(media["schema"] | parts)
+    data = Draft202012Validator(media["schema"]["properties"]["data"]["contentSchema"] | parts)
+    kinds: Counter[str] = Counter()
+    for block in text.split("\n\n"):
+        event = dict(line.split(": ", 1) for line in block.splitlines() if line and not line.startswith((":", "retry")))
+        if event:
+            whole.validate(event)
+            data.validate(json.loads(event["data"]))
+            kinds[event["event"]] += 1
+    assert kinds["end"] == end
+    return kinds
+
+
+def follow_running(api: Running, document: Any) -> None:
+    """Streams of jobs that go on, which have no end: the first events, while a job is paused."""
+    place = f"{api.url}/v1/jobs/{api.jobs[0]}"
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+    with requests.get(f"{place}/events", headers=bearer, stream=True, timeout=SECONDS) as stream:
+        requests.post(f"{place}/pause", headers=bearer, json={}, timeout=SECONDS)
+        text = ""
+        for line in stream.iter_lines():
+            text += f"{line.decode()}\n"
+            if line.startswith(b"data: ") and json.loads(line[6:])["data"].get("to") == "paused":
+                break
+        assert check_events(document, text, end=False)["state"]
+
+
 @pytest.mark.parametrize("make", [served, real])
 def test_every_answer_is_as_the_document_says(tmp_path: Path, make: Make) -> None:
     statuses: Counter[tuple[str, int]] = Counter()
+    kinds: Counter[str] = Counter()
     with running(make, tmp_path, token=TOKEN) as api, requests.Session() as session:
         session.headers["Authorization"] = f"Bearer {TOKEN}"
         turns = count()
@@ -122,12 +187,19 @@ def test_every_answer_is_as_the_document_says(tmp_path: Path, make: Make) -> Non
                     case.body = {"schedule": "1f1b"}
             response = case.call(base_url=api.url, session=session, timeout=SECONDS)
             statuses[f"{case.method} {case.path}", response.status_code] += 1
-            # A JSON schema cannot say all that makes a job: whether the schedule fits the devices, for one.
             case.validate_response(response, excluded_checks=[positive_data_acceptance])
             assert response.status_code < 500
             assert tmp_path.name not in response.text
+            if case.meta.generation.mode is schemathesis.GenerationMode.POSITIVE:
+                assert accepted(response), response.text
+            if case.path.endswith("/events") and response.status_code == 200:
+                kinds.update(check_events(document, response.text, end=True))
 
-        assert each_operation(api.url, check) == 18
+        document = described(api.url)
+        assert each_operation(document, api.url, check) == sum(map(len, document["paths"].values())) >= 18
+        if make is real:
+            assert kinds["state"]
+            follow_running(api, document)
     reached = {status for _, status in statuses}
     assert {200, 201, 404, 409, 422} <= reached, statuses
     unanswered = {operation for operation, _ in statuses} - {name for name, status in statuses if status < 300}
@@ -146,4 +218,4 @@ def test_without_a_token_nothing_is_answered(tmp_path: Path) -> None:
             if case.path not in probes:
                 assert response.status_code in (400, 401, 421, 431), response.text
 
-        assert each_operation(api.url, check) == 18
+        assert each_operation(described(api.url), api.url, check) >= 18

@@ -36,13 +36,13 @@ from asyncpipe.train.validation import explained
 
 __all__ = [
     "PROBLEM",
+    "WHOLE",
     "Api",
     "ApiParts",
     "ApiRoute",
     "JobId",
     "ProbeRoute",
     "SchemaOf",
-    "Whole",
     "api_router",
     "job_id",
     "wrong",
@@ -150,8 +150,8 @@ def _whole(value: object) -> object:
     return value
 
 
-Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]
-"""A number in a query or a header: digits alone, while pydantic would take ``1.0`` and `` 1_0``."""
+WHOLE = BeforeValidator(_whole)
+"""Of a number in a query or a header, after its bounds: digits alone. Pydantic would take ``1.0`` and `` 1_0``."""
 
 
 def wrong(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -36,4 +36,4 @@ async def description(api: Api, request: Request) -> dict[str, Any]:
     """This document."""
     below = request.scope.get("root_path", "")
     # In a thread: it looks for installed schedules, and makes a schema of every model.
-    return await asyncio.to_thread(describe, request.app.routes, api.settings, api.service.entries.names, below)
+    return await asyncio.to_thread(describe, request.app.routes, api.settings, api.service.entries, below)

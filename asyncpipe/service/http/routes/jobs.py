@@ -6,12 +6,13 @@ from functools import partial
 from typing import Annotated, Any, TypeAlias
 
 from fastapi import Body, Header, Query, Request, Response
+from pydantic import Field
 
 from asyncpipe.observe.live.event_streams import EventStream
 from asyncpipe.service.http import models
 from asyncpipe.service.http.event_stream import EVENT
 from asyncpipe.service.http.problems import invalid
-from asyncpipe.service.http.routes.common import CAUSE, Api, ApiParts, JobId, SchemaOf, Whole, api_router, wrong
+from asyncpipe.service.http.routes.common import CAUSE, WHOLE, Api, ApiParts, JobId, SchemaOf, api_router, wrong
 from asyncpipe.service.job_states import FINAL_STATES, IDEMPOTENCY_KEY, MAX_KEY, JobState
 from asyncpipe.service.store.job_store import StoreError, UnknownJobError
 from asyncpipe.service.submission.submission import Submission
@@ -38,11 +39,14 @@ Nothing: TypeAlias = Annotated[models.NothingRequest, Body()]
 Submitted: TypeAlias = Annotated[dict[str, Any], SchemaOf(Submission), Body()]
 """A submission, which the service checks."""
 Limit: TypeAlias = Annotated[
-    Whole,
-    Query(ge=1, le=models.MOST_LISTED, description=f"must be an integer from 1 to {models.MOST_LISTED}: the most rows"),
+    int,
+    Field(ge=1, le=models.MOST_LISTED),
+    WHOLE,
+    Query(description=f"must be an integer from 1 to {models.MOST_LISTED}: the most rows"),
 ]
+Step: TypeAlias = Annotated[int, Field(ge=0, le=MOST_STEP), WHOLE]
 AfterStep: TypeAlias = Annotated[
-    Whole, Query(ge=0, le=MOST_STEP, description=f"must be an integer from 0 to {MOST_STEP}: only what follows it")
+    Step, Query(description=f"must be an integer from 0 to {MOST_STEP}: only what follows it")
 ]
 
 
@@ -143,11 +147,9 @@ async def events(
     job: JobId,
     after: AfterStep = 0,
     seen: Annotated[
-        Whole | None,
+        Step | None,
         Header(
             alias="Last-Event-ID",
-            ge=0,
-            le=MOST_STEP,
             description=f"must be an integer from 0 to {MOST_STEP}: the last event that the client has",
         ),
     ] = None,
