@@ -22,7 +22,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from asyncpipe.runtime.portal import Portal, PortalCall, wait_uncancelled
 from asyncpipe.service.job_states import JobRecord, JobState, Transition
 from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact
 from asyncpipe.service.jobs.hosts import WorkerStatus
+from asyncpipe.service.jobs.job_folder import FilesOfJob
 from asyncpipe.service.jobs.job_log import JobEvent, JobLog, LossRow, read_losses
 from asyncpipe.service.jobs.lost_state import check_before_opening, check_state
 from asyncpipe.service.jobs.manager import Manager
@@ -40,6 +41,7 @@ from asyncpipe.service.known_tokens import KnownTokens
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.database import STORE
 from asyncpipe.service.store.job_store import JobFilter, JobStore
+from asyncpipe.service.submission.changes import changed_spec
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import Submission, check_submission
 from asyncpipe.train.blocking_calls import in_thread
@@ -225,6 +227,46 @@ class TrainingService:
     async def cancel(self, job: str, cause: str = "asked to end") -> JobRecord:
         """The job, cancelled; or running and asked to end between two tasks, without a snapshot."""
         return await self._do(self.manager.jobs.cancel(job, cause))
+
+    async def retry(
+        self,
+        job: str,
+        from_step: int | None = None,
+        changes: Mapping[str, Any] | None = None,
+        cause: str = "asked to be tried again",
+    ) -> JobRecord:
+        """The job, which failed, was cancelled or quarantined, queued again.
+
+        It goes on from its newest snapshot, or that of ``from_step``; 0 begins anew. ``changes`` are other values by
+        dotted keys, as ``{"training.learning_rate": 1e-4}``. Raises ``JobStateError``, ``SubmissionError`` for wrong
+        changes, ``OptionError`` where there is no such snapshot, ``QueueFullError``.
+        """
+        manager, spec = self.manager, None
+        if changes:
+            fixed = ("entry", "name")  # A snapshot knows whose it is.
+            spec = changed_spec(await self.get(job), changes, self.settings, self.entries, fixed=fixed)
+        return await self._do(manager.ended.retry(job, cause, from_step, spec))
+
+    async def fork(self, job: str, from_step: int | None = None, changes: Mapping[str, Any] | None = None) -> JobRecord:
+        """A new job that goes on from a copy of a snapshot of ``job``, as ``retry`` would, with ``changes``.
+
+        ``job`` may be in any state and stays as it is. Raises as ``retry``, and ``JobFolderError`` if there is no room.
+        """
+        manager = self.manager
+        record = await self.get(job)
+        spec = changed_spec(record, changes or {}, self.settings, self.entries, fixed=("entry",))
+        return await self._do(manager.ended.fork(job, replace(spec, after=(), group=None, deadline=None), from_step))
+
+    async def delete(self, job: str, *, dry_run: bool = False) -> tuple[JobRecord, FilesOfJob]:
+        """Delete a job that has ended, with all that it has on disk; what it was, and what it had.
+
+        With ``dry_run`` nothing is deleted. Raises ``JobStateError`` for a job that has not ended or that others wait
+        for, and ``JobFolderError`` if its folder cannot be removed.
+        """
+        ended = self.manager.ended
+        if dry_run:
+            return await self.get(job), await self._hop(ended.files(job))
+        return await self._do(ended.delete(job))
 
     async def change_schedule(self, job: str, schedule: str) -> JobRecord:
         """The job, which follows ``schedule`` from its next step on, also after a restart.

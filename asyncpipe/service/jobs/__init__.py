@@ -9,6 +9,7 @@
     job_run.py             one run of a job
     run_outcome.py         how it ended, and the job's next state: pure
     isolation/             a run, or a measurement, in a process of its own
+    ended_jobs.py          what clients ask of jobs that have ended: retry, fork, delete
     lost_state.py          says what is lost of a service's state, in place of beginning anew
     job_folder.py          the files of a job, when it begins, is copied or deleted
     active_jobs.py         the jobs that have not ended, and the requests of clients; the only place where a job changes

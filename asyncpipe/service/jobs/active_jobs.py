@@ -129,6 +129,14 @@ class ActiveJobs:
             self.timed.set()
         self.changed.set()
 
+    def take_in(self, before: JobState | None, record: JobRecord) -> None:
+        """Follow a change that whoever holds the job's turn has made in the store; ``before`` as in the metrics."""
+        self._keep(before, record)
+
+    def forget(self, record: JobRecord) -> None:
+        """Follow that a job, which had ended, is not in the store any more."""
+        self._metrics.deleted(record.state)
+
     def _enqueue(self, record: JobRecord) -> None:
         self.queued[record.id] = record
         if record.awaits:

@@ -16,23 +16,32 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import AsyncpipeError, OptionError
 from asyncpipe.service.jobs.loss_file import copy_losses
 from asyncpipe.train.snapshots.format import manifest_checksum
 from asyncpipe.train.snapshots.resume import snapshots_in
 
 __all__ = [
+    "DELETED",
+    "FORKING",
     "JOB_ID",
+    "FilesOfJob",
+    "JobFolderError",
+    "check_step",
     "copy_job",
+    "files_of",
+    "folder_errors",
     "job_folders",
     "newest_step",
     "set_aside_after",
     "snapshot_steps",
     "tidy_folders",
+    "walk",
 ]
 
 JOB_ID = re.compile(r"[0-9a-hjkmnp-tv-z]{26}")
@@ -41,6 +50,49 @@ SNAPSHOTS = "snapshots"
 DELETED, FORKING = ".deleted", ".forking"
 TRIES = 5
 """How often a snapshot is copied that the job removes meanwhile."""
+
+
+class JobFolderError(AsyncpipeError, RuntimeError):
+    """The folder of a job cannot be copied or deleted, as on a full disk; nothing was changed."""
+
+
+@contextmanager
+def folder_errors(job: str, what: str) -> Iterator[None]:
+    """Raise ``JobFolderError`` for an ``OSError`` in the block: the folder of ``job`` could not be ``what``."""
+    try:
+        yield
+    except OSError as error:
+        raise JobFolderError(f"the folder of job {job} could not be {what}: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class FilesOfJob:
+    """What a job has on disk."""
+
+    files: int
+    bytes: int
+    snapshots: tuple[int, ...]
+    """Their steps."""
+
+
+def files_of(folder: Path) -> FilesOfJob:
+    """What the job in ``folder`` has on disk; nothing if it is not there."""
+    sizes = [size for _, size in walk(folder)]
+    return FilesOfJob(len(sizes), sum(sizes), tuple(snapshot_steps(folder)))
+
+
+def walk(folder: Path) -> Iterator[tuple[str, int]]:
+    """The path and size of each file in ``folder`` and below; what vanishes meanwhile is left out."""
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        with suppress(FileNotFoundError):
+            if entry.is_dir(follow_symlinks=False):
+                yield from walk(Path(entry.path))
+            else:
+                yield entry.path, entry.stat(follow_symlinks=False).st_size
 
 
 def job_folders(jobs: Path) -> set[str]:

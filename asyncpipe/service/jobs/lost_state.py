@@ -20,13 +20,13 @@ from pathlib import Path
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState
-from asyncpipe.service.jobs.job_folder import job_folders, newest_step, tidy_folders
+from asyncpipe.service.jobs.job_folder import job_folders, newest_step, set_aside_after, tidy_folders
 from asyncpipe.service.jobs.loss_file import NAME as LOSSES
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.store.keeping_queries import StoredJob, stored_jobs
 from asyncpipe.train.blocking_calls import in_thread
 
-__all__ = ["LostStateError", "check_before_opening", "check_state", "what_is_lost", "what_is_older"]
+__all__ = ["LostStateError", "check_before_opening", "check_state", "make_ready", "what_is_lost"]
 
 SHOWN = 5
 """Ids that a message names."""
@@ -92,6 +92,19 @@ def _compare(known: Sequence[StoredJob], jobs: Path, *, refuse: bool) -> list[tu
     return [(job, found) for job in waiting if (found := what_is_lost(jobs / job.id, job)) is not None]
 
 
+def make_ready(folder: Path, record: JobRecord) -> tuple[str | None, str]:
+    """Why the job in ``folder`` cannot go on, and what it has lost that it can do without. Blocks.
+
+    To be called before each run: snapshots that it is not to go on from are set aside. Raises ``OSError``.
+    """
+    if record.from_step is not None:
+        set_aside_after(folder, record.from_step)
+    if (lost := what_is_lost(folder, record)) is not None:
+        return lost, ""
+    older = _what_is_older(folder, record)
+    return None, older and f"; {older}"
+
+
 def what_is_lost(folder: Path, job: StoredJob | JobRecord) -> str | None:
     """Why ``job`` cannot go on, since its snapshots in ``folder`` are gone; ``None`` if it can. Blocks."""
     if job.snapshot is None or newest_step(folder):
@@ -101,7 +114,7 @@ def what_is_lost(folder: Path, job: StoredJob | JobRecord) -> str | None:
     return f"its snapshots are lost: the last was {job.snapshot}, and {where} {what}; it is not begun anew by itself"
 
 
-def what_is_older(folder: Path, job: JobRecord) -> str:
+def _what_is_older(folder: Path, job: JobRecord) -> str:
     """What ``job`` has lost and can do without, as a sentence; empty if nothing is. Blocks."""
     newest = newest_step(folder)
     found = []

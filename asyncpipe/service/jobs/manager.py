@@ -27,10 +27,10 @@ from asyncpipe.runtime.workers.ray_workers import RayWorkers
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
 from asyncpipe.service.jobs.deadlines import Deadlines
+from asyncpipe.service.jobs.ended_jobs import EndedJobs
 from asyncpipe.service.jobs.hosts import Hosts
 from asyncpipe.service.jobs.isolation.job_processes import JobProcesses
 from asyncpipe.service.jobs.isolation.process_trainer import ProcessTrainer
-from asyncpipe.service.jobs.job_folder import set_aside_after
 from asyncpipe.service.jobs.job_log import JobLog, JobLogs
 from asyncpipe.service.jobs.job_queue import (
     Candidate,
@@ -42,7 +42,7 @@ from asyncpipe.service.jobs.job_queue import (
     why_behind,
 )
 from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer
-from asyncpipe.service.jobs.lost_state import what_is_lost, what_is_older
+from asyncpipe.service.jobs.lost_state import make_ready
 from asyncpipe.service.jobs.measuring import Measure, MemoryMeasuring, retries_of
 from asyncpipe.service.jobs.run_outcome import (
     RunEnding,
@@ -92,6 +92,7 @@ class Manager:
         self.pool = DevicePool(workers=launcher, worker_path=folders)
         self.watchdog = Watchdog(self.pool.driver, factor=settings.watchdog_factor, floor=settings.watchdog_floor)
         self.hosts = Hosts(self.pool, settings.devices, self._workers_in_use)
+        self.ended = EndedJobs(self.jobs, self.logs.folder, settings.max_queued)
         self._entries = entries
         self.processes = JobProcesses(settings) if settings.is_isolated and make_trainer is None else None
         self._hung = 0
@@ -280,7 +281,7 @@ class Manager:
             reason = decision.reason
             if current.snapshot is not None or current.from_step is not None:
                 try:
-                    lost, older = await in_thread(lambda: self._make_ready(current))
+                    lost, older = await in_thread(lambda: make_ready(self.logs.folder / current.id, current))
                 except OSError as error:
                     await self.jobs.become(current, JobState.FAILED, f"its folder cannot be used: {error.strerror}")
                     return
@@ -302,16 +303,6 @@ class Manager:
     def built(self, record: JobRecord) -> tuple[Job, Callable[[], Workload]]:
         job = job_of(record.spec, record, self.settings)
         return job, self._entries.make(record.spec.entry, record.spec.table("parameters"))
-
-    def _make_ready(self, record: JobRecord) -> tuple[str | None, str]:
-        """Why the job cannot go on, and what it has lost that it can do without. Blocks."""
-        folder = self.logs.folder / record.id
-        if record.from_step is not None:
-            set_aside_after(folder, record.from_step)
-        if (lost := what_is_lost(folder, record)) is not None:
-            return lost, ""
-        older = what_is_older(folder, record)
-        return None, older and f"; {older}"
 
     async def refuse(self, record: JobRecord, cause: str, to: JobState = JobState.FAILED) -> None:
         async with self.jobs.turn(record.id):

@@ -71,6 +71,11 @@ class ServiceMetrics(Collector):
             self._jobs[after] += 1
             self._transitions[after] += 1
 
+    def deleted(self, state: JobState) -> None:
+        """A job in ``state`` is there no more."""
+        with self._lock:
+            self._jobs[state] -= 1
+
     def waited(self, seconds: float) -> None:
         """Count a job that started after so many seconds in the queue."""
         with self._lock:

@@ -80,6 +80,11 @@ def fork_job(
     Raises ``QueueFullError``.
     """
     add_job(connection, job, spec, at, None, most_queued, forked_from)
+    cause = f"forked from {forked_from}" + (f" after step {step}" if step else "")
+    connection.execute("UPDATE jobs SET cause = ? WHERE id = ?", (cause, job))
+    connection.execute(
+        "UPDATE transitions SET cause = ? WHERE job = (SELECT number FROM jobs WHERE id = ?)", (cause, job)
+    )
     if step:
         connection.execute("UPDATE jobs SET step = ?, snapshot = ? WHERE id = ?", (step, f"step-{step}", job))
     return find_job(connection, job)
@@ -90,6 +95,8 @@ def delete_job(connection: sqlite3.Connection, job: str) -> JobRecord:
     record = find_job(connection, job)
     if record.state not in FINAL_STATES:
         raise JobStateError(job, record.state, "be deleted before it has ended")
+    if connection.execute("SELECT 1 FROM job_waits WHERE awaited = ?", (job,)).fetchone() is not None:
+        raise JobStateError(job, record.state, "be deleted while others wait for it")
     connection.execute("DELETE FROM jobs WHERE id = ?", (job,))
     return record
 
