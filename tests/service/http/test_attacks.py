@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -308,6 +309,51 @@ async def test_a_head_may_not_come_drop_by_drop_either(tmp_path: Path) -> None:
                 await asyncio.wait([dropping], timeout=0.02)
         assert dropping.exception() is not None or dropping.result() == b""
         writer.close()
+
+
+WHOLE = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "answers"),
+    [
+        (WHOLE + b"\r\n\0\r\n\r\n", [200]),  # What is malformed comes behind a request, whose answer is the last.
+        (WHOLE + b"\r\n" + WHOLE + b"\r\n" + WHOLE + b"Connection: close\r\n\r\n", [200, 200, 200]),
+        (WHOLE + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n" + WHOLE + b"\r\n", [200]),
+        (WHOLE + b"Connection: upgrade, http2-settings\r\nUpgrade: h2c\r\n\r\nPRI * HTTP/2.0\r\n\r\n", [200]),
+        (b"CONNECT evil.example:443 HTTP/1.1\r\nHost: evil.example\r\n\r\n", [400]),
+        (b"GET http://evil.example/v1/jobs HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n", [421]),
+        (b"OPTIONS * HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n", [404]),
+    ],
+    ids=["malformed behind", "pipelined", "websocket", "http2", "connect", "absolute", "asterisk"],
+)
+async def test_what_is_unusual_but_http_ends_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes, answers: list[int]
+) -> None:
+    monkeypatch.setattr(connection, "LINGER_SECONDS", 0.05)
+    async with served(tmp_path) as api:
+        said = await raw(api, sent)
+        assert [int(each[:3]) for each in said.split(b"HTTP/1.1 ")[1:]] == answers, said
+
+
+async def test_a_header_without_an_end_is_refused_long_before_it_fills_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "LINGER_SECONDS", 0.05)
+    async with served(tmp_path) as api:
+        pieces = [b"h" * 16_384] * (connection.MOST_HEAD // 16_384 + 1)
+        said = await raw(api, b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Endless: ", *pieces)
+        assert said.startswith(b"HTTP/1.1 431 "), said
+
+
+async def test_the_log_of_another_uvicorn_in_the_process_goes_on(tmp_path: Path) -> None:
+    logger, handler = logging.getLogger("uvicorn.access"), logging.NullHandler()
+    logger.addHandler(handler)
+    try:
+        async with served(tmp_path):
+            assert (logger.handlers, logger.propagate) == ([handler], True)
+    finally:
+        logger.removeHandler(handler)
 
 
 async def test_one_connection_too_many_is_told_so(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import re
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from aiohttp import ClientSession
 from http_helpers import NOBODY, Api, fake, mounted, served, submission
 
-from asyncpipe.observe.live import LiveView
+from asyncpipe.observe.live import LiveView, event_streams
 from asyncpipe.observe.live import handlers as live_http
 from asyncpipe.service.http import event_stream, pages, serve_api
 from asyncpipe.service.job_states import JobState
@@ -136,6 +137,44 @@ async def test_a_quiet_stream_is_kept_open(tmp_path: Path, monkeypatch: pytest.M
         async with follow(api, job) as answer, asyncio.timeout(10):
             while await answer.content.readline() != event_stream.KEEP_ALIVE[:-1]:
                 pass
+
+
+@pytest.mark.parametrize("ends_by", ["going", "taking nothing"])
+async def test_under_any_server_a_client_that_is_no_client_ends_its_stream(
+    monkeypatch: pytest.MonkeyPatch, ends_by: str
+) -> None:
+    """Told by ASGI alone: servers of hosts have no limits of ours, and their ``send`` may never return, or always."""
+    monkeypatch.setattr(event_streams, "UNREAD_SECONDS", 0.01 if ends_by == "taking nothing" else 60)
+    sent: list[bytes] = []
+    closed, gone = asyncio.Event(), asyncio.Event()
+
+    async def endless() -> AsyncGenerator[bytes, None]:
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield b"data: more\n\n"
+        finally:
+            closed.set()
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+        if len(sent) == 4:
+            gone.set()
+            if ends_by == "taking nothing":
+                await asyncio.Event().wait()
+
+    async def receive() -> Any:
+        await (gone.wait() if ends_by == "going" else asyncio.Event().wait())
+        return {"type": "http.disconnect"}
+
+    async def end() -> None:
+        raise AssertionError("nothing was closed")
+
+    stream = event_streams.EventStream(event_streams.EventStreams(end), endless())
+    async with asyncio.timeout(10):
+        await stream({"type": "http", "method": "GET"}, receive, send)
+    assert closed.is_set()
+    assert 4 <= len(sent) < 50
 
 
 async def test_streams_are_not_more_than_their_places(tmp_path: Path) -> None:
