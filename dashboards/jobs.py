@@ -9,9 +9,9 @@ from __future__ import annotations
 from grafana_foundation_sdk.models.dashboard import Panel
 
 from dashboards.board import Band
-from dashboards.panels import PanelOptions, Query, lines, number, series_style
+from dashboards.panels import PanelOptions, Query, lines, number, series_style, table
 from dashboards.queries import increase, quantile, rate, series, total
-from dashboards.states import BLUE, GREEN, GREY, ORANGE, PURPLE
+from dashboards.states import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
 
 __all__ = ["jobs"]
 
@@ -22,6 +22,7 @@ STATES = (
     series_style("finished", "finished", GREEN),
     series_style("failed", "failed", "red"),
     series_style("cancelled", "cancelled", GREY),
+    series_style("quarantined", "quarantined", VERMILION),
 )
 GOING_ON = 'state=~"queued|running|paused"'
 EVER = ((None, "text"), (0.5, "red"))
@@ -34,6 +35,7 @@ def jobs() -> tuple[Band, ...]:
         Band(8, ((_states(), 12), (_transitions(), 12))),
         Band(4, ((_takes_jobs(), 8), (_hung_tasks(), 8), (_log_failures(), 8))),
         Band(8, ((_waiting(), 8), (_retries(), 8), (_commits(), 8))),
+        Band(8, ((_failed_jobs(), 12), (_webhook(), 12))),
         Band(8, ((_heartbeats(), 16), (_draining(), 8))),
     )
 
@@ -99,6 +101,33 @@ def _log_failures() -> Panel:
         steps=EVER,
     )
     return number(options, Query(total("instance", increase("job_log_failures_total")), "{{instance}}"), instant=True)
+
+
+def _failed_jobs() -> Panel:
+    options = PanelOptions(
+        title="Failed and quarantined jobs",
+        about="How long ago jobs failed or were quarantined, of the last 32, until they are tried again. Each new one "
+        "is an alert.",
+        unit="s",
+        low=None,
+        runbook=("AsyncpipeJobFailed", "AsyncpipeJobQuarantined"),
+    )
+    since = f"time() - max by (job, state) ({series('job_failure_timestamp_seconds')})"
+    names = (("job", (("displayName", "Job"),)), ("state", (("displayName", "State"),)))
+    return table(options, (Query(since, "Since"), (("unit", "s"), ("decimals", 0))), first=names)
+
+
+def _webhook() -> Panel:
+    options = PanelOptions(
+        title="Webhook",
+        about="Messages per minute to the webhook, by outcome, and how long the oldest one waits. A line above 0 that "
+        "rises is a receiver that does not answer.",
+        unit="none",
+        runbook=("AsyncpipeWebhookFailing",),
+    )
+    told = Query(f"60 * {total('outcome', rate('webhook_messages_total'))}", "{{outcome}} per minute")
+    waiting = Query(f"max by (instance) ({series('webhook_waiting_seconds')})", "seconds of waiting {{instance}}")
+    return lines(options, told, waiting)
 
 
 def _heartbeats() -> Panel:

@@ -49,6 +49,7 @@ SERVED: dict[str, tuple[str, ...]] = {
     },
     "build_info": ("version",),
     "job_running": (),
+    "job_failure_timestamp_seconds": ("state",),
     **OF_SERVICE,
 }
 """Every series that asyncpipe serves, without its prefix, and its labels besides the job."""

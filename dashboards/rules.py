@@ -209,6 +209,16 @@ sum by (instance) (asyncpipe_jobs{state="queued"})
 * on (instance) (sum by (instance) (increase(asyncpipe_job_transitions_total{to="running"}[WINDOW])) == bool 0)"""
 """The number of queued jobs if none has begun within the window. A job's own wait is only known when it begins."""
 
+
+def _since_end(state: str) -> str:
+    """Seconds since jobs became ``state``, by job; of a service without such jobs, since the beginning of Unix time."""
+    return f"""\
+time() - (
+  max by (instance, job) (asyncpipe_job_failure_timestamp_seconds{{state="{state}"}})
+  or on (instance) 0 * max by (instance) (asyncpipe_service_ready)
+)"""
+
+
 ALERTS = (
     Alert(
         name="AsyncpipeStalled",
@@ -321,7 +331,59 @@ time() - max by (job) (
             "answer; the log says how, and what ran there."
         ),
     ),
-    # About a service.
+    # About a service. Times are those of its store, so a job that failed while it was not scraped is told of as well.
+    Alert(
+        name="AsyncpipeJobFailed",
+        value=_since_end("failed"),
+        comparison="<",
+        threshold=3600,
+        hold=0,
+        severity="critical",
+        summary="{{ $labels.job }} has failed",
+        description=(
+            "Within the last hour {{ $labels.job }} has failed, and it does not go on by itself; `asyncpipe jobs list "
+            "--state failed` and `asyncpipe jobs show JOB` say why."
+        ),
+    ),
+    Alert(
+        name="AsyncpipeJobQuarantined",
+        value=_since_end("quarantined"),
+        comparison="<",
+        threshold=3600,
+        hold=0,
+        severity="critical",
+        summary="{{ $labels.job }} is quarantined",
+        description=(
+            "Within the last hour {{ $labels.job }} was set aside: it seems to take the service down, or lacks what it "
+            "needs to go on; `asyncpipe jobs show JOB` says what was found."
+        ),
+    ),
+    Alert(
+        name="AsyncpipeWebhookFailing",
+        value="max by (instance) (asyncpipe_webhook_waiting_seconds)",
+        threshold=600,
+        hold=0,
+        severity="warning",
+        summary="the webhook of {{ $labels.instance }} is not told",
+        description=(
+            "For {{ $value | humanizeDuration }} the webhook of {{ $labels.instance }} has not taken a message; it is "
+            "tried again and again, and nothing is lost yet."
+        ),
+        labels={"signal": "waiting"},
+    ),
+    Alert(
+        name="AsyncpipeWebhookFailing",
+        value='sum by (instance) (increase(asyncpipe_webhook_messages_total{outcome=~"refused|lost"}[1h]))',
+        threshold=0,
+        hold=0,
+        severity="warning",
+        summary="the webhook of {{ $labels.instance }} misses messages",
+        description=(
+            'Within the last hour {{ $value | printf "%.0f" }} messages of {{ $labels.instance }} were refused by the '
+            "receiver or given up."
+        ),
+        labels={"signal": "lost"},
+    ),
     Alert(
         name="AsyncpipeServiceNotReady",
         value=_READY,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from asyncpipe.cli.arguments import add_command
+from asyncpipe.cli.log_format import FORMATS, log_to_stderr
 from asyncpipe.cli.metrics import metrics_served
 from asyncpipe.errors import missing_package
 from asyncpipe.observe.http_hosts import is_loopback
@@ -65,7 +65,6 @@ SLACK_SECONDS = 5.0
 """After the grace period, for the store and the devices' threads to close."""
 READER_SECONDS = 1.0
 """How long a last message waits for its reader."""
-FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -148,6 +147,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     _add_limits(parser)
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="of stderr (default: info)")
+    add("--log-format", choices=FORMATS, default="text", help="of stderr: text (default), or json, one object a line")
     parser.set_defaults(run=_serve)
 
 
@@ -174,7 +174,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     add("--proxy-header", metavar="NAME", help="where it says so: forwarded (default) or x-forwarded-for")
 
 
-NO_SETTINGS = ("log_level", "run")
+NO_SETTINGS = ("log_level", "log_format", "run")
 """Arguments that are no keys of the settings."""
 
 
@@ -182,7 +182,7 @@ def _serve(args: argparse.Namespace) -> int:
     # Late imports: other commands, --help and wrong settings do not wait for torch.
     given = {key: value for key, value in vars(args).items() if key not in NO_SETTINGS and value is not None}
     settings = _settings(given)
-    logging.basicConfig(level=args.log_level.upper(), format=FORMAT, stream=sys.stderr)
+    log_to_stderr(args.log_level, args.log_format)
 
     from asyncpipe.service.malloc import limit_arenas
 

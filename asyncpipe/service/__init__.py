@@ -8,6 +8,7 @@
     submission/           what clients submit, and its checks
     settings/             what the operator sets
     store/                the jobs on disk
+    telling/              who hears of jobs without asking: lines in the log, a webhook
     known_tokens.py       who the service knows by their tokens; token_roles.py: what they may do
     descriptors.py        how many files the process may open, and for what
     http/                 the HTTP API and its pages

@@ -44,6 +44,7 @@ from asyncpipe.service.store.job_store import JobFilter, JobStore
 from asyncpipe.service.submission.changes import changed_spec
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import Submission, check_submission
+from asyncpipe.service.telling.webhook import Webhook
 from asyncpipe.train.blocking_calls import in_thread
 
 __all__ = ["JobEvent", "LossRow", "ServiceDrainingError", "ServiceStatus", "TrainingService"]
@@ -166,14 +167,26 @@ class TrainingService:
             store = await stack.enter_async_context(JobStore(path))
             await check_state(store, jobs, refuse=refuse)
             await stack.enter_async_context(self.tokens.kept(store))
+            webhook = await self._told(store, stack)
             manager = Manager(settings, self._entries, store, metrics=self.collector, **self._options)
             self.collector.commits = lambda: store.thread.commits
             self.collector.hung_tasks = lambda: manager.hung
             self.collector.heartbeats = manager.hosts.heartbeats
             self.collector.drained = manager.hosts.drained
             self._manager = await stack.enter_async_context(manager)
+            if webhook is not None:
+                manager.jobs.on_change = webhook.wake
+                webhook.wake()  # Of what the manager found when it opened.
             self._beat()
             self._stack = stack.pop_all()
+
+    async def _told(self, store: JobStore, stack: AsyncExitStack) -> Webhook | None:
+        """Who is told about jobs; behind the manager, so that it hears of what happens until the end."""
+        if self.settings.webhook is None:
+            return None
+        webhook = Webhook(self.settings.webhook, store, self.settings.folder)
+        self.collector.webhook = lambda: webhook.figures
+        return await stack.enter_async_context(webhook)
 
     async def _close(self) -> None:
         try:

@@ -29,6 +29,8 @@ SERVICE = {
     "job_log_failures_total": (),
     "worker_heartbeat_age_seconds": ("worker",),
     "host_draining": ("host",),
+    "webhook_messages_total": ("outcome",),
+    "webhook_waiting_seconds": (),
 }
 """What a service tells of itself; these alone have no label for a job."""
 CONTRACT = {
@@ -69,6 +71,7 @@ CONTRACT = {
     "last_snapshot_timestamp_seconds": (),
     "build_info": ("version",),
     "job_running": (),
+    "job_failure_timestamp_seconds": ("state",),
     **{f"{name}_bucket": (*labels, "le") for name, labels in HISTOGRAMS.items()},
     **{f"{name}_{part}": labels for name, labels in HISTOGRAMS.items() for part in ("sum", "count")},
     **SERVICE,

@@ -29,9 +29,11 @@ from asyncpipe.service.jobs.awaited_jobs import AwaitedJobs, why_never, why_not_
 from asyncpipe.service.jobs.job_log import JobLogs
 from asyncpipe.service.jobs.job_queue import JobQueue
 from asyncpipe.service.jobs.job_run import JobRun
-from asyncpipe.service.jobs.service_metrics import ServiceMetrics
+from asyncpipe.service.jobs.service_metrics import MOST_FAILED, ServiceMetrics
+from asyncpipe.service.store.changes import last_failures, newest_transition, transitions_after
 from asyncpipe.service.store.job_store import JobFilter, JobStore, StoreError, UnknownJobError
 from asyncpipe.service.submission.submission import check_new_schedule
+from asyncpipe.service.telling.job_lines import log_change, log_recovered
 
 __all__ = ["ActiveJobs"]
 
@@ -66,6 +68,8 @@ class ActiveJobs:
         self.timed = asyncio.Event()
         """Set when a job with a deadline has changed."""
         self._awaited = AwaitedJobs()
+        self.on_change: Callable[[], object] = lambda: None
+        """Called when a job has changed its state."""
         self._logs = logs
         self._metrics = metrics
         self._most_queued = most_queued
@@ -80,7 +84,13 @@ class ActiveJobs:
 
         Raises ``StoreError``.
         """
+        before = await self.store.thread.run(newest_transition, writes=False)
         recovered = await self.store.recover(most_crashes=most_crashes, resume=resume)
+        found = await self.store.thread.run(
+            lambda db: transitions_after(db, before, tuple(JobState), PAGE, PAGE), writes=False
+        )
+        for _, record in found.rows:
+            log_recovered(record)
         queued = JobFilter(frozenset({JobState.QUEUED}))
         page = await self.store.list(queued, limit=PAGE)
         while page:
@@ -88,6 +98,7 @@ class ActiveJobs:
                 self._enqueue(record)
             page = await self.store.list(queued, limit=PAGE, after=page[-1].id)
         self._metrics.there_are(await self.store.count())
+        self._metrics.have_failed(await self.store.thread.run(lambda db: last_failures(db, MOST_FAILED), writes=False))
         return recovered
 
     # Transitions
@@ -97,19 +108,30 @@ class ActiveJobs:
         return self._turns.setdefault(job, asyncio.Lock())
 
     async def become(
-        self, record: JobRecord, to: JobState, cause: str, most_queued: int | None = None, *, crashed: bool = False
+        self,
+        record: JobRecord,
+        to: JobState,
+        cause: str,
+        most_queued: int | None = None,
+        *,
+        crashed: bool = False,
+        is_retry: bool = False,
     ) -> JobRecord:
-        """The job of ``record`` after its transition to ``to``. Raises as ``JobStore.transition``."""
+        """The job of ``record`` after its transition to ``to``. Raises as ``JobStore.transition``.
+
+        ``is_retry`` if its run has failed, and it goes on from its last snapshot.
+        """
         after = await self.store.transition(
             record.id, to, cause, expect=record.state, most_queued=most_queued, crashed=crashed
         )
         if to is JobState.RUNNING:
             self._metrics.waited(after.updated - record.updated)
-        self._keep(record.state, after)
+        self._keep(record.state, after, is_retry=is_retry)
         return after
 
-    def _keep(self, before: JobState | None, record: JobRecord) -> None:
-        self._metrics.changed(before, record.state)
+    def _keep(self, before: JobState | None, record: JobRecord, *, is_retry: bool = False) -> None:
+        log_change(before, record, is_retry=is_retry)
+        self._metrics.changed(before, record)
         if (log := self._logs.of(record.id)) is not None:
             log.state(record)
         if record.state is JobState.QUEUED:
@@ -127,6 +149,7 @@ class ActiveJobs:
             self._ended(record.id)
         if record.spec.deadline is not None:
             self.timed.set()
+        self.on_change()
         self.changed.set()
 
     def take_in(self, before: JobState | None, record: JobRecord) -> None:

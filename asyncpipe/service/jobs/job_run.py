@@ -27,6 +27,7 @@ from asyncpipe.service.jobs.artifacts import TIMELINE, TRACE
 from asyncpipe.service.jobs.job_log import JobLog, LossRow
 from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, failure
 from asyncpipe.service.store.job_store import JobStore
+from asyncpipe.service.telling.job_lines import log_note
 from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import RunStarted, StepProgress, TrainingSummary
@@ -269,7 +270,9 @@ class JobRun:
         self.noted(logging.INFO, phase)
 
     def noted(self, level: int, text: str) -> None:
-        """A line for the job's log."""
+        """A line for the job's log; warnings are in the service's as well."""
+        if level >= logging.WARNING:
+            log_note(level, self.record, text)
         if self._log is not None:
             self._log.note(level, text)
 

@@ -123,13 +123,7 @@ class Manager:
             if self.processes is not None:
                 await stack.enter_async_context(self.processes)
             attempts, resume = self.settings.max_attempts, self.settings.resume
-            for record in await self.jobs.load(most_crashes=attempts, resume=resume):
-                _logger.info(
-                    "job %s (%s) was running when the last process ended, and is %s now",
-                    record.id,
-                    record.spec.name,
-                    record.state,
-                )
+            await self.jobs.load(most_crashes=attempts, resume=resume)
             self._scheduler = asyncio.create_task(self._schedule(), name="asyncpipe job scheduler")
             deadlines = Deadlines(self.jobs, self.settings.grace_seconds, self._retry_seconds)
             self._expiry = asyncio.create_task(deadlines.watch(), name="asyncpipe deadlines")
@@ -363,7 +357,8 @@ class Manager:
                         self.settings.max_attempts,
                     )
                     to, cause = next_state(outcome, asked, why, tries, self.shutdown)
-                    after = await self.jobs.become(run.record, to, cause, crashed=crashed)
+                    is_retry = failed and to is JobState.QUEUED
+                    after = await self.jobs.become(run.record, to, cause, crashed=crashed, is_retry=is_retry)
                 break
             except StoreError as error:
                 _logger.error("a run of job %s has ended, and the store cannot record it: %s", job, error)

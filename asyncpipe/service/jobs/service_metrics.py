@@ -12,9 +12,10 @@ continue. Nothing is registered globally.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
 from threading import Lock
+from time import time
 
 import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -23,11 +24,14 @@ from prometheus_client.registry import Collector
 from asyncpipe.observe.metrics import MergedCollector, PipelineCollector
 from asyncpipe.observe.metrics.totals import bucket_of
 from asyncpipe.service.job_states import JobRecord, JobState
+from asyncpipe.service.telling.webhook import WebhookFigures
 
 __all__ = ["ServiceMetrics"]
 
 WAITING = range(-4, 21)
 """Exponents of two of the buckets of waiting times: from 1/16 s to 12 days."""
+MOST_FAILED = 32
+"""How many jobs that failed or were quarantined are shown."""
 MOST_ENDED = 16
 """How many jobs keep their metrics after their runs have ended."""
 ID_END = 6
@@ -39,11 +43,12 @@ class ServiceMetrics(Collector):
 
     def __init__(self) -> None:
         self.is_ready: Callable[[], bool] = lambda: False
-        """Called at each scrape, like the next four."""
+        """Called at each scrape, like the next five."""
         self.commits: Callable[[], int] = lambda: 0
         self.hung_tasks: Callable[[], int] = lambda: 0
         self.heartbeats: Callable[[], Mapping[str, float]] = dict
         self.drained: Callable[[], Mapping[str, bool]] = dict
+        self.webhook: Callable[[], WebhookFigures] = WebhookFigures
         self._merged = MergedCollector()
         self._collectors: dict[str, PipelineCollector] = {}
         """By job, in the order in which their runs ended."""
@@ -52,6 +57,8 @@ class ServiceMetrics(Collector):
         self._transitions: Counter[str] = Counter(dict.fromkeys(JobState, 0))
         self._retries: Counter[str] = Counter(step=0, snapshot=0)
         self._log_failures = 0
+        self._failed: dict[str, tuple[str, JobState, float]] = {}
+        """Name, state and since when, by the ids of jobs that failed or were quarantined last, oldest first."""
         self._waited = [0] * (len(WAITING) + 1)
         self._waited_seconds = 0.0
         self._lock = Lock()
@@ -63,13 +70,23 @@ class ServiceMetrics(Collector):
         with self._lock:
             self._jobs = Counter({state: jobs.get(state, 0) for state in JobState})
 
-    def changed(self, before: JobState | None, after: JobState) -> None:
-        """Count a transition; ``before`` is ``None`` for a submission."""
+    def have_failed(self, jobs: Iterable[tuple[str, str, JobState, float]]) -> None:
+        """Set the jobs that failed or were quarantined last: (id, name, state, since when), oldest first."""
+        with self._lock:
+            self._failed = {job: (name, state, at) for job, name, state, at in jobs}
+
+    def changed(self, before: JobState | None, record: JobRecord) -> None:
+        """Count a transition to the state of ``record``; ``before`` is ``None`` for a submission."""
         with self._lock:
             if before is not None:
                 self._jobs[before] -= 1
-            self._jobs[after] += 1
-            self._transitions[after] += 1
+            self._jobs[record.state] += 1
+            self._transitions[record.state] += 1
+            self._failed.pop(record.id, None)
+            if record.state in (JobState.FAILED, JobState.QUARANTINED):
+                self._failed[record.id] = record.spec.name, record.state, record.updated
+                while len(self._failed) > MOST_FAILED:
+                    del self._failed[next(iter(self._failed))]
 
     def deleted(self, state: JobState) -> None:
         """A job in ``state`` is there no more."""
@@ -139,9 +156,16 @@ class ServiceMetrics(Collector):
         with self._lock:
             jobs, transitions, retries = dict(self._jobs), dict(self._transitions), dict(self._retries)
             waited, seconds, log_failures = list(self._waited), self._waited_seconds, self._log_failures
+            failed = {(name, str(state)): at for name, state, at in self._failed.values()}
             running = {each.job: job in self._running for job, each in self._collectors.items()}
         yield _family(GaugeMetricFamily, "jobs", "Jobs by state.", jobs, "state")
         yield _family(GaugeMetricFamily, "job_running", "1 while the job runs, 0 after its run.", running, "job")
+        text = "Unix time since which a job is failed or quarantined, of those that became so last."
+        since = GaugeMetricFamily("asyncpipe_job_failure_timestamp_seconds", text, labels=("job", "state"))
+        for labels, at in failed.items():
+            since.add_metric(labels, at)
+        yield since
+        yield from _told(self.webhook())
         text = "Transitions of jobs since the service started, by the state that they led to."
         yield _family(CounterMetricFamily, "job_transitions", text, transitions, "to")
         text = "Retries after failures: of a step on the same batch, or of a job from its last snapshot."
@@ -159,6 +183,14 @@ class ServiceMetrics(Collector):
         yield _family(GaugeMetricFamily, "host_draining", text, self.drained(), "host")
         text = "Failures to write the files of a job's log."
         yield _family(CounterMetricFamily, "job_log_failures", text, {"": log_failures})
+
+
+def _told(figures: WebhookFigures) -> Iterator[Metric]:
+    outcomes = {"delivered": figures.delivered, "refused": figures.refused, "lost": figures.lost}
+    text = "Messages to the webhook by outcome; what was refused or lost is not sent again."
+    yield _family(CounterMetricFamily, "webhook_messages", text, outcomes, "outcome")
+    text = "Seconds since what the oldest message that waits for the webhook tells of; 0 if none waits."
+    yield _family(GaugeMetricFamily, "webhook_waiting_seconds", text, {"": figures.waiting_seconds(time())})
 
 
 def _family(

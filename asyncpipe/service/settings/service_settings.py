@@ -48,13 +48,14 @@ from asyncpipe.observe.http_hosts import is_loopback
 from asyncpipe.service.settings import setting_types as types
 from asyncpipe.service.settings.setting_types import EntrySettings
 from asyncpipe.service.settings.token_file import read_token
+from asyncpipe.service.settings.webhook_settings import WebhookSettings
 from asyncpipe.train.job_file import RayTable
 from asyncpipe.train.validation import WrongKey, read_toml, similar, wrong_keys
 
 __all__ = ["EntrySettings", "ServiceSettings", "SettingsError"]
 
 PREFIX = "ASYNCPIPE_"
-SECRET = ("token",)
+SECRET = ("token", "webhook")
 SIMILARITY = 0.9
 """How similar to a known variable an unknown one must be to count as a misspelling; others may be other programs'."""
 
@@ -156,6 +157,8 @@ class ServiceSettings(BaseSettings):
         default="refuse", description='must be "refuse" or "quarantine"'
     )
     """What a service does that finds its store without the folders of its jobs, or these without the store."""
+    webhook: WebhookSettings | None = None
+    """Who is told of jobs that fail or are quarantined; nobody without it."""
     loop: Literal["own", "running"] = Field(default="own", description='must be "own" or "running"')
     """Whether training has an event loop of its own, which a blocking handler of the host cannot delay."""
 

@@ -6,6 +6,7 @@
     database_thread.py   the thread that owns the connection and commits many requests at once
     queries.py           the SQL that changes jobs, one function for each part of a transaction
     reading.py           the SQL that reads them: lists, filters, and which job a text means
+    changes.py           what has happened to all jobs, for those who tell others of it
     token_queries.py     that of tokens; token_changes.py: what an operator does with them, beside the service
     database.py          opening the file, and SQLite's errors in words; schema.py: its tables
 

@@ -11,8 +11,8 @@ from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
 
 
-def record(job: str, name: str = "job") -> JobRecord:
-    return JobRecord(job, JobSpec(name, "m:f"), RUNNING, "because", 0.0, 0.0)
+def record(job: str, name: str = "job", state: JobState = RUNNING, at: float = 0.0) -> JobRecord:
+    return JobRecord(job, JobSpec(name, "m:f"), state, "because", 0.0, at)
 
 
 def samples(metrics: ServiceMetrics, family: str) -> dict[tuple[str, ...], float]:
@@ -31,13 +31,29 @@ def labels(metrics: ServiceMetrics) -> set[str]:
 def test_jobs_are_counted_by_state_from_what_the_store_has_on():
     metrics = ServiceMetrics()
     metrics.there_are({QUEUED: 2, FINISHED: 5})
-    metrics.changed(None, QUEUED)
-    metrics.changed(QUEUED, RUNNING)
-    metrics.changed(RUNNING, FAILED)
+    metrics.changed(None, record("1", state=QUEUED))
+    metrics.changed(QUEUED, record("1"))
+    metrics.changed(RUNNING, record("1", state=FAILED))
     jobs = {state: samples(metrics, "jobs")["", state] for state in JobState}
     assert jobs == {QUEUED: 2, RUNNING: 0, PAUSED: 0, FINISHED: 5, FAILED: 1, CANCELLED: 0, QUARANTINED: 0}
     transitions = samples(metrics, "job_transitions")
     assert (transitions["_total", "queued"], transitions["_total", "finished"]) == (1, 0)
+
+
+def test_jobs_that_have_failed_are_named_until_they_are_tried_again(monkeypatch):
+    monkeypatch.setattr(service_metrics, "MOST_FAILED", 3)
+    metrics = ServiceMetrics()
+    metrics.have_failed([("1", "old", FAILED, 5.0), ("2", "other", QUARANTINED, 6.0)])
+    metrics.changed(RUNNING, record("3", "nan", FAILED, 7.0))
+    failed = samples(metrics, "job_failure_timestamp_seconds")
+    assert failed == {("", "old", "failed"): 5.0, ("", "other", "quarantined"): 6.0, ("", "nan", "failed"): 7.0}
+    metrics.changed(FAILED, record("3", "nan", QUEUED, 8.0))
+    metrics.changed(RUNNING, record("3", "nan", FINISHED, 9.0))
+    assert len(samples(metrics, "job_failure_timestamp_seconds")) == 2
+    for number in range(10, 13):
+        metrics.changed(RUNNING, record(str(number), f"job {number}", FAILED, float(number)))
+    failed = samples(metrics, "job_failure_timestamp_seconds")
+    assert sorted(failed.values()) == [10.0, 11.0, 12.0]
 
 
 def test_waiting_times_fall_into_buckets_of_powers_of_two():
