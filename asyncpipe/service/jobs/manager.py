@@ -357,7 +357,7 @@ class Manager:
                         self.settings.max_attempts,
                     )
                     to, cause = next_state(outcome, asked, why, tries, self.shutdown)
-                    is_retry = failed and to is JobState.QUEUED
+                    is_retry = (failed or crashed) and to is JobState.QUEUED
                     after = await self.jobs.become(run.record, to, cause, crashed=crashed, is_retry=is_retry)
                 break
             except StoreError as error:
