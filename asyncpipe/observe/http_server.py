@@ -29,7 +29,8 @@ __all__ = ["Connect", "served"]
 
 SHUTDOWN_SECONDS = 1.0
 """How long a server that ends waits for answers that are under way."""
-BACKLOG = 128
+BACKLOG = 1024
+"""Connections that the kernel has ready. It drops further ones, whose clients try again after a second."""
 
 Connect: TypeAlias = Callable[[Config, ServerState], HttpToolsProtocol]
 """Makes the protocol of a new connection."""

@@ -25,7 +25,7 @@ def sent_token(headers: Sequence[str]) -> bytes | None:
     if len(headers) != 1:
         return None
     scheme, _, rest = headers[0].partition(" ")
-    shown = rest.strip().encode("utf-8", "surrogateescape")
+    shown = rest.strip().encode("latin-1", "replace")  # As headers are decoded.
     match scheme.lower():
         case "bearer":
             return shown

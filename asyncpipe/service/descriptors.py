@@ -18,7 +18,7 @@ from asyncpipe.errors import OptionError
 if TYPE_CHECKING:
     from asyncpipe.service.settings.service_settings import ServiceSettings
 
-__all__ = ["LISTEN_QUEUE", "PROBES", "DescriptorBudget", "budget_descriptors", "raise_limit"]
+__all__ = ["PROBES", "DescriptorBudget", "budget_descriptors", "raise_limit"]
 
 SERVICE = 64
 """The store, logs, event loops, listening sockets, and modules while they are imported; 24 are open when it rests."""
@@ -28,8 +28,8 @@ WORKER = 16
 """Of a worker process, or of a job's own: pipes, its connection, shared memory."""
 PROBES = 32
 """Connections beyond the cap that are kept for a moment, since they may be a probe's."""
-LISTEN_QUEUE = 128
-"""Connections that the kernel has ready; all of them may be accepted at once, before one is turned away."""
+CLOSING = 128
+"""Connections that have been turned away, and are not closed yet."""
 CONNECTION = 2
 """Its socket, and the file that it reads from: a job's log, or a model that is downloaded."""
 FEWEST = 16
@@ -69,7 +69,7 @@ def budget_descriptors(settings: ServiceSettings, limit: int | None) -> Descript
     jobs = JOB * settings.max_running
     workers = 0 if settings.workers == "threads" else WORKER * len(settings.devices)
     metrics = 0 if settings.metrics_port is None else settings.metrics_connections
-    kept = SERVICE + jobs + workers + metrics + PROBES + LISTEN_QUEUE
+    kept = SERVICE + jobs + workers + metrics + PROBES + CLOSING
     wanted = kept + CONNECTION * settings.max_connections
     limit = wanted if limit is None else min(limit, wanted)
     connections = (limit - kept) // CONNECTION
@@ -81,7 +81,7 @@ def budget_descriptors(settings: ServiceSettings, limit: int | None) -> Descript
             f"{least - kept} for connections; raise the hard limit (ulimit -Hn, LimitNOFILE=), "
             f"or lower max_connections or max_running"
         )
-    return DescriptorBudget(limit, SERVICE, jobs, workers, metrics, PROBES + LISTEN_QUEUE, connections)
+    return DescriptorBudget(limit, SERVICE, jobs, workers, metrics, PROBES + CLOSING, connections)
 
 
 def raise_limit(settings: ServiceSettings) -> DescriptorBudget:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from asyncpipe.errors import AsyncpipeError, OptionError
 
 __all__ = [
+    "PREFIX",
     "SETTINGS_HOLDER",
     "TokenRole",
     "TokenConflictError",

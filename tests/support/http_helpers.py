@@ -24,6 +24,7 @@ from asyncpipe.service.http import make_api, serve_api
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError
 from asyncpipe.service.jobs.hosts import UnknownHostError, WorkerStatus
 from asyncpipe.service.jobs.job_log import JobEvent, LossRow
+from asyncpipe.service.known_tokens import KnownTokens
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobFilter, JobStore
 from asyncpipe.service.submission.entries import Entries
@@ -78,6 +79,7 @@ class FakeService:
 
     def __post_init__(self) -> None:
         self.entries = Entries({ENTRY: build})
+        self.tokens = KnownTokens(self.store.path, self.settings.token)
         self.views: dict[str, LiveView] = {}
         self.rows: dict[str, list[LossRow]] = {}
         self.told: dict[str, list[JobEvent]] = {}

@@ -19,11 +19,12 @@ from asyncpipe.observe.live.event_streams import EventStreams
 from asyncpipe.observe.live.handlers import SecurityHeaders
 from asyncpipe.service.http.access_control import AccessControl
 from asyncpipe.service.http.audit import Audit, audit_files
+from asyncpipe.service.http.client_address import TrustedProxies
 from asyncpipe.service.http.connection import connections
 from asyncpipe.service.http.event_stream import JobEventStreams
 from asyncpipe.service.http.pages import Pages
 from asyncpipe.service.http.problems import CatchProblems
-from asyncpipe.service.http.rate_limits import StreamLimit, TokenBuckets
+from asyncpipe.service.http.rate_limits import RateLimits, StreamLimit, TokenBuckets
 from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.http.routes import PROBES, ROUTES
 from asyncpipe.service.http.routes.common import ApiParts
@@ -39,7 +40,10 @@ STREAM_SHARE = 4
 def make_api(service: TrainingService, settings: ServiceSettings) -> FastAPI:
     """The FastAPI application; as ``asyncpipe.service.http.make_api``."""
     redact, audit = _redactor(settings), Audit()
-    buckets = TokenBuckets(settings.requests_per_second, settings.burst)
+    limits = RateLimits(
+        TokenBuckets(settings.requests_per_second, settings.burst),
+        TokenBuckets(settings.token_requests_per_second, settings.token_burst),
+    )
     stream_limit = StreamLimit(max(1, settings.max_connections // STREAM_SHARE))
 
     async def end() -> None:
@@ -64,7 +68,13 @@ def make_api(service: TrainingService, settings: ServiceSettings) -> FastAPI:
             Middleware(SecurityHeaders),
             Middleware(CatchProblems, redact=redact),
             Middleware(
-                AccessControl, hosts=settings.hosts, token=settings.token, buckets=buckets, audit=audit, probes=PROBES
+                AccessControl,
+                hosts=settings.hosts,
+                tokens=service.tokens,
+                limits=limits,
+                proxies=TrustedProxies(settings.trusted_proxies, settings.proxy_header),
+                audit=audit,
+                probes=PROBES,
             ),
         ],
         exception_handlers={HTTPException: _raise, RequestValidationError: _raise},
@@ -79,7 +89,7 @@ async def serve_api(service: TrainingService, settings: ServiceSettings) -> Asyn
     """Serves the application; as ``asyncpipe.service.http.serve_api``."""
     _check_address(settings)
     app, redact = make_api(service, settings), _redactor(settings)
-    connect = connections(settings.max_connections, settings.header_seconds, redact)
+    connect = connections(settings.max_connections, PROBES, settings.header_seconds, redact)
     async with (
         audit_files(app.state.parts.audit, settings.folder),
         served(app, settings.address, settings.port, "the API", connect) as port,

@@ -2,12 +2,13 @@
 
 ::
 
-    {"when": "2026-11-21T18:00:00.123Z", "client": "127.0.0.1", "what": "pause", "job": "01j…", "outcome": "ok",
-     "key": null, "state": "running"}
+    {"when": "2026-11-21T18:00:00.123Z", "client": "127.0.0.1", "token": "ci", "what": "pause", "job": "01j…",
+     "outcome": "ok", "key": null, "state": "running"}
 
 ``outcome`` is ``ok`` or ``refused``; a refusal also has ``status`` and ``reason``. An idempotency key appears as a
-hash, a token never. ``audit_files`` writes the lines to files, on a thread of its own, so the event loop never waits
-for a disk. The files are bounded. Refusals have a file of their own, so that many refusals cannot push changes out.
+hash, of a token its name. ``audit_files`` writes the lines to files, on a thread of its own, so the event loop never
+waits for a disk. The files are bounded. Refusals have a file of their own, so that many refusals cannot push changes
+out.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from starlette.requests import HTTPConnection
 
 from asyncpipe.errors import OptionError
 from asyncpipe.service.http.redact import shorten
+from asyncpipe.service.http.who import holder_of
 from asyncpipe.service.whole_writes import write_whole
 
 __all__ = ["LOGGER", "Audit", "AuditFile", "audit_files"]
@@ -54,6 +56,7 @@ class Audit:
         table = {
             "when": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "client": None if request.client is None else request.client.host,
+            "token": None if (holder := holder_of(request)) is None else holder.name,
             "what": shorten(what),
             "job": None,
             "outcome": outcome,

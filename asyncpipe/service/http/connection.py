@@ -6,7 +6,8 @@
         │             │      ▲
         │             ▼      │
         │         is answered ──── the client reads nothing for UNREAD_SECONDS ────▶ aborted
-        └─ too many connections: 503, closed
+        └─ too many connections: one that asks nothing gives way (places.py); if all are being answered,
+           this one is answered if it is a probe's, and otherwise 503 and closed
 
 A subclass of uvicorn's protocol, since uvicorn has none of these guards. Its ``limit_concurrency`` counts a connection
 when it has sent a whole head, so that those that send none are without a limit; a head may come as slowly and be as
@@ -20,6 +21,8 @@ These belong to the server, not to the application: a host that mounts the API h
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Collection
 from http import HTTPStatus
 from typing import cast
 
@@ -29,6 +32,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from asyncpipe.observe.http_server import Connect
+from asyncpipe.service.http.places import Places
 from asyncpipe.service.http.problems import LINGER_SECONDS, Problem
 from asyncpipe.service.http.redact import Redactor
 
@@ -42,6 +46,10 @@ MOST_HEADERS = 100
 MOST_HEAD = 64 * 2**10
 """The most bytes of a head that has not come whole."""
 
+MOST_PROBE = 64
+"""The most bytes in which a probe says what it asks."""
+PROBE_SECONDS = 2.0
+"""How long a connection without a place has to ask for a probe, and to be answered."""
 MALFORMED = Problem(400, "malformed", "the request is not HTTP", close=True)
 TOO_LARGE = Problem(
     431,
@@ -53,15 +61,29 @@ TOO_MANY = Problem(
     503, "too-many-connections", "all connections are in use; try again", headers=[("Retry-After", "1")], close=True
 )
 
+_PATH = re.compile(rb"(?:GET|HEAD) (/[!->@-~]*)[ ?]")  # Up to a question mark.
+
 
 class ClientConnection(HttpToolsProtocol):
     """One client's connection."""
 
-    def __init__(self, config: Config, state: ServerState, most: int, header_seconds: float, redact: Redactor) -> None:
+    def __init__(
+        self,
+        config: Config,
+        state: ServerState,
+        places: Places,
+        probes: Collection[str],
+        header_seconds: float,
+        redact: Redactor,
+    ) -> None:
         super().__init__(config, state, {})
-        self._most = most
+        self._places = places
+        self._probes = probes
         self._header_seconds = header_seconds
         self._redact = redact
+        self._first: bytes | None = None
+        """The first bytes of a connection that has no place but a probe's, until it is known what it asks."""
+        self._is_probe = False
         self._reads_head = True
         self._head = 0
         """Bytes so far of the head that is being read."""
@@ -70,22 +92,26 @@ class ClientConnection(HttpToolsProtocol):
         self._refused = False
         """Whether nothing is read any more."""
         self._timer: asyncio.TimerHandle | None = None
-        """Cuts a client that reads nothing."""
+        """Cuts a client that reads nothing, or a probe that takes too long."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Serve the connection, or refuse it if there are too many."""
+        """Serve the connection if there is a place for it, or wait for what it asks."""
         self.transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit asyncio.Transport.
-        if len(self.connections) >= self._most:
-            self._refused = True
-            self.transport.write(_whole(TOO_MANY, self._redact))
-            self.transport.close()
-            return
+        if self._places.came(self):
+            self._serve()
+        else:
+            self._first = b""
+            self.connections.add(self)
+            self._timer = self.loop.call_later(PROBE_SECONDS, self.turn_away)
+
+    def _serve(self) -> None:
         super().connection_made(self.transport)
         self.timeout_keep_alive = cast(int, self._header_seconds)  # Parts of a second will do
         self.timeout_keep_alive_task = self.loop.call_later(self._header_seconds, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
+        self._places.left(self)
         self._unset_timer()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
@@ -96,6 +122,9 @@ class ClientConnection(HttpToolsProtocol):
         The timer of the head goes on, unlike in uvicorn's: a head that comes drop by drop is slow as well.
         """
         if self._refused:
+            return
+        if self._first is not None:
+            self._look(self._first + data)
             return
         if self._reads_head:
             self._head += len(data)
@@ -110,6 +139,34 @@ class ClientConnection(HttpToolsProtocol):
         else:
             if self._head > MOST_HEAD:
                 self._refuse(TOO_LARGE)
+
+    # Where all places are taken
+
+    def _look(self, first: bytes) -> None:
+        """Serve a probe, whose request begins with ``first``; turn away what is none; or wait for more of it."""
+        found = _PATH.match(first)
+        if found is not None and found[1].decode() in self._probes:
+            self._first, self._is_probe = None, True
+            self._serve()
+            self.data_received(first)
+        elif found is not None or len(first) >= MOST_PROBE or b"\n" in first:
+            self.turn_away()
+        else:
+            self._first = first
+
+    def turn_away(self) -> None:
+        """Say that there are too many connections, and end; a probe that is being answered ends as well."""
+        if self._refused or self._is_probe:
+            self.transport.abort()
+            return
+        self._refused = True
+        self.transport.write(_whole(TOO_MANY, self._redact))
+        self.transport.close()
+
+    def give_way(self) -> None:
+        """End, since another client needs the place, and this one asks nothing."""
+        self._refused = True
+        self.transport.close()
 
     # Called by the parser; what they raise ends it
 
@@ -128,6 +185,15 @@ class ClientConnection(HttpToolsProtocol):
         self._reads_head, self._head = False, 0
         self._unset_keepalive_if_required()
         super().on_headers_complete()
+        self._places.asks(self)
+        if self._is_probe and self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def on_response_complete(self) -> None:
+        """A request has been answered."""
+        super().on_response_complete()
+        if self.cycle.response_complete:
+            self._places.rests(self)
 
     def on_message_complete(self) -> None:
         """The body is there; what follows is another head."""
@@ -181,9 +247,13 @@ class ClientConnection(HttpToolsProtocol):
             self._timer = None
 
 
-def connections(most: int, header_seconds: float, redact: Redactor) -> Connect:
-    """A factory of connections: at most ``most``; each waits ``header_seconds`` for a request's head."""
-    return lambda config, state: ClientConnection(config, state, most, header_seconds, redact)
+def connections(most: int, probes: Collection[str], header_seconds: float, redact: Redactor) -> Connect:
+    """A factory of connections: at most ``most``; each waits ``header_seconds`` for a request's head.
+
+    Requests of the paths ``probes`` are answered beyond that number.
+    """
+    places = Places(most)
+    return lambda config, state: ClientConnection(config, state, places, probes, header_seconds, redact)
 
 
 def _whole(problem: Problem, redact: Redactor) -> bytes:

@@ -31,9 +31,17 @@ NAME = "^[^\\u0000- \\u007f-\\u00a0](?:[^\\u0000-\\u001f\\u007f-\\u00a0]*[^\\u00
 
 
 def describe(
-    routes: Sequence[BaseRoute], settings: ServiceSettings, entries: Entries, below: str = ""
+    routes: Sequence[BaseRoute],
+    settings: ServiceSettings,
+    entries: Entries,
+    *,
+    needs_token: bool,
+    below: str = "",
 ) -> dict[str, Any]:
-    """The document of a service with these ``entries``; ``below`` is the path under which a host mounts the API."""
+    """The document of a service with these ``entries``, which may need a token.
+
+    ``below`` is the path under which a host mounts the API.
+    """
     from asyncpipe import __version__
 
     document = get_openapi(
@@ -52,7 +60,7 @@ def describe(
     for member in schemas[models.ErrorAnswer.__name__]["properties"].values():
         member.pop("default", None)
     _describe_submissions(schemas, settings, entries)
-    if settings.token is not None:
+    if needs_token:
         components["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
             "basic": {"type": "http", "scheme": "basic", "description": "Any user, the token as password"},

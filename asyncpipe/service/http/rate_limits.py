@@ -1,4 +1,4 @@
-"""How much clients may request: a token bucket for each address, and a limit on concurrent streams of all clients.
+"""How much clients may request: a bucket for each address and each token, and a limit on streams of all clients.
 
 The table of buckets is bounded, since a client may have many addresses; an IPv6 /64 network counts as one. The bucket
 that leaves the table is that of the client that was silent longest, and would soon be full anyway.
@@ -15,7 +15,7 @@ from time import monotonic
 
 from asyncpipe.service.http.problems import Problem
 
-__all__ = ["StreamLimit", "TokenBuckets", "client_of", "retry_after"]
+__all__ = ["RateLimits", "StreamLimit", "TokenBuckets", "client_of", "retry_after"]
 
 MOST_CLIENTS = 4096
 IPV6_NETWORK = 64
@@ -48,6 +48,37 @@ class TokenBuckets:
         if len(self._levels) > self._most:
             self._levels.popitem(last=False)
         return wait
+
+    def give_back(self, client: str) -> None:
+        """Undo a ``take``."""
+        left, at = self._levels.get(client, (float(self._burst), 0.0))
+        if client in self._levels:
+            self._levels[client] = (min(self._burst, left + 1), at)
+
+
+class RateLimits:
+    """How often may be asked: by address before it is known who asks, and by token afterwards.
+
+    What is asked with a right token does not count for the address: many users behind one proxy do not wait for each
+    other, and one who guesses tokens does not get far. Whoever has used up an address waits there also with a right
+    token, since that is only known by looking at it.
+    """
+
+    def __init__(self, addresses: TokenBuckets, tokens: TokenBuckets) -> None:
+        self._addresses = addresses
+        self._tokens = tokens
+
+    def of_address(self, address: str | None) -> float:
+        """Count a request of ``address``; the seconds that it has to wait, 0 if none."""
+        return self._addresses.take(client_of(address))
+
+    def of_token(self, name: str) -> float:
+        """Count a request with the token ``name``; the seconds that it has to wait, 0 if none."""
+        return self._tokens.take(name)
+
+    def give_back(self, address: str | None) -> None:
+        """The request of ``address`` has a right token."""
+        self._addresses.give_back(client_of(address))
 
 
 class StreamLimit:

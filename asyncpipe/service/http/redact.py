@@ -9,9 +9,12 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from asyncpipe.service.token_roles import PREFIX
+
 __all__ = ["Redactor", "shorten"]
 
 _SECRET = "[hidden]"  # noqa: S105 - the replacement of a secret
+_TOKEN = re.compile(rf"{PREFIX}[\w-]{{16,}}")
 _PATH = re.compile(
     r"""(?<![\w./~…-])(?!//)     # not inside a word, a URL or a relative path
         (?:~|[A-Za-z]:(?=\\))?   # a home, a drive
@@ -39,6 +42,7 @@ class Redactor:
         """``text`` without secrets and paths, cut to ``longest`` characters."""
         if self._secrets is not None:
             text = self._secrets.sub(_SECRET, text)
+        text = _TOKEN.sub(_SECRET, text)
         if self._folders is not None:
             text = self._folders.sub("…/", text)
         text = _SCHEME.sub("…", text)

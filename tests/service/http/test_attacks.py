@@ -8,7 +8,7 @@ import json
 import logging
 import socket
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -356,23 +356,49 @@ async def test_the_log_of_another_uvicorn_in_the_process_goes_on(tmp_path: Path)
         logger.removeHandler(handler)
 
 
-async def test_one_connection_too_many_is_told_so(tmp_path: Path) -> None:
-    async with served(tmp_path, max_connections=2) as api:
-        port = int(api.base.rpartition(":")[2])
-        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-        for _, writer in held:  # They are served, so they count.
-            writer.write(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        for reader, _ in held:
-            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-        answer = await raw(api)
+async def test_who_is_answered_keeps_the_place(tmp_path: Path) -> None:
+    async with served(tmp_path, max_connections=1) as api, AsyncExitStack() as stack:
+        place = f"/v1/jobs/{await api.submitted()}/events"
+        stream = await stack.enter_async_context(api.session.get(api.base + place))
+        answer = await raw(api, b"GET /v1/jobs HTTP/1.1\r\n")
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1" in answer
-        held[0][1].close()
-        await held[0][1].wait_closed()
-        async with asyncio.timeout(5):
-            while (await api.ask("GET", "/livez"))[0] == 503:
-                pass
-        held[1][1].close()
+        for path in (b"/livezz", b"//livez", b"http://127.0.0.1/livez", b"*", b"\xff" * 80):
+            assert (await raw(api, b"GET " + path + b" HTTP/1.1\r\n")).startswith(b"HTTP/1.1 503 "), path
+        # Probes are answered beyond that, once on each connection, and with all other checks.
+        ask = b"GET %s HTTP/1.1\r\nHost: %s\r\n\r\n"
+        answer = await raw(
+            api, b"GET /li", b"vez HTTP/1.1\r\nHost: localhost\r\n", b"\r\n" + ask % (b"/v1/jobs", b"::1")
+        )
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert (await raw(api, ask % (b"/readyz?full", b"127.0.0.1"))).startswith(b"HTTP/1.1 200 ")
+        assert (await raw(api, ask % (b"/livez", b"evil.example"))).startswith(b"HTTP/1.1 421 ")
+        api.service.tell(place.split("/")[3], "note", level=20, text="still there")
+        assert b"still there" in await stream.content.readuntil(b"there")
+
+
+async def test_a_place_is_held_by_asking_and_not_by_being_connected(tmp_path: Path) -> None:
+    async with served(tmp_path, max_connections=2) as api:
+        port = int(api.base.rpartition(":")[2])
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        for _ in range(2):  # The second time on a connection that was idle, or on another one.
+            assert (await api.ask("GET", "/v1/jobs"))[0] == 200
+        for reader, writer in held[:18]:
+            assert await reader.read() == b""
+            writer.close()
+        held[19][1].close()
+        held[18][1].close()
+
+
+async def test_who_has_no_place_is_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "PROBE_SECONDS", 0.1)
+    async with (
+        served(tmp_path, max_connections=1) as api,
+        api.session.get(f"{api.base}/v1/jobs/{await api.submitted()}/events"),
+    ):
+        assert (await raw(api)).startswith(b"HTTP/1.1 503 ")
+        assert (await raw(api, b"GET /livez HTTP/1.1\r\n")) == b"", "a probe whose head does not end"
 
 
 async def test_a_client_that_takes_nothing_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,7 +288,7 @@ def test_an_audit_that_cannot_be_moved_goes_to_the_log_and_on_later(
 async def test_a_folder_that_is_not_there_is_an_option_error(tmp_path: Path) -> None:
     settings = make_settings(tmp_path / "nothing")
     with pytest.raises(OptionError, match="audit file"):
-        async with serve_api(object(), settings):  # type: ignore[arg-type]
+        async with serve_api(SimpleNamespace(tokens=None), settings):  # type: ignore[arg-type]
             pass
 
 

@@ -23,14 +23,17 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from asyncpipe.service.http import models
+from asyncpipe.service.http.access_control import READING
 from asyncpipe.service.http.audit import Audit
 from asyncpipe.service.http.event_stream import JobEventStreams
 from asyncpipe.service.http.json_body import read_json
-from asyncpipe.service.http.problems import invalid, problem_of
+from asyncpipe.service.http.problems import Problem, invalid, problem_of
 from asyncpipe.service.http.redact import Redactor
+from asyncpipe.service.http.who import holder_of
 from asyncpipe.service.job_states import JSON, JobRecord, JobState
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import UnknownJobError
+from asyncpipe.service.token_roles import TokenRole
 from asyncpipe.service.training_service import TrainingService
 from asyncpipe.train.validation import explained
 
@@ -41,6 +44,7 @@ __all__ = [
     "ApiParts",
     "ApiRoute",
     "JobId",
+    "JobRoute",
     "ProbeRoute",
     "SchemaOf",
     "api_router",
@@ -56,7 +60,7 @@ GUARDED = (401, 403, 422, 429)
 WORDS = {
     400: "The body is not JSON, or JSON that parsers read differently",
     401: "The token is missing or wrong",
-    403: "Sent by a page of another server",
+    403: "Sent by a page of another server, or the token's role does not allow it",
     404: "There is no such job, or no such host",
     408: "The body arrived too slowly",
     409: "The job's state or the idempotency key does not allow it",
@@ -65,7 +69,7 @@ WORDS = {
     417: "An expectation other than 100-continue",
     421: "The Host header does not name this server",
     422: "The request has wrong keys; problems lists them",
-    429: "Too many requests of this client",
+    429: "Too many requests of this client, or with this token",
     500: "An error of the service; its log has the details",
     503: "Shutting down, or the queue is full, or out of connections or streams; see Retry-After",
     507: "The disk of the job store is full",
@@ -169,7 +173,9 @@ class ApiRoute(APIRoute):
     """One route. The first line of its handler's docstring is its summary."""
 
     guarded = True
-    """Whether it needs the token, is counted, and refuses unknown keys of the query."""
+    """Whether it needs a token, is counted, and refuses unknown keys of the query."""
+    changes_need = TokenRole.OPERATE
+    """What a token must allow for a change by this route; a subclass may ask for less. To read, any token will do."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         summary = (getdoc(endpoint) or "").partition("\n")[0].removesuffix(".")
@@ -177,6 +183,8 @@ class ApiRoute(APIRoute):
         self.description = ""
         self.operation_id = _camel(self.name)
         statuses = (*ALWAYS, *(GUARDED if self.guarded else ()), *(BODY if self.body_field is not None else ()))
+        if self.guarded:
+            self.openapi_extra = {**(self.openapi_extra or {}), "x-role": str(self.role)}
         self.responses = {**wrong(*statuses), **self.responses}
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -191,12 +199,30 @@ class ApiRoute(APIRoute):
         else:
             await super().handle(scope, receive, send)
 
+    @cached_property
+    def role(self) -> TokenRole:
+        """What a token must allow. Who may submit may not delete."""
+        methods = set(self.methods or ())
+        if methods <= READING:
+            return TokenRole.READ
+        return TokenRole.OPERATE if "DELETE" in methods else self.changes_need
+
+    def _check_role(self, request: Request) -> None:
+        holder = holder_of(request)
+        if holder is not None and not holder.role.may(self.role):
+            detail = f"the token {holder.name!r} may {holder.role}; this needs one that may {self.role}"
+            problem = Problem(403, "role", detail)
+            audit: Audit = request.app.state.parts.audit
+            audit.line(request, f"{request.method} {request.url.path}", "refused", status=403, reason=problem.kind)
+            raise problem
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's, with our reading of requests before it, and our problems after it."""
         answer = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
             if self.guarded:
+                self._check_role(request)
                 self._check_keys(request)
             if self.body_field is not None:
                 settings = (await _parts(request)).settings
@@ -251,6 +277,12 @@ class ApiRoute(APIRoute):
         if isinstance(model, type) and issubclass(model, BaseModel):
             return explained(detail, model)
         return "", "must be a JSON object"
+
+
+class JobRoute(ApiRoute):
+    """A route of jobs, which those may change who may submit them."""
+
+    changes_need = TokenRole.SUBMIT
 
 
 class ProbeRoute(ApiRoute):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -35,5 +36,7 @@ async def entries(api: Api) -> models.EntriesAnswer:
 async def description(api: Api, request: Request) -> dict[str, Any]:
     """This document."""
     below = request.scope.get("root_path", "")
+    entries, needs_token = api.service.entries, api.service.tokens.is_required
+    make = partial(describe, request.app.routes, api.settings, entries, needs_token=needs_token, below=below)
     # In a thread: it looks for installed schedules, and makes a schema of every model.
-    return await asyncio.to_thread(describe, request.app.routes, api.settings, api.service.entries, below)
+    return await asyncio.to_thread(make)

@@ -12,7 +12,17 @@ from asyncpipe.observe.live.event_streams import EventStream
 from asyncpipe.service.http import models
 from asyncpipe.service.http.event_stream import EVENT
 from asyncpipe.service.http.problems import invalid
-from asyncpipe.service.http.routes.common import CAUSE, WHOLE, Api, ApiParts, JobId, SchemaOf, api_router, wrong
+from asyncpipe.service.http.routes.common import (
+    CAUSE,
+    WHOLE,
+    Api,
+    ApiParts,
+    JobId,
+    JobRoute,
+    SchemaOf,
+    api_router,
+    wrong,
+)
 from asyncpipe.service.job_states import FINAL_STATES, IDEMPOTENCY_KEY, MAX_KEY, JobState
 from asyncpipe.service.store.job_store import StoreError, UnknownJobError
 from asyncpipe.service.submission.submission import Submission
@@ -23,7 +33,7 @@ __all__ = ["router"]
 MOST_STEP = 2**63 - 1
 LOCATION = {"Location": {"description": "Of the job", "required": True, "schema": {"type": "string"}}}
 
-router = api_router("/v1/jobs")
+router = api_router("/v1/jobs", JobRoute)
 
 Key: TypeAlias = Annotated[
     str | None,
