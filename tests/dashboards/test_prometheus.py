@@ -38,6 +38,8 @@ JOB = {
     "snapshots": {"every": 2},
 }
 SHORT = {**JOB, "name": "short", "training": {**JOB["training"], "steps": 2}}
+NAN = {**JOB, "name": "nan", "training": {**JOB["training"], "steps": 100, "learning_rate": 1e30}}
+"""Its loss is no number after a step or two, so it fails."""
 NOT_IN_SERVICES = ("compilations_total", "compile_seconds_total", "graph_breaks_total")
 """Jobs of a service have no compiled stages: compiling one would hold up the tasks of all others."""
 
@@ -65,7 +67,11 @@ def served(tmp_path_factory: pytest.TempPathFactory, prometheus_program: str) ->
     ):
         try:
             assert process.stdout is not None
-            found = Served(*(process.stdout.readline().strip().partition(": ")[2] for _ in Served._fields))
+            said: dict[str, str] = {}
+            while "metrics" not in said and (line := process.stdout.readline()):
+                what, _, where = line.strip().partition(": ")
+                said[what] = where
+            found = Served(said["service"], said["metrics"])
             assert found.metrics.endswith("/metrics"), log.read_text(encoding="utf-8")
             JobClient(found.url).submit(JOB)
             yield found
@@ -76,12 +82,13 @@ def served(tmp_path_factory: pytest.TempPathFactory, prometheus_program: str) ->
 
 @pytest.fixture(scope="module")
 def watching(served: Served, prometheus_program: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """The Prometheus that scrapes it, and sees another job begin and end."""
+    """The Prometheus that scrapes it, and sees one more job end, and one fail."""
     target = served.metrics.removeprefix("http://").removesuffix("/metrics")
     text = rules.rules_yaml(WINDOW, hold=0.005)
     with running(prometheus_program, tmp_path_factory.mktemp("prometheus"), [target], text) as prometheus:
         assert poll(lambda: prometheus.query("asyncpipe_job_queue_seconds_count"), PATIENCE)
         JobClient(served.url).submit(SHORT)
+        JobClient(served.url).submit(NAN)
         yield prometheus
 
 
@@ -130,9 +137,17 @@ def test_the_label_job_is_the_training_jobs(watching: Prometheus) -> None:
     def jobs() -> set[str]:
         return {series["metric"].get("job", "") for series in watching.query("asyncpipe_steps_total")}
 
-    assert poll(lambda: len(jobs()) == 2, PATIENCE)
-    assert jobs() == {"charlm", "short"}
+    assert poll(lambda: len(jobs()) == 3, PATIENCE)
+    assert jobs() == {"charlm", "short", "nan"}
     assert watching.query("asyncpipe_steps_total{exported_job!=''}") == []
+
+
+def test_a_job_whose_loss_is_no_number_is_an_alert(watching: Prometheus) -> None:
+    def failed() -> set[str]:
+        return {job for job, alert, _ in watching.firing() if alert == "AsyncpipeJobFailed"}
+
+    assert poll(failed, PATIENCE)
+    assert failed() == {"nan"}
 
 
 def test_the_service_itself_is_told_by_its_address(served: Served, watching: Prometheus) -> None:
