@@ -22,6 +22,7 @@ from asyncpipe.observe import http_server
 from asyncpipe.observe.live import LiveView
 from asyncpipe.service.http import make_api, serve_api
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError
+from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact
 from asyncpipe.service.jobs.hosts import UnknownHostError, WorkerStatus
 from asyncpipe.service.jobs.job_log import JobEvent, LossRow
 from asyncpipe.service.known_tokens import KnownTokens
@@ -137,6 +138,20 @@ class FakeService:
     async def losses(self, job: str, after: int = 0, limit: int = 1000) -> Sequence[LossRow]:
         await self.store.get(job)
         return [row for row in self.rows.get(job, []) if row.step > after][:limit]
+
+    async def artifacts(self, job: str) -> Sequence[Artifact]:
+        return (await self._files(job)).found()
+
+    async def open_artifact(
+        self, job: str, name: str, step: int | None = None, redact: Callable[[str], str] = str
+    ) -> OpenArtifact:
+        return (await self._files(job)).open(name, step, self.told.get(job, []), redact)
+
+    async def _files(self, job: str) -> JobFiles:
+        await self.store.get(job)
+        folder = self.settings.folder / "jobs" / job
+        folder.mkdir(parents=True, exist_ok=True)
+        return JobFiles(folder)
 
     def tell(self, job: str, kind: Any, **data: Any) -> None:
         """An event for those who follow."""

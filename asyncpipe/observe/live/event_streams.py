@@ -24,7 +24,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-__all__ = ["EventStream", "EventStreams"]
+__all__ = ["UNREAD_SECONDS", "EventStream", "EventStreams", "until_gone"]
 
 RETRY = b"retry: 1000\n\n"
 """The milliseconds after which a page reconnects when its connection is lost."""
@@ -112,7 +112,7 @@ class EventStream(Response):
             self._streams.opened()
             try:
                 await send(begin)
-                await _until_gone(receive, self._send(send))
+                await until_gone(receive, self._send(send))
             finally:
                 self._streams.closed()
 
@@ -125,7 +125,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _until_gone(receive: Receive, sending: Any) -> None:
+async def until_gone(receive: Receive, sending: Any) -> None:
     """Run ``sending`` until it ends, or until the client has gone."""
     sends, gone = asyncio.ensure_future(sending), asyncio.ensure_future(_gone(receive))
     try:

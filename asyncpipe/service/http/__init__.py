@@ -12,6 +12,7 @@
     openapi.py                      the document that FastAPI makes of the routes, and what this service adds
     audit.py                        a log line for each change and each refusal
     event_stream.py                 server-sent events
+    download.py                     artifacts as a whole or by ranges (ranges.py)
     pages.py                        a page with all jobs, and the live page of each
 
 May import everything below it in the service. This module needs no FastAPI; the others do.

@@ -35,6 +35,8 @@ __all__ = ["make_api", "serve_api"]
 
 STREAM_SHARE = 4
 """One in so many of the allowed connections may be an event stream."""
+DOWNLOAD_SHARE = 8
+"""One in so many may be a download, which has a file open."""
 
 
 def make_api(service: TrainingService, settings: ServiceSettings) -> FastAPI:
@@ -44,6 +46,7 @@ def make_api(service: TrainingService, settings: ServiceSettings) -> FastAPI:
         TokenBuckets(settings.requests_per_second, settings.burst),
         TokenBuckets(settings.token_requests_per_second, settings.token_burst),
     )
+    downloads = StreamLimit(max(1, settings.max_connections // DOWNLOAD_SHARE), "downloads")
     stream_limit = StreamLimit(max(1, settings.max_connections // STREAM_SHARE))
 
     async def end() -> None:
@@ -79,7 +82,7 @@ def make_api(service: TrainingService, settings: ServiceSettings) -> FastAPI:
         ],
         exception_handlers={HTTPException: _raise, RequestValidationError: _raise},
     )
-    app.state.parts = ApiParts(service, settings, jobs, audit, redact)
+    app.state.parts = ApiParts(service, settings, jobs, downloads, audit, redact)
     app.router.routes.extend([*ROUTES, *pages.routes()])
     return app
 

@@ -15,6 +15,8 @@ from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass
 __all__ = [
     "ID",
     "MOST_LISTED",
+    "ArtifactAnswer",
+    "ArtifactsAnswer",
     "EntriesAnswer",
     "EntryAnswer",
     "ErrorAnswer",
@@ -231,6 +233,22 @@ class WorkersAnswer(_ResponseModel):
     """Workers of the service; none if its devices are threads."""
 
     workers: list[WorkerAnswer]
+
+
+class ArtifactAnswer(_ResponseModel):
+    """Something of a job that can be downloaded."""
+
+    name: str
+    media_type: str
+    size: int | None = Field(description="In bytes; null for what is made when it is asked for.")
+    sha256: str | None = Field(description="In hexadecimal; null for what is made when it is asked for.")
+    step: int | None = Field(description="Of a model: the step of its snapshot.")
+
+
+class ArtifactsAnswer(_ResponseModel):
+    """What can be downloaded, the models of all snapshots first, newest first."""
+
+    artifacts: list[ArtifactAnswer]
 
 
 class ReadyAnswer(_ResponseModel):

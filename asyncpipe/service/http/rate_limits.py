@@ -82,10 +82,11 @@ class RateLimits:
 
 
 class StreamLimit:
-    """At most ``most`` event streams at once, of all clients."""
+    """At most ``most`` answers of a kind at once, of all clients: event streams, for one."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, what: str = "event streams") -> None:
         self.most = most
+        self._what = what
         self.held = 0
 
     @contextmanager
@@ -93,7 +94,7 @@ class StreamLimit:
         """Counts as one stream during the block. Raises ``Problem`` if all are in use."""
         if self.held >= self.most:
             headers = [("Retry-After", "10")]
-            raise Problem(503, "too-many-streams", "all event streams are in use", headers=headers)
+            raise Problem(503, "too-many-streams", f"all {self._what} are in use", headers=headers)
         self.held += 1
         try:
             yield

@@ -38,13 +38,22 @@ from asyncpipe.service.jobs.job_log import JobEvent
 from asyncpipe.train.snapshots.format import Manifest, read_manifest
 from asyncpipe.train.snapshots.resume import snapshots_in
 
-__all__ = ["TIMELINE", "TRACE", "Artifact", "ArtifactError", "JobFiles", "OpenArtifact", "UnknownArtifactError"]
+__all__ = [
+    "MEDIA",
+    "TIMELINE",
+    "TRACE",
+    "Artifact",
+    "ArtifactError",
+    "JobFiles",
+    "OpenArtifact",
+    "UnknownArtifactError",
+]
 
 TRACE, TIMELINE = "trace.json", "timeline.svg"
 MEDIA = {
     ".pt": "application/octet-stream",
     ".jsonl": "application/jsonl",
-    ".csv": "text/csv; charset=utf-8; header=present",
+    ".csv": "text/csv",
     ".json": "application/json",
     ".svg": "image/svg+xml",
 }
@@ -98,10 +107,14 @@ class OpenArtifact:
 
     def read(self, offset: int, size: int) -> bytes:
         """At most ``size`` bytes at ``offset``, none at the end. Blocks; from any thread. Raises ``ArtifactError``."""
+        wanted = min(size, max(0, self.size - offset))
         try:
-            return os.pread(self._file.fileno(), min(size, max(0, self.size - offset)), offset)
+            found = os.pread(self._file.fileno(), wanted, offset)
         except OSError as error:
             raise ArtifactError(f"{self.name} cannot be read: {error.strerror}") from error
+        if wanted and not found:
+            raise ArtifactError(f"{self.name} has {offset} bytes or less, and had {self.size}: somebody has cut it")
+        return found
 
     def close(self) -> None:
         """Give it back; may be called twice."""

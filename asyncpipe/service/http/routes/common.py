@@ -18,7 +18,7 @@ from fastapi import Depends, Path, Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute, APIRouter
-from pydantic import BaseModel, BeforeValidator, GetJsonSchemaHandler
+from pydantic import BaseModel, BeforeValidator, Field, GetJsonSchemaHandler
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
@@ -28,6 +28,7 @@ from asyncpipe.service.http.audit import Audit
 from asyncpipe.service.http.event_stream import JobEventStreams
 from asyncpipe.service.http.json_body import read_json
 from asyncpipe.service.http.problems import Problem, invalid, problem_of
+from asyncpipe.service.http.rate_limits import StreamLimit
 from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.http.who import holder_of
 from asyncpipe.service.job_states import JSON, JobRecord, JobState
@@ -38,6 +39,8 @@ from asyncpipe.service.training_service import TrainingService
 from asyncpipe.train.validation import explained
 
 __all__ = [
+    "CAUSE",
+    "MOST_STEP",
     "PROBLEM",
     "WHOLE",
     "Api",
@@ -47,12 +50,14 @@ __all__ = [
     "JobRoute",
     "ProbeRoute",
     "SchemaOf",
+    "Step",
     "api_router",
     "job_id",
     "wrong",
 ]
 
 CAUSE = "asked for over HTTP"
+MOST_STEP = 2**63 - 1
 PROBLEM = "application/problem+json"
 BODY = (400, 408, 413, 415)
 ALWAYS = (417, 421, 500, 503)
@@ -61,11 +66,13 @@ WORDS = {
     400: "The body is not JSON, or JSON that parsers read differently",
     401: "The token is missing or wrong",
     403: "Sent by a page of another server, or the token's role does not allow it",
-    404: "There is no such job, or no such host",
+    404: "There is no such job, host or artifact",
     408: "The body arrived too slowly",
     409: "The job's state or the idempotency key does not allow it",
+    412: "If-Match has another tag",
     413: "The body is too large",
     415: "The body is not application/json",
+    416: "The range begins behind the end; Content-Range has the size",
     417: "An expectation other than 100-continue",
     421: "The Host header does not name this server",
     422: "The request has wrong keys; problems lists them",
@@ -89,6 +96,7 @@ class ApiParts:
     service: TrainingService
     settings: ServiceSettings
     streams: JobEventStreams
+    downloads: StreamLimit
     audit: Audit
     redact: Redactor
 
@@ -156,6 +164,8 @@ def _whole(value: object) -> object:
 
 WHOLE = BeforeValidator(_whole)
 """Of a number in a query or a header, after its bounds: digits alone. Pydantic would take ``1.0`` and `` 1_0``."""
+Step: TypeAlias = Annotated[int, Field(ge=0, le=MOST_STEP), WHOLE]
+"""A step, or the number of an event."""
 
 
 def wrong(*statuses: int) -> dict[int | str, dict[str, Any]]:

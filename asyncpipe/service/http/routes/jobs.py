@@ -14,12 +14,14 @@ from asyncpipe.service.http.event_stream import EVENT
 from asyncpipe.service.http.problems import invalid
 from asyncpipe.service.http.routes.common import (
     CAUSE,
+    MOST_STEP,
     WHOLE,
     Api,
     ApiParts,
     JobId,
     JobRoute,
     SchemaOf,
+    Step,
     api_router,
     wrong,
 )
@@ -30,7 +32,6 @@ from asyncpipe.service.training_service import ServiceDrainingError
 
 __all__ = ["router"]
 
-MOST_STEP = 2**63 - 1
 LOCATION = {"Location": {"description": "Of the job", "required": True, "schema": {"type": "string"}}}
 
 router = api_router("/v1/jobs", JobRoute)
@@ -54,7 +55,6 @@ Limit: TypeAlias = Annotated[
     WHOLE,
     Query(description=f"must be an integer from 1 to {models.MOST_LISTED}: the most rows"),
 ]
-Step: TypeAlias = Annotated[int, Field(ge=0, le=MOST_STEP), WHOLE]
 AfterStep: TypeAlias = Annotated[
     Step, Query(description=f"must be an integer from 0 to {MOST_STEP}: only what follows it")
 ]

@@ -1,0 +1,185 @@
+"""Downloads over HTTP: whole, by ranges, refused; bounded memory, and nothing left of a client that has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from http_helpers import NOBODY, Api, mounted, served
+
+from asyncpipe.service.jobs.artifacts import OpenArtifact
+from asyncpipe.service.jobs.loss_file import LossFile, LossRow
+from asyncpipe.train.snapshots.format import Manifest, manifest_checksum
+
+pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
+
+MODEL = bytes(range(256)) * 40
+
+
+def add_model(api: Api, job: str, step: int = 7, content: bytes = MODEL) -> Path:
+    """A snapshot, as far as its model is concerned."""
+    folder = api.service.settings.folder / "jobs" / job / "snapshots" / f"step-{step}"
+    folder.mkdir(parents=True)
+    (folder / "model.pt").write_bytes(content)
+    about = Manifest(step=step, sha256={"model.pt": hashlib.sha256(content).hexdigest()}).model_dump(mode="json")
+    (folder / "snapshot.json").write_text(json.dumps({**about, "checksum": manifest_checksum(about)}))
+    return folder / "model.pt"
+
+
+async def ask(api: Api, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, dict[str, str]]:
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with api.session.request(method, f"{api.base}/v1/jobs/{path}", headers=given) as answer:
+        return answer.status, await answer.read(), {name.lower(): value for name, value in answer.headers.items()}
+
+
+async def test_a_model_is_downloaded_as_a_whole_and_by_ranges(tmp_path):
+    async with mounted(tmp_path, below="/training") as api:
+        job = await api.submitted()
+        add_model(api, job)
+        path = f"{job}/artifacts/model.pt"
+        status, content, headers = await ask(api, path)
+        digest = hashlib.sha256(MODEL)
+        assert (status, content) == (200, MODEL)
+        assert {name: headers[name] for name in (
+            "content-type", "content-length", "etag", "accept-ranges", "content-disposition", "content-location",
+            "repr-digest", "x-content-type-options",
+        )} == {
+            "content-type": "application/octet-stream",
+            "content-length": str(len(MODEL)),
+            "etag": f'"{digest.hexdigest()}"',
+            "accept-ranges": "bytes",
+            "content-disposition": f'attachment; filename="{job}-model.pt"',
+            "content-location": "model.pt?step=7",
+            "repr-digest": f"sha-256=:{base64.b64encode(digest.digest()).decode()}:",
+            "x-content-type-options": "nosniff",
+        }  # fmt: skip
+        status, content, part = await ask(api, f"{path}?step=7", Range="bytes=100-199", If_Range=headers["etag"])
+        assert (status, content) == (206, MODEL[100:200])
+        assert (part["content-range"], part["content-length"]) == (f"bytes 100-199/{len(MODEL)}", "100")
+        assert part["etag"] == headers["etag"]
+        add_model(api, job, step=8, content=b"newer")
+        assert (await ask(api, path, Range="bytes=100-199", If_Range=headers["etag"]))[:2] == (200, b"newer")
+        assert (await ask(api, f"{path}?step=7", Range="bytes=-5"))[1] == MODEL[-5:]
+
+
+async def test_what_a_request_says_of_tags_and_ends(tmp_path):
+    async with mounted(tmp_path) as api:
+        job = await api.submitted()
+        add_model(api, job)
+        path, tag = f"{job}/artifacts/model.pt", f'"{hashlib.sha256(MODEL).hexdigest()}"'
+        status, content, headers = await ask(api, path, Range=f"bytes={len(MODEL)}-")
+        assert (status, headers["content-range"]) == (416, f"bytes */{len(MODEL)}")
+        assert json.loads(content)["type"].endswith(":range")
+        assert (await ask(api, path, If_None_Match=tag))[:2] == (304, b"")
+        assert (await ask(api, path, If_Match='"other"'))[0] == 412
+        status, content, headers = await ask(api, path, "HEAD", Range="bytes=1-2")
+        assert (status, content, headers["content-length"]) == (200, b"", str(len(MODEL)))
+        assert (await ask(api, path, Range="bytes=0-0,5-6"))[:2] == (200, MODEL)
+
+
+async def test_losses_the_log_and_the_list(tmp_path):
+    async with mounted(tmp_path) as api:
+        job = await api.submitted()
+        add_model(api, job)
+        api.service.tell(job, "note", level=20, text=f"see {tmp_path}/jobs/x")
+        file = LossFile(tmp_path / "jobs" / job)
+        file.append(LossRow(1, 0.5, 1e-3, 0.25, 64))
+        file.close()
+        listed = json.loads((await ask(api, f"{job}/artifacts"))[1])["artifacts"]
+        assert [each["name"] for each in listed] == ["model.pt", "losses.jsonl", "losses.csv", "log.jsonl"]
+        assert (listed[0]["size"], listed[0]["step"], listed[1]["size"]) == (len(MODEL), 7, None)
+        status, content, headers = await ask(api, f"{job}/artifacts/losses.csv")
+        assert (status, content) == (200, b"step,loss,learning_rate,seconds,tokens\r\n1,0.5,0.001,0.25,64\r\n")
+        assert headers["etag"] == f'"{hashlib.sha256(content).hexdigest()}"'
+        assert (await ask(api, f"{job}/artifacts/losses.csv", Range="bytes=40-", If_Range=headers["etag"]))[1] == (
+            content[40:]
+        )
+        assert tmp_path.name not in (await ask(api, f"{job}/artifacts/log.jsonl"))[1].decode()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"{NOBODY}/artifacts", f"{NOBODY}/artifacts/log.jsonl", "JOB/artifacts/run.pt", "JOB/artifacts/model.pt?step=8",
+        "JOB/artifacts/trace.json", "JOB/artifacts/..%2f..%2fjobs.sqlite3", "JOB/artifacts/%2fetc%2fpasswd",
+        "JOB/artifacts/snapshots%2fstep-7%2fmodel.pt", "JOB/artifacts/losses.csv?step=7", "JOB/artifacts/model.pt%00",
+    ],
+)  # fmt: skip
+async def test_what_is_not_there_is_a_404(tmp_path, path):
+    async with mounted(tmp_path) as api:
+        job = await api.submitted()
+        add_model(api, job)
+        status, content, _ = await ask(api, path.replace("JOB", job))
+        assert status == 404, content
+        assert tmp_path.name.encode() not in content
+
+
+async def test_a_step_is_a_number(tmp_path):
+    async with mounted(tmp_path) as api:
+        job = await api.submitted()
+        for wrong in ("step=-1", "step=1.0", "step=x", "step=7&step=7", "to=x"):
+            assert (await ask(api, f"{job}/artifacts/model.pt?{wrong}"))[0] == 422
+
+
+def test_a_slow_reader_costs_one_piece_and_one_that_goes_leaves_nothing(tmp_path, monkeypatch):
+    """Of 64 MiB that nobody reads, only what buffers of sockets hold is read from the disk."""
+    read: list[int] = []
+    opened: set[OpenArtifact] = set()
+    real = OpenArtifact.read
+
+    def counted(self: OpenArtifact, offset: int, size: int) -> bytes:
+        read.append(size)
+        opened.add(self)
+        return real(self, offset, size)
+
+    monkeypatch.setattr(OpenArtifact, "read", counted)
+
+    async def run() -> None:
+        async with served(tmp_path, max_connections=8) as api:
+            job = await api.submitted()
+            add_model(api, job, content=b"x" * 2**26)
+            with reader(api, f"{job}/artifacts/model.pt") as stuck:
+                while not await settled(read):
+                    pass
+                assert sum(read) < 2**25
+                # One in eight connections may be a download.
+                assert (await ask(api, f"{job}/artifacts/model.pt"))[0] == 503
+                stuck.close()
+            while (await ask(api, f"{job}/artifacts/model.pt", Range="bytes=0-9"))[0] == 503:
+                pass
+
+    asyncio.run(run())
+    assert len(opened) == 2
+    for artifact in opened:
+        with pytest.raises(ValueError, match="closed file"):
+            real(artifact, 0, 1)
+
+
+async def settled(read: list[int]) -> bool:
+    """Whether something was read, and then nothing while the loop went around many times."""
+    before = len(read)
+    for _ in range(200):
+        await asyncio.sleep(0.001)
+    return 0 < before == len(read)
+
+
+class reader:
+    """A client that asks and reads nothing."""
+
+    def __init__(self, api: Api, path: str) -> None:
+        address = urlsplit(api.base)
+        self._socket = socket.create_connection((address.hostname, address.port))
+        head = f"GET /v1/jobs/{path} HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n"
+        self._socket.sendall(head.encode())
+
+    def __enter__(self) -> socket.socket:
+        return self._socket
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
