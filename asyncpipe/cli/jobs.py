@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncpipe.cli.arguments import add_command, count, natural, seconds
+from asyncpipe.cli.jobs_download import DOWNLOAD, add_download_arguments, artifacts, download
 from asyncpipe.cli.jobs_text import (
     LOSSES_HEAD,
     EventPrinter,
@@ -68,6 +69,7 @@ examples:
   asyncpipe jobs show 01k8zq1m7h9x2v4n6r8t0w3y5b
   asyncpipe jobs schedule 01k8zq1m7h9x2v4n6r8t0w3y5b interleaved
   asyncpipe jobs losses 01k8zq1m7h9x2v4n6r8t0w3y5b --json > losses.jsonl
+  asyncpipe jobs download 01k8zq1m7h9x2v4n6r8t0w3y5b model losses.csv --to runs
   asyncpipe jobs workers
   asyncpipe jobs drain host-a
   asyncpipe jobs wait 01k8zq1m7h9x2v4n6r8t0w3y5b --timeout 3600 && echo finished
@@ -133,6 +135,10 @@ def add_parser(subparsers: Subparsers) -> None:
     _add(commands, "follow", _follow, "show what happens to a job until it ends", FOLLOW)
     losses = _add(commands, "losses", _losses, "show the loss of each step")
     losses.add_argument("--after", type=natural, default=0, metavar="N", help="only steps after number N")
+    _add(commands, "artifacts", artifacts, "show what of a job can be downloaded")
+    add_download_arguments(
+        _add(commands, "download", download, "download a model, losses, the log or a trace", DOWNLOAD)
+    )
     waiting = _add(commands, "wait", _wait, "wait until a job has ended", WAIT)
     waiting.add_argument("--timeout", type=seconds, metavar="SECONDS", help="do not wait longer")
 
@@ -174,7 +180,7 @@ def _run(command: Command, args: argparse.Namespace) -> int:
     # A late import: --help and other commands do not need it.
     from asyncpipe.service.client import JobClient
 
-    watches = command in (_follow, _wait) or getattr(args, "follow", False)
+    watches = command in (_follow, _wait, download) or getattr(args, "follow", False)
     url = args.url or os.environ.get("ASYNCPIPE_URL") or DEFAULT_URL
     return command(JobClient(url, _token(args.token_file), retries=MANY if watches else FEW), args)
 
