@@ -99,6 +99,9 @@ def _describe_submissions(schemas: dict[str, Any], settings: ServiceSettings, en
     training["seed"]["maximum"] = 2**63 - 1024  # What a floating-point number can say, as some programs compare.
     submission = schemas[Submission.__name__]
     submission["properties"]["name"]["pattern"] = NAME
+    for alternative in submission["properties"]["group"]["anyOf"]:
+        if alternative["type"] == "string":
+            alternative["pattern"] = NAME
     submission["properties"]["entry"]["enum"] = list(entries.names)
     submission["anyOf"] = [_of_entry(name, entries.schema(name), schemas) for name in entries.names]
 

@@ -231,6 +231,8 @@ def _http_problem(error: HTTPException, scope: Scope) -> Problem:
 
 def _unexpected(scope: Scope) -> Problem:
     number = token_hex(8)
-    where = getattr(scope.get("route"), "path", "an unknown route")
+    # Not ``scope["route"]``: what comes before the routes may have given them a scope of their own.
+    found = (route.path for route in scope["app"].routes if route.matches(scope)[0] is Match.FULL)
+    where = next(found, "an unknown route")
     _logger.exception("error %s in %s %s", number, scope["method"], where)
     return Problem(500, "internal", f"something went wrong; the log has it as error {number}", more={"error": number})

@@ -172,13 +172,13 @@ async def test_a_store_that_fails_is_told_without_its_path(tmp_path: Path, probl
 async def test_an_unexpected_error_is_a_number_that_the_log_has(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with mounted(tmp_path) as api:
-        job = await api.submitted()
+    async with mounted(tmp_path, token=TOKEN) as api:
         api.service.error = RuntimeError(f"secret in {tmp_path}")
-        status, answer, _ = await api.ask("GET", f"/v1/jobs/{job}")
+        status, answer, _ = await api.ask("GET", f"/v1/jobs/{NOBODY}", Authorization=f"Bearer {TOKEN}")
         assert (status, set(answer)) == (500, {"type", "title", "status", "detail", "error"})
         assert "secret" not in str(answer)
         assert answer["error"] in caplog.text
+        assert "in GET /v1/jobs/{id}" in caplog.text
         assert "secret in" in caplog.text
 
 

@@ -114,6 +114,7 @@ def _given(strategy: Any, test: Callable[[Any], None]) -> Any:
 
 BEYOND_SCHEMAS = {
     ("name", "must be a printable text"),  # That takes a table of Unicode.
+    ("group", "must be a printable text"),
     ("after", "must be the id of a job, and no job has this one"),
     ("schedule", "schedule '"),  # Whether it fits the job, and takes these options.
     ("pipeline.schedule", "schedule '"),
