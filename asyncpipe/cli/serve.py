@@ -18,7 +18,6 @@ from asyncpipe.cli.arguments import add_command
 from asyncpipe.cli.log_format import FORMATS, log_to_stderr
 from asyncpipe.cli.metrics import metrics_served
 from asyncpipe.errors import missing_package
-from asyncpipe.observe.http_hosts import is_loopback
 
 if TYPE_CHECKING:
     from asyncpipe.cli.arguments import Subparsers
@@ -145,6 +144,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="WHAT",
         help="if the store or the folders of jobs are gone: refuse (default), quarantine",
     )
+    add("--metrics-access", metavar="HOW", help="token (default), or open: for a network of scrapers alone")
     _add_limits(parser)
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="of stderr (default: info)")
     add("--log-format", choices=FORMATS, default="text", help="of stderr: text (default), or json, one object a line")
@@ -238,7 +238,7 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
                 service.collector,
                 settings.metrics_port,
                 settings.metrics_address,
-                may_read=None if is_loopback(settings.metrics_address) else service.tokens.may_read,
+                may_read=service.tokens.may_read if settings.metrics_need_token else None,
                 most_connections=settings.metrics_connections,
             )
             stack.enter_context(metrics)

@@ -64,6 +64,8 @@ def make_settings(folder: Path, **more: Any) -> ServiceSettings:
         "port": 0,
         "requests_per_second": 1e6,
         "burst": 10**6,
+        "token_requests_per_second": 1e6,
+        "token_burst": 10**6,
     }
     return ServiceSettings(**given | more)
 

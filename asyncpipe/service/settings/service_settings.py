@@ -119,7 +119,8 @@ class ServiceSettings(BaseSettings):
     )
     """The header in which these proxies say it. It must be the one that they write: clients may send the other."""
     metrics_address: types.Address = "127.0.0.1"
-    """Where others can reach it, scrapers need a token, as clients do."""
+    metrics_access: Literal["token", "open"] = Field(default="token", description='must be "token" or "open"')
+    """Whether scrapers need a token, as clients do, where others can reach that address; on loopback they need none."""
     metrics_port: types.OptionalPort = 9400
     metrics_connections: types.PositiveInteger = 16
     token: types.Token | None = Field(default=None, description="must be a text")
@@ -197,7 +198,7 @@ class ServiceSettings(BaseSettings):
         rule = "which others can reach, needs a token: give token_file or ASYNCPIPE_TOKEN, or listen on 127.0.0.1"
         if self.token is None and not is_loopback(self.address):
             raise ValueError(f"address: {self.address!r}, {rule}")
-        if self.token is None and self.metrics_port is not None and not is_loopback(self.metrics_address):
+        if self.token is None and self.metrics_need_token:
             raise ValueError(f"metrics_address: {self.metrics_address!r}, {rule}")
         if self.port and self.port == self.metrics_port and self.address == self.metrics_address:
             raise ValueError(f"metrics_port: {self.port} is the port of the service; metrics need another one")
@@ -217,6 +218,12 @@ class ServiceSettings(BaseSettings):
         if self.isolation is not None:
             return self.isolation == "process"
         return self.workers == "threads" and os.name == "posix" and (not self.share_devices or self.max_running == 1)
+
+    @property
+    def metrics_need_token(self) -> bool:
+        """Whether scrapers need a token."""
+        is_served = self.metrics_port is not None and not is_loopback(self.metrics_address)
+        return is_served and self.metrics_access == "token"
 
     def check_devices(self) -> None:
         """Raise ``SettingsError`` unless this machine has all ``devices``. Imports torch."""

@@ -46,6 +46,12 @@ class Flooded(NamedTuple):
         return str(parts.hostname), int(parts.port or 0)
 
     @property
+    def metrics(self) -> tuple[str, int]:
+        found = re.search("^metrics: http://[^:]*:([0-9]+)/metrics$", "\n".join(self.lines), re.M)
+        assert found is not None, self.lines
+        return "127.0.0.1", int(found[1])
+
+    @property
     def client(self) -> JobClient:
         return JobClient(self.url, TOKEN)
 

@@ -1,4 +1,4 @@
-"""Connections without a token that hold, or keep taking, every place there is: probes and clients are answered."""
+"""Connections without a token that take every place there is: probes, clients and scrapes are answered."""
 
 from __future__ import annotations
 
@@ -6,23 +6,30 @@ from pathlib import Path
 from time import monotonic
 
 from tests.campaigns.service import Row
-from tests.campaigns.service._flooded import TOKEN, answered, held, serve, stormed
+from tests.campaigns.service._flooded import TOKEN, answered, ask, held, serve, stormed
 
 SOCKETS = 1050
 ASKED = 40
 
 
 def run(folder: Path) -> list[Row]:
-    """A flood that stays, one that comes again and again, and one of event streams, which nothing may displace."""
-    with serve(folder) as service:
-        rows = []
+    """A flood that stays, and one that comes again and again, on the API's port and on that of metrics."""
+    rows: list[Row] = []
+
+    def asked(flood: str, place: tuple[str, int], path: str, token: str | None = None) -> None:
+        good, longest = answered(place, path, ASKED, token)
+        figure = f"{good} of {ASKED} answered, the slowest in {longest * 1e3:.0f} ms"
+        rows.append(Row(f"{flood}; {ASKED} times GET {path}", figure, good == ASKED))
+
+    with serve(folder, "--metrics-address", "0.0.0.0") as service:
         with held(service.place, SOCKETS):
             for path, token in (("/livez", None), ("/readyz", None), ("/v1/jobs", TOKEN)):
-                good, longest = answered(service.place, path, ASKED, token)
-                what = f"{SOCKETS:,} sockets without a token are held open; {ASKED} times GET {path}"
-                rows.append(
-                    Row(what, f"{good} of {ASKED} answered, the slowest in {longest * 1e3:.0f} ms", good == ASKED)
-                )
+                asked(f"{SOCKETS:,} sockets without a token are held open", service.place, path, token)
+        with held(service.metrics, SOCKETS):
+            asked(f"{SOCKETS:,} sockets are held open at the metrics' port", service.metrics, "/metrics", TOKEN)
+        refused, _ = ask(service.metrics, "/metrics")
+        what = "metrics on an address that others can reach, asked without a token"
+        rows.append(Row(what, f"{refused}", refused == 401))
         with stormed(service.place) as counts:
             begun = monotonic()
             good, longest = answered(service.place, "/livez", ASKED)
