@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncpipe.cli.arguments import add_command, count, natural, seconds
 from asyncpipe.cli.jobs_download import DOWNLOAD, add_download_arguments, artifacts, download
+from asyncpipe.cli.jobs_ended import DELETE, FORK, RETRY, add_goes_on, ask_fork, ask_retry, deleted_text
 from asyncpipe.cli.jobs_text import (
     LOSSES_HEAD,
     EventPrinter,
@@ -70,6 +71,9 @@ examples:
   asyncpipe jobs schedule 01k8zq1m7h9x2v4n6r8t0w3y5b interleaved
   asyncpipe jobs losses 01k8zq1m7h9x2v4n6r8t0w3y5b --json > losses.jsonl
   asyncpipe jobs download 01k8zq1m7h9x2v4n6r8t0w3y5b model losses.csv --to runs
+  asyncpipe jobs retry 01k8zq1m7h9x2v4n6r8t0w3y5b --set training.learning_rate=1e-4
+  asyncpipe jobs fork 01k8zq1m7h9x2v4n6r8t0w3y5b --from-step 400 --set name=longer
+  asyncpipe jobs delete 01k8zq1m7h9x2v4n6r8t0w3y5b --dry-run
   asyncpipe jobs workers
   asyncpipe jobs drain host-a
   asyncpipe jobs wait 01k8zq1m7h9x2v4n6r8t0w3y5b --timeout 3600 && echo finished
@@ -125,6 +129,10 @@ def add_parser(subparsers: Subparsers) -> None:
     _add(commands, "history", _history, "show every change of a job's state, with its cause")
     for name, summary in CHANGES.items():
         _add(commands, name, _change, summary).set_defaults(change=name)
+    add_goes_on(_add(commands, "retry", _retry, "queue a job again that failed or was cancelled", RETRY))
+    add_goes_on(_add(commands, "fork", _fork, "submit a copy of a job that goes on from its snapshot", FORK))
+    deleting = _add(commands, "delete", _delete, "delete a job that has ended, with all that it has", DELETE)
+    deleting.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     _add(commands, "workers", _workers, "show the service's worker processes and their hosts", WORKERS, job=False)
     for name, summary in HOST_CHANGES.items():
         changing = _add(commands, name, _change_host, summary, DRAIN if name == "drain" else None, job=False)
@@ -256,6 +264,18 @@ def _workers(client: JobClient, args: argparse.Namespace) -> int:
 
 def _change_host(client: JobClient, args: argparse.Namespace) -> int:
     return _print(getattr(client, args.change)(args.host), workers_table, args)
+
+
+def _retry(client: JobClient, args: argparse.Namespace) -> int:
+    return _print(ask_retry(client, args), change_text, args)
+
+
+def _fork(client: JobClient, args: argparse.Namespace) -> int:
+    return _print(ask_fork(client, args), lambda job: plain(job["id"]), args)
+
+
+def _delete(client: JobClient, args: argparse.Namespace) -> int:
+    return _print(client.delete(args.job, dry_run=args.dry_run), deleted_text, args)
 
 
 def _schedule(client: JobClient, args: argparse.Namespace) -> int:

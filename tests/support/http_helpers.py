@@ -24,10 +24,13 @@ from asyncpipe.service.http import make_api, serve_api
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError
 from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact
 from asyncpipe.service.jobs.hosts import UnknownHostError, WorkerStatus
+from asyncpipe.service.jobs.job_folder import FilesOfJob
 from asyncpipe.service.jobs.job_log import JobEvent, LossRow
 from asyncpipe.service.known_tokens import KnownTokens
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobFilter, JobStore
+from asyncpipe.service.store.keeping_queries import delete_job
+from asyncpipe.service.submission.changes import changed_spec
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import check_new_schedule, check_submission
 from asyncpipe.service.training_service import ServiceDrainingError, ServiceStatus, TrainingService
@@ -108,6 +111,27 @@ class FakeService:
 
     async def cancel(self, job: str, cause: str = "") -> JobRecord:
         return await self.become(job, JobState.CANCELLED, cause)
+
+    async def retry(self, job: str, from_step: int | None = None, changes: Any = None, cause: str = "") -> JobRecord:
+        record = await self.get(job)
+        if changes:
+            changed_spec(record, changes, self.settings, self.entries, fixed=("entry", "name"))
+        if record.state not in FINAL_STATES:
+            raise JobStateError(job, record.state, "be retried")
+        return await self.become(job, JobState.QUEUED, "retried")
+
+    async def fork(self, job: str, from_step: int | None = None, changes: Any = None) -> JobRecord:
+        record = await self.get(job)
+        spec = changed_spec(record, changes or {}, self.settings, self.entries, fixed=("entry",))
+        return (await self.store.add(spec, forked_from=job))[0]
+
+    async def delete(self, job: str, *, dry_run: bool = False) -> tuple[JobRecord, FilesOfJob]:
+        record = await self.get(job)
+        if record.state not in FINAL_STATES:
+            raise JobStateError(job, record.state, "be deleted before it has ended")
+        if not dry_run:
+            await self.store.thread.run(lambda db: delete_job(db, job), writes=True)
+        return record, FilesOfJob(3, 1000, (2, 4))
 
     async def become(self, job: str, to: JobState, cause: str = "because") -> JobRecord:
         self._check()

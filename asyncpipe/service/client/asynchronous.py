@@ -98,6 +98,29 @@ class AsyncJobClient:
         """The job, which is cancelled between two tasks if it runs, and at once if not."""
         return await self._one(self._calls.change(job, "cancel"))
 
+    async def retry(
+        self, job: str, from_step: int | None = None, changes: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The job, which failed, was cancelled or quarantined, queued again.
+
+        It goes on from its newest snapshot, or that of ``from_step``; 0 begins anew. ``changes`` are other values by
+        dotted keys, as ``{"training.learning_rate": 1e-4}``.
+        """
+        return await self._one(self._calls.again(job, "retry", from_step, changes))
+
+    async def fork(
+        self, job: str, from_step: int | None = None, changes: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """A new job that goes on from a copy of a snapshot of ``job``, as ``retry`` would; ``job`` stays as it is."""
+        return await self._one(self._calls.again(job, "fork", from_step, changes))
+
+    async def delete(self, job: str, *, dry_run: bool = False) -> dict[str, Any]:
+        """What was deleted with ``job``, which had ended: ``files``, ``bytes``, ``snapshots``.
+
+        With ``dry_run``, what would be.
+        """
+        return await self._one(self._calls.delete(job, dry_run))
+
     async def change_schedule(self, job: str, schedule: str) -> dict[str, Any]:
         """The job, which follows the registered ``schedule`` from its next step on."""
         return await self._one(self._calls.change_schedule(job, schedule))

@@ -46,6 +46,16 @@ class JobCalls:
         """The job, after ``what``: pause, resume or cancel."""
         return self._asking.ask("POST", f"{_path(job)}/{what}", {})
 
+    def again(
+        self, job: str, what: str, from_step: int | None, changes: Mapping[str, Any] | None
+    ) -> Dialogue[dict[str, Any]]:
+        """The job, after ``what``: retry or fork."""
+        return self._asking.ask("POST", f"{_path(job)}/{what}", {"from_step": from_step, "set": dict(changes or {})})
+
+    def delete(self, job: str, dry_run: bool) -> Dialogue[dict[str, Any]]:
+        """What was deleted, or would be."""
+        return self._asking.ask("DELETE", _path(job) + ("?dry_run=true" if dry_run else ""), None, repeatable=dry_run)
+
     def change_schedule(self, job: str, schedule: str) -> Dialogue[dict[str, Any]]:
         """The job."""
         return self._asking.ask("PUT", f"{_path(job)}/schedule", {"schedule": schedule})

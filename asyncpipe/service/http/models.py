@@ -19,6 +19,7 @@ __all__ = [
     "ArtifactsAnswer",
     "EntriesAnswer",
     "EntryAnswer",
+    "DeletedAnswer",
     "ErrorAnswer",
     "EventAnswer",
     "HistoryAnswer",
@@ -29,6 +30,7 @@ __all__ = [
     "LossesAnswer",
     "NothingRequest",
     "ReadyAnswer",
+    "RetryRequest",
     "ScheduleRequest",
     "SchedulesAnswer",
     "TransitionAnswer",
@@ -100,13 +102,19 @@ class JobDetails(JobSummary):
     waits_for: str | None = Field(
         description="Why a queued job has not started, or for which lost workers a running one waits."
     )
+    forked_from: str | None = Field(description="The job of which it is a copy; that one may be gone.")
     document: dict[str, JsonValue]
 
     @classmethod
     def of_record(cls, record: JobRecord, waits_for: str | None, redact: Redactor) -> JobDetails:
         """The response for one job; ``waits_for`` is why it does not train."""
         waiting = None if waits_for is None else redact(waits_for, MOST_CAUSE)
-        return cls(**_summary(record, redact, 2000), waits_for=waiting, document=dict(record.spec.document))
+        return cls(
+            **_summary(record, redact, 2000),
+            waits_for=waiting,
+            forked_from=record.forked_from,
+            document=dict(record.spec.document),
+        )
 
 
 class JobsAnswer(_ResponseModel):
@@ -193,6 +201,37 @@ class ScheduleRequest(BaseModel):
     schedule: str = Field(
         max_length=200, pattern=SCHEDULE, description="must be the name of a schedule, as /v1/schedules lists them"
     )
+
+
+class RetryRequest(BaseModel):
+    """From where a job goes on, and with which other values."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    from_step: int | None = Field(
+        default=None,
+        ge=0,
+        le=2**63 - 1,
+        description="must be the step of a snapshot, or 0 to begin anew; the newest snapshot if it is left out",
+    )
+    changes: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        alias="set",
+        max_length=100,
+        description="must be a table of other values, by keys as training.learning_rate; null brings the default back",
+    )
+
+
+class DeletedAnswer(_ResponseModel):
+    """What was deleted, or would be."""
+
+    id: str = Field(pattern=ID)
+    name: str
+    state: JobState
+    deleted: bool = Field(description="Whether it is gone now.")
+    files: int
+    bytes: int
+    snapshots: list[int] = Field(description="Their steps.")
 
 
 class SchedulesAnswer(_ResponseModel):

@@ -30,6 +30,7 @@ from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.job_states import JobSpecError, JobStateError
 from asyncpipe.service.jobs.artifacts import ArtifactError, UnknownArtifactError
 from asyncpipe.service.jobs.hosts import UnknownHostError
+from asyncpipe.service.jobs.job_folder import JobFolderError
 from asyncpipe.service.store.job_store import (
     IdempotencyConflictError,
     QueueFullError,
@@ -131,6 +132,10 @@ def problem_of(error: BaseException, redact: Redactor) -> Problem | None:
             return Problem(503, "queue-full", str(error), headers=[("Retry-After", str(QUEUE_SECONDS))])
         case ServiceDrainingError():
             return draining("the service is shutting down; submitted jobs continue after its restart")
+        case JobFolderError():
+            _logger.error("%s", error)
+            detail = "the job's folder could not be copied or removed, as on a full disk; the request changed nothing"
+            return Problem(507, "job-folder", detail)
         case StoreError():
             return _store_problem(error)
         case ScheduleError():

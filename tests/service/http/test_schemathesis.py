@@ -181,9 +181,16 @@ def test_every_answer_is_as_the_document_says(tmp_path: Path, make: Make) -> Non
             # Ids at random are those of no job. A stream of a job that goes on has no end.
             if case.meta.generation.mode is schemathesis.GenerationMode.POSITIVE and "id" in case.path_parameters:
                 # Some jobs are left to be paused and to change their schedules.
-                known = {"events": [api.ended], "cancel": api.jobs[2:]}.get(case.path.rpartition("/")[2], api.jobs)
+                known = {"events": [api.ended], "cancel": api.jobs[2:], "retry": api.jobs[2:3]}.get(
+                    case.path.rpartition("/")[2], api.jobs
+                )
                 turn = next(turns)
                 case.path_parameters["id"] = known[turn % len(known)] if turn % 4 else NOBODY
+                if case.path.endswith(("/retry", "/fork")):  # Which keys there are takes more than a schema.
+                    case.body = {"from_step": 0} if turn % 2 else {"set": {"training.steps": 9}}
+                if case.method.upper() == "DELETE":
+                    case.query = {"dry_run": "true"}
+                    case.path_parameters["id"] = api.ended
                 if case.path.endswith("/schedule") and turn % 2:
                     case.body = {"schedule": "1f1b"}
             response = case.call(base_url=api.url, session=session, timeout=SECONDS)

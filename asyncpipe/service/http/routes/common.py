@@ -107,14 +107,17 @@ class ApiParts:
         return models.JobDetails.of_record(record, waits_for, self.redact)
 
     async def audited(self, request: Request, what: str, job: str | None, act: Awaitable[Any]) -> Any:
-        """What ``act`` returns, a job's record or a tuple that begins with it; the audit gets a line in any case."""
+        """What ``act`` returns, a job's record or a tuple that begins with it; the audit gets a line in any case.
+
+        A boolean behind it is whether the job is new.
+        """
         try:
             done = await act
         except Exception as error:
             self.refused(request, what, error, job=job)
             raise
         record = done[0] if isinstance(done, tuple) else done
-        more = {"new": done[1]} if isinstance(done, tuple) else {}
+        more = {"new": done[1]} if isinstance(done, tuple) and isinstance(done[1], bool) else {}
         self.audit.line(request, what, "ok", job=record.id, state=str(record.state), **more)
         return done
 
