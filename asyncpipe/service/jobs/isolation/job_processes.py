@@ -19,11 +19,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import pickle
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
 
 from asyncpipe.errors import OptionError, WorkerLostError, WorkerStartError
 from asyncpipe.runtime.portal import wait_uncancelled
@@ -183,14 +184,18 @@ def confines_of(settings: ServiceSettings, job: Job, *, is_background: bool) -> 
 
 
 def pickled(make_workload: Callable[[], Workload]) -> bytes:
-    """``make_workload`` for another process. Raises ``OptionError`` for a factory that is not a module's."""
+    """``make_workload`` for another process: a module's factory by its name, a script's own by value.
+
+    Raises ``OptionError`` for what cannot be pickled.
+    """
     try:
-        return pickle.dumps(make_workload)
+        made: bytes = cloudpickle.dumps(make_workload)
     except Exception as error:  # A class's own methods run here.
         raise OptionError(
-            f"a job in a process of its own needs an entry that is a function of a module, and arguments that can be "
-            f'pickled ({type(error).__name__}: {error}); or run jobs on threads, isolation = "thread"'
+            f"a job in a process of its own needs an entry that can be pickled, with its arguments "
+            f'({type(error).__name__}: {error}); or run jobs on threads, isolation = "thread"'
         ) from error
+    return made
 
 
 def _answer(asked: asyncio.Future[Any]) -> Any:
