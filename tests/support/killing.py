@@ -56,13 +56,16 @@ SCRIPT = "import sys; from asyncpipe import cli; from asyncpipe.cli import serve
 
 
 def make_folder(folder: Path) -> Path:
-    """``folder``, with the settings of a service that trains the example, and the example."""
+    """``folder``, with the settings of a service that trains the example, and the example.
+
+    However often it is killed, that is not held against its jobs.
+    """
     (folder / "code").mkdir(parents=True)
     shutil.copy(EXAMPLE, folder / "code")
     (folder / "service.toml").write_text(
         'folder = "state"\nentry_path = "code"\nport = 0\nmetrics_port = "none"\n'
         'devices = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]\nrequests_per_second = 1e6\nburst = 1000000\n'
-        "max_attempts = 1000000\n"  # Whoever kills is no job.
+        "max_attempts = 1000000\n"
         '[entries."charlm:build"]\nfixed = { max_bytes = 50_000 }\n',
         encoding="utf-8",
     )

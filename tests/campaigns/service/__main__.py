@@ -17,6 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 
+# Rows use the same helpers as tests do, by the same names.
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+
 from tests.campaigns import service
 from tests.campaigns.service import Row
 

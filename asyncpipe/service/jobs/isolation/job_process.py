@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import faulthandler
 import os
 import pickle
@@ -196,7 +195,6 @@ def _terminate(question: Any) -> None:
     """End this process with all its children. On the thread that answers pings, so whatever the others do."""
     if isinstance(question, Terminate):
         faulthandler.dump_traceback(all_threads=True)  # Says where it is stuck.
-        atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os.killpg(0, signal.SIGKILL)

@@ -5,8 +5,7 @@
     cancelled ─▶ asked to end between two tasks
                    │ ``cancel_seconds`` later
                    ▼
-                 told to end: it writes down what its threads do, calls what is registered for its end, and ends its
-                   │          children
+                 told to end: it writes down what its threads do, and ends with its children
                    │ ``TERMINATE_SECONDS`` later, since a thread holds the GIL for ever, or the process is stopped
                    ▼
                  killed, with its children
@@ -26,6 +25,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.errors import OptionError, WorkerLostError, WorkerStartError
 from asyncpipe.runtime.portal import wait_uncancelled
 from asyncpipe.runtime.workers.connection import WorkerConnection
@@ -48,6 +48,8 @@ TERMINATE_SECONDS = 2.0
 STOP_SECONDS = 3.0
 """For a process whose run is over to end by itself, before it is killed."""
 
+_MEMORY_SIGNALS = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
+
 Take = Callable[[Any], object]
 Note = Callable[[int, str], object]
 
@@ -55,11 +57,12 @@ Note = Callable[[int, str], object]
 class JobProcess:
     """A process that is up, and asked for one thing."""
 
-    def __init__(self, connection: WorkerConnection, cancel_seconds: float, note: Note) -> None:
+    def __init__(self, connection: WorkerConnection, settings: ServiceSettings, note: Note) -> None:
         """``note`` is called with a level and a text for people."""
         self.pid = connection.pid
         self._connection = connection
-        self._cancel_seconds = cancel_seconds
+        self._cancel_seconds = settings.cancel_seconds
+        self._memory = settings.job_memory
         self._note = note
 
     def send(self, message: object) -> None:
@@ -84,7 +87,10 @@ class JobProcess:
             error = asked.exception()
             if error is not None:
                 raise
-        return _answer(asked)
+        try:
+            return asked.result()
+        except WorkerLostError as error:
+            raise EndedElsewhereError(RunOutcome(RunEnding.CRASHED, _how_it_ended(error, self._memory))) from error
 
     async def _end_early(self, asked: asyncio.Future[Any]) -> None:
         """Return when ``asked`` is done."""
@@ -144,7 +150,7 @@ class JobProcesses:
                 (connection,) = await self._group.start(name)
             except WorkerStartError as error:
                 raise EndedElsewhereError(RunOutcome(RunEnding.CRASHED, f"its process {error.how}")) from error
-            process = JobProcess(connection, self.settings.cancel_seconds, note)
+            process = JobProcess(connection, self.settings, note)
             try:
                 yield process
             finally:
@@ -198,9 +204,11 @@ def pickled(make_workload: Callable[[], Workload]) -> bytes:
     return made
 
 
-def _answer(asked: asyncio.Future[Any]) -> Any:
-    try:
-        return asked.result()
-    except WorkerLostError as error:
-        hint = ", as by the OOM killer" if error.exit_status == -signal.SIGKILL and "SIGKILL" in error.how else ""
-        raise EndedElsewhereError(RunOutcome(RunEnding.CRASHED, f"its process {error.how}{hint}")) from error
+def _how_it_ended(error: WorkerLostError, memory: int | None) -> str:
+    """What became of a process, and what usually does that."""
+    hint = ""
+    if error.exit_status == -signal.SIGKILL and "SIGKILL" in error.how:
+        hint = ", as by the OOM killer"
+    elif error.exit_status in _MEMORY_SIGNALS and memory is not None:
+        hint = f", as where code gets no more memory; it may have {format_bytes(memory)} (job_memory)"
+    return f"its process {error.how}{hint}"

@@ -114,7 +114,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Terminate:
-    """A query: end now, with what the interpreter does at its end, and with all children."""
+    """A query: write down what all threads do, and end at once, with all children."""
 
 
 # The process
