@@ -32,7 +32,7 @@ from asyncpipe.service.http.audit import Audit
 from asyncpipe.service.http.client_address import TrustedProxies
 from asyncpipe.service.http.problems import Problem
 from asyncpipe.service.http.rate_limits import RateLimits, retry_after
-from asyncpipe.service.http.who import with_holder
+from asyncpipe.service.http.who import admit, with_holder
 from asyncpipe.service.known_tokens import KnownTokens, TokenHolder
 
 __all__ = ["READING", "AccessControl"]
@@ -126,6 +126,7 @@ class AccessControl:
             raise self._refused(request, Problem(421, "foreign-host", detail))
         holder = self._holder(request, address) if self._tokens.is_required else None
         self._check_page(request)
+        admit(request.scope)
         return holder
 
     def _holder(self, request: HTTPConnection, address: str | None) -> TokenHolder:

@@ -23,8 +23,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Collection
+from functools import partial
 from http import HTTPStatus
-from typing import cast
+from typing import Any, cast
 
 import httptools
 from uvicorn import Config
@@ -35,6 +36,7 @@ from asyncpipe.observe.http_server import Connect
 from asyncpipe.service.http.places import Places
 from asyncpipe.service.http.problems import LINGER_SECONDS, Problem
 from asyncpipe.service.http.redact import Redactor
+from asyncpipe.service.http.who import ADMITTED
 
 __all__ = ["ClientConnection", "connections"]
 
@@ -184,8 +186,10 @@ class ClientConnection(HttpToolsProtocol):
         """The head is there."""
         self._reads_head, self._head = False, 0
         self._unset_keepalive_if_required()
+        # Access control says when a request may be answered: who may not ask keeps no place, whatever is asked.
+        scope = cast(dict[str, Any], self.scope)
+        scope[ADMITTED] = partial(self._places.asks, self)
         super().on_headers_complete()
-        self._places.asks(self)
         if self._is_probe and self.cycle is not None:
             self.cycle.keep_alive = False
 

@@ -3,12 +3,13 @@
 ::
 
     a new connection ──▶ a place is free ───────────────────────────▶ served
-                     └─▶ a client has a place and asks nothing ─────▶ gives way: first those that never asked
+                     └─▶ one that asks nothing has a place ─────────▶ gives way: first those that never asked
                      └─▶ all clients are being answered ────────────▶ one of the PROBES places beyond them:
                                                                       served if it asks for a probe, else 503;
                                                                       the oldest there gives way to the next
 
-So a place is held by asking and being answered, and not by being connected. A probe asks at once: it has its answer
+So a place is held by asking what may be asked and being answered, and not by being connected: who has no token has a
+place only until somebody else needs it. A probe asks at once: it has its answer
 long before PROBES others have come after it.
 """
 
@@ -39,7 +40,7 @@ class Places:
         self._most_probes = probes
         # Dicts are sets that keep an order: who came first is first.
         self._silent: dict[Connected, None] = {}
-        """Have asked nothing yet."""
+        """Have asked nothing yet that they may ask."""
         self._idle: dict[Connected, None] = {}
         """Have been answered."""
         self._answered: dict[Connected, None] = {}
@@ -60,7 +61,7 @@ class Places:
         return True
 
     def asks(self, connection: Connected) -> None:
-        """A request of ``connection`` is being answered."""
+        """A request of ``connection`` may be answered, and is."""
         if connection in self._silent or connection in self._idle:
             self._silent.pop(connection, None)
             self._idle.pop(connection, None)

@@ -391,6 +391,20 @@ async def test_a_place_is_held_by_asking_and_not_by_being_connected(tmp_path: Pa
         held[18][1].close()
 
 
+async def test_who_has_no_token_keeps_no_place_whatever_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(problems, "LINGER_SECONDS", 60)
+    async with served(tmp_path, token=TOKEN, max_connections=1) as api:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(api.base.rpartition(":")[2]))
+        # An answer that is followed by waiting for a body.
+        writer.write(b"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nExpect: nothing\r\nContent-Length: 9\r\n\r\n")
+        assert await reader.readline() == b"HTTP/1.1 417 Expectation Failed\r\n"
+        assert (await api.ask("GET", "/v1/jobs", **BEARER))[0] == 200
+        await reader.read()
+        writer.close()
+
+
 async def test_who_has_no_place_is_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "PROBE_SECONDS", 0.1)
     async with (
