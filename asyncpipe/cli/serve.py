@@ -90,6 +90,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--entry-path", type=Path, metavar="FOLDER", help="search this folder first for the entries' modules")
     add("--address", metavar="IP", help="listen on this address (default: 127.0.0.1); others need a token")
     add("--port", metavar="PORT", help="listen on this port (default: 8080); 0 takes a free one")
+    add("--probe-port", metavar="PORT", help="answer /livez and /readyz, and nothing else, on this port as well")
     add(
         "--host",
         action="append",
@@ -234,6 +235,8 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
             service = await stack.enter_async_context(TrainingService(settings))
             url = await stack.enter_async_context(serve_api(service, settings))
             _print(f"service: {url}")
+            if settings.probe_port is not None:
+                _print(f"probes: port {settings.probe_port}")
             metrics = metrics_served(
                 service.collector,
                 settings.metrics_port,

@@ -66,10 +66,11 @@ def budget_descriptors(settings: ServiceSettings, limit: int | None) -> Descript
     Without room for all connections there are fewer, unless the operator has set ``max_connections``: then, and where
     nothing useful is left, this raises ``OptionError``, which says what would do.
     """
-    jobs = JOB * settings.max_running
+    jobs = (JOB + (WORKER if settings.is_isolated else 0)) * settings.max_running
     workers = 0 if settings.workers == "threads" else WORKER * len(settings.devices)
     metrics = 0 if settings.metrics_port is None else settings.metrics_connections
-    kept = SERVICE + jobs + workers + metrics + PROBES + CLOSING
+    probes = PROBES * (1 if settings.probe_port is None else 2) + CLOSING
+    kept = SERVICE + jobs + workers + metrics + probes
     wanted = kept + CONNECTION * settings.max_connections
     limit = wanted if limit is None else min(limit, wanted)
     connections = (limit - kept) // CONNECTION
@@ -81,7 +82,7 @@ def budget_descriptors(settings: ServiceSettings, limit: int | None) -> Descript
             f"{least - kept} for connections; raise the hard limit (ulimit -Hn, LimitNOFILE=), "
             f"or lower max_connections or max_running"
         )
-    return DescriptorBudget(limit, SERVICE, jobs, workers, metrics, PROBES + CLOSING, connections)
+    return DescriptorBudget(limit, SERVICE, jobs, workers, metrics, probes, connections)
 
 
 def raise_limit(settings: ServiceSettings) -> DescriptorBudget:

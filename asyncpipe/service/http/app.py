@@ -9,8 +9,10 @@ from typing import NoReturn
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.routing import Mount
 
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.http_hosts import is_loopback, shown_address
@@ -96,8 +98,21 @@ async def serve_api(service: TrainingService, settings: ServiceSettings) -> Asyn
     async with (
         audit_files(app.state.parts.audit, settings.folder),
         served(app, settings.address, settings.port, "the API", connect) as port,
+        _probes_served(app, settings, redact),
     ):
         yield f"http://{shown_address(settings.address)}:{port}/"
+
+
+@asynccontextmanager
+async def _probes_served(app: FastAPI, settings: ServiceSettings, redact: Redactor) -> AsyncIterator[None]:
+    """Serve probes alone on the port that is theirs, if there is one: no other connection ever has a place there."""
+    if settings.probe_port is None:
+        yield
+        return
+    connect = connections(0, PROBES, settings.header_seconds, redact)
+    same = Starlette(routes=[Mount("", app)])  # Its lifespan is not the application's, which ends once.
+    async with served(same, settings.address, settings.probe_port, "probes", connect):
+        yield
 
 
 async def _raise(_: Request, error: Exception) -> NoReturn:

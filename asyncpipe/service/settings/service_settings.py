@@ -110,6 +110,8 @@ class ServiceSettings(BaseSettings):
     """Whether jobs go on by themselves that the last process has left; if not, all of these are paused."""
     address: types.Address = "127.0.0.1"
     port: types.PortNumber = 8080
+    probe_port: types.ProbePort = None
+    """One more on ``address``, which answers ``/livez`` and ``/readyz`` alone: a flood of ``port`` cannot delay it."""
     hosts: types.HostNames = ()
     """Other host names under which requests may address this service, as behind a proxy."""
     trusted_proxies: types.Networks = ()
@@ -200,6 +202,8 @@ class ServiceSettings(BaseSettings):
             raise ValueError(f"address: {self.address!r}, {rule}")
         if self.token is None and self.metrics_need_token:
             raise ValueError(f"metrics_address: {self.metrics_address!r}, {rule}")
+        if self.probe_port is not None and self.probe_port in (self.port, self.metrics_port):
+            raise ValueError(f"probe_port: {self.probe_port} is taken by the service itself; probes need another one")
         if self.port and self.port == self.metrics_port and self.address == self.metrics_address:
             raise ValueError(f"metrics_port: {self.port} is the port of the service; metrics need another one")
         if unknown := sorted(self.memory_limit.keys() - set(self.devices)):

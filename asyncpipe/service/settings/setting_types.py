@@ -33,6 +33,7 @@ __all__ = [
     "OptionalPort",
     "PortNumber",
     "PositiveInteger",
+    "ProbePort",
     "Rate",
     "Seconds",
     "Token",
@@ -74,6 +75,11 @@ OptionalPort = Annotated[
     Field(description=f'{_PORT}, or "none"'),
 ]
 """TOML and environment variables have no null; the text ``none`` stands for it."""
+ProbePort = Annotated[
+    Annotated[int, Field(ge=1, le=65535)] | None,
+    BeforeValidator(_none_or_number),
+    Field(description='must be a port from 1 to 65535, or "none"'),
+]
 Seconds = Annotated[
     float,
     _NUMBER,

@@ -378,6 +378,18 @@ async def test_who_is_answered_keeps_the_place(tmp_path: Path) -> None:
         assert b"still there" in await stream.content.readuntil(b"there")
 
 
+async def test_a_port_of_their_own_answers_probes_alone(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with served(tmp_path, probe_port=port) as api:
+        for path, status in (("/livez", 200), ("/readyz", 200), ("/v1/jobs", 503), ("/", 503)):
+            async with api.session.get(f"http://127.0.0.1:{port}{path}") as answer:
+                assert answer.status == status, path
+        assert (await api.ask("GET", "/v1/jobs"))[0] == 200
+    with pytest.raises(ConnectionError):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
 async def test_a_place_is_held_by_asking_and_not_by_being_connected(tmp_path: Path) -> None:
     async with served(tmp_path, max_connections=2) as api:
         port = int(api.base.rpartition(":")[2])
