@@ -52,7 +52,7 @@ def _event(before: JobState | None, record: JobRecord, *, is_retry: bool) -> tup
         case JobState.QUEUED if before is None:
             return "submitted", f"is submitted, for {record.spec.entry}"
         case JobState.QUEUED if is_retry:
-            return "retry", f"is tried again{_from(record)}, after attempt {record.attempts}"
+            return "retry", f"has failed in attempt {record.attempts}"
         case JobState.QUEUED if before in FINAL_STATES:
             return "retry", f"was {before} and is tried again{_from(record)}"
         case JobState.QUEUED:

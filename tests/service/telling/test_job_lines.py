@@ -25,7 +25,7 @@ LATER = replace(AT_FIRST, attempts=2, step=43, snapshot="step-40")
         (QUEUED, QUARANTINED, False, logging.ERROR, "end", "is quarantined at step 43, attempt 2: why"),
         (RUNNING, CANCELLED, False, logging.INFO, "end", "is cancelled at step 43, attempt 2: why"),
         (RUNNING, PAUSED, False, logging.INFO, "paused", "is paused at step 43: why"),
-        (RUNNING, QUEUED, True, logging.WARNING, "retry", "is tried again from step-40, after attempt 2: why"),
+        (RUNNING, QUEUED, True, logging.WARNING, "retry", "has failed in attempt 2: why"),
         (RUNNING, QUEUED, False, logging.INFO, "queued", "is queued from step-40: why"),
         (FAILED, QUEUED, False, logging.INFO, "retry", "was failed and is tried again from step-40: why"),
     ],

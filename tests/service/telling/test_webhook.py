@@ -4,73 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
-import hmac
 import json
 import logging
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from manager_helpers import ENTRY, Fake, Fakes, make_settings, mlp, submission
+from webhook_receiver import WebhookReceiver, signature
 
 from asyncpipe.service.job_states import JobSpec, JobState
 from asyncpipe.service.settings.webhook_settings import WebhookSettings
 from asyncpipe.service.store.job_store import JobStore
+from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.telling import webhook as module
 from asyncpipe.service.telling.post import post
 from asyncpipe.service.telling.webhook import NAME, Webhook
+from asyncpipe.service.training_service import TrainingService
+from asyncpipe.train.step_failures import NonFiniteLossError
 
 KEY = b"0123456789 is the key of tests"
 SECRET = "whsec_" + base64.b64encode(KEY).decode()
 
 
-class Receiver:
-    """A server on loopback that keeps what it got, and answers what ``answers`` say, then 204."""
-
-    def __init__(self, port: int = 0, *answers: str) -> None:
-        self.got: list[tuple[dict[str, str], bytes]] = []
-        self.answers = list(answers)
-        self.came = threading.Semaphore(0)
-        self.may_answer = threading.Event()
-        self.may_answer.set()
-        receiver = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                receiver.got.append(({name.lower(): value for name, value in self.headers.items()}, body))
-                receiver.came.release()
-                receiver.may_answer.wait(30)
-                answer = receiver.answers.pop(0) if receiver.answers else "204 No Content\r\n"
-                self.wfile.write(f"HTTP/1.1 {answer}content-length: 0\r\n\r\n".encode())
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.port = self.server.server_port
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
-        self.thread.start()
-
-    def close(self) -> None:
-        self.may_answer.set()
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
-
-    def messages(self) -> list[dict[str, Any]]:
-        return [json.loads(body) for _, body in self.got]
-
-
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    found = Receiver()
-    yield found
-    found.close()
+def receiver() -> Iterator[WebhookReceiver]:
+    with WebhookReceiver() as found:
+        yield found
 
 
 def settings_of(folder: Path, port: int, **more: Any) -> WebhookSettings:
@@ -104,7 +66,7 @@ async def until(true: Any) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_a_message_says_who_ended_and_why_and_who_says_so(receiver: Receiver, tmp_path: Path) -> None:
+async def test_a_message_says_who_ended_and_why_and_who_says_so(receiver: WebhookReceiver, tmp_path: Path) -> None:
     async with telling(tmp_path, receiver.port) as (store, webhook):
         await ends(store, webhook, JobState.FINISHED)
         job = await ends(store, webhook, JobState.FAILED, cause="the loss of step 3 is nan")
@@ -116,14 +78,12 @@ async def test_a_message_says_who_ended_and_why_and_who_says_so(receiver: Receiv
     assert message["data"] == {
         **data, "cause": "the loss of step 3 is nan", "snapshot": None, "tags": ["a"], "lost": 0
     }  # fmt: skip
-    signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
-    wanted = base64.b64encode(hmac.new(KEY, signed, hashlib.sha256).digest()).decode()
-    assert headers["webhook-signature"] == f"v1,{wanted}"
+    assert headers["webhook-signature"] == signature(KEY, headers, body)
     assert headers["webhook-id"].startswith(job)
     assert headers["content-type"] == "application/json"
 
 
-async def test_it_is_tried_until_it_arrives_with_one_id_and_in_order(receiver: Receiver, tmp_path: Path) -> None:
+async def test_it_is_tried_until_it_arrives_with_one_id_and_in_order(receiver: WebhookReceiver, tmp_path: Path) -> None:
     receiver.answers = [
         "500 No\r\n",
         "302 Found\r\nlocation: http://127.0.0.1:1/\r\n",
@@ -146,9 +106,8 @@ async def webhook_is_idle(webhook: Webhook) -> bool:
 
 async def test_what_a_receiver_missed_is_told_by_the_next_service_once(tmp_path: Path, caplog: Any) -> None:
     """The receiver is away, the service ends; a job fails while no webhook is there; then both are back."""
-    gone = Receiver()
-    port = gone.port
-    gone.close()
+    with WebhookReceiver() as gone:
+        port = gone.port
     caplog.set_level(logging.WARNING)
     async with telling(tmp_path, port) as (store, webhook):
         first = await ends(store, webhook, JobState.FAILED)
@@ -157,20 +116,17 @@ async def test_what_a_receiver_missed_is_told_by_the_next_service_once(tmp_path:
     assert "the rest is at the next start" in caplog.text
     async with JobStore(tmp_path / "jobs.sqlite3") as store:
         second = await ends(store, None, JobState.FAILED)
-    back = Receiver(port)
-    try:
+    with WebhookReceiver(port) as back:
         async with telling(tmp_path, port) as (_, webhook):
             await until(lambda: webhook.figures.delivered == 2)
         async with telling(tmp_path, port) as (store, webhook):
             third = await ends(store, webhook, JobState.FAILED)
             await until(lambda: webhook.figures.delivered == 1)
         assert [message["data"]["job"] for message in back.messages()] == [first, second, third]
-    finally:
-        back.close()
 
 
 async def test_a_service_that_has_none_yet_tells_of_what_happens_from_now_on(
-    receiver: Receiver, tmp_path: Path, caplog: Any
+    receiver: WebhookReceiver, tmp_path: Path, caplog: Any
 ) -> None:
     async with JobStore(tmp_path / "jobs.sqlite3") as store:
         await ends(store, None, JobState.FAILED)
@@ -186,7 +142,9 @@ async def test_a_service_that_has_none_yet_tells_of_what_happens_from_now_on(
     assert "the store is older than" in caplog.text
 
 
-async def test_what_is_given_up_is_said_by_the_next_message(receiver: Receiver, tmp_path: Path, caplog: Any) -> None:
+async def test_what_is_given_up_is_said_by_the_next_message(
+    receiver: WebhookReceiver, tmp_path: Path, caplog: Any
+) -> None:
     receiver.answers = ["422 No\r\n"]
     async with telling(tmp_path, receiver.port) as (store, webhook):
         await ends(store, webhook, JobState.FAILED)
@@ -208,13 +166,37 @@ async def test_what_is_given_up_is_said_by_the_next_message(receiver: Receiver, 
     assert "3 changes of jobs: more than 2 wait" in caplog.text
 
 
-async def test_a_receiver_that_does_not_answer_holds_nothing_up(receiver: Receiver, tmp_path: Path) -> None:
+async def test_a_receiver_that_does_not_answer_holds_nothing_up(receiver: WebhookReceiver, tmp_path: Path) -> None:
     receiver.may_answer.clear()
     async with telling(tmp_path, receiver.port, timeout_seconds=0.05) as (store, webhook):
         await ends(store, webhook, JobState.FAILED)
         await until(lambda: len(receiver.got) > 1)
         receiver.may_answer.set()
         await until(lambda: webhook.figures.delivered == 1)
+
+
+async def test_a_service_tells_of_a_job_that_fails_and_logs_each_of_its_states(
+    receiver: WebhookReceiver, tmp_path: Path, caplog: Any
+) -> None:
+    def fails(_: Fake) -> BaseException | None:
+        return NonFiniteLossError("step 1: the loss is nan")
+
+    caplog.set_level(logging.INFO)
+    fakes = Fakes()
+    fakes.free, fakes.fails = True, fails
+    settings = make_settings(tmp_path / "service", webhook=settings_of(tmp_path, receiver.port))
+    async with TrainingService(settings, entries=Entries({ENTRY: mlp}), make_trainer=fakes) as service:
+        job, _ = await service.submit(submission())
+        await until(lambda: receiver.got)
+        assert (await service.get(job.id)).state is JobState.FAILED
+    [message] = receiver.messages()
+    assert (message["data"]["job"], message["data"]["state"]) == (job.id, "failed")
+    assert "nan" in message["data"]["cause"]
+    assert [line.event for line in caplog.records if getattr(line, "job", None) == job.id] == [
+        "submitted",
+        "begin",
+        "end",
+    ]
 
 
 async def test_an_answer_that_is_none_is_an_error() -> None:
@@ -266,7 +248,7 @@ def test_the_secret_is_in_a_private_file_and_in_no_text(tmp_path: Path) -> None:
 
 
 async def test_a_file_that_cannot_be_written_stops_nothing(
-    receiver: Receiver, tmp_path: Path, monkeypatch: Any, caplog: Any
+    receiver: WebhookReceiver, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
