@@ -8,6 +8,7 @@ import shlex
 
 import promql_parser
 import pytest
+import yaml
 from contract import CONTRACT, HISTOGRAMS, nodes
 
 from asyncpipe.cli import _parser
@@ -15,6 +16,7 @@ from asyncpipe.errors import OptionError
 from dashboards import build, runbook
 from dashboards.build import FOLDER
 from dashboards.panels import panel_id
+from dashboards.rules import ALERTS
 
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 RUNBOOK = runbook.RUNBOOK.read_text(encoding="utf-8")
@@ -94,3 +96,17 @@ def test_a_link_to_an_entry_that_the_runbook_lacks_is_an_error(tmp_path, monkeyp
     monkeypatch.setattr(runbook, "RUNBOOK", shorter)
     with pytest.raises(OptionError, match=r"links to 'Runbook: Drain', which is not in RUNBOOK.md"):
         build.built()
+
+
+def test_mail_is_configured_for_alerts_that_there_are():
+    page = (FOLDER.parent / "docs" / "service.md").read_text(encoding="utf-8")
+    [alertmanager] = [
+        yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "smtp" in block
+    ]
+    names = {receiver["name"] for receiver in alertmanager["receivers"]}
+    assert {route["receiver"] for route in [alertmanager["route"], *alertmanager["route"]["routes"]]} == names
+    [matcher] = alertmanager["route"]["routes"][0]["matchers"]
+    pattern = re.fullmatch(r'alertname =~ "(.+)"', matcher)[1]
+    assert {alert.name for alert in ALERTS if re.fullmatch(pattern, alert.name)} == {
+        "AsyncpipeJobFailed", "AsyncpipeJobQuarantined"
+    }  # fmt: skip
