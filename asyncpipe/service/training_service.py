@@ -34,8 +34,11 @@ from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact
 from asyncpipe.service.jobs.hosts import WorkerStatus
 from asyncpipe.service.jobs.job_folder import FilesOfJob
 from asyncpipe.service.jobs.job_log import JobEvent, JobLog, LossRow, read_losses
+from asyncpipe.service.jobs.last_view import past_view
+from asyncpipe.service.jobs.loss_file import spread_losses
 from asyncpipe.service.jobs.lost_state import check_before_opening, check_state
 from asyncpipe.service.jobs.manager import Manager
+from asyncpipe.service.jobs.outlook import Outlook
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 from asyncpipe.service.known_tokens import KnownTokens
 from asyncpipe.service.settings.service_settings import ServiceSettings
@@ -306,14 +309,26 @@ class TrainingService:
         """Every transition of ``job``, its submission first. Raises ``UnknownJobError``."""
         return await self.manager.jobs.store.history(job)
 
-    async def waits_for(self, job: str) -> str | None:
-        """Why a queued job has not started, or a running one does not train, in words; ``None`` for any other job."""
+    async def outlooks(self, jobs: Sequence[str]) -> Mapping[str, Outlook]:
+        """What is known of each of ``jobs`` now beside its record: its speed, its place in the queue."""
         manager = self.manager
+        trained = await manager.jobs.store.trained_seconds(jobs)
 
-        async def ask() -> str | None:
-            return manager.waits_for(job)
+        async def ask() -> Mapping[str, Outlook]:
+            return {job: replace(manager.outlook(job), trained_seconds=trained.get(job, 0.0)) for job in jobs}
 
         return await self._hop(ask())
+
+    async def changes(self) -> tuple[Mapping[JobState, int], int]:
+        """How many jobs are in each state, and a number that goes up whenever a job changes its state."""
+        store = self.manager.jobs.store
+        return await store.count(), await store.newest_change()
+
+    async def past_view(self, job: str) -> LiveView:
+        """What the live page of a job shows that does not run. Raises ``UnknownJobError``."""
+        manager = self.manager
+        record = await manager.jobs.store.get(job)
+        return await in_thread(lambda: past_view(record, manager.logs.folder / record.id))
 
     async def follow(self, job: str, after: int = 0) -> AsyncGenerator[JobEvent, None]:
         """The past events of ``job`` after event ``after``, then new ones as they happen; steps from now on only.
@@ -344,6 +359,13 @@ class TrainingService:
         await manager.jobs.store.get(job)
         folder = manager.logs.folder / job
         return await in_thread(lambda: read_losses(folder, after, min(limit, MOST_LOSSES)))
+
+    async def spread_losses(self, job: str, points: int) -> Sequence[LossRow]:
+        """At most ``points`` steps of the job's loss curve, evenly spread over it. Raises ``UnknownJobError``."""
+        manager = self.manager
+        await manager.jobs.store.get(job)
+        folder = manager.logs.folder / job
+        return await in_thread(lambda: spread_losses(folder, min(points, MOST_LOSSES)))
 
     async def artifacts(self, job: str) -> Sequence[Artifact]:
         """What of ``job`` can be downloaded: models, newest first, losses, log, trace.

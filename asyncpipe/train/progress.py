@@ -29,6 +29,8 @@ class RunStarted:
     """The names that the job file has."""
     workers: tuple[str, ...] = ()
     """The worker processes that have them; empty if they are threads."""
+    done: int = 0
+    """The step of the snapshot from which it goes on; 0 at the beginning."""
 
 
 @dataclass(frozen=True, slots=True)

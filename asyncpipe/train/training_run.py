@@ -250,6 +250,7 @@ class TrainingRun:
                     parameters=sum(parameter.numel() for parameter in pipe.module.parameters()),
                     devices=self._job.pipeline.devices,
                     workers=self._workers_of(pipe),
+                    done=self._meter.step,
                 )
             )
             if self._job.pipeline.compile:

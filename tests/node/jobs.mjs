@@ -1,113 +1,142 @@
-// Drives the page of jobs in a headless browser: node jobs.mjs URL CHROMIUM PROFILE [FOLDER FOR PICTURES]
+// Drives the pages of a service in a headless browser: node jobs.mjs URL CHROMIUM PROFILE [FOLDER FOR PICTURES]
 //
-// The page has a job called "runs", one called "waits" and one called "done". Writes {"facts": …} at the end, for the
-// test to judge; before that {"ask": "go on"}, when the test shall let the running job go on, and waits for a line.
+// The service has the jobs that test_jobs_browser.py has submitted. Writes {"facts": …} at the end, for the test to judge;
+// before that {"ask": "go on"}, when the test shall let the running job go on, and waits for a line.
 
 import { createInterface } from 'node:readline';
-import puppeteer from 'puppeteer-core';
+import { WAIT, audit, driven, focus, open, resize, tabTo } from './page.mjs';
 
-const [url, executablePath, userDataDir, pictures] = process.argv.slice(2);
+const [url, chromium, profile, pictures] = process.argv.slice(2);
 const answers = createInterface({ input: process.stdin })[Symbol.asyncIterator]();
-const ARGUMENTS = [
-  '--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking',
-  '--disable-component-update', '--disable-sync',
-];
-const WAIT = { timeout: 15_000, polling: 50 };
+const SIZES = [[400, 'dark'], [400, 'light'], [1280, 'dark'], [1280, 'light']];
 
 // What a reader sees.
 const look = page => page.evaluate(() => ({
   connection: document.getElementById('connection-text').textContent,
   about: document.getElementById('about').textContent,
   notice: document.getElementById('notice').hidden ? '' : document.getElementById('notice-text').textContent,
-  rows: [...document.querySelectorAll('.jobs > li')].map(row => ({
-    name: row.querySelector('.name').textContent, list: row.parentElement.id,
-    state: row.querySelector('.state').textContent, steps: row.querySelector('.steps p').textContent,
-    loss: row.querySelector('.loss').textContent, cause: row.querySelector('.cause').textContent,
+  sections: [...document.querySelectorAll('.group h2 .label')].map(label => label.textContent),
+  rows: [...document.querySelectorAll('.job')].map(row => ({
+    name: row.querySelector('.name').textContent, section: row.closest('.group').querySelector('.label').textContent,
+    state: row.querySelector('.state').textContent, steps: row.querySelector('.done').textContent,
+    pace: row.querySelector('.pace').textContent, loss: row.querySelector('.loss span').textContent,
+    cause: row.querySelector('.cause').hidden ? '' : row.querySelector('.cause').textContent,
     points: (row.querySelector('.spark .line')?.getAttribute('d') ?? '').split(/[ML]/).length - 1,
     bar: row.querySelector('.bar > div').getBoundingClientRect().width,
-    buttons: [...row.querySelectorAll('button')].filter(button => !button.hidden).map(button => button.dataset.act),
-    link: row.querySelector('.name').href,
+    buttons: [...row.querySelectorAll('.buttons button')].map(button => button.dataset.act),
   })),
-  scroll: document.documentElement.scrollWidth, width: innerWidth,
 }));
 
-const stateIs = (page, name, state) => page.waitForFunction((name, state) => [...document.querySelectorAll('.jobs > li')]
-  .some(row => row.querySelector('.name').textContent === name && row.dataset.state === state), WAIT, name, state);
+const row = (page, name, what) => page.waitForFunction((name, what) => [...document.querySelectorAll('.job')]
+  .find(row => row.querySelector('.name').textContent === name && row.matches(what)), WAIT, name, what);
 
-async function press(page, name, act) {
-  const button = await page.evaluateHandle((name, act) => [...document.querySelectorAll('.jobs > li')]
-    .find(row => row.querySelector('.name').textContent === name).querySelector(`[data-act=${act}]`), name, act);
-  await button.click();
+// Every action by keys alone: the focus is always seen, and stays with its job when that moves.
+async function keys(page, facts) {
+  const on = (act, name) => at => at.name === `${act} ${name}`;
+  await page.focus('#title');
+  const passed = await tabTo(page, on('Pause', 'waits'));
+  facts.unseen = passed.filter(at => !at.ring && at.tag !== 'BODY');
+  await page.keyboard.press('Enter');
+  await row(page, 'waits', '[data-state=paused]');
+  facts.moved = await focus(page);
+  await tabTo(page, on('Resume', 'waits'));
+  await page.keyboard.press('Enter');
+  await row(page, 'waits', '[data-state=queued]');
+  await tabTo(page, on('Cancel', 'waits'));
+  await page.keyboard.press('Enter');
+  await page.waitForSelector('dialog[open]', WAIT);
+  facts.dialog = [await focus(page)];
+  facts.dialogAudit = await audit(page);
+  for (let presses = 0; presses < 4; presses += 1) {
+    await page.keyboard.press('Tab');
+    facts.dialog.push(await focus(page));
+  }
+  await page.keyboard.press('Escape');
+  await page.waitForSelector('dialog:not([open])', WAIT);
+  facts.kept = await focus(page);
+  await page.keyboard.press('Enter');
+  await page.waitForSelector('dialog[open]', WAIT);
+  await tabTo(page, at => at.id === 'confirm-yes', 5);
+  await page.keyboard.press('Enter');
+  await row(page, 'waits', '[data-state=cancelled]');
+  facts.cancelled = await focus(page);
 }
 
-async function resize(page, width, scheme) {
-  await page.setViewport({ width, height: 900 });
-  await page.emulateMediaFeatures([{ name: 'prefers-color-scheme', value: scheme }]);
-  await page.evaluate(() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done))));
-  if (pictures) await page.screenshot({ path: `${pictures}/jobs-${width}-${scheme}.png`, fullPage: true });
+// The losses of two jobs over the same axes, by their boxes.
+async function compare(page, facts) {
+  for (const name of ['runs', 'done']) {
+    await page.evaluate(name => [...document.querySelectorAll('.pick')].find(box => box.ariaLabel === `Choose ${name}`).focus(), name);
+    await page.keyboard.press('Space');
+  }
+  facts.chosen = await page.$eval('#chosen-text', text => text.textContent);
+  await page.focus('#chosen-compare');
+  await page.keyboard.press('Enter');
+  await page.waitForFunction(() => document.querySelectorAll('#compare-chart .line').length === 2, WAIT);
+  await page.evaluate(() => document.getElementById('compare-chart').focus());
+  await page.keyboard.press('End');
+  facts.compared = await page.evaluate(() => ({
+    axes: [...document.querySelectorAll('#compare-chart .axis')].map(text => text.textContent),
+    names: [...document.querySelectorAll('#compare-legend a')].map(link => link.textContent),
+    said: document.getElementById('tip').textContent, place: location.search,
+  }));
+  facts.compared.audit = await audit(page);
+  if (pictures) await page.screenshot({ path: `${pictures}/compare.png` });
+  await page.focus('#compare-close');
+  await page.keyboard.press('Enter');
+  await page.focus('#chosen-clear');
+  await page.keyboard.press('Enter');
 }
 
-async function drive(page, facts) {
-  let watching = true;
-  const note = text => watching && facts.wrong.push(text);
-  page.on('console', message => ['error', 'warn'].includes(message.type()) && note(`console: ${message.text()}`));
-  page.on('pageerror', error => note(`error: ${error.message}`));
-  page.on('requestfailed', request => note(`failed: ${request.url()} ${request.failure()?.errorText}`));
-  page.on('response', response => response.status() >= 400 && note(`${response.status()}: ${response.url()}`));
-  await page.setViewport({ width: 1280, height: 900 });
-  const { host, password, pathname } = new URL(url);
-  if (password) await page.authenticate({ username: 'me', password });
-  // The browser asks without the password first, and is told that there is one.
-  watching = false;
-  await page.goto(`http://${host}${pathname}`);
-  watching = true;
+// The page of a job, and the way back.
+async function visit(page, facts, name) {
+  await Promise.all([page.waitForNavigation(), page.evaluate(name => [...document.querySelectorAll('.name')]
+    .find(link => link.textContent === name).click(), name)]);
+  await page.waitForFunction(() => document.querySelectorAll('#facts dt').length > 3
+    && ['live', 'ended'].includes(document.getElementById('connection').dataset.state), WAIT);
+  facts[name] = await page.evaluate(() => ({
+    place: location.pathname, job: document.getElementById('job').textContent, loss: document.getElementById('loss').textContent,
+    state: document.getElementById('state').textContent, connection: document.getElementById('connection-text').textContent,
+    failure: document.getElementById('failure').hidden ? '' : document.getElementById('failure').innerText,
+    facts: Object.fromEntries([...document.querySelectorAll('#facts > div')].map(pair => [...pair.children].map(each => each.textContent))),
+    buttons: [...document.querySelectorAll('#buttons button')].map(button => button.dataset.act),
+  }));
+  facts[name].audits = [];
+  for (const [width, scheme] of SIZES) {
+    await resize(page, width, scheme, pictures && `${pictures}/job-${facts[name].state}`);
+    facts[name].audits.push(await audit(page));
+  }
+  await Promise.all([page.waitForNavigation(), page.click('#back')]);
   await page.waitForSelector('#connection[data-state=live]', WAIT);
-  await page.waitForFunction(() => document.querySelectorAll('.spark .line').length > 0, WAIT);
+  facts[name].back = await page.evaluate(() => location.pathname + location.search);
+}
+
+await driven(chromium, profile, async (page, facts) => {
+  await open(page, facts, url);
+  await page.waitForSelector('#connection[data-state=live]', WAIT);
+  await page.waitForFunction(() => document.querySelectorAll('.spark .line').length > 1, WAIT);
   facts.first = await look(page);
-  for (const scheme of ['light', 'dark']) {
-    for (const width of [400, 1280]) {
-      await resize(page, width, scheme);
-      facts.sizes[`${width} ${scheme}`] = await look(page);
-    }
+  facts.sizes = {};
+  for (const [width, scheme] of SIZES) {
+    await resize(page, width, scheme, pictures && `${pictures}/jobs`);
+    facts.sizes[`${width} ${scheme}`] = await audit(page);
   }
   console.log(JSON.stringify({ ask: 'go on' }));
   await answers.next();
   await page.waitForFunction(() => document.body.textContent.includes('step 60 of'), WAIT);
-  await press(page, 'waits', 'pause');
-  await stateIs(page, 'waits', 'paused');
-  await press(page, 'waits', 'resume');
-  await stateIs(page, 'waits', 'queued');
-  await press(page, 'waits', 'cancel');
-  await page.waitForSelector('dialog[open]', WAIT);
-  await page.click('dialog button[value=no]');
-  await press(page, 'waits', 'cancel');
-  await page.waitForSelector('dialog[open]', WAIT);
-  await page.click('dialog button[value=yes]');
-  await stateIs(page, 'waits', 'cancelled');
+  await keys(page, facts);
   facts.second = await look(page);
-  watching = false;
-  await press(page, 'runs', 'pause');
+  facts.watching = false;
+  const pause = await row(page, 'runs', '[data-state=running]');
+  await (await pause.$('[data-act=pause]')).click();
   await page.waitForSelector('#notice:not([hidden])', WAIT);
   facts.refused = await look(page);
-  watching = true;
-  await Promise.all([page.waitForNavigation(), page.evaluate(() => document.querySelector('#active .name').click())]);
-  await page.waitForSelector('#connection[data-state=live]', WAIT);
-  facts.live = await page.evaluate(() => ({
-    place: location.pathname, job: document.getElementById('job').textContent,
-    loss: document.getElementById('loss').textContent,
-  }));
-}
-
-const browser = await puppeteer.launch({ executablePath, userDataDir, args: ARGUMENTS, headless: true });
-const facts = { wrong: [], sizes: {} };
-try {
-  await drive(await browser.newPage(), facts);
-  console.log(JSON.stringify({ facts }));
-} catch (error) {
-  // What went wrong before says more than what was waited for in vain.
-  console.error(facts.wrong.join('\n'));
-  throw error;
-} finally {
-  await browser.close();
-}
-process.exit(0);
+  await page.click('#dismiss');
+  facts.watching = true;
+  await compare(page, facts);
+  await visit(page, facts, 'runs');
+  await visit(page, facts, 'done');
+  await page.evaluate(() => [...document.querySelectorAll('.states button')].find(chip => chip.dataset.state === 'failed').click());
+  await page.waitForFunction(() => document.querySelectorAll('.group').length === 1, WAIT);
+  facts.failures = await look(page);
+  await visit(page, facts, facts.failures.rows[0].name);
+});

@@ -140,6 +140,16 @@ async def test_a_curve_is_the_same_to_the_last_bit_whatever_interrupts_it(tmp_pa
     async with service(tmp_path / "other") as opened:
         await ended(opened, record.id)
         assert await curve(opened, record.id) == whole
+        page = (await opened.past_view(record.id)).snapshot()
+        assert (page["ended"], page["training"]["steps"], len(page["history"])) == (True, 100, 100)
+        assert page["timeline"]["tasks"]
+        assert (await opened.outlooks([record.id]))[record.id].trained_seconds > 0
+        view = opened.view(neighbour.id)
+        await until(lambda: view.snapshot()["training"] is not None)
+        # It went on from a snapshot, and its page counts from there.
+        snapshot = (await opened.get(neighbour.id)).snapshot
+        assert view.snapshot()["training"]["steps"] >= int(snapshot.removeprefix("step-")) > 0
+        assert (await opened.outlooks([neighbour.id]))[neighbour.id].left_seconds > 0
         assert (await opened.get(record.id)).attempts == 4
         check_history(await opened.history(record.id))
         await opened.cancel(neighbour.id)

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact
 from asyncpipe.service.jobs.hosts import UnknownHostError, WorkerStatus
 from asyncpipe.service.jobs.job_folder import FilesOfJob
 from asyncpipe.service.jobs.job_log import JobEvent, LossRow
+from asyncpipe.service.jobs.last_view import PastView
+from asyncpipe.service.jobs.outlook import Outlook
 from asyncpipe.service.known_tokens import KnownTokens
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobFilter, JobStore
@@ -88,6 +90,7 @@ class FakeService:
         self.tokens = KnownTokens(self.store.path, self.settings.token)
         self.views: dict[str, LiveView] = {}
         self.rows: dict[str, list[LossRow]] = {}
+        self.known: dict[str, Outlook] = {}
         self.told: dict[str, list[JobEvent]] = {}
         self.news = asyncio.Event()
         self.followers = 0
@@ -160,6 +163,23 @@ class FakeService:
 
     async def waits_for(self, job: str) -> str | None:
         return "a place"
+
+    async def outlooks(self, jobs: Sequence[str]) -> Mapping[str, Outlook]:
+        trained = await self.store.trained_seconds(jobs)
+        return {
+            job: replace(self.known.get(job, Outlook(waits_for="a place")), trained_seconds=trained[job])
+            for job in jobs
+        }
+
+    async def changes(self) -> tuple[Mapping[JobState, int], int]:
+        return await self.store.count(), await self.store.newest_change()
+
+    async def past_view(self, job: str) -> LiveView:
+        return PastView((await self.store.get(job)).spec.name, 100, {})
+
+    async def spread_losses(self, job: str, points: int) -> Sequence[LossRow]:
+        rows = self.rows.get(job, [])
+        return rows[:: max(1, len(rows) // points)][:points]
 
     async def losses(self, job: str, after: int = 0, limit: int = 1000) -> Sequence[LossRow]:
         await self.store.get(job)

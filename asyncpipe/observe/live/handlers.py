@@ -24,13 +24,12 @@ from asyncpipe.observe.http_hosts import host_name, own_host
 from asyncpipe.observe.live.event_streams import EventStream, EventStreams
 from asyncpipe.observe.live.feed import LiveFeed
 
-__all__ = ["FILES", "HEADERS", "LiveHandlers", "SecurityHeaders", "file_routes", "make_app"]
+__all__ = ["FILES", "HEADERS", "LiveHandlers", "SecurityHeaders", "file_route", "file_routes", "file_text", "make_app"]
 
 FILES = {
     "/": ("live.html", "text/html"),
-    "/live.css": ("live.css", "text/css"),
-    "/live.js": ("live.js", "text/javascript"),
-    "/live_draw.js": ("live_draw.js", "text/javascript"),
+    **{f"/{name}": (name, "text/css") for name in ("page.css", "live.css")},
+    **{f"/{name}": (name, "text/javascript") for name in ("live.js", "charts.js", "timeline.js", "text.js")},
 }
 HEADERS = {
     "Content-Security-Policy": (
@@ -141,9 +140,18 @@ def file_routes(below: str, package: str, files: Mapping[str, tuple[str, str]]) 
     """Routes of ``files`` of ``package``: (name, media type) by path, relative to ``below``. The files are read now."""
     routes: list[BaseRoute] = []
     for path, (name, kind) in files.items():
-        text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
-        routes.append(Route(f"{below}{path.removeprefix('/')}", partial(_file, text, kind)))
+        routes.append(file_route(f"{below}{path.removeprefix('/')}", file_text(package, name), kind))
     return routes
+
+
+def file_route(path: str, text: str, kind: str) -> BaseRoute:
+    """The route of a file with this ``text`` and media type."""
+    return Route(path, partial(_file, text, kind))
+
+
+def file_text(package: str, name: str) -> str:
+    """The text of a file of ``package``."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 async def _file(text: str, kind: str, _: Request) -> Response:

@@ -1,38 +1,18 @@
 // The live view: listens to the run's events and shows the newest state. Every message is a complete state, so a page
 // may miss messages, and is up to date as soon as it has reconnected. Data goes into the page as text, never as markup.
 
-import { Curve, Timeline, duration, spark } from './live_draw.js';
+import { Chart, readable, spark, teller } from './charts.js';
+import { $, count, duration, lossText, percent, short, size, write as writeIn } from './text.js';
+import { Timeline } from './timeline.js';
 
-const $ = id => document.getElementById(id);
-const timeline = new Timeline($('timeline')), curve = new Curve($('curve'), 260), tip = $('tip');
+const timeline = new Timeline($('timeline')), curve = new Chart($('curve'), { height: 260 }), say = teller($('tip'));
 const REASONS = {
   busy: 'busy', dependency: 'waits for data', edge: 'waits for data on its way', copy: 'waits for a copy',
-  shared: 'waits for another job', dispatch: 'waits for the scheduler', drain: 'has finished the step',
+  dispatch: 'waits for the scheduler', shared: 'is used by another job', drain: 'has finished the step',
 };
 let state = null, heard = 0;
 
-// ---- Text
-
-function write(id, text) {
-  const element = $(id);
-  // A screen reader announces every assignment to a status, even of the same text.
-  if (element.textContent !== text) element.textContent = text;
-}
-
-const percent = share => share === null || share === undefined ? '–' : `${(share * 100).toFixed(share < 0.0995 ? 1 : 0)} %`;
-
-// "1 step", "2 steps".
-const count = (number, thing) => `${number.toLocaleString('en')} ${thing}${number === 1 ? '' : 's'}`;
-
-// At most four digits, and a letter for thousands: 12.3k.
-function short(value) {
-  if (value === null || value === undefined) return '–';
-  const [size, letter] = [[1e9, 'G'], [1e6, 'M'], [1e4, 'k']].find(([size]) => Math.abs(value) >= size) ?? [1, ''];
-  const scaled = value / (letter === 'k' ? 1e3 : size);
-  return `${Math.abs(scaled) >= 1000 ? scaled.toFixed(0) : +scaled.toPrecision(3)}${letter}`;
-}
-
-const lossText = value => value === null ? 'not finite' : Math.abs(value) >= 1e4 ? short(value) : value.toPrecision(4);
+const write = (id, text) => writeIn($(id), text);
 
 // ---- Parts of the page
 
@@ -77,7 +57,7 @@ function showTiles({ training, step, history, bubbles }) {
   spark($('loss-spark'), column(1));
   spark($('seconds-spark'), column(2));
   spark($('rate-spark'), column(3));
-  spark($('bubble-spark'), bubbles, step?.ideal ?? null);
+  spark($('bubble-spark'), bubbles, { goal: step?.ideal ?? null });
 }
 
 // How much the loss has changed over about the last tenth of the run.
@@ -147,12 +127,6 @@ function showWorkers({ workers }) {
   }));
 }
 
-function size(bytes) {
-  if (bytes === null) return '–';
-  const power = Math.min(Math.floor(Math.log2(Math.max(bytes, 1)) / 10), 4);
-  return `${+(bytes / 1024 ** power).toPrecision(3)} ${['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}`;
-}
-
 function showStages({ step, workers }) {
   const list = $('stages'), stages = step?.stages ?? [];
   while (list.children.length > stages.length) list.lastElementChild.remove();
@@ -163,21 +137,21 @@ function showStages({ step, workers }) {
     row.querySelector('.share').textContent = percent(stage.busy);
     for (const part of row.querySelectorAll('i')) part.style.width = `${(shares[part.dataset.reason] ?? 0) * 100}%`;
     row.querySelector('.bar').title = [
-      ...told(shares, stages, workers).map(([reason, share]) => `${REASONS[reason]}: ${percent(share)}`),
+      ...told(shares, workers).map(([reason, share]) => `${REASONS[reason]}: ${percent(share)}`),
       ...(stage.in_flight === null ? [] : [`${stage.in_flight} in flight at most`]),
     ].join('\n');
     row.querySelector('.bar').setAttribute('aria-label', `Stage ${index} on ${stage.device}: ` +
-      told(shares, stages, workers).map(([reason, share]) => `${REASONS[reason]} ${percent(share)}`).join(', '));
+      told(shares, workers).map(([reason, share]) => `${REASONS[reason]} ${percent(share)}`).join(', '));
   });
   write('finding', step ? finding(step) : '');
   if (!step) return;
-  const shared = stages.length > step.devices.length ? [['var(--track)', 'its device runs another stage']] : [];
-  legend($('reasons'), [...told(REASONS, stages, workers).map(([reason, name]) => [`var(--${reason})`, name]), ...shared]);
+  const other = stages.length > step.devices.length ? [['var(--track)', 'its device runs another stage']] : [];
+  const named = told(REASONS, workers).filter(([reason]) => reason === 'busy' || reason in stages[0].idle);
+  legend($('reasons'), [...named.map(([reason, name]) => [`var(--${reason})`, name]), ...other]);
 }
 
-// Entries by reason; on threads nothing is on its way, and most devices have one job.
-const told = (reasons, stages, workers) => Object.entries(reasons).filter(([reason]) =>
-  reason === 'edge' ? workers : reason !== 'shared' || stages.some(stage => stage.idle.shared > 0));
+// Entries by reason; on threads nothing is on its way.
+const told = (reasons, workers) => Object.entries(reasons).filter(([reason]) => workers || reason !== 'edge');
 
 function stageRow(index) {
   const row = document.createElement('li'), who = document.createElement('span'), bar = document.createElement('span');
@@ -213,10 +187,11 @@ function showCurve({ history, training }) {
   $('curve-empty').hidden = there;
   $('curve').toggleAttribute('hidden', !there);
   if (!there) return;
-  curve.draw(points);
+  curve.draw([{ points }]);
   const each = points.length > 1 ? Math.round((points.at(-2)[0] - points[0][0]) / (points.length - 2 || 1)) : 1;
   write('curve-about', each > 1 ? `each point is the mean of ${each} steps` : '');
-  $('curve').setAttribute('aria-label', `Loss over ${count(training.steps, 'step')}, now ${lossText(training.loss)}`);
+  $('curve').setAttribute('aria-label', `Loss over ${count(training.steps, 'step')}, now ${lossText(training.loss)}. ` +
+    'Arrow keys go from step to step.');
 }
 
 function show(next) {
@@ -235,16 +210,7 @@ function show(next) {
 // ---- The pointer and the keyboard
 
 let pointed = false, chosen = -1;
-const held = () => (pointed && !tip.hidden) || chosen >= 0;
-
-function say(text, x, y) {
-  tip.hidden = !text;
-  tip.textContent = text;
-  if (!text) return;
-  const { width, height } = tip.getBoundingClientRect();
-  tip.style.left = `${Math.max(Math.min(x + 12, innerWidth - width - 8), 8)}px`;
-  tip.style.top = `${y + 18 + height > innerHeight ? Math.max(y - height - 12, 8) : y + 18}px`;
-}
+const held = () => (pointed && !$('tip').hidden) || chosen >= 0;
 
 function choose(index) {
   timeline.pool[chosen]?.group.classList.remove('chosen');
@@ -282,11 +248,8 @@ $('timeline').addEventListener('keydown', event => {
   const at = timeline.order.indexOf(chosen), last = timeline.order.length - 1;
   choose(timeline.order[at < 0 ? (way > 0 ? 0 : last) : Math.min(Math.max(at + way, 0), last)]);
 });
-$('curve').addEventListener('pointermove', event => {
-  const point = curve.nearest(event.clientX);
-  say(point ? `step ${Math.round(point[0])}\nloss ${lossText(point[1])}` : '', event.clientX, event.clientY);
-});
-$('curve').addEventListener('pointerleave', () => { say(''); curve.redraw(); });
+readable(curve, say);
+$('curve-log').addEventListener('change', event => { curve.log = event.target.checked; curve.redraw(); });
 
 let resized = 0;
 new ResizeObserver(() => {
@@ -302,7 +265,7 @@ new ResizeObserver(() => {
 // ---- The connection
 
 const CONNECTION = {
-  connecting: 'connecting', live: 'live', reconnecting: 'reconnecting', ended: 'run ended',
+  connecting: 'connecting', live: 'live', reconnecting: 'reconnecting', ended: document.body.dataset.ended ?? 'run ended',
 };
 const PAUSES = [1, 2, 4, 8, 15];
 let source = null, failures = 0, ended = false;

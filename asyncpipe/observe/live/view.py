@@ -52,6 +52,8 @@ class LiveView:
         """What is known of workers: replaced whenever something new is."""
         self._spoiled: tuple[int, int, str] = (0, 0, "")
         """How many steps failed, how many were cancelled, and a sentence about the last of these."""
+        self._before = 0
+        """The training steps of runs before this one."""
         self._recent: tuple[tuple[int, float, float, int, int], ...] = ()
         """(step, counted from 1; loss, seconds, samples, tokens) of the last training steps."""
         self._history = Series(5)
@@ -64,6 +66,16 @@ class LiveView:
         self._bubbles = Series(2)
         """(training step, bubble) of the steps that snapshots were taken of."""
         self._arrays = GraphArraysCache()
+
+    def go_on(self, step: int, earlier: Sequence[tuple[int, float, float, int, int]] = ()) -> None:
+        """Begin behind ``step`` training steps of runs before this one.
+
+        ``earlier`` are some or all of these steps, evenly spread: (step, counted from 1; loss, seconds, samples,
+        tokens). Without them, those that the view has seen itself are kept, up to ``step``.
+        """
+        kept = [point for point in earlier or self._history.points() if point[0] <= step]
+        self._history = Series(5, begun=kept, each=max(1, round(step / len(kept))) if kept else 1)
+        self._before, self._recent = step, ()
 
     def step_completed(self, record: StepRecord) -> None:
         """Keep ``record`` until the next one; of a step that failed or was cancelled, keep a sentence."""
@@ -106,7 +118,7 @@ class LiveView:
     @property
     def _done(self) -> int:
         """The number of training steps so far."""
-        return self._recent[-1][0] if self._recent else 0
+        return self._recent[-1][0] if self._recent else self._before
 
     def snapshot(self) -> dict[str, Any]:
         """All that a page shows, as plain data for ``json.dumps``; numbers that are not finite are ``None``.
@@ -147,11 +159,14 @@ class Series:
     One thread adds points, any thread may read them. ``most`` is even.
     """
 
-    def __init__(self, columns: int, most: int = MOST_POINTS) -> None:
+    def __init__(
+        self, columns: int, most: int = MOST_POINTS, begun: Sequence[tuple[float, ...]] = (), each: int = 1
+    ) -> None:
+        """Begins with the points ``begun``, each of them the mean of ``each``; the last are kept if they are many."""
         self._most = most
-        self._each = 1
+        self._each = each
         """How many added points one kept point is the mean of."""
-        self._kept: list[tuple[float, ...]] = []
+        self._kept = list(begun[1 - most :])
         self._rest: tuple[int, tuple[float, ...]] = (0, (0.0,) * columns)
         """How many points wait to become one, and their sums."""
 

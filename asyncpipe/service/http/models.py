@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -11,12 +12,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass
+from asyncpipe.service.jobs.outlook import Outlook
 
 __all__ = [
     "ID",
     "MOST_LISTED",
     "ArtifactAnswer",
     "ArtifactsAnswer",
+    "CountsAnswer",
     "EntriesAnswer",
     "EntryAnswer",
     "DeletedAnswer",
@@ -94,27 +97,28 @@ class JobSummary(_ResponseModel):
     step: int = Field(ge=0, description="Steps done, as last reported.")
     steps: int | None = Field(description="Steps in all.")
     snapshot: str | None = Field(description="Name of the newest snapshot.")
+    devices: list[str] = Field(description="As they were submitted; the service may have moved the job since.")
+    waits_for: str | None = Field(
+        description="Why a queued job has not started, or for which lost workers a running one waits."
+    )
+    place: int | None = Field(ge=1, description="Of a queued job in the queue.")
+    trained_seconds: float = Field(ge=0, description="How long it has been running in all.")
+    steps_per_second: FiniteNumber = Field(description="Of a running job, over its last 20 steps.")
+    tokens_per_second: FiniteNumber = Field(description="The same in tokens, if its data has some.")
+    left_seconds: FiniteNumber = Field(description="Until a running job is done, at this speed.")
 
 
 class JobDetails(JobSummary):
     """A job, with what was submitted."""
 
-    waits_for: str | None = Field(
-        description="Why a queued job has not started, or for which lost workers a running one waits."
-    )
     forked_from: str | None = Field(description="The job of which it is a copy; that one may be gone.")
     document: dict[str, JsonValue]
 
     @classmethod
-    def of_record(cls, record: JobRecord, waits_for: str | None, redact: Redactor) -> JobDetails:
-        """The response for one job; ``waits_for`` is why it does not train."""
-        waiting = None if waits_for is None else redact(waits_for, MOST_CAUSE)
-        return cls(
-            **_summary(record, redact, 2000),
-            waits_for=waiting,
-            forked_from=record.forked_from,
-            document=dict(record.spec.document),
-        )
+    def of_record(cls, record: JobRecord, outlook: Outlook, redact: Redactor) -> JobDetails:
+        """The response for one job."""
+        summary = _summary(record, outlook, redact, 2000)
+        return cls(**summary, forked_from=record.forked_from, document=dict(record.spec.document))
 
 
 class JobsAnswer(_ResponseModel):
@@ -124,18 +128,23 @@ class JobsAnswer(_ResponseModel):
     next: str | None = Field(description="The value of `after` for the next page; null at the end.")
 
     @classmethod
-    def of_records(cls, records: list[JobRecord], redact: Redactor, limit: int) -> JobsAnswer:
+    def of_records(
+        cls, records: list[JobRecord], outlooks: Mapping[str, Outlook], redact: Redactor, limit: int
+    ) -> JobsAnswer:
         """One page of at most ``limit`` jobs; a full page may have a next one."""
-        jobs = [JobSummary(**_summary(record, redact, MOST_CAUSE)) for record in records]
+        jobs = [JobSummary(**_summary(record, outlooks[record.id], redact, MOST_CAUSE)) for record in records]
         return cls(jobs=jobs, next=jobs[-1].id if len(jobs) >= limit else None)
 
 
-def _summary(record: JobRecord, redact: Redactor, longest: int) -> dict[str, Any]:
+def _summary(record: JobRecord, outlook: Outlook, redact: Redactor, longest: int) -> dict[str, Any]:
     """The fields of a ``JobSummary``, with a cause of at most ``longest`` characters."""
     of_record = ("id", "state", "asked", "submitted", "updated", "attempts", "step")
     of_spec = ("name", "entry", "priority_class", "weight")
-    snapshot = record.snapshot
+    snapshot, devices = record.snapshot, record.spec.table("pipeline").get("devices")
     return {
+        **{each.name: getattr(outlook, each.name) for each in fields(outlook)},
+        "waits_for": None if outlook.waits_for is None else redact(outlook.waits_for, MOST_CAUSE),
+        "devices": [str(device) for device in devices] if isinstance(devices, list) else [],
         **{name: getattr(record, name) for name in of_record},
         **{name: getattr(record.spec, name) for name in of_spec},
         "cause": redact(record.cause, longest),
@@ -143,6 +152,13 @@ def _summary(record: JobRecord, redact: Redactor, longest: int) -> dict[str, Any
         "steps": record.spec.table("training").get("steps"),
         "snapshot": None if snapshot is None else PureWindowsPath(PurePosixPath(snapshot).name).name,
     }
+
+
+class CountsAnswer(_ResponseModel):
+    """How many jobs there are."""
+
+    states: dict[JobState, int] = Field(description="Jobs by state.")
+    sequence: int = Field(description="The number of the newest transition: while it stays, no job has another state.")
 
 
 class TransitionAnswer(_ResponseModel):

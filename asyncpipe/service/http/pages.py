@@ -1,12 +1,14 @@
-"""Pages for people: all jobs at ``/``, and the live page of each job at ``/jobs/ID/``.
+"""Pages for people: all jobs at ``/``, and the page of each job at ``/jobs/ID/``; their files are in ``web/``.
 
-The list is made in the browser from the API. A live page needs a feed, which encodes the view of its job; a job that
-somebody watches has one. Feeds that nobody watches are closed when there are more than ``MOST_FEEDS``.
+The list is made in the browser from the API. The page of a job is the live page (``observe/live``) with what the API
+says of the job around it. It needs a feed, which encodes the view of its job; a job that somebody watches has one.
+Feeds that nobody watches are closed when there are more than ``MOST_FEEDS``.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 from asyncpipe.observe.live import LiveView
 from asyncpipe.observe.live.event_streams import EventStreams
 from asyncpipe.observe.live.feed import LiveFeed
-from asyncpipe.observe.live.handlers import FILES, LiveHandlers, file_routes
+from asyncpipe.observe.live.handlers import FILES, LiveHandlers, file_route, file_routes, file_text
 from asyncpipe.service.http.rate_limits import StreamLimit
 from asyncpipe.service.http.routes.common import job_id
 from asyncpipe.service.job_states import JobRecord
@@ -25,12 +27,14 @@ __all__ = ["Pages"]
 
 MOST_FEEDS = 4
 """Feeds beyond this number are closed if nobody watches; each has a thread, which mostly sleeps."""
+LIVE = "asyncpipe.observe.live"
+SCRIPTS = ("actions", "api", "compare", "filters", "job", "jobs", "list", "pace", "workers")
 OWN_FILES = {
-    "/": ("jobs.html", "text/html"),
-    "/jobs.css": ("jobs.css", "text/css"),
-    "/jobs.js": ("jobs.js", "text/javascript"),
+    "/": ("web/jobs.html", "text/html"),
+    **{f"/{name}.css": (f"web/{name}.css", "text/css") for name in ("job", "jobs")},
+    **{f"/{name}.js": (f"web/{name}.js", "text/javascript") for name in SCRIPTS},
 }
-SHARED_FILES = {"/live_draw.js": FILES["/live_draw.js"]}
+SHARED_FILES = {path: file for path, file in FILES.items() if path != "/"}
 
 
 class Pages:
@@ -39,7 +43,7 @@ class Pages:
     def __init__(self, service: TrainingService, streams: EventStreams, limit: StreamLimit) -> None:
         self._service = service
         self._limit = limit
-        self._feeds: OrderedDict[str, tuple[LiveView, LiveFeed]] = OrderedDict()
+        self._feeds: OrderedDict[str, _JobFeed] = OrderedDict()
         """By job; the one that was requested last is last."""
         self._closing = False
         self._live = LiveHandlers(self._feed, streams, limit.hold)
@@ -48,9 +52,9 @@ class Pages:
         """The routes of all pages."""
         return [
             *file_routes("/", __package__ or "", OWN_FILES),
-            *file_routes("/", "asyncpipe.observe.live", SHARED_FILES),
+            *file_routes("/", LIVE, SHARED_FILES),
             Route("/jobs/{id}", self._to_page),
-            *file_routes("/jobs/{id}/", "asyncpipe.observe.live", FILES),
+            file_route("/jobs/{id}/", job_page(), "text/html"),
             Route("/jobs/{id}/state", self._live.state),
             Route("/jobs/{id}/events", self._live.events),
         ]
@@ -59,7 +63,7 @@ class Pages:
         """Send every open page its last message."""
         self._closing = True
         while self._feeds:
-            await self._feeds.popitem()[1][1].close()
+            await self._feeds.popitem()[1].feed.close()
 
     async def _to_page(self, request: Request) -> Response:
         # Relative, so that it is right where a host mounts the API; so are the page's references to its files.
@@ -70,33 +74,49 @@ class Pages:
         record = await self._service.get(job_id(request))
         view = self._service.view(record.id)
         known = self._feeds.get(record.id)
-        if known is not None and view in (None, known[0]):
-            self._feeds.move_to_end(record.id)
-            return known[1]
-        view = view or _resting(record)
+        if known is None or not known.shows(view, record):
+            past = view or await self._service.past_view(record.id)
+            # Another request may have made the same meanwhile.
+            if (known := self._feeds.get(record.id)) is None or not known.shows(view, record):
+                return await self._new_feed(past, record, known)
+        self._feeds.move_to_end(record.id)
+        return known.feed
+
+    async def _new_feed(self, view: LiveView, record: JobRecord, before: _JobFeed | None) -> LiveFeed:
         feed = LiveFeed(view)
         if self._closing:  # ``end`` has passed and will not close it.
             await feed.close()
             return feed
         feed.start()
-        self._feeds[record.id] = (view, feed)
+        self._feeds[record.id] = _JobFeed(view, feed, record.attempts)
         self._feeds.move_to_end(record.id)
-        if known is not None:
-            await known[1].close()
+        if before is not None:
+            await before.feed.close()
         await self._make_room()
         return feed
 
     async def _make_room(self) -> None:
-        for job, (_, feed) in list(self._feeds.items()):
+        for job, each in list(self._feeds.items()):
             if len(self._feeds) <= MOST_FEEDS:
                 return
-            if not feed.followers and self._feeds.get(job, (None, None))[1] is feed:
+            if not each.feed.followers and self._feeds.get(job) is each:
                 del self._feeds[job]
-                await feed.close()
+                await each.feed.close()
 
 
-def _resting(record: JobRecord) -> LiveView:
-    """The view of a job that does not run: its name, and that it has ended."""
-    view = LiveView(record.spec.name)
-    view.end()
-    return view
+class _JobFeed(NamedTuple):
+    view: LiveView
+    feed: LiveFeed
+    attempts: int
+    """Of the job when the feed was made: a job that has run since has another view."""
+
+    def shows(self, view: LiveView | None, record: JobRecord) -> bool:
+        """Whether this is what a job shows whose run has ``view``, ``None`` if it does not run."""
+        return self.view is view if view is not None else self.attempts == record.attempts
+
+
+def job_page() -> str:
+    """The page of a job: its own frame, and the parts of the live page in it."""
+    live, frame = file_text(LIVE, "live.html"), file_text(__package__ or "", "web/job.html")
+    main = live[live.index("<main>") : live.index("</main>") + len("</main>")]
+    return frame.replace("<!-- main -->", main)

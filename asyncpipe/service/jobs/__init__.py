@@ -14,6 +14,8 @@
     job_folder.py          the files of a job, when it begins, is copied or deleted
     active_jobs.py         the jobs that have not ended, and the requests of clients; the only place where a job changes
                            its state
+    outlook.py             how fast a job goes, when it will be done, for what it waits
+    last_view.py           what the live page of a job shows when it does not run
     job_log.py             the events of a job for those who follow it; loss_file.py: its loss curve
     service_metrics.py     the metrics of the service
 

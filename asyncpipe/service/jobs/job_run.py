@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from asyncpipe.core.engine.events import Outcome, StepRecord
 from asyncpipe.core.engine.share import Share
@@ -25,6 +25,8 @@ from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.service.job_states import JobRecord
 from asyncpipe.service.jobs.artifacts import TIMELINE, TRACE
 from asyncpipe.service.jobs.job_log import JobLog, LossRow
+from asyncpipe.service.jobs.last_view import earlier_steps, keep_view
+from asyncpipe.service.jobs.outlook import Pace
 from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, failure
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.telling.job_lines import log_note
@@ -36,6 +38,8 @@ from asyncpipe.train.trace_files import TraceRecorder
 from asyncpipe.train.workload import Workload
 
 __all__ = ["JobRun", "JobTrainer", "MakeTrainer"]
+
+_T = TypeVar("_T")
 
 REPORT_SECONDS = 1.0
 """The least time between two reports of steps to the store."""
@@ -89,6 +93,7 @@ class JobRun:
         """The last steps, which are written when the run has ended."""
         self.schedule_turn = asyncio.Lock()
         """Held while the schedule is changed."""
+        self.pace = Pace(job.training.steps)
         self.waits_for: str | None = None
         """Why it does not train now: it waits for lost workers."""
         self.workers: tuple[str, ...] = ()
@@ -99,6 +104,8 @@ class JobRun:
         """Called when it has."""
         self._store = store
         self._retried = retried
+        self._earlier: list[tuple[int, float, float, int, int]] = []
+        """Steps of runs before this one, for the live page."""
         self._failed_steps = 0
         """Failed attempts at the current step."""
         self._log: JobLog | None = None
@@ -122,16 +129,26 @@ class JobRun:
     ) -> RunOutcome:
         """Train to the end, whatever that is; raises no error of the job. ``options`` are passed to ``make``."""
         self._log = log
-        self._started = True
         reports = asyncio.create_task(self._report(), name=f"asyncpipe reports of {self.record.id}")
         try:
+            self._earlier = await self._on_disk(lambda: earlier_steps(log.folder)) or []
+            self._started = True
             return await self._train(make, make_workload, options)
         finally:
             self.view.end()
+            await self._on_disk(lambda: keep_view(log.folder, self.view))
             self._training = self._task = None
             await self._finish(reports)
             await in_thread(lambda: self._write_trace(log.folder))
             self._log = None
+
+    async def _on_disk(self, call: Callable[[], _T]) -> _T | None:
+        """What ``call`` returns, or nothing if the disk fails: pages do without what is only shown."""
+        try:
+            return await in_thread(call)
+        except OSError as error:
+            self.noted(logging.WARNING, f"its page cannot be kept up to date: {error}")
+            return None
 
     def stop(self) -> None:
         """End the run after its step, with a snapshot."""
@@ -243,6 +260,9 @@ class JobRun:
     def started(self, run: RunStarted) -> None:
         """The model is on its devices."""
         self.workers = run.workers
+        if run.done or self.pace.has_begun:  # Else nothing went before.
+            self.view.go_on(run.done, self._earlier)
+        self._earlier = []
         self.noted(logging.INFO, f"started on {', '.join(run.devices)}, {run.parameters:,} parameters")
 
     def stepped(self, progress: StepProgress) -> None:
@@ -250,6 +270,7 @@ class JobRun:
         if self._log is not None:
             rate, seconds = progress.learning_rate, progress.seconds
             self._log.step(LossRow(progress.step, progress.loss, rate, seconds, progress.tokens))
+        self.pace.add(progress.step, progress.seconds, progress.tokens)
         self._step = progress.step
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(REPORT_SECONDS, self._news.set)

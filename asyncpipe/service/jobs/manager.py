@@ -44,6 +44,7 @@ from asyncpipe.service.jobs.job_queue import (
 from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer
 from asyncpipe.service.jobs.lost_state import make_ready
 from asyncpipe.service.jobs.measuring import Measure, MemoryMeasuring, retries_of
+from asyncpipe.service.jobs.outlook import Outlook
 from asyncpipe.service.jobs.run_outcome import (
     RunEnding,
     RunOutcome,
@@ -207,6 +208,19 @@ class Manager:
     def hung(self) -> int:
         """How many hangs watchdogs have found, and ended."""
         return self.watchdog.hung + self._hung
+
+    def outlook(self, job: str) -> Outlook:
+        """What is known of a job now beside its record, but for the time it has trained. On the loop."""
+        if (run := self.jobs.running.get(job)) is not None:
+            pace = run.pace
+            return Outlook(
+                waits_for=run.waits_for,
+                steps_per_second=pace.steps_per_second,
+                tokens_per_second=pace.tokens_per_second,
+                left_seconds=pace.left_seconds,
+            )
+        place = self.jobs.queue.before(job) + 1 if job in self.jobs.queue else None
+        return Outlook(waits_for=self.waits_for(job), place=place)
 
     # Starting jobs
 

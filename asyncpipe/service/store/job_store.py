@@ -284,6 +284,14 @@ class JobStore:
         """How many jobs are in each state, 0 included."""
         return await self.thread.run(reading.count_jobs, writes=False)
 
+    async def newest_change(self) -> int:
+        """The number of the newest transition of any job: while it stays the same, no job has changed its state."""
+        return await self.thread.run(reading.newest_change, writes=False)
+
+    async def trained_seconds(self, jobs: Collection[str]) -> dict[str, float]:
+        """How long each of ``jobs`` has been running in all, until now if it still does; unknown jobs are left out."""
+        return await self.thread.run(lambda db: reading.trained_seconds(db, jobs, self._clock()), writes=False)
+
     async def history(self, job: str) -> tuple[Transition, ...]:
         """Every transition of ``job``, its submission first. Raises ``UnknownJobError``."""
         return await self._run(job, lambda db: reading.history_of(db, job), writes=False)

@@ -36,8 +36,10 @@ __all__ = [
     "history_of",
     "jobs_due",
     "list_jobs",
+    "newest_change",
     "number_and_state",
     "resolve_job",
+    "trained_seconds",
 ]
 
 MOST_CANDIDATES = 10
@@ -256,6 +258,24 @@ def count_jobs(connection: sqlite3.Connection) -> dict[JobState, int]:
     """How many jobs are in each state, 0 included."""
     counts = connection.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall()
     return dict.fromkeys(JobState, 0) | {JobState(state): count for state, count in counts}
+
+
+def newest_change(connection: sqlite3.Connection) -> int:
+    """The number of the newest transition of any job; 0 if there is none. While it stays, no job has another state."""
+    number: int = connection.execute("SELECT coalesce(max(sequence), 0) FROM transitions").fetchone()[0]
+    return number
+
+
+def trained_seconds(connection: sqlite3.Connection, jobs: Collection[str], now: float) -> dict[str, float]:
+    """How long each of ``jobs`` has been running in all, until ``now`` if it still does; unknown jobs are left out."""
+    rows = connection.execute(
+        "SELECT id, sum(iif(to_state = ?, max(coalesce(until, ?) - at, 0), 0)) FROM ("  # noqa: S608 - no input
+        "SELECT jobs.id AS id, to_state, at, lead(at) OVER (PARTITION BY job ORDER BY sequence) AS until"
+        " FROM jobs JOIN transitions ON transitions.job = jobs.number"
+        f" WHERE jobs.id IN ({', '.join('?' * len(jobs))})) GROUP BY id",
+        (JobState.RUNNING, now, *jobs),
+    )
+    return dict(rows.fetchall())
 
 
 def history_of(connection: sqlite3.Connection, job: str) -> tuple[Transition, ...]:

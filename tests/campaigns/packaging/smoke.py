@@ -15,7 +15,8 @@ import asyncpipe
 
 PROGRAM = Path(sys.executable).with_name("asyncpipe")
 PAGES = {
-    "observe/live": ("live.css", "live.html", "live.js", "live_draw.js"),
+    "observe/live": ("live.css", "live.html", "live.js", "charts.js"),
+    "service/http/web": ("job.html", "jobs.css", "jobs.html", "jobs.js"),
     "observe/pictures": ("comparison.css", "comparison.html", "comparison.js"),
 }
 

@@ -36,7 +36,7 @@ from asyncpipe.observe.live.feed import KEEP_ALIVE, LiveFeed
 
 pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
 
-FILES = ["/", "/live.css", "/live.js", "/live_draw.js"]
+FILES = ["/", "/page.css", "/live.css", "/live.js", "/charts.js", "/timeline.js", "/text.js"]
 
 
 class CountedView(LiveView):
@@ -477,14 +477,14 @@ async def test_every_answer_has_the_headers(view: CountedView, path: str) -> Non
 async def test_the_page_asks_only_for_files_that_are_there(view: CountedView) -> None:
     async with connected(view) as client:
         texts = {}
-        for path, kind in zip(FILES, ["html", "css", "javascript", "javascript"], strict=True):
+        for path, kind in zip(FILES, ["html", *["css"] * 2, *["javascript"] * 4], strict=True):
             async with client.get(path) as response:
                 assert response.content_type == f"text/{kind}"
                 assert response.charset == "utf-8"
                 texts[path] = await response.text()
     asked = re.findall(r'(?:src|href)="(?!data:)([^"]+)"', texts["/"])
     asked += re.findall(r"from '\./([^']+)'", "".join(texts.values()))
-    assert {f"/{name}" for name in asked} == {"/live.css", "/live.js", "/live_draw.js", "/state"}
+    assert {f"/{name}" for name in asked} == {*FILES, "/state"} - {"/"}
     ids = set(re.findall(r'id="([^"]+)"', texts["/"]))
     used = set(re.findall(r"(?:\$|write)\('([a-z-]+)'", texts["/live.js"]))
     assert used <= ids, used - ids

@@ -9,6 +9,7 @@ import re
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 from aiohttp import ClientSession
@@ -17,6 +18,7 @@ from http_helpers import NOBODY, Api, fake, mounted, served, submission
 from asyncpipe.observe.live import LiveView, event_streams
 from asyncpipe.observe.live import handlers as live_http
 from asyncpipe.service.http import event_stream, pages, serve_api
+from asyncpipe.service.http.pages import OWN_FILES, SHARED_FILES
 from asyncpipe.service.job_states import JobState
 
 pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
@@ -203,8 +205,6 @@ async def test_a_job_has_a_live_page(tmp_path: Path) -> None:
         status, page, headers = await api.ask("GET", f"/jobs/{job}/")
         assert (status, "live.js" in page) == (200, True)
         assert headers.items() >= live_http.HEADERS.items()
-        for name in live_http.FILES:
-            assert (await api.ask("GET", f"/jobs/{job}{name}"))[0] == 200
         _, state, _ = await api.ask("GET", f"/jobs/{job}/state")
         assert (state["job"], state["training"]["loss"], state["ended"]) == ("quite mine", 0.5, False)
         async with api.session.get(f"{api.base}/jobs/{job}/events") as answer:
@@ -243,12 +243,17 @@ async def test_feeds_are_not_kept_for_every_job_that_was_looked_at(
 
 async def test_the_page_of_jobs_asks_only_for_files_that_are_there(tmp_path: Path) -> None:
     async with mounted(tmp_path) as api:
-        texts = {path: (await api.ask("GET", path))[1] for path in ("/", "/jobs.css", "/jobs.js", "/live_draw.js")}
-        asked = re.findall(r'(?:src|href)="(?!data:)([^"]+)"', texts["/"])
-        asked += re.findall(r"from '\./([^']+)'", texts["/jobs.js"])
-        assert set(asked) == {"jobs.css", "jobs.js", "live_draw.js", "v1/jobs"}
-        ids = set(re.findall(r'id="([^"]+)"', texts["/"]))
-        assert set(re.findall(r"\$\('([a-z-]+)'", texts["/jobs.js"])) <= ids
+        job = await api.submitted()
+        texts = {path: (await api.ask("GET", path))[1] for path in (*OWN_FILES, *SHARED_FILES)}
+        texts[f"/jobs/{job}/"] = (await api.ask("GET", f"/jobs/{job}/"))[1]
+        pages = {"/": "jobs.js", f"/jobs/{job}/": "job.js"}
+        for path, script in pages.items():
+            asked = {urljoin(path, name) for name in re.findall(r'(?:src|href)="(?!data:)([^"]+)"', texts[path])}
+            assert asked - {"/v1/jobs", "/", f"/jobs/{job}/state"} <= set(texts)
+            ids = set(re.findall(r'id="([^"]+)"', texts[path]))
+            assert set(re.findall(r"\$\('([a-z-]+)'", texts[f"/{script}"])) <= ids
+        for path, text in texts.items():
+            assert {f"/{name}" for name in re.findall(r"from '\./([^']+)'", text)} <= set(texts), path
         for path, text in texts.items():
             wrong = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|style=|onclick"
             assert not re.search(wrong, text), path

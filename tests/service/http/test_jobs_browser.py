@@ -1,4 +1,4 @@
-"""The page of jobs in a real browser: what it shows, that its buttons work, and that it fits at any width."""
+"""The pages of a service in a real browser: what they show, that they are used by keys alone, and what axe finds."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from http_helpers import TOKEN, FakeService, served, submission
 from asyncpipe.observe.live import LiveView
 from asyncpipe.service.job_states import JobState
 from asyncpipe.service.jobs.job_log import LossRow
+from asyncpipe.service.jobs.outlook import Outlook
 
 NODE = Path(__file__).resolve().parents[2] / "node"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -27,31 +28,34 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium: install Debian's package chromium"),
     pytest.mark.skipif(shutil.which("node") is None, reason="no node: install Node.js 20 or later"),
     pytest.mark.skipif(
-        not (NODE / "node_modules" / "puppeteer-core").is_dir(),
-        reason="no puppeteer-core: run npm install in tests/node",
+        not all((NODE / "node_modules" / name).is_dir() for name in ("puppeteer-core", "axe-core")),
+        reason="no puppeteer-core or axe-core: run make node",
     ),
 ]
 
 
 async def jobs(service: FakeService) -> str:
     """Many that ended long ago, and one in each other state; gives the id of the one that runs."""
-    for number in range(30):
+    for number in range(3):
         record, _ = await service.submit(submission(name=f"old {number}"))
         await service.cancel(record.id, "not needed any more")
     running, _ = await service.submit(submission(name="runs", weight=2))
     await service.become(running.id, JobState.RUNNING, "it is its turn")
     await reach(service, running.id, 50)
-    await service.submit(submission(name="waits", priority_class="background"))
+    waiting, _ = await service.submit(submission(name="waits", priority_class="background"))
     done, _ = await service.submit(submission(name="done"))
     await service.become(done.id, JobState.RUNNING)
     await reach(service, done.id, 100)
     await service.become(done.id, JobState.FINISHED)
-    failed, _ = await service.submit(submission(name="a job with quite a long name, as people like to give them"))
+    failed, _ = await service.submit(submission(name=LONG))
     await service.become(failed.id, JobState.RUNNING)
     await service.become(failed.id, JobState.FAILED, "the loss of step 12 is not finite: nan; see faults.non_finite")
     view = LiveView("runs", steps=100)
     view.training_step(0.5, 8, 64, 0.1)
     service.views[running.id] = view
+    speed = {"steps_per_second": 2.0, "tokens_per_second": 128.0, "left_seconds": 25.0}
+    service.known = dict.fromkeys([record.id for record in await service.list(limit=1000)], Outlook())
+    service.known |= {running.id: Outlook(**speed), waiting.id: Outlook("max_running 1 is reached", 1)}
     service.busy.add(running.id)
     return running.id
 
@@ -97,27 +101,71 @@ async def test_the_page_in_a_browser(tmp_path: Path) -> None:
     check(facts, running)
 
 
+LONG = "a job with quite a long name, as people like to give them"
+
+
 def check(facts: dict[str, Any], running: str) -> None:
     assert facts["wrong"] == []
     first = {row["name"]: row for row in facts["first"]["rows"]}
     assert facts["first"]["connection"] == "live"
-    assert facts["first"]["about"] == "1 running · 1 queued"
-    assert list(first)[:2] == ["runs", "waits"]
+    assert facts["first"]["about"] == "1 running · 1 waiting · 1 failed"
+    assert facts["first"]["sections"] == ["Failed", "Running", "Waiting", "Finished", "Cancelled"]
+    assert list(first)[:4] == [LONG, "runs", "waits", "done"]
     runs, waits, done = first["runs"], first["waits"], first["done"]
-    assert (runs["list"], runs["state"], runs["steps"]) == ("active", "running", "step 50 of 100")
-    assert runs["buttons"] == ["pause", "cancel"]
+    assert (runs["section"], runs["state"], runs["steps"]) == ("Running", "running", "step 50 of 100")
+    assert (runs["buttons"], runs["pace"]) == (["pause", "cancel"], "2 steps/s · 25 s left")
     assert runs["points"] >= 50
     assert runs["bar"] > 10
-    assert (waits["list"], waits["state"], waits["buttons"]) == ("active", "queued", ["pause", "cancel"])
-    assert (done["list"], done["state"], done["buttons"]) == ("ended", "finished", [])
-    assert len(first) == 2 + 25
-    assert "old 29" in first
-    assert "old 0" not in first
+    assert (waits["state"], waits["buttons"]) == ("queued", ["pause", "cancel"])
+    assert (waits["pace"], waits["cause"]) == ("place 1 in the queue", "max_running 1 is reached")
+    assert (done["section"], done["state"]) == ("Finished", "finished")
+    assert first[LONG]["cause"].startswith("the loss of step 12 is not finite")
+    assert sum(row["section"] == "Cancelled" for row in first.values()) == 3
     for size, seen in facts["sizes"].items():
-        assert seen["scroll"] <= seen["width"] == int(size.split()[0]), size
+        check_page(seen, size)
+    check_keys(facts)
     second = {row["name"]: row for row in facts["second"]["rows"]}
-    assert (second["waits"]["list"], second["waits"]["state"]) == ("ended", "cancelled")
+    assert (second["waits"]["section"], second["waits"]["state"]) == ("Cancelled", "cancelled")
     assert second["runs"]["steps"] == "step 60 of 100"
     assert second["runs"]["loss"] != runs["loss"]
     assert "cannot pause just now" in facts["refused"]["notice"]
-    assert facts["live"] == {"place": f"/jobs/{running}/", "job": "runs", "loss": "0.5000"}
+    compared = facts["compared"]
+    assert (facts["chosen"], compared["axes"], compared["names"]) == (
+        "2 jobs chosen",
+        ["loss", "step"],
+        ["runs", "done"],
+    )
+    assert compared["said"].startswith("step 100\nruns: ")
+    assert running in compared["place"]
+    check_page(compared["audit"], "compared")
+    check_jobs(facts, running)
+
+
+def check_page(seen: dict[str, Any], where: str) -> None:
+    assert seen["violations"] == [], where
+    assert seen["scroll"] <= seen["width"], where
+
+
+def check_keys(facts: dict[str, Any]) -> None:
+    assert facts["unseen"] == []
+    assert facts["moved"]["row"] == "waits"
+    assert all(at["dialog"] or at["tag"] == "BODY" for at in facts["dialog"])
+    assert facts["dialog"][0]["name"] == "Keep it"
+    check_page(facts["dialogAudit"], "dialog")
+    assert facts["kept"]["name"] == "Cancel waits"
+    assert facts["cancelled"]["row"] == "waits"
+
+
+def check_jobs(facts: dict[str, Any], running: str) -> None:
+    runs, done, failed = facts["runs"], facts["done"], facts[LONG]
+    assert (runs["place"], runs["job"], runs["loss"]) == (f"/jobs/{running}/", "runs", "0.5000")
+    assert (runs["state"], runs["connection"], runs["buttons"]) == ("running", "live", ["pause", "cancel"])
+    assert (runs["facts"]["Speed"], runs["facts"]["Time left"]) == ("2 steps/s, 128 tokens/s", "about 25 s")
+    assert runs["facts"]["Devices"] == "cpu:0, cpu:1"
+    assert (done["state"], done["connection"], done["failure"]) == ("finished", "not running", "")
+    assert "Failed after step 0" in failed["failure"]
+    assert "the loss of step 12 is not finite" in failed["failure"]
+    for job in (runs, done, failed):
+        for seen in job["audits"]:
+            check_page(seen, job["state"])
+    assert (runs["back"], failed["back"]) == ("/", "/?state=failed")

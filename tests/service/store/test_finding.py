@@ -148,3 +148,20 @@ async def test_class_weight_and_tags_can_be_changed_and_the_submission_stays_wha
         with pytest.raises(UnknownJobError):
             await store.amend("job-2", weight=2)
         assert await store.get("job-1") == changed
+
+
+async def test_the_store_tells_how_long_jobs_have_run_and_whether_anything_changed(path):
+    async with JobStore(path, clock=ticking(), make_id=numbered()) as store:
+        assert await store.newest_change() == 0
+        job, other = [(await submitted(store, SPEC, key)).id for key in "ab"]
+        for to in (RUNNING, PAUSED, QUEUED, RUNNING):
+            await store.transition(job, to, "because")
+        times = [each.at for each in await store.history(job)]
+        before = await store.newest_change()
+        found = await store.trained_seconds([job, other, "nobody"])
+        assert set(found) == {job, other}
+        assert found[job] - (times[2] - times[1]) >= 1.0  # It still runs, and the clock ticks whenever it is read.
+        assert found[other] == 0
+        assert await store.newest_change() == before
+        await store.transition(other, CANCELLED, "because")
+        assert await store.newest_change() == before + 1

@@ -31,7 +31,7 @@ from asyncpipe.service.http.problems import Problem, invalid, problem_of
 from asyncpipe.service.http.rate_limits import StreamLimit
 from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.http.who import holder_of
-from asyncpipe.service.job_states import JSON, JobRecord, JobState
+from asyncpipe.service.job_states import JSON, JobRecord
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import UnknownJobError
 from asyncpipe.service.token_roles import TokenRole
@@ -102,9 +102,8 @@ class ApiParts:
 
     async def details(self, record: JobRecord) -> models.JobDetails:
         """The answer for one job."""
-        waiting = record.state in (JobState.QUEUED, JobState.RUNNING)
-        waits_for = await self.service.waits_for(record.id) if waiting else None
-        return models.JobDetails.of_record(record, waits_for, self.redact)
+        outlooks = await self.service.outlooks([record.id])
+        return models.JobDetails.of_record(record, outlooks[record.id], self.redact)
 
     async def audited(self, request: Request, what: str, job: str | None, act: Awaitable[Any]) -> Any:
         """What ``act`` returns, a job's record or a tuple that begins with it; the audit gets a line in any case.

@@ -58,6 +58,11 @@ Limit: TypeAlias = Annotated[
 AfterStep: TypeAlias = Annotated[
     Step, Query(description=f"must be an integer from 0 to {MOST_STEP}: only what follows it")
 ]
+Count: TypeAlias = Annotated[int, Field(ge=1, le=models.MOST_LISTED), WHOLE]
+Points: TypeAlias = Annotated[
+    Count | None,
+    Query(description=f"must be an integer from 1 to {models.MOST_LISTED}: so many of all steps, evenly spread"),
+]
 
 
 # Changing
@@ -122,7 +127,8 @@ async def list_jobs(
         records = await api.service.list(state or None, limit, after)
     except UnknownJobError:
         raise invalid(("after", "must be the id of a job, and no job has this one")) from None
-    return models.JobsAnswer.of_records(list(records), api.redact, limit)
+    outlooks = await api.service.outlooks([record.id for record in records])
+    return models.JobsAnswer.of_records(list(records), outlooks, api.redact, limit)
 
 
 @router.get("/{id}", responses=wrong(404))
@@ -139,8 +145,13 @@ async def history(api: Api, job: JobId) -> models.HistoryAnswer:
 
 
 @router.get("/{id}/losses", responses=wrong(404))
-async def losses(api: Api, job: JobId, after: AfterStep = 0, limit: Limit = models.MOST_LISTED) -> models.LossesAnswer:
+async def losses(
+    api: Api, job: JobId, after: AfterStep = 0, limit: Limit = models.MOST_LISTED, points: Points = None
+) -> models.LossesAnswer:
     """Steps of a job."""
+    if points is not None:
+        spread = await api.service.spread_losses(job, points)
+        return models.LossesAnswer(losses=[models.LossAnswer.of(row) for row in spread], next=None)
     rows = await api.service.losses(job, after, limit)
     following = rows[-1].step if len(rows) >= limit else None
     return models.LossesAnswer(losses=[models.LossAnswer.of(row) for row in rows], next=following)

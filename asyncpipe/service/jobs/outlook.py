@@ -1,0 +1,67 @@
+"""What is known of a job beside its record: how fast it goes, when it will be done, and for what it waits."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import isfinite
+
+__all__ = ["Outlook", "Pace"]
+
+RECENT = 20
+"""Speeds are means over this many last steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Figures of a job that change while nothing happens to it; ``None`` does not apply, or is not known yet."""
+
+    waits_for: str | None = None
+    """Why a queued job has not started, or for which lost workers a running one waits."""
+    place: int | None = None
+    """Of a queued job in the queue, from 1."""
+    trained_seconds: float = 0.0
+    """How long it has been running in all, pauses and queues excluded."""
+    steps_per_second: float | None = None
+    tokens_per_second: float | None = None
+    left_seconds: float | None = None
+    """Until a running job is done, at its speed of now."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """The speed of a run over its last steps."""
+
+    steps: int
+    """Of the whole job."""
+    _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _done: int = 0
+
+    def add(self, step: int, seconds: float, tokens: int) -> None:
+        """Step number ``step`` took ``seconds`` for ``tokens``."""
+        self._done = step
+        self._recent.append((seconds, tokens))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step was done."""
+        return bool(self._recent)
+
+    @property
+    def steps_per_second(self) -> float | None:
+        """``None`` before the first step."""
+        seconds = sum(seconds for seconds, _ in self._recent)
+        return len(self._recent) / seconds if seconds > 0 and isfinite(seconds) else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """``None`` before the first step, and where the data has no tokens."""
+        speed = self.steps_per_second
+        tokens = sum(tokens for _, tokens in self._recent)
+        return speed * tokens / len(self._recent) if speed is not None and tokens else None
+
+    @property
+    def left_seconds(self) -> float | None:
+        """For the steps that are left; ``None`` before the first step."""
+        speed = self.steps_per_second
+        return None if speed is None else max(self.steps - self._done, 0) / speed
