@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncpipe.cli import service_tokens
+from asyncpipe.cli import service_retention, service_tokens
 from asyncpipe.cli.arguments import add_command
 from asyncpipe.cli.service_folder import add_folder_options, folder_of
 
@@ -34,6 +34,7 @@ examples:
   asyncpipe service backup /backups/monday.tar --config service.toml
   asyncpipe service backup /backups/monday.tar --folder runs/service --snapshots newest
   asyncpipe service restore /backups/monday.tar --folder runs/restored
+  asyncpipe service retention --config service.toml
   asyncpipe service tokens create ci --role submit --config service.toml
 """
 
@@ -71,6 +72,7 @@ def add_parser(subparsers: Subparsers) -> None:
     restore.add_argument("file", metavar="FILE", type=Path, help="the backup")
     add_folder_options(restore)
     restore.set_defaults(run=_restore)
+    service_retention.add_parser(commands)
     service_tokens.add_parser(commands)
 
 

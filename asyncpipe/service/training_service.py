@@ -40,6 +40,7 @@ from asyncpipe.service.jobs.lost_state import check_before_opening, check_state
 from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.jobs.outlook import Outlook
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
+from asyncpipe.service.keeping.retainer import Retainer
 from asyncpipe.service.known_tokens import KnownTokens
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.database import STORE
@@ -100,6 +101,7 @@ class TrainingService:
         self.tokens = KnownTokens(settings.folder / STORE, settings.token)
         """Who may use the service over HTTP."""
         self._manager: Manager | None = None
+        self._retainer: Retainer | None = None
         self._portal: Portal | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stack = AsyncExitStack()
@@ -177,6 +179,7 @@ class TrainingService:
             self.collector.heartbeats = manager.hosts.heartbeats
             self.collector.drained = manager.hosts.drained
             self._manager = await stack.enter_async_context(manager)
+            self._retainer = await stack.enter_async_context(Retainer(settings, manager))
             if webhook is not None:
                 manager.jobs.on_change = webhook.wake
                 webhook.wake()  # Of what the manager found when it opened.
@@ -224,11 +227,12 @@ class TrainingService:
         """The job, and whether it is new: the same key and submission again return the job that they created before.
 
         Raises ``SubmissionError`` that names every wrong key, ``IdempotencyConflictError``, ``QueueFullError``,
-        ``ServiceDrainingError``, and ``OptionError`` for an invalid idempotency key.
+        ``ServiceDrainingError``, ``QuotaError``, and ``OptionError`` for an invalid idempotency key.
         """
         manager = self.manager
         if manager.shutdown is not None:
             raise ServiceDrainingError(f"the service takes no more jobs: {manager.shutdown}")
+        self._check_quota()
         spec = check_submission(submission, self.settings, self.entries)
         return await self._do(manager.jobs.submit(spec, idempotency_key))
 
@@ -269,6 +273,7 @@ class TrainingService:
         ``job`` may be in any state and stays as it is. Raises as ``retry``, and ``JobFolderError`` if there is no room.
         """
         manager = self.manager
+        self._check_quota()
         record = await self.get(job)
         spec = changed_spec(record, changes or {}, self.settings, self.entries, fixed=("entry",))
         return await self._do(manager.ended.fork(job, replace(spec, after=(), group=None, deadline=None), from_step))
@@ -291,6 +296,10 @@ class TrainingService:
         the running pipeline cannot follow it; nothing was changed then.
         """
         return await self._do(self.manager.jobs.change_schedule(job, schedule))
+
+    def _check_quota(self) -> None:
+        if self._retainer is not None:
+            self._retainer.check_quota()
 
     # Reading
 

@@ -31,6 +31,7 @@ from asyncpipe.service.job_states import JobSpecError, JobStateError
 from asyncpipe.service.jobs.artifacts import ArtifactError, UnknownArtifactError
 from asyncpipe.service.jobs.hosts import UnknownHostError
 from asyncpipe.service.jobs.job_folder import JobFolderError
+from asyncpipe.service.keeping.retainer import QuotaError
 from asyncpipe.service.store.job_store import (
     IdempotencyConflictError,
     QueueFullError,
@@ -132,6 +133,8 @@ def problem_of(error: BaseException, redact: Redactor) -> Problem | None:
             return Problem(503, "queue-full", str(error), headers=[("Retry-After", str(QUEUE_SECONDS))])
         case ServiceDrainingError():
             return draining("the service is shutting down; submitted jobs continue after its restart")
+        case QuotaError():
+            return Problem(507, "quota", str(error))
         case JobFolderError():
             _logger.error("%s", error)
             detail = "the job's folder could not be copied or removed, as on a full disk; the request changed nothing"

@@ -108,6 +108,8 @@ class Manager:
         self._scheduler: asyncio.Task[None] | None = None
         self._expiry: asyncio.Task[None] | None = None
         self._drained: asyncio.Task[None] | None = None
+        self.held: str | None = None
+        """Why no queued job begins now; ``None`` while they do."""
         self.shutdown: str | None = None
         """Why no more jobs start; ``None`` while they do. Set by ``take_no_more``, from any thread."""
         self.ending = asyncio.Event()
@@ -173,6 +175,11 @@ class Manager:
         for run in list(self.jobs.running.values()):
             _logger.warning("job %s did not stop within the grace period and is cancelled", run.record.id)
             run.cancel()
+
+    def hold(self, reason: str | None) -> None:
+        """Begin no queued job for this ``reason``, or go on with them; those that run go on."""
+        self.held = reason
+        self.jobs.changed.set()
 
     # From any thread
 
@@ -256,6 +263,8 @@ class Manager:
         return decision.action in (QueueAction.BEGIN, QueueAction.REFUSE)
 
     def _decide(self, first: JobRecord) -> QueueDecision:
+        if self.held is not None:
+            return QueueDecision(first.id, QueueAction.WAIT, self.held)
         limits = self.settings.memory_limit
         peaks = self.measuring.peaks.get(first.id, None if _is_limited(first, limits) else {})
         running = self.jobs.running

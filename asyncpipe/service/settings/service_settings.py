@@ -46,6 +46,7 @@ from pydantic_settings import (
 from asyncpipe.errors import AsyncpipeError, DeviceError
 from asyncpipe.observe.http_hosts import is_loopback
 from asyncpipe.service.settings import setting_types as types
+from asyncpipe.service.settings.retention_settings import RetentionSettings
 from asyncpipe.service.settings.setting_types import EntrySettings
 from asyncpipe.service.settings.token_file import read_token
 from asyncpipe.service.settings.webhook_settings import WebhookSettings
@@ -160,6 +161,10 @@ class ServiceSettings(BaseSettings):
         default="refuse", description='must be "refuse" or "quarantine"'
     )
     """What a service does that finds its store without the folders of its jobs, or these without the store."""
+    retention: RetentionSettings = RetentionSettings()
+    """What of jobs that have ended is deleted, and when; nothing without rules."""
+    quota: types.ByteCount | None = None
+    """Bytes of the folder; above them no job is submitted or begins. Nothing is deleted for it."""
     webhook: WebhookSettings | None = None
     """Who is told of jobs that fail or are quarantined; nobody without it."""
     loop: Literal["own", "running"] = Field(default="own", description='must be "own" or "running"')
