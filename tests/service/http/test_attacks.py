@@ -439,7 +439,7 @@ async def test_a_client_that_takes_nothing_is_cut_off(tmp_path: Path, monkeypatc
         writer.write(f"GET /v1/jobs/{job}/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
         await _reader.readline()
         writer.transport.pause_reading()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(40):
             while api.service.followers:
                 for _ in range(100):
                     api.service.tell(job, "note", level=20, text="x" * 2000)

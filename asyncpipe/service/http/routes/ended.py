@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 from fastapi import Body, Query, Request
 
 from asyncpipe.service.http import models
-from asyncpipe.service.http.routes.common import CAUSE, Api, JobId, api_router, wrong
+from asyncpipe.service.http.routes.common import CAUSE, Api, JobId, JobRoute, api_router, wrong
 
 __all__ = ["router"]
 
@@ -15,7 +15,7 @@ DryRun: TypeAlias = Annotated[
     bool, Query(description="must be true or false: whether this only shows what it would delete")
 ]
 
-router = api_router("/v1/jobs")
+router = api_router("/v1/jobs", JobRoute)
 
 
 @router.post("/{id}/retry", responses=wrong(404, 409, 507))
