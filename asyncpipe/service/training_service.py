@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.observe.live import LiveView
 from asyncpipe.runtime.portal import Portal, PortalCall, wait_uncancelled
-from asyncpipe.service.job_states import JobRecord, JobState, Transition
+from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass, Transition
 from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact
 from asyncpipe.service.jobs.hosts import WorkerStatus
 from asyncpipe.service.jobs.job_folder import FilesOfJob
@@ -44,10 +44,12 @@ from asyncpipe.service.keeping.retainer import Retainer
 from asyncpipe.service.known_tokens import KnownTokens
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.database import STORE
-from asyncpipe.service.store.job_store import JobFilter, JobStore
+from asyncpipe.service.store.job_store import ALL_JOBS, JobFilter, JobStore
 from asyncpipe.service.submission.changes import changed_spec
 from asyncpipe.service.submission.entries import Entries
-from asyncpipe.service.submission.submission import Submission, check_submission
+from asyncpipe.service.submission.submission import Submission
+from asyncpipe.service.submission.sweep import SweepInput
+from asyncpipe.service.submitting import Submitting, blaming_submission
 from asyncpipe.service.telling.webhook import Webhook
 from asyncpipe.train.blocking_calls import in_thread
 
@@ -233,8 +235,28 @@ class TrainingService:
         if manager.shutdown is not None:
             raise ServiceDrainingError(f"the service takes no more jobs: {manager.shutdown}")
         self._check_quota()
-        spec = check_submission(submission, self.settings, self.entries)
-        return await self._do(manager.jobs.submit(spec, idempotency_key))
+        spec = await self._submitting().check(submission)
+        with blaming_submission():
+            return await self._do(manager.jobs.submit(spec, idempotency_key))
+
+    async def submit_sweep(
+        self, submission: Mapping[str, Any], sweep: SweepInput, idempotency_key: str | None = None
+    ) -> tuple[tuple[JobRecord, bool], ...]:
+        """A job for each combination of a grid, or each entry of a list, in one group; and whether each is new.
+
+        ``sweep`` says which keys of ``submission`` have which values, as ``[sweep]`` of a job file. All jobs are
+        submitted or none. Raises as ``submit``.
+        """
+        manager = self.manager
+        if manager.shutdown is not None:
+            raise ServiceDrainingError(f"the service takes no more jobs: {manager.shutdown}")
+        self._check_quota()
+        specs = await self._submitting().check_sweep(submission, sweep, idempotency_key)
+        with blaming_submission():
+            return await self._do(manager.jobs.submit_all(specs, idempotency_key))
+
+    def _submitting(self) -> Submitting:
+        return Submitting(self.settings, self.entries, self.manager.jobs.store)
 
     async def pause(self, job: str, cause: str = "asked to pause") -> JobRecord:
         """The job, paused; or running and asked to pause after its step, with a snapshot."""
@@ -289,6 +311,22 @@ class TrainingService:
             return await self.get(job), await self._hop(ended.files(job))
         return await self._do(ended.delete(job))
 
+    async def amend(
+        self,
+        job: str,
+        *,
+        priority_class: PriorityClass | None = None,
+        weight: float | None = None,
+        tags: Collection[str] | None = None,
+    ) -> JobRecord:
+        """The job with another priority class, weight or other tags; what is ``None`` stays.
+
+        A running job has its new share of the devices from its next step on, or, where its stages are in worker
+        processes or it has a process of its own, from its next run on. Raises ``JobSpecError`` for wrong values.
+        """
+        change = self.manager.jobs.amend(job, priority_class=priority_class, weight=weight, tags=tags)
+        return await self._do(change)
+
     async def change_schedule(self, job: str, schedule: str) -> JobRecord:
         """The job, which follows ``schedule`` from its next step on, also after a restart.
 
@@ -307,12 +345,34 @@ class TrainingService:
         """The job of this id. Raises ``UnknownJobError``."""
         return await self.manager.jobs.store.get(job)
 
+    async def resolve(self, text: str) -> str:
+        """The id of the job that ``text`` means: its id, the unique beginning of it, or its name if no other has it.
+
+        Raises ``UnknownJobError``, and ``AmbiguousJobError``, which lists candidates.
+        """
+        return await self.manager.jobs.store.resolve(text)
+
     async def list(
-        self, states: Collection[JobState] | None = None, limit: int = 100, after: str | None = None
+        self,
+        wanted: JobFilter = ALL_JOBS,
+        limit: int = 100,
+        after: str | None = None,
+        *,
+        one_of_each_group: bool = False,
+        newest_first: bool = True,
     ) -> tuple[JobRecord, ...]:
-        """Jobs in the order of submission, as ``JobStore.list``."""
-        wanted = JobFilter(None if states is None else frozenset(states))
-        return await self.manager.jobs.store.list(wanted, limit, after)
+        """At most ``limit`` of the ``wanted`` jobs, the newest first, that come after job ``after`` in this list.
+
+        To read page by page, pass the id of the last job as the next call's ``after``. With ``one_of_each_group``, the
+        newest job of ``wanted`` stands for its group.
+        """
+        return await self.manager.jobs.store.list(
+            wanted, limit, after, newest_first=newest_first, one_of_each_group=one_of_each_group
+        )
+
+    async def count_groups(self, groups: Collection[str]) -> dict[str, dict[JobState, int]]:
+        """How many jobs of each of ``groups`` are in each state; states without jobs are left out."""
+        return await self.manager.jobs.store.count_groups(groups)
 
     async def history(self, job: str) -> tuple[Transition, ...]:
         """Every transition of ``job``, its submission first. Raises ``UnknownJobError``."""

@@ -23,7 +23,7 @@ from asyncpipe.service.job_states import JobState, JobStateError
 from asyncpipe.service.jobs import manager
 from asyncpipe.service.jobs.artifacts import UnknownArtifactError
 from asyncpipe.service.store.database_thread import DatabaseThread
-from asyncpipe.service.store.job_store import IdempotencyConflictError, UnknownJobError
+from asyncpipe.service.store.job_store import IdempotencyConflictError, JobFilter, UnknownJobError
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import SubmissionError
 from asyncpipe.service.training_service import ServiceDrainingError, TrainingService
@@ -116,7 +116,7 @@ async def test_a_job_trains_to_its_end(tmp_path, loop):
         assert [row.step for row in rows] == list(range(1, STEPS + 1))
         assert all(math.isfinite(row.loss) and row.seconds > 0 for row in rows)
         assert await opened.losses(record.id, after=28) == rows[28:]
-        assert [record.id for record in await opened.list([FINISHED])] == [record.id]
+        assert [record.id for record in await opened.list(JobFilter(frozenset({FINISHED})))] == [record.id]
         check_history(await opened.history(record.id))
         assert opened.view(record.id) is None
         await check_artifacts(opened, record.id, tmp_path / "jobs" / record.id)

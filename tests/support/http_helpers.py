@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +34,8 @@ from asyncpipe.service.store.job_store import JobFilter, JobStore
 from asyncpipe.service.store.keeping_queries import delete_job
 from asyncpipe.service.submission.changes import changed_spec
 from asyncpipe.service.submission.entries import Entries
-from asyncpipe.service.submission.submission import check_new_schedule, check_submission
+from asyncpipe.service.submission.submission import check_new_schedule
+from asyncpipe.service.submitting import Submitting, blaming_submission
 from asyncpipe.service.training_service import ServiceDrainingError, ServiceStatus, TrainingService
 from asyncpipe.train.workload import Workload
 
@@ -100,7 +101,23 @@ class FakeService:
 
     async def submit(self, asked: Mapping[str, Any], idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
         self._check()
-        return await self.store.add(check_submission(asked, self.settings, self.entries), idempotency_key)
+        with blaming_submission():
+            spec = await Submitting(self.settings, self.entries, self.store).check(asked)
+            return await self.store.add(spec, idempotency_key)
+
+    async def submit_sweep(
+        self, asked: Mapping[str, Any], sweep: Any, idempotency_key: str | None = None
+    ) -> tuple[tuple[JobRecord, bool], ...]:
+        self._check()
+        submitting = Submitting(self.settings, self.entries, self.store)
+        with blaming_submission():
+            return await self.store.add_all(
+                await submitting.check_sweep(asked, sweep, idempotency_key), idempotency_key
+            )
+
+    async def amend(self, job: str, **changes: Any) -> JobRecord:
+        self._check()
+        return await self.store.amend(job, **changes)
 
     async def pause(self, job: str, cause: str = "") -> JobRecord:
         if job in self.busy:
@@ -154,15 +171,19 @@ class FakeService:
             raise self.error
         return await self.store.get(job)
 
-    async def list(self, states: Any = None, limit: int = 100, after: str | None = None) -> Sequence[JobRecord]:
-        wanted = JobFilter(None if states is None else frozenset(states))
-        return await self.store.list(wanted, limit, after)
+    async def resolve(self, text: str) -> str:
+        return await self.store.resolve(text)
+
+    async def list(
+        self, wanted: JobFilter, limit: int = 100, after: str | None = None, **options: bool
+    ) -> Sequence[JobRecord]:
+        return await self.store.list(wanted, limit, after, **options)
+
+    async def count_groups(self, groups: Collection[str]) -> dict[str, dict[JobState, int]]:
+        return await self.store.count_groups(groups)
 
     async def history(self, job: str) -> Sequence[Any]:
         return await self.store.history(job)
-
-    async def waits_for(self, job: str) -> str | None:
-        return "a place"
 
     async def outlooks(self, jobs: Sequence[str]) -> Mapping[str, Outlook]:
         trained = await self.store.trained_seconds(jobs)

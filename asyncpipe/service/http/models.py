@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationInfo
 
 from asyncpipe.service.http.redact import Redactor
-from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass
+from asyncpipe.service.job_states import (
+    MAX_TAGS,
+    MAX_WEIGHT,
+    TAG,
+    TAG_PATTERN,
+    JobRecord,
+    JobState,
+    PriorityClass,
+)
 from asyncpipe.service.jobs.outlook import Outlook
 
 __all__ = [
@@ -106,40 +114,61 @@ class JobSummary(_ResponseModel):
     steps_per_second: FiniteNumber = Field(description="Of a running job, over its last 20 steps.")
     tokens_per_second: FiniteNumber = Field(description="The same in tokens, if its data has some.")
     left_seconds: FiniteNumber = Field(description="Until a running job is done, at this speed.")
+    tags: list[str]
+    group: str | None = Field(description="The group in which it was submitted with others.")
+    group_states: dict[JobState, int] | None = Field(
+        description="In a list with `grouped`: how many jobs of its group are in each state; it stands for them."
+    )
+    after: list[str] = Field(description="Ids of the jobs that have to finish before it begins.")
+    awaits: list[str] = Field(description="Those of them that have not finished.")
+    deadline: Time | None = Field(description="When it fails unless it has ended.")
+    crashes: int = Field(
+        ge=0, description="How often the service died unasked while it ran, since its last snapshot or retry."
+    )
+    forked_from: str | None = Field(description="The id of the job of which it is a copy.")
 
 
 class JobDetails(JobSummary):
     """A job, with what was submitted."""
 
-    forked_from: str | None = Field(description="The job of which it is a copy; that one may be gone.")
     document: dict[str, JsonValue]
 
     @classmethod
     def of_record(cls, record: JobRecord, outlook: Outlook, redact: Redactor) -> JobDetails:
         """The response for one job."""
-        summary = _summary(record, outlook, redact, 2000)
-        return cls(**summary, forked_from=record.forked_from, document=dict(record.spec.document))
+        return cls(**_summary(record, outlook, redact, 2000), document=dict(record.spec.document))
 
 
 class JobsAnswer(_ResponseModel):
-    """Jobs in the order of submission."""
+    """Jobs, the newest first."""
 
     jobs: list[JobSummary]
     next: str | None = Field(description="The value of `after` for the next page; null at the end.")
 
     @classmethod
     def of_records(
-        cls, records: list[JobRecord], outlooks: Mapping[str, Outlook], redact: Redactor, limit: int
+        cls,
+        records: Sequence[JobRecord],
+        outlooks: Mapping[str, Outlook],
+        redact: Redactor,
+        limit: int,
+        groups: Mapping[str, Mapping[JobState, int]],
     ) -> JobsAnswer:
         """One page of at most ``limit`` jobs; a full page may have a next one."""
-        jobs = [JobSummary(**_summary(record, outlooks[record.id], redact, MOST_CAUSE)) for record in records]
+        jobs = [
+            JobSummary(
+                **_summary(record, outlooks[record.id], redact, MOST_CAUSE)
+                | {"group_states": groups.get(record.spec.group or "")}
+            )
+            for record in records
+        ]
         return cls(jobs=jobs, next=jobs[-1].id if len(jobs) >= limit else None)
 
 
 def _summary(record: JobRecord, outlook: Outlook, redact: Redactor, longest: int) -> dict[str, Any]:
     """The fields of a ``JobSummary``, with a cause of at most ``longest`` characters."""
-    of_record = ("id", "state", "asked", "submitted", "updated", "attempts", "step")
-    of_spec = ("name", "entry", "priority_class", "weight")
+    of_record = ("id", "state", "asked", "submitted", "updated", "attempts", "step", "crashes", "forked_from")
+    of_spec = ("name", "entry", "priority_class", "weight", "group", "deadline")
     snapshot, devices = record.snapshot, record.spec.table("pipeline").get("devices")
     return {
         **{each.name: getattr(outlook, each.name) for each in fields(outlook)},
@@ -147,7 +176,11 @@ def _summary(record: JobRecord, outlook: Outlook, redact: Redactor, longest: int
         "devices": [str(device) for device in devices] if isinstance(devices, list) else [],
         **{name: getattr(record, name) for name in of_record},
         **{name: getattr(record.spec, name) for name in of_spec},
+        "tags": list(record.spec.tags),
+        "after": list(record.spec.after),
+        "awaits": list(record.awaits),
         "cause": redact(record.cause, longest),
+        "group_states": None,
         "schedule": record.schedule or record.spec.table("pipeline").get("schedule"),
         "steps": record.spec.table("training").get("steps"),
         "snapshot": None if snapshot is None else PureWindowsPath(PurePosixPath(snapshot).name).name,
@@ -250,6 +283,50 @@ class DeletedAnswer(_ResponseModel):
     snapshots: list[int] = Field(description="Their steps.")
 
 
+class AmendRequest(BaseModel):
+    """What of a job is to change; what is left out stays."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    priority_class: PriorityClass | None = Field(
+        default=None, strict=False, description=f"must be one of {', '.join(PriorityClass)}"
+    )
+    weight: float | None = Field(
+        default=None,
+        gt=0,
+        le=MAX_WEIGHT,
+        allow_inf_nan=False,
+        description=f"must be a number above 0, up to {MAX_WEIGHT:g}",
+    )
+    tags: list[Annotated[str, Field(pattern=f"^{TAG_PATTERN}$", description=f"must be {TAG}")]] | None = Field(
+        default=None,
+        max_length=MAX_TAGS,
+        json_schema_extra={"uniqueItems": True},
+        description=f"must be a list of up to {MAX_TAGS} tags, each {TAG}",
+    )
+
+
+class SweepAnswer(_ResponseModel):
+    """The jobs of a sweep, in its order."""
+
+    group: str
+    jobs: list[JobSummary]
+
+    @classmethod
+    def of_records(cls, records: Sequence[JobRecord], redact: Redactor) -> SweepAnswer:
+        """The response for the jobs of one sweep."""
+        jobs = [JobSummary(**_summary(record, Outlook(), redact, MOST_CAUSE)) for record in records]
+        return cls(group=records[0].spec.group or "", jobs=jobs)
+
+
+class CandidateAnswer(_ResponseModel):
+    """A job that a name, or the beginning of an id, may mean."""
+
+    id: str
+    name: str
+    state: JobState
+
+
 class SchedulesAnswer(_ResponseModel):
     """Schedules that jobs may name."""
 
@@ -328,6 +405,9 @@ class ErrorAnswer(BaseModel):
     status: int
     detail: str
     problems: list[WrongKeyAnswer] | None = Field(default=None, description="With 422: each wrong key.")
+    candidates: list[CandidateAnswer] | None = Field(
+        default=None, description="With 404: the newest jobs that may be meant."
+    )
     job: str | None = Field(default=None, description="With 409: the job that caused the conflict.")
     state: JobState | None = Field(default=None, description="With 409: its state.")
     possible: list[JobState] | None = Field(default=None, description="With 409: the states that may follow.")

@@ -33,6 +33,7 @@ from asyncpipe.service.jobs.hosts import UnknownHostError
 from asyncpipe.service.jobs.job_folder import JobFolderError
 from asyncpipe.service.keeping.retainer import QuotaError
 from asyncpipe.service.store.job_store import (
+    AmbiguousJobError,
     IdempotencyConflictError,
     QueueFullError,
     StoreError,
@@ -113,7 +114,13 @@ def problem_of(error: BaseException, redact: Redactor) -> Problem | None:
         case SubmissionError():
             return invalid(*((redact(key, 100), redact(text, 300)) for key, text in error.problems))
         case UnknownJobError():
-            return Problem(404, "unknown-job", "there is no job of this id")
+            return Problem(404, "unknown-job", "there is no job of this id or name")
+        case AmbiguousJobError():
+            listed = [
+                {"id": each.id, "name": redact(each.name, 200), "state": str(each.state)} for each in error.candidates
+            ]
+            detail = "several jobs have this name, or ids that begin so; see candidates"
+            return Problem(404, "ambiguous-job", detail, more={"candidates": listed})
         case UnknownArtifactError():
             return Problem(404, "unknown-artifact", str(error))
         case ArtifactError():

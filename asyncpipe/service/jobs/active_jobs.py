@@ -19,7 +19,7 @@ manager makes the transition when the run has ended::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from weakref import WeakValueDictionary
 
@@ -238,6 +238,16 @@ class ActiveJobs:
         if new:
             self._keep(None, record)
         return record, new
+
+    async def submit_all(
+        self, specs: Sequence[JobSpec], idempotency_key: str | None
+    ) -> tuple[tuple[JobRecord, bool], ...]:
+        """The jobs, and whether each is new; all of them or none. Raises as ``JobStore.add``."""
+        added = await self.store.add_all(specs, idempotency_key, most_queued=self._most_queued)
+        for record, new in added:
+            if new:
+                self._keep(None, record)
+        return added
 
     async def pause(self, job: str, cause: str) -> JobRecord:
         """The job, paused, or running and asked to pause after its step."""

@@ -11,7 +11,7 @@ import secrets
 import sqlite3
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,15 +30,24 @@ from asyncpipe.service.store import queries, reading
 from asyncpipe.service.store.database import StoreError, StoreProblem
 from asyncpipe.service.store.database_thread import DatabaseThread
 from asyncpipe.service.store.queries import IdempotencyConflictError, QueueFullError
-from asyncpipe.service.store.reading import AmbiguousJobError, AwaitedJobError, JobCandidate, JobFilter, UnknownJobError
+from asyncpipe.service.store.reading import (
+    AmbiguousJobError,
+    AwaitedJobError,
+    JobCandidate,
+    JobFilter,
+    PastDeadlineError,
+    UnknownJobError,
+)
 
 __all__ = [
+    "ALL_JOBS",
     "AmbiguousJobError",
     "AwaitedJobError",
     "IdempotencyConflictError",
     "JobCandidate",
     "JobFilter",
     "JobStore",
+    "PastDeadlineError",
     "QueueFullError",
     "StoreError",
     "StoreProblem",
@@ -54,6 +63,7 @@ MAX_LIMIT = 1000
 _T = TypeVar("_T")
 
 ALL_JOBS = JobFilter()
+"""Lists have all jobs."""
 
 NOT_RESUMED = "the service was started so that nothing goes on by itself: resume the job"
 RECOVERED = "the service was restarted"
@@ -122,7 +132,8 @@ class JobStore:
 
         Raises ``JobSpecError``, ``OptionError`` (the key), ``IdempotencyConflictError`` where the key was used with
         another specification, ``QueueFullError`` for a new job if ``most_queued`` jobs are queued already, and
-        ``UnknownJobError`` or ``AwaitedJobError`` for a job that it cannot come after.
+        ``UnknownJobError`` or ``AwaitedJobError`` for a job that it cannot come after, and
+        ``PastDeadlineError``.
         """
         spec.to_json()
         if idempotency_key is not None and not is_idempotency_key(idempotency_key):
@@ -133,6 +144,28 @@ class JobStore:
             job = self._make_id(at)
             record = queries.add_job(connection, job, spec, at, idempotency_key, most_queued, forked_from)
             return record, record.id == job
+
+        return await self.thread.run(change, writes=True)
+
+    async def add_all(
+        self, specs: Sequence[JobSpec], idempotency_key: str | None = None, *, most_queued: int | None = None
+    ) -> tuple[tuple[JobRecord, bool], ...]:
+        """As ``add`` for each of ``specs`` in their order, all of them or none; the key is that of all together."""
+        keys = [None] * len(specs) if idempotency_key is None else [f"{idempotency_key}/{n}" for n in range(len(specs))]
+        for spec, key in zip(specs, keys, strict=True):
+            spec.to_json()
+            if key is not None and not is_idempotency_key(key):
+                rule = f"{IDEMPOTENCY_KEY}, less the {len(str(len(specs)))} digits that number the jobs and a slash"
+                raise OptionError(f"an idempotency key of {len(specs)} jobs is {rule}")
+
+        def change(connection: sqlite3.Connection) -> tuple[tuple[JobRecord, bool], ...]:
+            found, begun = [], self._clock()
+            for number, (spec, key) in enumerate(zip(specs, keys, strict=True)):
+                at = begun + number * 1e-6  # So that the queue has them in their order.
+                job = self._make_id(at)
+                record = queries.add_job(connection, job, spec, at, key, most_queued)
+                found.append((record, record.id == job))
+            return tuple(found)
 
         return await self.thread.run(change, writes=True)
 

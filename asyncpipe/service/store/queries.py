@@ -22,7 +22,7 @@ from asyncpipe.service.job_states import (
     check_asking,
     check_transition,
 )
-from asyncpipe.service.store.reading import FROM, AwaitedJobError, find_job, number_and_state
+from asyncpipe.service.store.reading import FROM, AwaitedJobError, PastDeadlineError, find_job, number_and_state
 
 __all__ = [
     "IdempotencyConflictError",
@@ -80,7 +80,7 @@ def add_job(
     """A new job, queued; or the job that ``key`` created before with the same ``spec``.
 
     Raises ``IdempotencyConflictError``, ``QueueFullError`` if ``most_queued`` jobs are queued already, and for the jobs
-    that it comes after ``UnknownJobError`` and ``AwaitedJobError``.
+    that it comes after ``UnknownJobError`` and ``AwaitedJobError``, and ``PastDeadlineError``.
     """
     text = spec.to_json()
     if key is not None:
@@ -89,6 +89,8 @@ def add_job(
             raise IdempotencyConflictError(key, row[0])
         if row is not None:
             return find_job(connection, row[0])
+    if spec.deadline is not None and spec.deadline <= at:
+        raise PastDeadlineError(spec.deadline)
     _check_room(connection, most_queued)
     awaited = [other for other in spec.after if not _has_finished(connection, other)]
     cause = "submitted"

@@ -29,6 +29,7 @@ __all__ = [
     "AwaitedJobError",
     "JobCandidate",
     "JobFilter",
+    "PastDeadlineError",
     "UnknownJobError",
     "count_groups",
     "count_jobs",
@@ -99,6 +100,17 @@ class AwaitedJobError(AsyncpipeError, ValueError):
 
     def __reduce__(self) -> tuple[type[AwaitedJobError], tuple[str, JobState]]:
         return type(self), (self.job, self.state)
+
+
+class PastDeadlineError(AsyncpipeError, ValueError):
+    """A job was submitted with a deadline that has passed."""
+
+    def __init__(self, deadline: float) -> None:
+        super().__init__(f"the deadline {deadline:.0f} has passed; give a Unix time that is still to come")
+        self.deadline = deadline
+
+    def __reduce__(self) -> tuple[type[PastDeadlineError], tuple[float]]:
+        return type(self), (self.deadline,)
 
 
 class JobCandidate(NamedTuple):

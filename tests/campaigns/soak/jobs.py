@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from asyncpipe.service.client import JobClient
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError
+from asyncpipe.service.store.job_store import JobFilter
 from asyncpipe.service.training_service import TrainingService
 from tests.campaigns.soak.workload import ENTRY
 from tests.support.store_helpers import check_history
@@ -85,7 +86,7 @@ async def all_jobs(service: TrainingService) -> AsyncIterator[JobRecord]:
 
 async def unfinished(service: TrainingService) -> tuple[JobRecord, ...]:
     """The jobs that are queued, running or paused."""
-    return await service.list([state for state in JobState if state not in FINAL_STATES])
+    return await service.list(JobFilter(frozenset(JobState) - FINAL_STATES))
 
 
 class Crowd:

@@ -116,6 +116,8 @@ BEYOND_SCHEMAS = {
     ("name", "must be a printable text"),  # That takes a table of Unicode.
     ("group", "must be a printable text"),
     ("after", "must be the id of a job, and no job has this one"),
+    ("after", "there is no job"),
+    ("deadline", "the deadline"),
     ("schedule", "schedule '"),  # Whether it fits the job, and takes these options.
     ("pipeline.schedule", "schedule '"),
     ("pipeline.order", 'must be "strict" with schedule'),
@@ -193,12 +195,21 @@ def test_every_answer_is_as_the_document_says(tmp_path: Path, make: Make) -> Non
                     case.path_parameters["id"] = api.ended
                 if case.path.endswith("/schedule") and turn % 2:
                     case.body = {"schedule": "1f1b"}
+                if case.path.endswith("/artifacts/{name}") and turn % 4 == 1:
+                    case.path_parameters |= {"name": "log.jsonl", "id": api.ended}
+                    case.query, case.headers = {}, {}
+                if case.path.endswith("/events") and turn % 4 == 1:  # From the first event on.
+                    case.headers.pop("Last-Event-ID", None)
+                    case.query.pop("after", None)
+            if case.path == "/v1/sweeps" and next(turns) % 2:
+                case.body = {**job(), "sweep": {"training.steps": [1, 2]}}
             response = case.call(base_url=api.url, session=session, timeout=SECONDS)
             statuses[f"{case.method} {case.path}", response.status_code] += 1
             case.validate_response(response, excluded_checks=[positive_data_acceptance])
             assert response.status_code < 500
             assert tmp_path.name.encode() not in response.content
-            if case.meta.generation.mode is schemathesis.GenerationMode.POSITIVE:
+            # Which keys a sweep may have follows from the rest of the body.
+            if case.meta.generation.mode is schemathesis.GenerationMode.POSITIVE and case.path != "/v1/sweeps":
                 assert accepted(response), response.text
             if case.path.endswith("/events") and response.status_code == 200:
                 kinds.update(check_events(document, response.text, end=True))

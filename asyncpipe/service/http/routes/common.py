@@ -31,7 +31,7 @@ from asyncpipe.service.http.problems import Problem, invalid, problem_of
 from asyncpipe.service.http.rate_limits import StreamLimit
 from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.http.who import holder_of
-from asyncpipe.service.job_states import JSON, JobRecord
+from asyncpipe.service.job_states import JSON, MAX_NAME, JobRecord
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import UnknownJobError
 from asyncpipe.service.token_roles import TokenRole
@@ -66,7 +66,7 @@ WORDS = {
     400: "The body is not JSON, or JSON that parsers read differently",
     401: "The token is missing or wrong",
     403: "Sent by a page of another server, or the token's role does not allow it",
-    404: "There is no such job, host or artifact",
+    404: "There is no such job, host or artifact, or the name may mean several jobs",
     408: "The body arrived too slowly",
     409: "The job's state or the idempotency key does not allow it",
     412: "If-Match has another tag",
@@ -139,19 +139,31 @@ Api: TypeAlias = Annotated[ApiParts, Depends(_parts)]
 """A parameter of a handler."""
 
 
-def job_id(request: Request) -> str:
-    """The id in the request's path. Raises ``UnknownJobError`` for a text that cannot be an id."""
+async def job_id(request: Request) -> str:
+    """The id of the job that the request's path means: an id, the unique beginning of one, or a name.
+
+    Raises ``UnknownJobError``, ``AmbiguousJobError``.
+    """
     job: str = request.path_params["id"]
-    if not _ID.match(job):
+    if _ID.match(job):
+        return job
+    if len(job) > MAX_NAME:
         raise UnknownJobError(job[:100])
-    return job
+    return await (await _parts(request)).service.resolve(job)
 
 
 async def _job_id(
     request: Request,
-    _: Annotated[str, Path(alias="id", description="the job's id", json_schema_extra={"pattern": models.ID})],
+    _: Annotated[
+        str,
+        Path(
+            alias="id",
+            description="the job's id, the unique beginning of it, or its name if no other job has it",
+            json_schema_extra={"minLength": 1, "maxLength": MAX_NAME},
+        ),
+    ],
 ) -> str:
-    return job_id(request)
+    return await job_id(request)
 
 
 JobId: TypeAlias = Annotated[str, Depends(_job_id)]

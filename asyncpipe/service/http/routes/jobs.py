@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import Body, Header, Query, Request, Response
 from pydantic import Field
@@ -25,12 +25,21 @@ from asyncpipe.service.http.routes.common import (
     api_router,
     wrong,
 )
-from asyncpipe.service.job_states import FINAL_STATES, IDEMPOTENCY_KEY, MAX_KEY, JobState
-from asyncpipe.service.store.job_store import StoreError, UnknownJobError
+from asyncpipe.service.job_states import (
+    FINAL_STATES,
+    IDEMPOTENCY_KEY,
+    MAX_KEY,
+    MAX_NAME,
+    MAX_TAGS,
+    TAG,
+    TAG_PATTERN,
+    JobState,
+)
+from asyncpipe.service.store.job_store import JobFilter, StoreError, UnknownJobError
 from asyncpipe.service.submission.submission import Submission
 from asyncpipe.service.training_service import ServiceDrainingError
 
-__all__ = ["router"]
+__all__ = ["Key", "router"]
 
 LOCATION = {"Location": {"description": "Of the job", "required": True, "schema": {"type": "string"}}}
 
@@ -62,6 +71,9 @@ Count: TypeAlias = Annotated[int, Field(ge=1, le=models.MOST_LISTED), WHOLE]
 Points: TypeAlias = Annotated[
     Count | None,
     Query(description=f"must be an integer from 1 to {models.MOST_LISTED}: so many of all steps, evenly spread"),
+]
+_Word: TypeAlias = Annotated[
+    str | None, Query(min_length=1, max_length=MAX_NAME, description=f"must be a text of 1 to {MAX_NAME} characters")
 ]
 
 
@@ -99,6 +111,16 @@ async def cancel(api: Api, request: Request, job: JobId, _: Nothing) -> models.J
     return await api.details(await api.audited(request, "cancel", job, api.service.cancel(job, CAUSE)))
 
 
+@router.patch("/{id}", name="amend", responses=wrong(404, 409, 507))
+async def amend(
+    api: Api, request: Request, job: JobId, asked: Annotated[models.AmendRequest, Body()]
+) -> models.JobDetails:
+    """Change the priority class, weight or tags of a job."""
+    tags = None if asked.tags is None else list(dict.fromkeys(asked.tags))
+    change = api.service.amend(job, priority_class=asked.priority_class, weight=asked.weight, tags=tags)
+    return await api.details(await api.audited(request, "amend", job, change))
+
+
 @router.put("/{id}/schedule", responses=wrong(404, 409, 507))
 async def change_schedule(
     api: Api, request: Request, job: JobId, asked: Annotated[models.ScheduleRequest, Body()]
@@ -117,18 +139,40 @@ async def list_jobs(
     state: Annotated[
         list[JobState] | None, Query(description=f"must be one of {', '.join(JobState)}: only jobs in these states")
     ] = None,
+    entry: _Word = None,
+    tag: Annotated[
+        list[Annotated[str, Field(pattern=f"^{TAG_PATTERN}$")]] | None,
+        Query(max_length=MAX_TAGS, description=f"must be {TAG}: only jobs with all of these tags"),
+    ] = None,
+    group: _Word = None,
+    text: _Word = None,
+    since: Annotated[
+        float | None,
+        Query(ge=0, lt=1e15, allow_inf_nan=False, description="must be a Unix time: only jobs that changed since"),
+    ] = None,
+    grouped: Annotated[
+        bool, Query(description="must be true or false: of each group only the newest of these jobs, with group_states")
+    ] = False,
     limit: Limit = 100,
     after: Annotated[
         str | None, Query(pattern=models.ID, description="must be the id of a job: only jobs that follow this one")
     ] = None,
+    order: Annotated[
+        Literal["newest", "oldest"], Query(description="must be newest or oldest: which is first")
+    ] = "newest",
 ) -> models.JobsAnswer:
-    """Jobs in the order of submission."""
+    """Jobs that meet all that is asked for, the newest first."""
+    wanted = JobFilter(frozenset(state) if state else None, entry, tuple(tag or ()), group, text, since)
     try:
-        records = await api.service.list(state or None, limit, after)
+        records = await api.service.list(
+            wanted, limit, after, one_of_each_group=grouped, newest_first=order == "newest"
+        )
     except UnknownJobError:
         raise invalid(("after", "must be the id of a job, and no job has this one")) from None
     outlooks = await api.service.outlooks([record.id for record in records])
-    return models.JobsAnswer.of_records(list(records), outlooks, api.redact, limit)
+    groups = {record.spec.group for record in records if record.spec.group is not None} if grouped else set()
+    counts = await api.service.count_groups(groups) if groups else {}
+    return models.JobsAnswer.of_records(records, outlooks, api.redact, limit, counts)
 
 
 @router.get("/{id}", responses=wrong(404))

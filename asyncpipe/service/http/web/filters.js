@@ -51,7 +51,7 @@ export function query({ states }, limit, after) {
   if (filter('since')) asked.set('since', Math.floor(Date.now() / 60_000) * 60 - filter('since'));
   // Who waits longest is the next to begin.
   const order = filter('sort') || (states?.join() === 'queued' ? 'oldest' : '');
-  void order;  // The API has one order so far.
+  if (order === 'oldest') asked.set('order', order);  // The others sort what is there.
   if (after) asked.set('after', after);
   return asked;
 }
