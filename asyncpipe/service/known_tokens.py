@@ -88,9 +88,11 @@ class KnownTokens:
 
     @property
     def is_required(self) -> bool:
-        """Whether requests need a token."""
+        """Whether requests need a token. Raises ``StoreError`` where only the store can tell, and cannot be read."""
+        if self._own is not None:
+            return True
         self.refresh()
-        return self._own is not None or self._is_used
+        return self._is_used
 
     def holder(self, token: bytes) -> TokenHolder | None:
         """Who sends ``token``, which counts as a use of it; ``None`` for one that is wrong or revoked.

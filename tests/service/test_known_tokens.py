@@ -112,6 +112,7 @@ async def test_open_streams_hear_of_it_without_a_request(tmp_path: Path, monkeyp
 
 def test_the_token_of_the_settings_needs_no_store(tmp_path: Path) -> None:
     tokens = known(tmp_path / STORE, OWN)
+    assert tokens.is_required
     holder = tokens.holder(OWN.encode())
     assert holder is not None
     assert (holder.name, holder.role) == ("service", TokenRole.OPERATE)
