@@ -41,6 +41,7 @@ from asyncpipe.train.validation import explained
 __all__ = [
     "CAUSE",
     "MOST_STEP",
+    "LOCATION",
     "PROBLEM",
     "WHOLE",
     "Api",
@@ -53,6 +54,7 @@ __all__ = [
     "Step",
     "api_router",
     "job_id",
+    "locate",
     "wrong",
 ]
 
@@ -180,6 +182,16 @@ WHOLE = BeforeValidator(_whole)
 """Of a number in a query or a header, after its bounds: digits alone. Pydantic would take ``1.0`` and `` 1_0``."""
 Step: TypeAlias = Annotated[int, Field(ge=0, le=MOST_STEP), WHOLE]
 """A step, or the number of an event."""
+
+
+LOCATION = {"Location": {"description": "Of the job", "required": True, "schema": {"type": "string"}}}
+"""Headers of a status with which ``locate`` was called."""
+
+
+def locate(request: Request, response: Response, record: JobRecord) -> None:
+    """Say in ``response`` where the new job is, with the path under which a host mounts the API."""
+    below = request.scope.get("root_path", "")
+    response.headers["Location"] = f"{below}{request.app.url_path_for('show', id=record.id)}"
 
 
 def wrong(*statuses: int) -> dict[int | str, dict[str, Any]]:

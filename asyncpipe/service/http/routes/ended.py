@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
-from fastapi import Body, Query, Request
+from fastapi import Body, Query, Request, Response
 
 from asyncpipe.service.http import models
-from asyncpipe.service.http.routes.common import CAUSE, Api, JobId, JobRoute, api_router, wrong
+from asyncpipe.service.http.routes.common import CAUSE, LOCATION, Api, JobId, JobRoute, api_router, locate, wrong
 
 __all__ = ["router"]
-
-DryRun: TypeAlias = Annotated[
-    bool, Query(description="must be true or false: whether this only shows what it would delete")
-]
 
 router = api_router("/v1/jobs", JobRoute)
 
@@ -27,13 +23,14 @@ async def retry(
     return await api.details(await api.audited(request, "retry", job, again))
 
 
-@router.post("/{id}/fork", status_code=201, responses=wrong(404, 507))
+@router.post("/{id}/fork", status_code=201, responses=wrong(404, 507) | {201: {"headers": LOCATION}})
 async def fork(
-    api: Api, request: Request, job: JobId, asked: Annotated[models.RetryRequest, Body()]
+    api: Api, request: Request, response: Response, job: JobId, asked: Annotated[models.RetryRequest, Body()]
 ) -> models.JobDetails:
     """Submit a copy of a job that goes on from a snapshot of it."""
-    copy = api.service.fork(job, asked.from_step, asked.changes)
-    return await api.details(await api.audited(request, "fork", job, copy))
+    copy = await api.audited(request, "fork", job, api.service.fork(job, asked.from_step, asked.changes))
+    locate(request, response, copy)
+    return await api.details(copy)
 
 
 @router.delete("/{id}", responses=wrong(404, 409, 507))

@@ -14,6 +14,7 @@ from asyncpipe.service.http.event_stream import EVENT
 from asyncpipe.service.http.problems import invalid
 from asyncpipe.service.http.routes.common import (
     CAUSE,
+    LOCATION,
     MOST_STEP,
     WHOLE,
     Api,
@@ -23,6 +24,7 @@ from asyncpipe.service.http.routes.common import (
     SchemaOf,
     Step,
     api_router,
+    locate,
     wrong,
 )
 from asyncpipe.service.job_states import (
@@ -40,8 +42,6 @@ from asyncpipe.service.submission.submission import Submission
 from asyncpipe.service.training_service import ServiceDrainingError
 
 __all__ = ["Key", "router"]
-
-LOCATION = {"Location": {"description": "Of the job", "required": True, "schema": {"type": "string"}}}
 
 router = api_router("/v1/jobs", JobRoute)
 
@@ -87,9 +87,7 @@ async def submit(api: Api, request: Request, response: Response, job: Submitted,
     """Submit a job."""
     record, is_new = await api.audited(request, "submit", None, api.service.submit(job, key))
     response.status_code = 201 if is_new else 200
-    # With the path under which a host mounts the API.
-    below = request.scope.get("root_path", "")
-    response.headers["Location"] = f"{below}{request.app.url_path_for('show', id=record.id)}"
+    locate(request, response, record)
     return await api.details(record)
 
 
