@@ -30,10 +30,10 @@ def run(folder: Path) -> list[Row]:
             (name, int(status), said(service.place, make().replace(theirs.encode(), TOKEN.encode())))
             for name, status, make in tables.BELOW
         ]
-        jobs = service.client.list()
+        jobs = list(service.client.list())
         lives = ask(service.place, "/livez")[0] == 200
     return [
-        row(f"{len(requests)} attacks by requests", requests, not list(jobs) and lives),
+        row(f"{len(requests)} attacks by requests", requests, not jobs and lives),
         row(f"{len(below)} attacks by what is hardly HTTP", below, lives),
     ]
 

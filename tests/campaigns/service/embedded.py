@@ -64,8 +64,9 @@ def run(folder: Path) -> list[Row]:
 def application(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The example under uvicorn, as a person runs it; yields its process and its URL."""
     example = str(ROOT / "examples" / "embedded_service")
-    command = [sys.executable, "-m", "uvicorn", "--factory", "--app-dir", example, "--port", "0", "app:application"]
+    command = [sys.executable, "-m", "uvicorn", "--factory", "--app-dir", example, "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command += ["--no-access-log", "app:application"]
     with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
