@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from asyncpipe.cli.arguments import add_command, count, natural, seconds
 from asyncpipe.cli.jobs_download import DOWNLOAD, add_download_arguments, artifacts, download
 from asyncpipe.cli.jobs_ended import DELETE, FORK, RETRY, add_goes_on, ask_fork, ask_retry, deleted_text
+from asyncpipe.cli.jobs_finding import WATCH, add_every, add_filters, filters, moment, table_of_jobs, watch
 from asyncpipe.cli.jobs_text import (
     LOSSES_HEAD,
     EventPrinter,
     change_text,
     history_table,
     job_text,
-    jobs_table,
     loss_line,
     plain,
     workers_table,
 )
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import AsyncpipeError, OptionError
 
 if TYPE_CHECKING:
     from asyncpipe.cli.arguments import Subparsers
@@ -37,7 +37,6 @@ __all__ = ["add_parser"]
 _T = TypeVar("_T")
 
 DEFAULT_URL = "http://127.0.0.1:8080"
-STATES = ("queued", "running", "paused", "finished", "failed", "cancelled", "quarantined")
 HOST_CHANGES = {
     "drain": "have jobs leave a host after their steps, for maintenance",
     "undrain": "have jobs use a host again",
@@ -66,7 +65,11 @@ EPILOG = """\
 examples:
   asyncpipe jobs submit examples/charlm/charlm.toml --follow
   asyncpipe jobs submit examples/charlm/charlm.toml --steps 50 --background
-  asyncpipe jobs list --state running --state queued
+  asyncpipe jobs list --state failed --since -1d
+  asyncpipe jobs list --tag night --grouped
+  asyncpipe jobs watch
+  asyncpipe jobs priority background charlm 01k8zq1m
+  asyncpipe jobs cancel 01k8zq1m 01k8zq2r
   asyncpipe jobs show 01k8zq1m7h9x2v4n6r8t0w3y5b
   asyncpipe jobs schedule 01k8zq1m7h9x2v4n6r8t0w3y5b interleaved
   asyncpipe jobs losses 01k8zq1m7h9x2v4n6r8t0w3y5b --json > losses.jsonl
@@ -85,6 +88,10 @@ SUBMIT = """\
 Submit the job of a job file, in the format of `asyncpipe train`. Keys that the service decides itself do not apply and
 are listed on stderr: the folder of snapshots, and [observe], since the service observes all its jobs. The job's entry
 must be registered by the operator of the service, its devices must be the service's, its schedule must have a name.
+
+Where the file has [sweep], a job for each combination of its values is submitted, or for each of several [[sweep]], all
+in one group. [service] may have tags, group, after (jobs that have to finish before it begins), deadline,
+priority_class and weight.
 
 Prints the job's id. With --key, submitting the same job again, even much later, returns the same job.
 """
@@ -121,14 +128,17 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_submit(commands)
-    listing = _add(commands, "list", _list, "show all jobs, in the order of submission", job=False)
-    listing.add_argument("--state", action="append", choices=STATES, help="only jobs in this state; may be repeated")
-    listing.add_argument("--limit", type=count, default=100, metavar="N", help="at most N jobs (default: 100)")
-    listing.add_argument("--after", metavar="JOB", help="only jobs submitted after this one")
+    listing = _add(commands, "list", _list, "show jobs, the newest first", job=False)
+    add_filters(listing, 100)
+    listing.add_argument("--after", metavar="JOB", help="only jobs that follow this one in the list")
+    watching = _add(commands, "watch", watch, "show again and again which jobs there are", WATCH, job=False)
+    add_filters(watching, 40)
+    add_every(watching)
     _add(commands, "show", _show, "show a job and its submission")
     _add(commands, "history", _history, "show every change of a job's state, with its cause")
     for name, summary in CHANGES.items():
-        _add(commands, name, _change, summary).set_defaults(change=name)
+        _add(commands, name, _change, summary, many=True).set_defaults(change=name)
+    _add_amending(commands)
     add_goes_on(_add(commands, "retry", _retry, "queue a job again that failed or was cancelled", RETRY))
     add_goes_on(_add(commands, "fork", _fork, "submit a copy of a job that goes on from its snapshot", FORK))
     deleting = _add(commands, "delete", _delete, "delete a job that has ended, with all that it has", DELETE)
@@ -152,7 +162,14 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def _add(
-    commands: Subparsers, name: str, command: Command, summary: str, description: str | None = None, *, job: bool = True
+    commands: Subparsers,
+    name: str,
+    command: Command,
+    summary: str,
+    description: str | None = None,
+    *,
+    job: bool = True,
+    many: bool = False,
 ) -> argparse.ArgumentParser:
     # Without allow_abbrev=False, argparse would take `--token SECRET` for `--token-file SECRET` and print the secret
     # in the message that there is no such file.
@@ -160,10 +177,25 @@ def _add(
     parser.add_argument("--url", metavar="URL", help=f"the service's address (default: ASYNCPIPE_URL or {DEFAULT_URL})")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="a file with the service's token, of mode 0600")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    if job:
-        parser.add_argument("job", metavar="JOB", help="the job's id")
+    means = "id, the unique beginning of it, or name"
+    if many:
+        parser.add_argument("jobs", metavar="JOB", nargs="+", help=f"each job's {means}")
+    elif job:
+        parser.add_argument("job", metavar="JOB", help=f"the job's {means}")
     parser.set_defaults(run=lambda args: _run(command, args))
     return parser
+
+
+def _add_amending(commands: Subparsers) -> None:
+    priority = _add(commands, "priority", _priority, "change the priority class of jobs", job=False)
+    priority.add_argument("priority_class", choices=("foreground", "background"), help="the class from now on")
+    weight = _add(commands, "weight", _weight, "change the weights of jobs", job=False)
+    weight.add_argument("weight", type=float, metavar="WEIGHT", help="the weight from now on, as 2")
+    tag = _add(commands, "tag", _tag, "change the tags of jobs", job=False)
+    tag.add_argument("--add", action="append", default=[], metavar="TAG", help="one more tag; may be repeated")
+    tag.add_argument("--remove", action="append", default=[], metavar="TAG", help="one tag less; may be repeated")
+    for parser in (priority, weight, tag):
+        parser.add_argument("jobs", metavar="JOB", nargs="+", help="each job's id, unique beginning of it, or name")
 
 
 def _add_submit(commands: Subparsers) -> None:
@@ -177,6 +209,10 @@ def _add_submit(commands: Subparsers) -> None:
     add("--schedule", metavar="NAME", help="use this schedule")
     add("--weight", type=float, metavar="W", help="weight of its share of the devices (default: 1)")
     add("--background", action="store_true", help="run only while other jobs leave a device idle")
+    add("--tag", action="append", metavar="TAG", help="a word by which it is found; may be repeated")
+    add("--group", metavar="NAME", help="the group that it belongs to")
+    add("--after", action="append", metavar="JOB", help="begin when this job has finished; may be repeated")
+    add("--deadline", type=moment, metavar="TIME", help="fail unless it has ended: 2026-12-01T08:00, or 6h from now")
     add("--key", metavar="KEY", help="idempotency key: the same key and job make one job, however often submitted")
     add("--follow", action="store_true", help="show what happens to it until it ends, as `follow` does")
 
@@ -208,16 +244,24 @@ def _token(path: Path | None) -> str | None:
 def _submit(client: JobClient, args: argparse.Namespace) -> int:
     from asyncpipe.service.submission.from_job_file import read_submission
 
-    submission, ignored = read_submission(args.file)
+    submission, sweep, ignored = read_submission(args.file)
     for key in ignored:
         print(f"{args.file}: {key}: does not apply to a job of a service", file=sys.stderr)
     submission = _with_options(submission, args)
+    if sweep is not None:
+        if args.follow:
+            raise OptionError("--follow: a sweep is many jobs; leave it out, and see `asyncpipe jobs watch`")
+        return _print(client.submit_sweep(submission, sweep, args.key), _ids, args)
     job = client.submit(submission, args.key)
     if args.follow:
         print(f"submitted job {job['id']}", file=sys.stderr, flush=True)
         args.job = job["id"]
         return _follow(client, args)
     return _print(job, lambda job: plain(job["id"]), args)
+
+
+def _ids(jobs: tuple[dict[str, Any], ...]) -> str:
+    return "\n".join(plain(job["id"]) for job in jobs)
 
 
 def _with_options(submission: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -233,14 +277,18 @@ def _with_options(submission: dict[str, Any], args: argparse.Namespace) -> dict[
         entry=args.entry,
         weight=args.weight,
         priority_class="background" if args.background else None,
+        tags=[*submission.get("tags", ()), *args.tag] if args.tag else None,
+        group=args.group,
+        after=args.after,
+        deadline=args.deadline,
         pipeline=changed(submission["pipeline"], devices=devices, schedule=args.schedule),
         training=changed(submission["training"], steps=args.steps),
     )
 
 
 def _list(client: JobClient, args: argparse.Namespace) -> int:
-    jobs = tuple(client.list(args.state, limit=args.limit, after=args.after))
-    _print(jobs, jobs_table if jobs else lambda _: "no jobs", args)
+    jobs = tuple(client.list(args.state, after=args.after, **filters(args)))
+    _print(jobs, table_of_jobs, args)
     if len(jobs) == args.limit and not args.json:
         print(f"there may be more: --after {jobs[-1]['id']}", file=sys.stderr)
     return 0
@@ -255,7 +303,37 @@ def _history(client: JobClient, args: argparse.Namespace) -> int:
 
 
 def _change(client: JobClient, args: argparse.Namespace) -> int:
-    return _print(getattr(client, args.change)(args.job), change_text, args)
+    return _each(args, getattr(client, args.change))
+
+
+def _priority(client: JobClient, args: argparse.Namespace) -> int:
+    return _each(args, lambda job: client.amend(job, priority_class=args.priority_class))
+
+
+def _weight(client: JobClient, args: argparse.Namespace) -> int:
+    return _each(args, lambda job: client.amend(job, weight=args.weight))
+
+
+def _tag(client: JobClient, args: argparse.Namespace) -> int:
+    def change(job: str) -> dict[str, Any]:
+        tags = [tag for tag in client.show(job)["tags"] if tag not in args.remove]
+        return client.amend(job, tags=dict.fromkeys([*tags, *args.add]))
+
+    return _each(args, change)
+
+
+def _each(args: argparse.Namespace, change: Callable[[str], dict[str, Any]]) -> int:
+    """Change each of the jobs; one that cannot be changed does not keep the others."""
+    failed: list[AsyncpipeError] = []
+    for job in args.jobs:
+        try:
+            _print(change(job), change_text, args)
+        except AsyncpipeError as error:
+            if len(args.jobs) == 1:
+                raise
+            failed.append(error)
+            print(f"{job}: {error}", file=sys.stderr)
+    return NOT_FINISHED if failed else 0
 
 
 def _workers(client: JobClient, args: argparse.Namespace) -> int:

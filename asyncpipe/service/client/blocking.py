@@ -114,6 +114,28 @@ class JobClient:
         """
         return self._one(self._calls.delete(job, dry_run))
 
+    def submit_sweep(
+        self, submission: Mapping[str, Any], sweep: Any, idempotency_key: str | None = None
+    ) -> tuple[dict[str, Any], ...]:
+        """The new jobs of one group: for each combination of a grid, or each entry of a list, all of them or none.
+
+        ``sweep`` is a dict of lists by dotted keys, as ``{"training.learning_rate": [1e-3, 1e-4]}``, or a list of
+        dicts.
+        """
+        return self._one(self._calls.submit_sweep(submission, sweep, idempotency_key))
+
+    def amend(
+        self,
+        job: str,
+        *,
+        priority_class: str | None = None,
+        weight: float | None = None,
+        tags: Collection[str] | None = None,
+    ) -> dict[str, Any]:
+        """The job, with another priority class, weight or other tags; what is left out stays."""
+        changes = {"priority_class": priority_class, "weight": weight, "tags": None if tags is None else [*tags]}
+        return self._one(self._calls.amend(job, changes))
+
     def change_schedule(self, job: str, schedule: str) -> dict[str, Any]:
         """The job, which follows the registered ``schedule`` from its next step on."""
         return self._one(self._calls.change_schedule(job, schedule))
@@ -133,13 +155,21 @@ class JobClient:
         return self._one(self._calls.show(job))
 
     def list(
-        self, states: Collection[str] | None = None, *, limit: int | None = None, after: str | None = None
+        self,
+        states: Collection[str] | None = None,
+        *,
+        limit: int | None = None,
+        after: str | None = None,
+        **filters: Any,
     ) -> Iterator[dict[str, Any]]:
-        """The first ``limit`` jobs in any of ``states`` that follow job ``after``, in the order of submission.
+        """The first ``limit`` jobs in any of ``states`` that follow job ``after`` in the list, the newest first.
 
-        Requests page by page as the iterator advances; jobs may be added and change meanwhile.
+        ``filters`` are ``entry``, ``tags`` (with all of these), ``group``, ``text`` (in the name, entry, id, cause,
+        group or a tag), ``since`` (changed then, a Unix time, or later), ``grouped=True`` (one row for each group,
+        with ``group_states``) and ``oldest_first=True``. Requests page by page as the iterator advances; jobs may be
+        added and change meanwhile.
         """
-        return self._each(self._calls.list(states, limit, after))
+        return self._each(self._calls.list(states, limit, after, filters))
 
     def history(self, job: str) -> tuple[dict[str, Any], ...]:
         """The job's transitions in their order: ``from``, ``to``, ``at``, ``cause``, ``sequence``."""

@@ -56,6 +56,23 @@ class JobCalls:
         """What was deleted, or would be."""
         return self._asking.ask("DELETE", _path(job) + ("?dry_run=true" if dry_run else ""), None, repeatable=dry_run)
 
+    def submit_sweep(
+        self, submission: Mapping[str, Any], sweep: Any, idempotency_key: str | None
+    ) -> Dialogue[tuple[dict[str, Any], ...]]:
+        """The new jobs."""
+        key = token_urlsafe(24) if idempotency_key is None else idempotency_key
+        if not is_idempotency_key(key):
+            raise OptionError(f"an idempotency key is {IDEMPOTENCY_KEY}")
+        body = {**submission, "sweep": sweep}
+        answer = yield from self._asking.ask("POST", "/v1/sweeps", body, {"Idempotency-Key": key}, repeatable=True)
+        return tuple(answer.get("jobs", ()))
+
+    def amend(self, job: str, changes: Mapping[str, Any]) -> Dialogue[dict[str, Any]]:
+        """The job, with what ``changes`` has."""
+        given = {name: value for name, value in changes.items() if value is not None}
+        # Changing it twice is changing it once.
+        return self._asking.ask("PATCH", _path(job), given, repeatable=True)
+
     def change_schedule(self, job: str, schedule: str) -> Dialogue[dict[str, Any]]:
         """The job."""
         return self._asking.ask("PUT", f"{_path(job)}/schedule", {"schedule": schedule})
@@ -75,12 +92,15 @@ class JobCalls:
         """The job."""
         return self._asking.get(_path(job))
 
-    def list(self, states: Collection[str] | None, limit: int | None, after: str | None) -> Dialogue[None]:
+    def list(
+        self, states: Collection[str] | None, limit: int | None, after: str | None, more: Mapping[str, Any]
+    ) -> Dialogue[None]:
         """Finds jobs, page by page."""
+        chosen = [("state", state) for state in states or ()] + _chosen(**more)
         left = limit
         while left is None or left > 0:
             page = 1000 if left is None else min(left, 1000)
-            query: list[tuple[str, str]] = [("limit", str(page)), *(("state", state) for state in states or ())]
+            query: list[tuple[str, str]] = [("limit", str(page)), *chosen]
             answer = yield from self._asking.get("/v1/jobs", [*query, ("after", after)] if after is not None else query)
             jobs = answer.get("jobs") or []
             for job in jobs:
@@ -158,6 +178,26 @@ class JobCalls:
                 error = broken
             failures += 1
             yield Pause(self._asking.pause_after(failures, error))
+
+
+def _chosen(
+    *,
+    entry: str | None = None,
+    tags: Collection[str] = (),
+    group: str | None = None,
+    text: str | None = None,
+    since: float | None = None,
+    grouped: bool = False,
+    oldest_first: bool = False,
+) -> list[tuple[str, str]]:
+    """The query of a list, beside its states and pages."""
+    given = {"entry": entry, "group": group, "text": text, "since": None if since is None else repr(float(since))}
+    return [
+        *(("tag", tag) for tag in tags),
+        *((name, value) for name, value in given.items() if value is not None),
+        *([("grouped", "true")] if grouped else []),
+        *([("order", "oldest")] if oldest_first else []),
+    ]
 
 
 def _path(job: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from asyncpipe.train.job_file import load_job
+from asyncpipe.train.job_file import job_file_error, load_job_for_service
 
 __all__ = ["read_submission"]
 
@@ -13,12 +14,17 @@ SET_BY_SERVICE = {"folder", "resume"}
 """Keys of ``[snapshots]`` that a service sets: it has a folder for each job, and always resumes."""
 
 
-def read_submission(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The submission for the job file at ``path``, as JSON, and the keys of the file that a service ignores.
+FOR_SERVICE = ("tags", "group", "after", "deadline", "priority_class", "weight")
+"""Keys of ``[service]``."""
 
-    Keys that the file leaves out are left out, so that the service's defaults apply. Raises ``JobFileError``.
+
+def read_submission(path: Path) -> tuple[dict[str, Any], Any, list[str]]:
+    """The submission for the job file at ``path``, as JSON, its sweep, and the keys of the file that a service ignores.
+
+    The sweep is ``None`` for a single job. Keys that the file leaves out are left out, so that the service's defaults
+    apply. Raises ``JobFileError``.
     """
-    job = load_job(path)
+    job, more = load_job_for_service(path)
     tables = job.model_dump(mode="json", exclude_unset=True)
     ignored = [f"observe.{key}" for key in tables.pop("observe", {})]
     here = [key for key in ("workers", "transport") if tables["pipeline"].pop(key, None) is not None]
@@ -27,4 +33,13 @@ def read_submission(path: Path) -> tuple[dict[str, Any], list[str]]:
     ignored += [f"snapshots.{key}" for key in snapshots if key in SET_BY_SERVICE]
     submission = {"name": tables.pop("name"), **tables.pop("job"), **tables}
     chosen = {key: value for key, value in snapshots.items() if key not in SET_BY_SERVICE}
-    return ({**submission, "snapshots": chosen} if chosen else submission), ignored
+    submission |= {"snapshots": chosen} if chosen else {}
+    return {**submission, **_for_service(path, more.get("service", {}))}, more.get("sweep"), ignored
+
+
+def _for_service(path: Path, table: Any) -> dict[str, Any]:
+    if not isinstance(table, dict) or (unknown := [key for key in table if key not in FOR_SERVICE]):
+        wrong = "service" if not isinstance(table, dict) else f"service.{unknown[0]}"
+        raise job_file_error(path, f"{wrong}: [service] may have {', '.join(FOR_SERVICE)}")
+    deadline = table.get("deadline")
+    return table | ({"deadline": deadline.timestamp()} if isinstance(deadline, datetime) else {})
