@@ -91,7 +91,11 @@ GAUGES: dict[str, tuple[str, Labels]] = {
 }
 """(help, labels)"""
 HISTOGRAMS: dict[str, tuple[str, Labels, range]] = {
-    "step_duration_seconds": ("Seconds from the submission of a step to the end of its last task.", (), range(-10, 11)),
+    "step_duration_seconds": (
+        "Seconds from the submission of a step (from its first task, if it follows another) to its last task's end.",
+        (),
+        range(-10, 11),
+    ),
     "task_duration_seconds": ("Seconds that tasks ran.", ("stage", "kind"), range(-17, 5)),
     "task_queue_seconds": (
         "Seconds from the moment at which all dependencies of a task were met to its start.",

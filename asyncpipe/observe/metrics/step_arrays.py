@@ -49,7 +49,11 @@ class StepArrays:
             elif type(event) is not Dispatch:
                 others.append(entry)
         self.graph, self.at, self.outcome = record.graph, at, record.outcome
-        self.submitted = next((when for when, event in others if isinstance(event, StepSubmitted)), 0.0)
+        when, submitted = next(((at, event) for at, event in others if isinstance(event, StepSubmitted)), (0.0, None))
+        follows = submitted is not None and submitted.after is not None
+        self.submitted = min([began for began in started if began < inf], default=when) if follows else when
+        """When the step began: one that follows another step does so with its first task, since until then the devices
+        are the other's, as in reports."""
         self.started, self.ended = _floats(started), _floats(ended)
         """∞ and -∞ where a task did not complete."""
         issued = {event.task: event.seconds for _, event in others if isinstance(event, TaskIssued)}

@@ -236,6 +236,15 @@ def test_what_waits_for_another_job_is_no_fault_of_the_scheduler(schedule: str, 
     assert all(reason is not IdleReason.SHARED for record in alone.records for _, _, reason in idle(record))
 
 
+def test_a_step_behind_another_one_begins_when_that_one_leaves_it_a_device() -> None:
+    """It was submitted at 10, and had to wait for its own job's step before: that is no delay of its dispatch."""
+    graph = lowered(shape=Shape(1, 2, 1))
+    done = [(14.0, TaskCompleted(1, 0, 12.0, 14.0)), (17.0, TaskCompleted(1, 1, 15.0, 17.0))]
+    record = StepRecord(1, graph, [(10.0, StepSubmitted(1, graph, after=0)), *done], Outcome.CANCELLED)
+    assert idle(record) == {(0, "dev:0", IdleReason.DISPATCH): 1.0}
+    assert sum(busy(record).values()) + 1.0 == report(record).seconds == 5.0
+
+
 def test_pictures_show_where_another_job_had_the_device() -> None:
     graph = lowered(shape=Shape(1, 2, 1))
     lane = graph.lanes[0]
