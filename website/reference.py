@@ -29,7 +29,10 @@ WHOLE = (
 PLUG_INS = (
     "core.engine.events.FailureCounter",
     "core.engine.worker_notes.WorkerWatcher",
+    "observe.mlflow.MLflowObserver",
     "observe.otel.StepSpans",
+    "observe.scalars.ScalarObserver",
+    "observe.tensorboard.TensorBoardObserver",
     "observe.pictures.html.ComparedStep",
     "observe.pictures.html.html_comparison",
     "observe.pictures.svg.svg_timeline",

@@ -112,6 +112,8 @@ def _add_watching(parser: argparse.ArgumentParser) -> None:
         "the job file); start from scratch if there is none",
     )
     add("--opentelemetry", action="store_true", default=None, help="report each step as an OpenTelemetry span")
+    add("--tensorboard", type=Path, metavar="FOLDER", help="write figures of each step for TensorBoard")
+    add("--mlflow", metavar="URI", help="log figures of each step to MLflow: a tracking server or a store")
     add("--nvtx", action="store_true", default=None, help="mark tasks as NVTX ranges, for NVIDIA's profilers")
 
 
@@ -187,6 +189,8 @@ def _with_options(job: Job, args: argparse.Namespace) -> Job:
         timeline=args.timeline,
         serve_port=args.serve,
         opentelemetry=args.opentelemetry,
+        tensorboard=args.tensorboard,
+        mlflow=args.mlflow,
         nvtx=args.nvtx,
     )
 

@@ -316,6 +316,12 @@ class ObserveTable(StrictModel):
     """Port of a live page about the run, on 127.0.0.1; 0 takes any free port; absent: there is no page."""
     opentelemetry: Flag = False
     """Whether each step becomes an OpenTelemetry span, with the tracer provider of the process."""
+    tensorboard: OutputFolder | None = None
+    """Folder of event files for TensorBoard, with loss, learning rate, gradient norm, speed and utilization by step."""
+    mlflow: NonEmptyText | None = None
+    """MLflow's tracking server, or store, which gets the same; a run that resumes goes on with its run there."""
+    mlflow_experiment: NonEmptyText = "asyncpipe"
+    """The experiment of that run."""
     nvtx: Flag = False
     """Whether tasks are NVTX ranges, for NVIDIA's profilers."""
 

@@ -46,7 +46,7 @@ from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.train.import_path import import_path
 from asyncpipe.train.job_file import AUTO, Job, blaming_key, job_file_error
 from asyncpipe.train.other_devices import NotSplit, StepCosts, moved, split_anew
-from asyncpipe.train.progress import ProgressSink, RunStarted, StepProgress, TrainingSummary
+from asyncpipe.train.progress import PassedProgress, ProgressSink, TrainingSummary
 from asyncpipe.train.schedule_changes import NoMoreStepsError
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
@@ -74,34 +74,16 @@ class HostsToLeave(Protocol):
         """Have ``changed`` called whenever they change, until what this returns is called."""
 
 
-class _Heard(ProgressSink):
+class _Heard(PassedProgress):
     """Passes everything on, and counts snapshots."""
 
     def __init__(self, to: ProgressSink) -> None:
-        self._to = to
+        super().__init__(to)
         self.snapshots = 0
-
-    def started(self, run: RunStarted) -> None:
-        self._to.started(run)
-
-    def stepped(self, progress: StepProgress) -> None:
-        self._to.stepped(progress)
-
-    def entered(self, phase: str) -> None:
-        self._to.entered(phase)
-
-    def noted(self, level: int, text: str) -> None:
-        self._to.noted(level, text)
-
-    def waiting(self, reason: str | None) -> None:
-        self._to.waiting(reason)
 
     def snapshot(self, step: int, path: Path) -> None:
         self.snapshots += 1
-        self._to.snapshot(step, path)
-
-    async def keep(self) -> None:
-        await self._to.keep()
+        super().snapshot(step, path)
 
 
 class LastingRun:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from asyncpipe.core.engine.compilations import CompiledStage
 from asyncpipe.core.predict.report import Report
 
-__all__ = ["Meter", "ProgressSink", "RunStarted", "StepListener", "StepProgress", "TrainingSummary"]
+__all__ = ["Meter", "PassedProgress", "ProgressSink", "RunStarted", "StepListener", "StepProgress", "TrainingSummary"]
 
 RECENT = 20
 """Losses and speeds are means over this many last steps."""
@@ -124,6 +124,34 @@ class ProgressSink:
 
         Here it is by then. So what is known of a run that goes on from a snapshot has no gap before it.
         """
+
+
+class PassedProgress(ProgressSink):
+    """Passes everything on; a base for those that hear it on the way."""
+
+    def __init__(self, to: ProgressSink) -> None:
+        self._to = to
+
+    def started(self, run: RunStarted) -> None:
+        self._to.started(run)
+
+    def stepped(self, progress: StepProgress) -> None:
+        self._to.stepped(progress)
+
+    def entered(self, phase: str) -> None:
+        self._to.entered(phase)
+
+    def noted(self, level: int, text: str) -> None:
+        self._to.noted(level, text)
+
+    def waiting(self, reason: str | None) -> None:
+        self._to.waiting(reason)
+
+    def snapshot(self, step: int, path: Path) -> None:
+        self._to.snapshot(step, path)
+
+    async def keep(self) -> None:
+        await self._to.keep()
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ without influencing one another's results: each has the losses that it would hav
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import DeviceError
 from asyncpipe.observe.metrics import PipelineCollector
+from asyncpipe.observe.scalars import RunEnd
 from asyncpipe.ops.device.caller_streams import CallerStreams
 from asyncpipe.ops.model.feed import Feed
 from asyncpipe.pipeline.pipeline import Pipeline
@@ -41,6 +43,7 @@ from asyncpipe.train.overlapping_loop import OverlappingSteps
 from asyncpipe.train.planning import choose_for, with_plan
 from asyncpipe.train.progress import Meter, ProgressSink, RunStarted, StepListener, TrainingSummary
 from asyncpipe.train.randomness import RunRandom
+from asyncpipe.train.scalars import ScalarProgress, scalar_observers
 from asyncpipe.train.schedule_changes import ScheduleChanges
 from asyncpipe.train.snapshots.resume import ResumePoint, named_states, open_folder, with_chosen_schedule
 from asyncpipe.train.snapshots.run_state import RunState, schedule_sha256
@@ -167,6 +170,23 @@ class TrainingRun:
 
     async def _run(self) -> TrainingSummary:
         await in_thread(self._open_folders)
+        begun = self._meter.step
+        observers = await in_thread(lambda: scalar_observers(self._job, begun, self._count_failure))
+        if not observers:
+            return await self._run_job()
+        scalars = self._progress = ScalarProgress(self._progress, observers)
+        end: RunEnd = "failed"
+        try:
+            summary = await self._run_job()
+            end = "killed" if summary.stopped else "finished"
+            return summary
+        except asyncio.CancelledError:
+            end = "killed"
+            raise
+        finally:
+            await in_thread(lambda: scalars.close(end))
+
+    async def _run_job(self) -> TrainingSummary:
         if self._resumed is not None:
             self._progress.entered(str(self._resumed))
         workload = await self._thread.run(lambda: self._random.build(self._job.training.seed, self._make_workload))

@@ -195,6 +195,7 @@ class PartFile:
         if not isinstance(piece, Representation):
             assert self._file is not None
             self._file.write(piece)
+            self._file.flush()  # What has come is kept, whatever ends this process.
             return
         path = self._target.with_name(f"{self._target.name}.{piece.part_name}")
         if path != self._path:

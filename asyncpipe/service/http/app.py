@@ -122,7 +122,8 @@ async def _raise(_: Request, error: Exception) -> NoReturn:
 
 def _redactor(settings: ServiceSettings) -> Redactor:
     folders = [settings.folder, settings.entry_path, settings.token_file, settings.config, Path.cwd(), Path.home()]
-    return Redactor(folders, [None if settings.token is None else settings.token.get_secret_value()])
+    secrets = [settings.token, settings.mlflow]
+    return Redactor(folders, [None if secret is None else secret.get_secret_value() for secret in secrets])
 
 
 def _check_address(settings: ServiceSettings) -> None:

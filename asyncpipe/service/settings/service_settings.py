@@ -165,6 +165,12 @@ class ServiceSettings(BaseSettings):
     """What of jobs that have ended is deleted, and when; nothing without rules."""
     quota: types.ByteCount | None = None
     """Bytes of the folder; above them no job is submitted or begins. Nothing is deleted for it."""
+    tensorboard: bool = Field(default=False, description="must be true or false")
+    """Whether each job writes figures of its steps for TensorBoard, to ``jobs/ID/tensorboard`` in the folder."""
+    mlflow: SecretStr | None = None
+    """MLflow's tracking server, to which each job logs the same; secret, since it may have a password."""
+    mlflow_experiment: str = Field(default="asyncpipe", min_length=1, description="must be a text that is not empty")
+    """The experiment of the jobs' runs there."""
     webhook: WebhookSettings | None = None
     """Who is told of jobs that fail or are quarantined; nobody without it."""
     loop: Literal["own", "running"] = Field(default="own", description='must be "own" or "running"')

@@ -343,8 +343,19 @@ def job_of(spec: JobSpec, record: JobRecord, settings: ServiceSettings) -> Job:
             "folder": str(settings.folder / "jobs" / record.id / "snapshots"),
             "resume": True,
         },
+        "observe": _observed(record, settings),
     }
     try:
         return Job.model_validate_json(json.dumps(tables), context={"path": Path(f"job {record.id}")})
     except ValidationError as error:
         raise SubmissionError(wrong_keys(error, Job)) from None
+
+
+def _observed(record: JobRecord, settings: ServiceSettings) -> dict[str, Any]:
+    """The ``[observe]`` of a job, which the operator alone sets."""
+    observed: dict[str, Any] = {}
+    if settings.tensorboard:
+        observed["tensorboard"] = str(settings.folder / "jobs" / record.id / "tensorboard")
+    if settings.mlflow is not None:
+        observed |= {"mlflow": settings.mlflow.get_secret_value(), "mlflow_experiment": settings.mlflow_experiment}
+    return observed

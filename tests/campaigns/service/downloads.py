@@ -30,7 +30,7 @@ TRAINING: dict[str, Any] = JOB | {
     "name": "downloaded",
     "parameters": JOB["parameters"] | {"width": 96},
     "training": JOB["training"] | {"steps": 10**6},
-    "snapshots": {"every": 3, "keep": 100},
+    "snapshots": {"every": 10, "keep": 3, "keep_every": 1},
 }
 
 
@@ -70,10 +70,9 @@ class Line:
                 body += len(data)
                 self.passed += len(data)
                 if body >= PIECE:
+                    self.cuts += 1
+                    self.cut()
                     break
-        if body >= PIECE:
-            self.cuts += 1
-            self.cut()
 
 
 @contextmanager
@@ -108,6 +107,14 @@ def newer(client: JobClient, job: str, than: int) -> int:
         assert monotonic() < deadline, f"no snapshot after that of step {than}"
         sleep(0.05)
     return found
+
+
+def has(folder: Path, size: int) -> None:
+    """Wait until the file in ``folder`` has so many bytes."""
+    deadline = monotonic() + SECONDS
+    while not any(path.stat().st_size >= size for path in folder.iterdir()):
+        assert monotonic() < deadline, f"nothing has {size} bytes"
+        sleep(0.01)
 
 
 def same_as(snapshots: Path, model: Path) -> int | None:
@@ -167,7 +174,7 @@ def _client_killed(service: Flooded, client: JobClient, job: str, snapshots: Pat
         command = [sys.executable, "-c", code, "jobs", "download", job, "--to", str(to)]
         command += ["--url", f"http://127.0.0.1:{line.port}", "--token-file", str(folder / "token")]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-            line.cut = process.kill
+            line.cut = lambda: (has(to, PIECE), process.kill())
             killed = process.wait(SECONDS) == -signal.SIGKILL
         (part,) = to.iterdir()
         begun = part.stat().st_size

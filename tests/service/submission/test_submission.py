@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from pydantic import Field
+from pydantic import Field, SecretStr
 from torch import nn
 
 from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, PriorityClass
@@ -378,3 +378,17 @@ def test_the_error_travels():
     error = SubmissionError([("training.steps", "must be more"), ("", "and 3 more")])
     again = pickle.loads(pickle.dumps(error))
     assert (again.problems, str(again)) == (error.problems, "training.steps: must be more\nand 3 more")
+
+
+def test_the_operator_alone_says_where_figures_go(tmp_path):
+    settings = SERVICE.model_copy(
+        update={"folder": tmp_path, "tensorboard": True, "mlflow": SecretStr("http://me:secret@mlflow")}
+    )
+    spec = check_submission(RIGHT, SERVICE, ENTRIES)
+    assert "observe" in problems({**RIGHT, "observe": {"mlflow": "http://elsewhere"}})
+    made = record(spec)
+    observe = job_of(spec, made, settings).observe
+    assert observe.tensorboard == tmp_path / "jobs" / made.id / "tensorboard"
+    assert (observe.mlflow, observe.mlflow_experiment) == ("http://me:secret@mlflow", "asyncpipe")
+    assert "secret" not in repr(settings)
+    assert job_of(spec, record(spec), SERVICE).observe.tensorboard is None
