@@ -19,7 +19,7 @@ from tests.campaigns.service import Row
 
 BACKUPS = 5
 SEED = 3
-STEPS = 150
+STEPS = 240
 SECONDS = 240.0
 
 
