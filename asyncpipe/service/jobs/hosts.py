@@ -12,10 +12,12 @@ A host is drained until it is undrained, or the service ends. A worker whose dev
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
+from asyncpipe.core.engine.worker_notes import WorkerChange, WorkerState
 from asyncpipe.core.hosts import unit_of
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.pipeline.pool import DevicePool
@@ -71,6 +73,8 @@ class Hosts:
         self._jobs_in = jobs_in
         self._drained: set[str] = set()
         self._watchers: list[Callable[[], object]] = []
+        self._of_jobs: dict[tuple[str, str], int] = {}
+        """By job and worker: the processes that jobs in processes of their own have started, and that are up."""
 
     def __contains__(self, unit: str) -> bool:
         return unit in self._drained
@@ -105,6 +109,18 @@ class Hosts:
                 changed()
         return [each for each in await self.workers() if each.host == host]
 
+    def tell(self, job: str, change: WorkerChange) -> None:
+        """A worker came up or was lost that ``job``, in a process of its own, has for itself."""
+        if change.state is WorkerState.UP:
+            self._of_jobs[job, change.worker] = change.pid
+        else:
+            self._of_jobs.pop((job, change.worker), None)
+
+    def forget(self, job: str) -> None:
+        """The process of ``job`` is gone, and its workers with it."""
+        for key in [each for each in self._of_jobs if each[0] == job]:
+            del self._of_jobs[key]
+
     async def workers(self) -> Sequence[WorkerStatus]:
         """All workers, those that are not up as well; empty if the service's devices are threads."""
         workers = self._pool.workers
@@ -138,7 +154,12 @@ class Hosts:
 
         statuses = await self._pool.run(look())
         jobs_in = self._jobs_in()
-        return [_with_jobs(each, jobs_in) for each in statuses]
+        return [_with_jobs(self._as_told(each), jobs_in) for each in statuses]
+
+    def _as_told(self, status: WorkerStatus) -> WorkerStatus:
+        """``status`` with what a job's process tells of its own; of several, the first."""
+        pids = [pid for (_, worker), pid in self._of_jobs.items() if worker == status.name]
+        return replace(status, up=True, pid=pids[0], machine=platform.node()) if pids and not status.up else status
 
     def heartbeats(self) -> dict[str, float]:
         """By worker that is up, the seconds since something came from it. From any thread."""

@@ -14,8 +14,10 @@ from manager_helpers import make_settings, submission
 from resume_helpers import batches, disturb
 from run_helpers import assert_same_end, plain
 
+from asyncpipe.core.engine.worker_notes import WorkerChange, WorkerState
+from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.service.job_states import JobState
-from asyncpipe.service.jobs.hosts import UnknownHostError
+from asyncpipe.service.jobs.hosts import Hosts, UnknownHostError
 from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.submission.entries import Entries
@@ -90,3 +92,17 @@ async def test_jobs_leave_a_drained_host_after_their_step_and_come_back(tmp_path
     disturb()
     summary = await TrainingRun(alone, partial(workload, record.step)).run()
     assert_same_end(summary.snapshot, folder / summary.snapshot.name)
+
+
+async def test_workers_that_a_job_has_for_itself_are_shown_while_its_process_lives():
+    async with DevicePool(workers="processes") as pool:
+        hosts = Hosts(pool, ["cpu:0", "cpu:1"], lambda: {"job": ("cpu:0",)})
+        hosts.tell("job", WorkerChange("cpu:0", WorkerState.UP, 7))
+        hosts.tell("job", WorkerChange("cpu:1", WorkerState.UP, 8))
+        hosts.tell("job", WorkerChange("cpu:1", WorkerState.LOST, 8))
+        assert [(each.name, each.up, each.pid, each.jobs) for each in await hosts.workers()] == [
+            ("cpu:0", True, 7, ("job",)),
+            ("cpu:1", False, 0, ()),
+        ]
+        hosts.forget("job")
+        assert not any(each.up for each in await hosts.workers())

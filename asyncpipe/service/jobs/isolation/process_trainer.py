@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncpipe.core.engine.events import Observer, StepRecord
 from asyncpipe.core.engine.share import Share
+from asyncpipe.core.engine.worker_notes import WorkerChange, WorkerWatcher
 from asyncpipe.errors import WorkerLostError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.service.jobs.hosts import Hosts
@@ -120,6 +121,7 @@ class ProcessTrainer:
         finally:
             self._process = None
             self._up.set()
+            self._leave.forget(self._share.job)
             unwatch()
 
     def _tell_hosts(self) -> None:
@@ -139,7 +141,8 @@ class ProcessTrainer:
             case Collected(method=method, arguments=arguments):
                 getattr(self._collector, method)(*arguments)
             case WorkerTold(change=change):
-                self._tell(lambda each: hasattr(each, "worker_changed") and each.worker_changed(change))
+                self._leave.tell(self._share.job, change)
+                self._tell_change(change)
             case Keep(number=number) if self._process is not None:
                 # Losses are in their file when ``stepped`` returns.
                 self._process.send(Kept(number))
@@ -157,6 +160,13 @@ class ProcessTrainer:
         def tell(observer: Observer) -> None:
             if isinstance(observer, StepListener):
                 observer.training_step(step.loss, step.samples, step.tokens, step.duration)
+
+        self._tell(tell)
+
+    def _tell_change(self, change: WorkerChange) -> None:
+        def tell(observer: Observer) -> None:
+            if isinstance(observer, WorkerWatcher):
+                observer.worker_changed(change)
 
         self._tell(tell)
 
