@@ -132,6 +132,17 @@ await driven(chromium, profile, async (page, facts) => {
   facts.refused = await look(page);
   await page.click('#dismiss');
   facts.watching = true;
+  await page.type('#text', 'QUITE A LONG');
+  await page.waitForFunction(() => document.querySelectorAll('.job').length === 1, WAIT);
+  facts.searched = await look(page);
+  facts.searched.place = await page.evaluate(() => location.search);
+  await page.focus('#widen');
+  await page.keyboard.press('Enter');
+  await page.waitForFunction(() => document.querySelectorAll('.job').length > 5, WAIT);
+  await page.select('#sort', 'name');
+  await page.waitForFunction(() => location.search === '?sort=name', WAIT);
+  facts.sorted = await look(page);
+  await page.select('#sort', '');
   await compare(page, facts);
   await visit(page, facts, 'runs');
   await visit(page, facts, 'done');

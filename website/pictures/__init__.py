@@ -7,8 +7,9 @@
     graph.py        a task graph, from ``lower``
     timelines.py    timelines, by the package's own pictures of simulated steps
     live.py         what cannot be drawn without training: a real step's timeline, the live page
+    service.py      the pages of a real service that trains the example
 
-All but those of ``live.py`` are the same whenever they are drawn; a test compares them with the files.
+All but those of the last two are the same whenever they are drawn; a test compares them with the files.
 """
 
 from __future__ import annotations

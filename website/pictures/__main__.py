@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from website.pages import ROOT
-from website.pictures import drawn
-from website.pictures.live import photograph
+from website.pictures import drawn, live, service
 
 __all__ = ["main"]
 
@@ -17,7 +16,11 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the files that differ."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--live", action="store_true", help="train the example, draw a step and photograph its page")
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="train the example, draw a step, and photograph its page and those of a service",
+    )
     options = parser.parse_args(argv)
     for name, text in drawn().items():
         path = ROOT / "docs" / name
@@ -26,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             path.write_text(text, encoding="utf-8")
             print(path.relative_to(ROOT))
     if options.live:
-        asyncio.run(photograph(ROOT / "docs"))
+        asyncio.run(live.photograph(ROOT / "docs"))
+        asyncio.run(service.photograph(ROOT / "docs"))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The pages of a service in a real browser, with no job, one, 12 and 5,000: two widths, two schemes, by keys alone, axe."""
+"""The pages of a service in a real browser, with no job, one, 12 and 5,000: two widths and schemes, keys alone, axe."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _submit(service: Flooded, count: int) -> None:
     training = JOB["training"] | {"steps": 100_000}
     jobs = [service.client.submit(JOB | {"name": f"number {each}", "training": training}) for each in range(count)]
     if count > 1:
-        service.client.pause(jobs[-1][0]["id"])
+        service.client.pause(jobs[-1]["id"])
 
 
 async def _fill(folder: Path, count: int) -> None:

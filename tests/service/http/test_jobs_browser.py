@@ -17,6 +17,7 @@ from asyncpipe.observe.live import LiveView
 from asyncpipe.service.job_states import JobState
 from asyncpipe.service.jobs.job_log import LossRow
 from asyncpipe.service.jobs.outlook import Outlook
+from asyncpipe.service.store.job_store import JobFilter
 
 NODE = Path(__file__).resolve().parents[2] / "node"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -36,7 +37,7 @@ pytestmark = [
 
 async def jobs(service: FakeService) -> str:
     """Many that ended long ago, and one in each other state; gives the id of the one that runs."""
-    for number in range(3):
+    for number in range(30):
         record, _ = await service.submit(submission(name=f"old {number}"))
         await service.cancel(record.id, "not needed any more")
     running, _ = await service.submit(submission(name="runs", weight=2))
@@ -54,7 +55,7 @@ async def jobs(service: FakeService) -> str:
     view.training_step(0.5, 8, 64, 0.1)
     service.views[running.id] = view
     speed = {"steps_per_second": 2.0, "tokens_per_second": 128.0, "left_seconds": 25.0}
-    service.known = dict.fromkeys([record.id for record in await service.list(limit=1000)], Outlook())
+    service.known = dict.fromkeys([record.id for record in await service.list(JobFilter(), 1000)], Outlook())
     service.known |= {running.id: Outlook(**speed), waiting.id: Outlook("max_running 1 is reached", 1)}
     service.busy.add(running.id)
     return running.id
@@ -120,7 +121,7 @@ def check(facts: dict[str, Any], running: str) -> None:
     assert (waits["pace"], waits["cause"]) == ("place 1 in the queue", "max_running 1 is reached")
     assert (done["section"], done["state"]) == ("Finished", "finished")
     assert first[LONG]["cause"].startswith("the loss of step 12 is not finite")
-    assert sum(row["section"] == "Cancelled" for row in first.values()) == 3
+    assert sum(row["section"] == "Cancelled" for row in first.values()) == 5
     for size, seen in facts["sizes"].items():
         check_page(seen, size)
     check_keys(facts)
@@ -129,6 +130,9 @@ def check(facts: dict[str, Any], running: str) -> None:
     assert second["runs"]["steps"] == "step 60 of 100"
     assert second["runs"]["loss"] != runs["loss"]
     assert "cannot pause just now" in facts["refused"]["notice"]
+    assert ([row["name"] for row in facts["searched"]["rows"]], facts["searched"]["place"]) == ([LONG], "?text=QUITE+A+LONG")
+    names = [row["name"] for row in facts["sorted"]["rows"] if row["section"] == "Cancelled"]
+    assert names == sorted(names)
     compared = facts["compared"]
     assert (facts["chosen"], compared["axes"], compared["names"]) == (
         "2 jobs chosen",

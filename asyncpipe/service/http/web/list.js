@@ -148,7 +148,17 @@ function byGroup(ids) {
 }
 
 // The ids of a section's jobs that are in one of its states still.
-const here = ({ section: { states }, ids }) => ids.filter(id => jobs.has(id) && (!states || states.includes(jobs.get(id).state)));
+function here({ section: { states }, ids }) {
+  const shown = ids.filter(id => jobs.has(id) && (!states || states.includes(jobs.get(id).state)));
+  const key = ORDERS[filter('sort')];
+  return key ? shown.map(id => [key(jobs.get(id)), id]).sort(([a], [b]) => a < b ? -1 : a > b ? 1 : 0).map(([, id]) => id) : shown;
+}
+
+// Orders of the jobs that are shown; the API itself has the newest first, or the oldest.
+const ORDERS = {
+  updated: job => -job.updated, name: job => job.name.toLowerCase(), left: job => job.left_seconds ?? Infinity,
+  loss: job => curves.get(job.id)?.points.at(-1)?.[1] ?? Infinity,
+};
 
 function showSection(known, counts, paged) {
   const { section, element } = known, { states } = section, shown = here(known);
