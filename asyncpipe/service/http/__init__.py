@@ -13,7 +13,7 @@
     audit.py                        a log line for each change and each refusal
     event_stream.py                 server-sent events
     download.py                     artifacts as a whole or by ranges (ranges.py)
-    pages.py                        a page with all jobs, and the live page of each
+    pages.py                        a page with all jobs, and the page of each; their files are in web/
 
 May import everything below it in the service. This module needs no FastAPI; the others do.
 """

@@ -130,7 +130,10 @@ def check(facts: dict[str, Any], running: str) -> None:
     assert second["runs"]["steps"] == "step 60 of 100"
     assert second["runs"]["loss"] != runs["loss"]
     assert "cannot pause just now" in facts["refused"]["notice"]
-    assert ([row["name"] for row in facts["searched"]["rows"]], facts["searched"]["place"]) == ([LONG], "?text=QUITE+A+LONG")
+    assert ([row["name"] for row in facts["searched"]["rows"]], facts["searched"]["place"]) == (
+        [LONG],
+        "?text=QUITE+A+LONG",
+    )
     names = [row["name"] for row in facts["sorted"]["rows"] if row["section"] == "Cancelled"]
     assert names == sorted(names)
     compared = facts["compared"]

@@ -179,7 +179,8 @@ function told(ids) {
 
 function place(list, wanted) {
   const ids = new Set(wanted.map(job => job.id));
-  for (const row of [...list.children]) if (!ids.has(row.dataset.id)) row.remove();
+  // A section that was away may have rows that are forgotten.
+  for (const row of [...list.children]) if (!ids.has(row.dataset.id) || rows.get(row.dataset.id) !== row) row.remove();
   wanted.forEach((job, index) => {
     const row = rows.get(job.id) ?? newRow(job);
     if (list.children[index] !== row) list.insertBefore(row, list.children[index] ?? null);
