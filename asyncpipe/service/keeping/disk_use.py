@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from asyncpipe.service.job_states import FINAL_STATES
@@ -45,9 +46,11 @@ class DiskUse:
     def total(self) -> int:
         """The bytes of the folder, of jobs that have not ended as well."""
         total = sum(sum(kept) for _, kept in self._ended.values())
-        for entry in os.scandir(self._folder):
-            if entry.name != "jobs":
-                total += sum(size for _, size in walk(Path(entry.path))) if entry.is_dir() else entry.stat().st_size
+        for name in os.listdir(self._folder):
+            if name != "jobs":
+                total += sum(size for _, size in walk(self._folder / name))
+                with suppress(FileNotFoundError):  # The store's own files come and go.
+                    total += (self._folder / name).stat().st_size if (self._folder / name).is_file() else 0
         jobs = self._folder / "jobs"
         names = os.listdir(jobs) if jobs.is_dir() else []
         return total + sum(size for name in names if name not in self._ended for _, size in walk(jobs / name))

@@ -72,7 +72,7 @@ async def test_a_store_that_is_gone_or_empty_is_not_begun_anew_beside_folders_of
     lose(tmp_path / "jobs.sqlite3-wal")
     store.write_bytes(content)
     async with service(tmp_path) as (opened, _):
-        assert [job.id for job in await opened.list()] == jobs
+        assert [job.id for job in await opened.list()] == jobs[::-1]
 
 
 async def test_a_store_that_is_older_than_its_folders_is_refused(tmp_path, jobs):
@@ -81,7 +81,7 @@ async def test_a_store_that_is_older_than_its_folders_is_refused(tmp_path, jobs)
     assert f"has the folder of a job ({jobs[1][::-1]}) that the store does not know" in problem
     assert 'If it is gone for good, start with lost_state = "quarantine"' in problem
     async with service(tmp_path, lost_state="quarantine") as (opened, _):
-        assert [job.id for job in await opened.list()] == jobs
+        assert [job.id for job in await opened.list()] == jobs[::-1]
 
 
 @pytest.mark.parametrize("how", ["gone", "empty"])
@@ -92,7 +92,7 @@ async def test_folders_that_are_all_gone_are_a_disk_that_is_not_mounted(tmp_path
     problem = await refused(tmp_path)
     assert f"the store has 1 jobs with snapshots, and {tmp_path / 'jobs'} is {how}; mount its disk" in problem
     async with service(tmp_path, lost_state="quarantine") as (opened, _):
-        lost, other = await opened.list()
+        other, lost = await opened.list()
         assert lost.state is JobState.QUARANTINED
         assert other.state is not JobState.QUARANTINED
 
@@ -101,7 +101,7 @@ async def test_a_job_whose_snapshots_are_gone_is_quarantined_and_others_go_on(tm
     lose(tmp_path / "jobs" / jobs[0] / "snapshots")
     async with service(tmp_path) as (opened, fakes):
         await until(lambda: fakes.made["job"])
-        lost, other = await opened.list()
+        other, lost = await opened.list()
         assert lost.state is JobState.QUARANTINED
         assert lost.cause == (
             f"its snapshots are lost: the last was step-3, and {tmp_path / 'jobs' / jobs[0] / 'snapshots'} is gone; "

@@ -121,7 +121,7 @@ async def test_above_its_quota_a_service_takes_and_begins_nothing_until_somethin
         ballast.write_bytes(bytes(10_000_000))
         await retainer.apply()
         assert (await service.get(first.id)).state is JobState.RUNNING
-        assert "its quota is 4.768 MiB" in (await service.waits_for(second.id) or "")
+        assert "its quota is 4.768 MiB" in (service.manager.waits_for(second.id) or "")
         fakes["job"].go()
         while (await service.get(first.id)).state is not JobState.FINISHED:
             pass
