@@ -124,7 +124,7 @@ class Campaign:
 
     def _finish(self, served: Served, client: JobClient) -> None:
         for each in list(self.told.jobs):
-            assert client.wait(each, 240)["state"] in ("finished", "cancelled"), served.story()
+            assert client.wait(each, 900)["state"] in ("finished", "cancelled"), served.story()
         self.told.look(client)
         self.events = self.told.check_events(client)
         served.process.send_signal(signal.SIGTERM)

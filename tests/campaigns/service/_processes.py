@@ -16,7 +16,7 @@ from asyncpipe.service.client import JobClient
 
 __all__ = ["held_by", "job", "make_odd_folder", "tree", "wait_for"]
 
-SECONDS = 110.0
+SECONDS = 300.0
 SHAPE = {"width": 16, "blocks": 4, "heads": 2, "context": 16, "dropout": 0.1, "sample_length": 2}
 
 
