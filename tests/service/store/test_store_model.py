@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from store_helpers import CANCELLED, LEGAL, PAUSED, QUEUED, RUNNING, SPEC, submitted
 
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobSpec, JobState, JobStateError, PriorityClass
-from asyncpipe.service.store.job_store import IdempotencyConflictError, JobFilter, JobStore
+from asyncpipe.service.store.job_store import IdempotencyConflictError, JobFilter, JobStore, PastDeadlineError
 
 _STATES = st.sampled_from(JobState)
 _SPECS = st.sampled_from(
@@ -73,6 +73,10 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 with pytest.raises(IdempotencyConflictError):
                     self.runner.run(submitted(self.store, spec, key))
+            return
+        if spec.deadline is not None and spec.deadline <= self.now:
+            with pytest.raises(PastDeadlineError):
+                self.runner.run(submitted(self.store, spec, key))
             return
         job = self.runner.run(submitted(self.store, spec, key))
         assert job.id not in self.jobs
