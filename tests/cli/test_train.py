@@ -278,6 +278,7 @@ def test_an_extra_that_is_not_installed_ends_the_command_before_it_trains(
     job, capsys, monkeypatch, package, option, extra
 ):
     monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "asyncpipe.observe.http_server", raising=False)  # It has imported uvicorn before.
     assert cli.main(["train", str(job), *option]) == 2
     out, err = capsys.readouterr()
     assert extra in err
