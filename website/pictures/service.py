@@ -16,7 +16,7 @@ from website.pages import ROOT
 __all__ = ["photograph"]
 
 STEPS, RATES = 60, (1e-3, 3e-3, 1e-2, 3e-2)
-LONG = 100_000
+LONG = 600
 """Steps of the jobs that run or wait while the pictures are taken."""
 SHOWN = "new Promise(done => setInterval(() => {0} && done(1), 200))"
 
@@ -53,7 +53,7 @@ async def photograph(folder: Path) -> None:
 async def _photograph_list(tab: Tab, url: str, folder: Path) -> None:
     for name, width in (("jobs", 1100), ("jobs-narrow", 400)):
         await tab.look(f"{url}/", width, height=1100)
-        await tab.ask(SHOWN.format("document.querySelectorAll('.spark .line').length > 3"))
+        await tab.ask(SHOWN.format("document.querySelectorAll('.spark .line').length > 1"))
         await tab.photograph(folder / f"{name}.png", whole=False)
 
 

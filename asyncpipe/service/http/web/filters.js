@@ -38,7 +38,7 @@ export const isNarrowed = () => [...FIELDS.slice(0, 3), ...HIDDEN].some(filter);
 export function wanted() {
   const state = filter('state');
   const only = state && [{ key: state, title: CHIPS.find(([name]) => name === state)?.[1] ?? state, states: [state], first: PAGE }];
-  if (filter('by')) return [{ ...(only?.[0] ?? { states: null }), key: 'all', title: only?.[0].title ?? 'Jobs', first: 2 * PAGE }];
+  if (filter('by')) return [{ states: null, title: 'Jobs', ...(only ? only[0] : {}), key: 'all', first: 2 * PAGE }];
   return only || BY_STATE;
 }
 

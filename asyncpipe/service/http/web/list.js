@@ -278,7 +278,7 @@ function showCurves() {
     const groups = Map.groupBy([...rows.keys()].map(id => jobs.get(id)).filter(job => job && (job.state === 'failed') === failed), job => job.entry);
     for (const [entry, of] of groups) {
       const points = of.flatMap(job => curves.get(job.id)?.points ?? []), values = extent(points);
-      if (values && !scales.has(entry)) scales.set(entry, { values, steps: [0, of.reduce((most, job) => Math.max(most, job.step, curves.get(job.id) ? job.steps ?? 0 : 0), 1)] });
+      if (values && !scales.has(entry)) scales.set(entry, { values, steps: [0, of.reduce((most, job) => Math.max(most, curves.get(job.id)?.points.at(-1)?.[0] ?? 0), 1)] });
     }
   }
   for (const [id, row] of rows) if (jobs.has(id)) fillCurve(row.querySelector('.curve'), jobs.get(id), scales);
