@@ -3,6 +3,7 @@
 ::
 
     training_service.py   TrainingService, the component that an application embeds. Start here.
+    job_reading.py        its half that changes nothing; service_loop.py: the loop where all of it happens
     submitting.py         from what a client submits to what the store keeps: one job, or the many of a sweep
     jobs/                 which jobs run, their runs, logs and metrics
     keeping/              backups of a service, and what is made of them again

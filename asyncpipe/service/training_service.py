@@ -17,34 +17,26 @@ of a request that changes a job; the request is carried out nevertheless.
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
-from asyncpipe.errors import AsyncpipeError
 from asyncpipe.observe.live import LiveView
-from asyncpipe.runtime.portal import Portal, PortalCall, wait_uncancelled
-from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass, Transition
-from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact
+from asyncpipe.service.job_reading import JobReading
+from asyncpipe.service.job_states import JobRecord, PriorityClass
 from asyncpipe.service.jobs.hosts import WorkerStatus
 from asyncpipe.service.jobs.job_folder import FilesOfJob
-from asyncpipe.service.jobs.job_log import JobEvent, JobLog, LossRow, read_losses
-from asyncpipe.service.jobs.last_view import past_view
-from asyncpipe.service.jobs.loss_file import spread_losses
+from asyncpipe.service.jobs.job_log import JobEvent, LossRow
 from asyncpipe.service.jobs.lost_state import check_before_opening, check_state
 from asyncpipe.service.jobs.manager import Manager
-from asyncpipe.service.jobs.outlook import Outlook
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 from asyncpipe.service.keeping.retainer import Retainer
 from asyncpipe.service.known_tokens import KnownTokens
+from asyncpipe.service.service_loop import ServiceDrainingError, ServiceLoop
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.database import STORE
-from asyncpipe.service.store.job_store import ALL_JOBS, JobFilter, JobStore
+from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.submission.changes import changed_spec
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import Submission
@@ -55,19 +47,8 @@ from asyncpipe.train.blocking_calls import in_thread
 
 __all__ = ["JobEvent", "LossRow", "ServiceDrainingError", "ServiceStatus", "TrainingService"]
 
-_T = TypeVar("_T")
-
-BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 10.0
 """A service's loop without a heartbeat for this long counts as stuck."""
-_CLOSED = "is closed"
-
-MOST_LOSSES = 10_000
-"""The most rows of a loss curve that one call returns."""
-
-
-class ServiceDrainingError(AsyncpipeError, RuntimeError):
-    """The service is not open, or is shutting down and takes no more jobs; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +65,7 @@ class ServiceStatus:
     queued: int
 
 
-class TrainingService:
+class TrainingService(JobReading):
     """Trains submitted jobs; an async context manager that opens once and drains at its end.
 
     Methods that change a job return when the change is on disk. They raise ``UnknownJobError``, ``JobStateError`` if
@@ -104,17 +85,11 @@ class TrainingService:
         """Who may use the service over HTTP."""
         self._manager: Manager | None = None
         self._retainer: Retainer | None = None
-        self._portal: Portal | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop = ServiceLoop()
+        """Where everything happens."""
         self._stack = AsyncExitStack()
-        self._local_requests: set[asyncio.Task[Any]] = set()
-        self._last_heartbeat = 0.0
-        self._heartbeat: asyncio.TimerHandle | None = None
         self._not_open: str = "is not open; use 'async with'"
         """Why the service cannot be used; empty while it is open."""
-        self._calls: set[Future[Any]] = set()
-        """Calls from other loops that have not ended."""
-        self._calling = Lock()
 
     @property
     def manager(self) -> Manager:
@@ -133,17 +108,13 @@ class TrainingService:
     # Opening and closing
 
     async def __aenter__(self) -> TrainingService:
-        if self._loop is not None:
+        if self.loop.is_open:
             raise ServiceDrainingError("a service opens once; make a new one")
-        if self.settings.loop == "own":
-            self._portal = Portal()
-            self._loop = self._portal.loop
-        else:
-            self._loop = asyncio.get_running_loop()
+        self.loop.open(own=self.settings.loop == "own")
         try:
-            await self._hop(self._open())
+            await self.loop.hop(self._open())
         except BaseException:
-            await self._close_portal()
+            await self.loop.close()
             raise
         self._not_open = ""
         return self
@@ -151,14 +122,10 @@ class TrainingService:
     async def __aexit__(self, *_: object) -> None:
         self._not_open = "is closing"
         try:
-            await self._hop(self._close())
+            await self.loop.hop(self._close())
         finally:
-            with self._calling:
-                self._not_open = _CLOSED
-                calls = [asyncio.wrap_future(call) for call in self._calls]
-            if calls:  # Followers, which end now that their logs are closed.
-                await asyncio.wait(calls)
-            await self._close_portal()
+            self._not_open = "is closed"
+            await self.loop.close()
 
     async def _open(self) -> None:
         settings = self.settings
@@ -185,7 +152,7 @@ class TrainingService:
             if webhook is not None:
                 manager.jobs.on_change = webhook.wake
                 webhook.wake()  # Of what the manager found when it opened.
-            self._beat()
+            self.loop.beat()
             self._stack = stack.pop_all()
 
     async def _told(self, store: JobStore, stack: AsyncExitStack) -> Webhook | None:
@@ -199,16 +166,9 @@ class TrainingService:
     async def _close(self) -> None:
         try:
             await self._stack.aclose()
-            if self._local_requests:
-                await asyncio.wait(self._local_requests)
+            await self.loop.finish_requests()
         finally:
-            if self._heartbeat is not None:
-                self._heartbeat.cancel()
-
-    async def _close_portal(self) -> None:
-        if self._portal is not None:
-            self._portal.close()
-            await in_thread(self._portal.join)
+            self.loop.beat_no_more()
 
     def take_no_more(self, cause: str) -> None:
         """Take no more jobs from now on, without waiting for anything. From any thread."""
@@ -219,7 +179,7 @@ class TrainingService:
 
         ``cause`` goes into their histories. Runs that have not ended after ``settings.grace_seconds`` are cancelled.
         """
-        await self._hop(self.manager.drain(cause))
+        await self.loop.hop(self.manager.drain(cause))
 
     # Jobs
 
@@ -237,7 +197,7 @@ class TrainingService:
         self._check_quota()
         spec = await self._submitting().check(submission)
         with blaming_submission():
-            return await self._do(manager.jobs.submit(spec, idempotency_key))
+            return await self.loop.do(manager.jobs.submit(spec, idempotency_key))
 
     async def submit_sweep(
         self, submission: Mapping[str, Any], sweep: SweepInput, idempotency_key: str | None = None
@@ -253,22 +213,22 @@ class TrainingService:
         self._check_quota()
         specs = await self._submitting().check_sweep(submission, sweep, idempotency_key)
         with blaming_submission():
-            return await self._do(manager.jobs.submit_all(specs, idempotency_key))
+            return await self.loop.do(manager.jobs.submit_all(specs, idempotency_key))
 
     def _submitting(self) -> Submitting:
         return Submitting(self.settings, self.entries, self.manager.jobs.store)
 
     async def pause(self, job: str, cause: str = "asked to pause") -> JobRecord:
         """The job, paused; or running and asked to pause after its step, with a snapshot."""
-        return await self._do(self.manager.jobs.pause(job, cause))
+        return await self.loop.do(self.manager.jobs.pause(job, cause))
 
     async def resume(self, job: str, cause: str = "asked to go on") -> JobRecord:
         """The job, queued; or still running, if it had been asked to pause. Raises ``QueueFullError``."""
-        return await self._do(self.manager.jobs.resume(job, cause))
+        return await self.loop.do(self.manager.jobs.resume(job, cause))
 
     async def cancel(self, job: str, cause: str = "asked to end") -> JobRecord:
         """The job, cancelled; or running and asked to end between two tasks, without a snapshot."""
-        return await self._do(self.manager.jobs.cancel(job, cause))
+        return await self.loop.do(self.manager.jobs.cancel(job, cause))
 
     async def retry(
         self,
@@ -287,7 +247,7 @@ class TrainingService:
         if changes:
             fixed = ("entry", "name")  # A snapshot knows whose it is.
             spec = changed_spec(await self.get(job), changes, self.settings, self.entries, fixed=fixed)
-        return await self._do(manager.ended.retry(job, cause, from_step, spec))
+        return await self.loop.do(manager.ended.retry(job, cause, from_step, spec))
 
     async def fork(self, job: str, from_step: int | None = None, changes: Mapping[str, Any] | None = None) -> JobRecord:
         """A new job that goes on from a copy of a snapshot of ``job``, as ``retry`` would, with ``changes``.
@@ -298,7 +258,9 @@ class TrainingService:
         self._check_quota()
         record = await self.get(job)
         spec = changed_spec(record, changes or {}, self.settings, self.entries, fixed=("entry",))
-        return await self._do(manager.ended.fork(job, replace(spec, after=(), group=None, deadline=None), from_step))
+        return await self.loop.do(
+            manager.ended.fork(job, replace(spec, after=(), group=None, deadline=None), from_step)
+        )
 
     async def delete(self, job: str, *, dry_run: bool = False) -> tuple[JobRecord, FilesOfJob]:
         """Delete a job that has ended, with all that it has on disk; what it was, and what it had.
@@ -308,8 +270,8 @@ class TrainingService:
         """
         ended = self.manager.ended
         if dry_run:
-            return await self.get(job), await self._hop(ended.files(job))
-        return await self._do(ended.delete(job))
+            return await self.get(job), await self.loop.hop(ended.files(job))
+        return await self.loop.do(ended.delete(job))
 
     async def amend(
         self,
@@ -325,7 +287,7 @@ class TrainingService:
         processes or it has a process of its own, from its next run on. Raises ``JobSpecError`` for wrong values.
         """
         change = self.manager.jobs.amend(job, priority_class=priority_class, weight=weight, tags=tags)
-        return await self._do(change)
+        return await self.loop.do(change)
 
     async def change_schedule(self, job: str, schedule: str) -> JobRecord:
         """The job, which follows ``schedule`` from its next step on, also after a restart.
@@ -333,163 +295,28 @@ class TrainingService:
         Raises ``SubmissionError`` for a schedule that is not registered or does not fit the job, ``ScheduleError`` if
         the running pipeline cannot follow it; nothing was changed then.
         """
-        return await self._do(self.manager.jobs.change_schedule(job, schedule))
+        return await self.loop.do(self.manager.jobs.change_schedule(job, schedule))
 
     def _check_quota(self) -> None:
         if self._retainer is not None:
             self._retainer.check_quota()
 
-    # Reading
-
-    async def get(self, job: str) -> JobRecord:
-        """The job of this id. Raises ``UnknownJobError``."""
-        return await self.manager.jobs.store.get(job)
-
-    async def resolve(self, text: str) -> str:
-        """The id of the job that ``text`` means: its id, the unique beginning of it, or its name if no other has it.
-
-        Raises ``UnknownJobError``, and ``AmbiguousJobError``, which lists candidates.
-        """
-        return await self.manager.jobs.store.resolve(text)
-
-    async def list(
-        self,
-        wanted: JobFilter = ALL_JOBS,
-        limit: int = 100,
-        after: str | None = None,
-        *,
-        one_of_each_group: bool = False,
-        newest_first: bool = True,
-    ) -> tuple[JobRecord, ...]:
-        """At most ``limit`` of the ``wanted`` jobs, the newest first, that come after job ``after`` in this list.
-
-        To read page by page, pass the id of the last job as the next call's ``after``. With ``one_of_each_group``, the
-        newest job of ``wanted`` stands for its group.
-        """
-        return await self.manager.jobs.store.list(
-            wanted, limit, after, newest_first=newest_first, one_of_each_group=one_of_each_group
-        )
-
-    async def count_groups(self, groups: Collection[str]) -> dict[str, dict[JobState, int]]:
-        """How many jobs of each of ``groups`` are in each state; states without jobs are left out."""
-        return await self.manager.jobs.store.count_groups(groups)
-
-    async def history(self, job: str) -> tuple[Transition, ...]:
-        """Every transition of ``job``, its submission first. Raises ``UnknownJobError``."""
-        return await self.manager.jobs.store.history(job)
-
-    async def outlooks(self, jobs: Sequence[str]) -> Mapping[str, Outlook]:
-        """What is known of each of ``jobs`` now beside its record: its speed, its place in the queue."""
-        manager = self.manager
-        trained = await manager.jobs.store.trained_seconds(jobs)
-
-        async def ask() -> Mapping[str, Outlook]:
-            return {job: replace(manager.outlook(job), trained_seconds=trained.get(job, 0.0)) for job in jobs}
-
-        return await self._hop(ask())
-
-    async def changes(self) -> tuple[Mapping[JobState, int], int]:
-        """How many jobs are in each state, and a number that goes up whenever a job changes its state."""
-        store = self.manager.jobs.store
-        return await store.count(), await store.newest_change()
-
-    async def past_view(self, job: str) -> LiveView:
-        """What the live page of a job shows that does not run. Raises ``UnknownJobError``."""
-        manager = self.manager
-        record = await manager.jobs.store.get(job)
-        return await in_thread(lambda: past_view(record, manager.logs.folder / record.id))
-
-    async def follow(self, job: str, after: int = 0) -> AsyncGenerator[JobEvent, None]:
-        """The past events of ``job`` after event ``after``, then new ones as they happen; steps from now on only.
-
-        Ends when the job has reached a final state, or the service closes. A slow reader misses steps, never a state.
-        Raises ``UnknownJobError``.
-        """
-        manager = self.manager
-        store = manager.jobs.store
-        await store.get(job)
-        use = manager.logs.use(job, lambda: store.history(job))
-        log: JobLog = await self._hop(use.__aenter__())
-        try:
-            follower = log.follow(after)
-            while events := await self._hop(follower.next()):
-                for event in events:
-                    yield event
-        finally:
-            with suppress(ServiceDrainingError):  # The service was closed meanwhile.
-                await self._hop(use.__aexit__(None, None, None))
-
-    async def losses(self, job: str, after: int = 0, limit: int = 1000) -> Sequence[LossRow]:
-        """At most ``limit`` steps of the job's loss curve, after step ``after``.
-
-        Each step is there once, with the numbers of a run without interruption. Raises ``UnknownJobError``.
-        """
-        manager = self.manager
-        await manager.jobs.store.get(job)
-        folder = manager.logs.folder / job
-        return await in_thread(lambda: read_losses(folder, after, min(limit, MOST_LOSSES)))
-
-    async def spread_losses(self, job: str, points: int) -> Sequence[LossRow]:
-        """At most ``points`` steps of the job's loss curve, evenly spread over it. Raises ``UnknownJobError``."""
-        manager = self.manager
-        await manager.jobs.store.get(job)
-        folder = manager.logs.folder / job
-        return await in_thread(lambda: spread_losses(folder, min(points, MOST_LOSSES)))
-
-    async def artifacts(self, job: str) -> Sequence[Artifact]:
-        """What of ``job`` can be downloaded: models, newest first, losses, log, trace.
-
-        Raises ``UnknownJobError``, and ``ArtifactError`` if the disk fails.
-        """
-        files = await self._files(job)
-        return await in_thread(files.found)
-
-    async def open_artifact(
-        self, job: str, name: str, step: int | None = None, redact: Callable[[str], str] = str
-    ) -> OpenArtifact:
-        """The artifact ``name`` of ``job``, open; of a model, that of the snapshot after ``step``, or of the newest.
-
-        Texts of the log go through ``redact``. The caller closes it. Raises ``UnknownJobError``,
-        ``UnknownArtifactError``, and ``ArtifactError`` if the disk fails.
-        """
-        files = await self._files(job)
-        events = await self._hop(self._events_of(job)) if name.startswith("log") else ()
-        opened: list[OpenArtifact] = []
-        try:
-            await in_thread(lambda: opened.append(files.open(name, step, events, redact)))
-        except BaseException:  # Cancelled, though it is open.
-            for each in opened:
-                each.close()
-            raise
-        return opened[0]
-
-    async def _files(self, job: str) -> JobFiles:
-        manager = self.manager
-        record = await manager.jobs.store.get(job)
-        run = manager.jobs.running.get(record.id)
-        return JobFiles(manager.logs.folder / record.id, () if run is None else run.trace.records, record.spec.name)
-
-    async def _events_of(self, job: str) -> Sequence[JobEvent]:
-        manager = self.manager
-        async with manager.logs.use(job, lambda: manager.jobs.store.history(job)) as log:
-            return log.events()
-
     # Workers
 
     async def workers(self) -> Sequence[WorkerStatus]:
         """The workers of the service's devices, those that are not up as well; none if the devices are threads."""
-        return await self._hop(self.manager.hosts.workers())
+        return await self.loop.hop(self.manager.hosts.workers())
 
     async def drain_host(self, host: str) -> Sequence[WorkerStatus]:
         """Have jobs leave ``host`` after their steps, until ``undrain_host``; its workers.
 
         They go on elsewhere from a snapshot of that step, or wait if nothing is left. Raises ``UnknownHostError``.
         """
-        return await self._do(self.manager.hosts.drain(host))
+        return await self.loop.do(self.manager.hosts.drain(host))
 
     async def undrain_host(self, host: str) -> Sequence[WorkerStatus]:
         """Have jobs use ``host`` again, those that left it as well; its workers. Raises ``UnknownHostError``."""
-        return await self._do(self.manager.hosts.undrain(host))
+        return await self.loop.do(self.manager.hosts.undrain(host))
 
     def view(self, job: str) -> LiveView | None:
         """The state of a running job's live page; ``None`` for any other job. From any thread."""
@@ -502,7 +329,7 @@ class TrainingService:
         if manager is None or self._not_open:
             return ServiceStatus(False, True, f"the service {self._not_open or 'opens'}", 0, 0)
         running, queued = len(manager.jobs.running), len(manager.jobs.queued)
-        silence = 0.0 if _is_running(self._loop) else time.monotonic() - self._last_heartbeat
+        silence = self.loop.silence()
         failure = manager.broken()
         if failure is None and silence > SILENCE_SECONDS:
             failure = f"the service's loop has not answered for {silence:.0f} s"
@@ -511,57 +338,3 @@ class TrainingService:
         if manager.shutdown is not None:
             return ServiceStatus(False, True, f"takes no more jobs: {manager.shutdown}", running, queued)
         return ServiceStatus(True, True, "takes jobs", running, queued)
-
-    # The service's loop
-
-    async def _do(self, request: Coroutine[Any, Any, _T]) -> _T:
-        """Carry out ``request`` on the service's loop, also if the caller is cancelled meanwhile."""
-        if asyncio.get_running_loop() is self._loop:
-            task = asyncio.create_task(request)
-            self._local_requests.add(task)
-            task.add_done_callback(self._local_requests.discard)
-            return await asyncio.shield(task)
-        return await asyncio.shield(asyncio.wrap_future(self._call(request).future))
-
-    async def _hop(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Await ``coroutine`` on the service's loop; a cancellation of the caller cancels it."""
-        if asyncio.get_running_loop() is self._loop:
-            return await coroutine
-        call = self._call(coroutine)
-        future = asyncio.wrap_future(call.future)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            call.cancel()
-            await wait_uncancelled(future)
-            future.cancelled() or future.exception()  # Retrieved: the cancellation is what the caller learns.
-            raise
-        finally:
-            # An exception refers to this frame; the frame must not refer to the exception, or both wait for the cycle
-            # collector.
-            del call, future
-
-    def _call(self, coroutine: Coroutine[Any, Any, _T]) -> PortalCall[_T]:
-        """Start ``coroutine`` on the service's loop, from another loop."""
-        assert self._loop is not None
-        with self._calling:
-            if self._not_open == _CLOSED:
-                coroutine.close()
-                raise ServiceDrainingError(f"the service {_CLOSED}")
-            call = PortalCall(self._loop, coroutine)
-            self._calls.add(call.future)
-            call.future.add_done_callback(self._calls.discard)
-            call.start()
-        return call
-
-    def _beat(self) -> None:
-        self._last_heartbeat = time.monotonic()
-        self._heartbeat = asyncio.get_running_loop().call_later(BEAT_SECONDS, self._beat)
-
-
-def _is_running(loop: asyncio.AbstractEventLoop | None) -> bool:
-    """Whether the caller runs on ``loop``, which is then not stuck."""
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False

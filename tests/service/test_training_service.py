@@ -18,7 +18,7 @@ from store_helpers import check_history
 from torch import Generator, Tensor, nn
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service import training_service
+from asyncpipe.service import service_loop, training_service
 from asyncpipe.service.job_states import JobState, JobStateError
 from asyncpipe.service.jobs import manager
 from asyncpipe.service.jobs.artifacts import UnknownArtifactError
@@ -395,7 +395,7 @@ async def test_prometheus_is_told_of_all_jobs_at_once(tmp_path):
 
 async def test_a_service_that_does_not_answer_is_not_live(tmp_path, monkeypatch):
     monkeypatch.setattr(training_service, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(training_service, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(service_loop, "BEAT_SECONDS", 0.01)
     blocked, go_on = threading.Event(), threading.Event()
 
     def blocking(*_: object, **__: object) -> None:

@@ -32,6 +32,7 @@ from asyncpipe.service.jobs.artifacts import ArtifactError, UnknownArtifactError
 from asyncpipe.service.jobs.hosts import UnknownHostError
 from asyncpipe.service.jobs.job_folder import JobFolderError
 from asyncpipe.service.keeping.retainer import QuotaError
+from asyncpipe.service.service_loop import ServiceDrainingError
 from asyncpipe.service.store.job_store import (
     AmbiguousJobError,
     IdempotencyConflictError,
@@ -41,7 +42,6 @@ from asyncpipe.service.store.job_store import (
     UnknownJobError,
 )
 from asyncpipe.service.submission.submission import SubmissionError
-from asyncpipe.service.training_service import ServiceDrainingError
 
 __all__ = ["CatchProblems", "Problem", "draining", "invalid", "problem_of"]
 

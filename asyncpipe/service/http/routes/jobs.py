@@ -37,9 +37,9 @@ from asyncpipe.service.job_states import (
     TAG_PATTERN,
     JobState,
 )
+from asyncpipe.service.service_loop import ServiceDrainingError
 from asyncpipe.service.store.job_store import JobFilter, StoreError, UnknownJobError
 from asyncpipe.service.submission.submission import Submission
-from asyncpipe.service.training_service import ServiceDrainingError
 
 __all__ = ["Key", "router"]
 

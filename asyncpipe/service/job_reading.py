@@ -1,0 +1,169 @@
+"""What can be asked about the jobs of a service: their records, events, losses, pages and files."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from asyncpipe.observe.live import LiveView
+from asyncpipe.service.job_states import JobRecord, JobState, Transition
+from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact
+from asyncpipe.service.jobs.job_log import JobEvent, JobLog, LossRow, read_losses
+from asyncpipe.service.jobs.last_view import past_view
+from asyncpipe.service.jobs.loss_file import spread_losses
+from asyncpipe.service.jobs.manager import Manager
+from asyncpipe.service.jobs.outlook import Outlook
+from asyncpipe.service.service_loop import ServiceDrainingError, ServiceLoop
+from asyncpipe.service.store.job_store import ALL_JOBS, JobFilter
+from asyncpipe.train.blocking_calls import in_thread
+
+__all__ = ["JobReading"]
+
+MOST_LOSSES = 10_000
+"""The most rows of a loss curve that one call returns."""
+
+
+class JobReading(ABC):
+    """The half of ``TrainingService`` that changes nothing. Methods may be called from any loop."""
+
+    loop: ServiceLoop
+
+    @property
+    @abstractmethod
+    def manager(self) -> Manager:
+        """The manager of the jobs, while the service is open."""
+
+    async def get(self, job: str) -> JobRecord:
+        """The job of this id. Raises ``UnknownJobError``."""
+        return await self.manager.jobs.store.get(job)
+
+    async def resolve(self, text: str) -> str:
+        """The id of the job that ``text`` means: its id, the unique beginning of it, or its name if no other has it.
+
+        Raises ``UnknownJobError``, and ``AmbiguousJobError``, which lists candidates.
+        """
+        return await self.manager.jobs.store.resolve(text)
+
+    async def list(
+        self,
+        wanted: JobFilter = ALL_JOBS,
+        limit: int = 100,
+        after: str | None = None,
+        *,
+        one_of_each_group: bool = False,
+        newest_first: bool = True,
+    ) -> tuple[JobRecord, ...]:
+        """At most ``limit`` of the ``wanted`` jobs, the newest first, that come after job ``after`` in this list.
+
+        To read page by page, pass the id of the last job as the next call's ``after``. With ``one_of_each_group``, the
+        newest job of ``wanted`` stands for its group.
+        """
+        return await self.manager.jobs.store.list(
+            wanted, limit, after, newest_first=newest_first, one_of_each_group=one_of_each_group
+        )
+
+    async def count_groups(self, groups: Collection[str]) -> dict[str, dict[JobState, int]]:
+        """How many jobs of each of ``groups`` are in each state; states without jobs are left out."""
+        return await self.manager.jobs.store.count_groups(groups)
+
+    async def history(self, job: str) -> tuple[Transition, ...]:
+        """Every transition of ``job``, its submission first. Raises ``UnknownJobError``."""
+        return await self.manager.jobs.store.history(job)
+
+    async def outlooks(self, jobs: Sequence[str]) -> Mapping[str, Outlook]:
+        """What is known of each of ``jobs`` now beside its record: its speed, its place in the queue."""
+        manager = self.manager
+        trained = await manager.jobs.store.trained_seconds(jobs)
+
+        async def ask() -> Mapping[str, Outlook]:
+            return {job: replace(manager.outlook(job), trained_seconds=trained.get(job, 0.0)) for job in jobs}
+
+        return await self.loop.hop(ask())
+
+    async def changes(self) -> tuple[Mapping[JobState, int], int]:
+        """How many jobs are in each state, and a number that goes up whenever a job changes its state."""
+        store = self.manager.jobs.store
+        return await store.count(), await store.newest_change()
+
+    async def past_view(self, job: str) -> LiveView:
+        """What the live page of a job shows that does not run. Raises ``UnknownJobError``."""
+        manager = self.manager
+        record = await manager.jobs.store.get(job)
+        return await in_thread(lambda: past_view(record, manager.logs.folder / record.id))
+
+    async def follow(self, job: str, after: int = 0) -> AsyncGenerator[JobEvent, None]:
+        """The past events of ``job`` after event ``after``, then new ones as they happen; steps from now on only.
+
+        Ends when the job has reached a final state, or the service closes. A slow reader misses steps, never a state.
+        Raises ``UnknownJobError``.
+        """
+        manager = self.manager
+        store = manager.jobs.store
+        await store.get(job)
+        use = manager.logs.use(job, lambda: store.history(job))
+        log: JobLog = await self.loop.hop(use.__aenter__())
+        try:
+            follower = log.follow(after)
+            while events := await self.loop.hop(follower.next()):
+                for event in events:
+                    yield event
+        finally:
+            with suppress(ServiceDrainingError):  # The service was closed meanwhile.
+                await self.loop.hop(use.__aexit__(None, None, None))
+
+    async def losses(self, job: str, after: int = 0, limit: int = 1000) -> Sequence[LossRow]:
+        """At most ``limit`` steps of the job's loss curve, after step ``after``.
+
+        Each step is there once, with the numbers of a run without interruption. Raises ``UnknownJobError``.
+        """
+        manager = self.manager
+        await manager.jobs.store.get(job)
+        folder = manager.logs.folder / job
+        return await in_thread(lambda: read_losses(folder, after, min(limit, MOST_LOSSES)))
+
+    async def spread_losses(self, job: str, points: int) -> Sequence[LossRow]:
+        """At most ``points`` steps of the job's loss curve, evenly spread over it. Raises ``UnknownJobError``."""
+        manager = self.manager
+        await manager.jobs.store.get(job)
+        folder = manager.logs.folder / job
+        return await in_thread(lambda: spread_losses(folder, min(points, MOST_LOSSES)))
+
+    async def artifacts(self, job: str) -> Sequence[Artifact]:
+        """What of ``job`` can be downloaded: models, newest first, losses, log, trace.
+
+        Raises ``UnknownJobError``, and ``ArtifactError`` if the disk fails.
+        """
+        files = await self._files(job)
+        return await in_thread(files.found)
+
+    async def open_artifact(
+        self, job: str, name: str, step: int | None = None, redact: Callable[[str], str] = str
+    ) -> OpenArtifact:
+        """The artifact ``name`` of ``job``, open; of a model, that of the snapshot after ``step``, or of the newest.
+
+        Texts of the log go through ``redact``. The caller closes it. Raises ``UnknownJobError``,
+        ``UnknownArtifactError``, and ``ArtifactError`` if the disk fails.
+        """
+        files = await self._files(job)
+        events = await self.loop.hop(self._events_of(job)) if name.startswith("log") else ()
+        opened: list[OpenArtifact] = []
+        try:
+            await in_thread(lambda: opened.append(files.open(name, step, events, redact)))
+        except BaseException:  # Cancelled, though it is open.
+            for each in opened:
+                each.close()
+            raise
+        return opened[0]
+
+    async def _files(self, job: str) -> JobFiles:
+        manager = self.manager
+        record = await manager.jobs.store.get(job)
+        run = manager.jobs.running.get(record.id)
+        return JobFiles(manager.logs.folder / record.id, () if run is None else run.trace.records, record.spec.name)
+
+    async def _events_of(self, job: str) -> Sequence[JobEvent]:
+        manager = self.manager
+        async with manager.logs.use(job, lambda: manager.jobs.store.history(job)) as log:
+            return log.events()
