@@ -133,6 +133,8 @@ class PartsExecution:
     tasks: Mapping[str, Sequence[int]]
     """The tasks of each, in the order of their numbers in its part."""
     started: float
+    follows: int | None
+    """The number of the step that was under way when it began behind it."""
     later: PartsExecution | None = field(default=None, init=False)
     """The step behind this one."""
     ended: dict[str, PartEnded] = field(default_factory=dict, init=False)
@@ -173,7 +175,9 @@ class PartsExecution:
                 self._agree()
                 parts = [WorkerPart(frozenset(self.tasks[name]), part.events) for name, part in self.ended.items()]
                 share = self.tenant.share
-                record = parts_record(self.number, self.graph, share, self.started, parts, self._over, self.error)
+                record = parts_record(
+                    self.number, self.graph, share, self.started, parts, self._over, self.error, after=self.follows
+                )
                 self._record = replace(record, notes=_notes(self))
             return self._record
 
@@ -270,14 +274,13 @@ class PartsDriver:
                 raise worker.lost.while_running(())
         if pipeline.broken is not None:
             raise copy(pipeline.broken)
-        execution = PartsExecution(self._steps, graph, pipeline, StepNotes(), workers, tasks, self._clock())
+        follows = after.number if after is not None and after.number in self._executions else None
+        execution = PartsExecution(self._steps, graph, pipeline, StepNotes(), workers, tasks, self._clock(), follows)
         self._steps += 1
         self._executions[execution.number] = execution
         self._search.begin(execution)
-        follows = None
-        if after is not None and after.number in self._executions:
+        if after is not None and follows is not None:
             after.later = execution
-            follows = after.number
         for name, worker in workers.items():
             worker.send(StartPart(pipeline.number, execution.number, follows, work[name]))
         return execution

@@ -12,6 +12,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from asyncpipe.core.engine.events import (
+    Command,
+    Event,
     Outcome,
     ProgramEnded,
     StepCancelled,
@@ -50,8 +52,12 @@ def parts_record(
     parts: Sequence[WorkerPart],
     ended: float,
     error: BaseException | None = None,
+    *,
+    after: int | None = None,
 ) -> StepRecord:
     """The record of step number ``step``, begun at ``submitted`` and over at ``ended``, without notes.
+
+    ``after`` is the step that it was begun behind, if that was under way.
 
     The step counts as failed by the first task that failed, or by ``error`` where no task is to blame, and as cancelled
     if tasks are left otherwise. Parts may be incomplete, since a worker was lost: then what can only have happened
@@ -79,7 +85,13 @@ def parts_record(
     for part in parts:
         scheduler.handle(ProgramEnded(step, tuple(sorted(part.tasks - happened))), now)
     record = scheduler.take_record(step)
+    # Only now: the scheduler knows nothing of the step before, which has a record of its own.
+    record = replace(record, journal=[(at, _behind(event, after)) for at, event in record.journal])
     return record if error is None or failures else _failed(record, error)
+
+
+def _behind(event: Event | Command, after: int | None) -> Event | Command:
+    return replace(event, after=after) if isinstance(event, StepSubmitted) else event
 
 
 def _failed(record: StepRecord, error: BaseException) -> StepRecord:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import random_graph, random_partition
 
-from asyncpipe.core.engine.events import Outcome, StepCompleted, TaskCompleted, TaskDropped, TaskFailed
+from asyncpipe.core.engine.events import Outcome, StepCompleted, StepSubmitted, TaskCompleted, TaskDropped, TaskFailed
 from asyncpipe.core.engine.parts_record import TaskEvent, WorkerPart, parts_record
 from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.task_graph import TaskGraph
@@ -40,8 +40,9 @@ def parts_of(graph: TaskGraph, events: Told, draw: random.Random) -> list[Worker
 @given(st.randoms(use_true_random=False))
 def test_the_record_has_all_that_happened(draw: random.Random) -> None:
     graph, events = told(draw)
-    record = parts_record(0, graph, Share(), 0.0, parts_of(graph, events, draw), 1e6)
+    record = parts_record(0, graph, Share(), 0.0, parts_of(graph, events, draw), 1e6, after=7)
     assert record.outcome is Outcome.OK
+    assert [event.after for _, event in record.journal if isinstance(event, StepSubmitted)] == [7]
     happened = [event for _, event in record.journal if isinstance(event, TaskCompleted)]
     assert sorted(happened, key=lambda event: event.task) == sorted(
         (event for _, event in events), key=lambda event: event.task
