@@ -99,7 +99,7 @@ def test_a_link_to_an_entry_that_the_runbook_lacks_is_an_error(tmp_path, monkeyp
 
 
 def test_mail_is_configured_for_alerts_that_there_are():
-    page = (FOLDER.parent / "docs" / "service.md").read_text(encoding="utf-8")
+    page = (FOLDER.parent / "docs" / "operating.md").read_text(encoding="utf-8")
     [alertmanager] = [
         yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "smtp" in block
     ]
