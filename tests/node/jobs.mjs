@@ -100,6 +100,10 @@ async function visit(page, facts, name) {
     facts: Object.fromEntries([...document.querySelectorAll('#facts > div')].map(pair => [...pair.children].map(each => each.textContent))),
     buttons: [...document.querySelectorAll('#buttons button')].map(button => button.dataset.act),
   }));
+  await page.click('#files summary');
+  await page.waitForSelector('#artifacts a', WAIT);
+  facts[name].files = await page.evaluate(async () => Object.fromEntries(await Promise.all(
+    [...document.querySelectorAll('#artifacts a')].map(async link => [link.textContent, (await fetch(link.href)).status]))));
   facts[name].audits = [];
   for (const [width, scheme] of SIZES) {
     await resize(page, width, scheme, pictures && `${pictures}/job-${facts[name].state}`);

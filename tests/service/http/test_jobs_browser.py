@@ -173,6 +173,7 @@ def check_jobs(facts: dict[str, Any], running: str) -> None:
     assert "Failed after step 0" in failed["failure"]
     assert "the loss of step 12 is not finite" in failed["failure"]
     for job in (runs, done, failed):
+        assert job["files"] == {"log.jsonl": 200}  # There are no others without a run.
         for seen in job["audits"]:
             check_page(seen, job["state"])
     assert (runs["back"], failed["back"]) == ("/", "/?state=failed")

@@ -3,7 +3,7 @@
 import { FAILED, agreed, carryOut, possible, showButtons } from './actions.js';
 import { ask, keptFilters, turns } from './api.js';
 import { speed } from './pace.js';
-import { $, ago, lossText, span, whole, write } from './text.js';
+import { $, ago, lossText, size, span, whole, write } from './text.js';
 
 const id = location.pathname.split('/').at(-2);
 let job = null, told = '';
@@ -13,6 +13,8 @@ const time = at => new Date(at * 1000).toLocaleString('en-GB', { dateStyle: 'med
 async function refresh() {
   job = await ask(`v1/jobs/${id}`);
   show();
+  $('kept').hidden = !job.attempts;
+  await showFiles();
   // The state's history has grown only if the state or the number of attempts is another.
   const key = `${job.state} ${job.attempts} ${job.cause}`;
   if (key === told) return;
@@ -95,6 +97,26 @@ function showHistory(transitions) {
   }));
 }
 
+// Asked for when they are looked at, and again when there is another snapshot.
+async function showFiles() {
+  const key = `${job.snapshot} ${job.state}`;
+  if (!$('files').open || $('files').dataset.shown === key) return;
+  const { artifacts } = await ask(`v1/jobs/${id}/artifacts`);
+  $('files').dataset.shown = key;
+  $('artifacts').replaceChildren(...artifacts.map(({ name, step, size: bytes }) => {
+    const item = document.createElement('li'), link = document.createElement('a'), facts = document.createElement('span');
+    const of = step === null ? '' : `of step ${whole(step)}`;
+    link.href = `../../v1/jobs/${id}/artifacts/${encodeURIComponent(name)}${step === null ? '' : `?step=${step}`}`;
+    link.download = '';
+    link.textContent = name;
+    if (of) link.setAttribute('aria-label', `${name} ${of}`);
+    facts.className = 'faint';
+    facts.textContent = [of, bytes === null ? '' : size(bytes)].filter(Boolean).join(' · ');
+    item.append(link, facts);
+    return item;
+  }));
+}
+
 async function act(what) {
   if (!await agreed(what, `“${job.name}”`)) return;
   try {
@@ -118,6 +140,7 @@ function refuse(text) {
   $('refused').hidden = !text;
 }
 
+$('files').addEventListener('toggle', () => turn());
 $('dismiss').addEventListener('click', () => { refuse(''); $('job').focus(); });
 $('back').href = `../../${keptFilters()}`;
 
