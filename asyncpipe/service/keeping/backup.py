@@ -33,6 +33,7 @@ from asyncpipe.service.keeping.archive import ArchiveWriter, BackupError
 from asyncpipe.service.store.database import STORE, open_beside
 from asyncpipe.train.snapshots.format import FolderError, read_manifest
 from asyncpipe.train.snapshots.resume import snapshots_in
+from asyncpipe.train.snapshots.sync_folder import sync_folder
 
 __all__ = ["BackupSummary", "SnapshotsWanted", "back_up"]
 
@@ -93,7 +94,7 @@ def back_up(
             os.fsync(file.fileno())
             summary.size = file.tell()
             beside.rename(to)
-        _sync_folder(to.parent)
+        sync_folder(to.parent)
     except OSError as error:
         where = error.filename or to
         raise BackupError(f"no backup was made: {where}: {error.strerror or error}") from error
@@ -233,13 +234,3 @@ def _cut_to_lines(file: IO[bytes]) -> int:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, stat.S_IRUSR | stat.S_IWUSR)
-
-
-def _sync_folder(folder: Path) -> None:
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

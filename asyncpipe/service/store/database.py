@@ -21,6 +21,7 @@ from pathlib import Path
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.store.schema import APPLICATION_ID, MIGRATIONS
+from asyncpipe.train.snapshots.sync_folder import sync_folder
 
 __all__ = ["STORE", "StoreError", "StoreProblem", "check_store", "explain", "open_beside", "open_database"]
 
@@ -187,13 +188,7 @@ def _make_file(path: Path) -> None:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
         return
-    if hasattr(os, "O_DIRECTORY"):
-        # Sync the folder: without that a power failure can lose the file's name.
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    sync_folder(path.parent)  # Without that a power failure can lose the name of the file.
 
 
 def _prepare(

@@ -38,6 +38,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from asyncpipe.errors import AsyncpipeError, OptionError
 from asyncpipe.ops.model.state_files import read_state, write_state
+from asyncpipe.train.snapshots.sync_folder import sync_folder
 
 __all__ = [
     "INCOMPLETE_NAME",
@@ -144,9 +145,9 @@ def write_snapshot(
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
-        _sync_folder(incomplete)
+        sync_folder(incomplete)
         incomplete.rename(final)
-        _sync_folder(final.parent)
+        sync_folder(final.parent)
     except BaseException:
         shutil.rmtree(incomplete, ignore_errors=True)
         raise
@@ -156,17 +157,6 @@ def write_snapshot(
 def manifest_checksum(about: Mapping[str, Any]) -> str:
     """The checksum of a manifest's content, independent of its layout in the file."""
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Write the directory entries of ``folder`` to disk, on systems that support it."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # Reading
