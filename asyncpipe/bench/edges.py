@@ -64,7 +64,8 @@ def run(progress: Progress, *, size: EdgesSize | None = None) -> Figures:
     Medians over the rounds, as are the differences from bare messages (``us_more``).
     """
     size = size or EdgesSize()
-    with TemporaryDirectory(prefix="asyncpipe-edges-") as folder:
+    # Not the prefix of workers' folders: a worker removes those that nobody has locked.
+    with TemporaryDirectory(prefix="asyncpipe-bench-") as folder:
         process = get_context("spawn").Process(target=_other_process, args=(folder, size), daemon=True)
         with interrupts_blocked():
             process.start()
