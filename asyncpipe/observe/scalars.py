@@ -140,6 +140,7 @@ class ScalarObserver(ABC):
         rows: list[ScalarRow] = []
         while rows or self._wait():
             rows = rows or self._taken()
+            is_last = self._end is not None  # The end may come while this try fails; then there is another one.
             try:
                 self._write(rows)
                 rows, failures = [], 0
@@ -148,8 +149,9 @@ class ScalarObserver(ABC):
                 if failures == 1:
                     _logger.warning("%s cannot be written, will try again: %s", self._store, error)
                     self._failed("raised")
-                if not self._pause(min(FIRST_PAUSE * 2.0 ** (failures - 1), LONGEST_PAUSE)):
+                if is_last:
                     break
+                self._pause(min(FIRST_PAUSE * 2.0 ** (failures - 1), LONGEST_PAUSE))
         if lost := len(rows) + len(self._rows) + self._dropped:
             _logger.error("%s lacks %d steps", self._store, lost)
         try:
@@ -163,12 +165,10 @@ class ScalarObserver(ABC):
             self._changed.wait_for(lambda: self._rows or self._end is not None)
             return bool(self._rows)
 
-    def _pause(self, seconds: float) -> bool:
-        """Wait before the next try; false if there is none, since the end has come."""
+    def _pause(self, seconds: float) -> None:
+        """Wait before the next try, until the end has come at most."""
         with self._changed:
-            ending = self._end is not None
-            self._changed.wait_for(lambda: self._end is not None, 0 if ending else seconds)
-            return not ending
+            self._changed.wait_for(lambda: self._end is not None, seconds)
 
     def _taken(self) -> list[ScalarRow]:
         with self._changed:

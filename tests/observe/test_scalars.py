@@ -161,6 +161,30 @@ def test_a_store_that_comes_back_gets_what_it_has_missed(monkeypatch, caplog):
     assert len(store.rows) == 250
 
 
+def test_a_store_that_fails_while_the_end_comes_is_tried_again():
+    store, ending = Store(), threading.Event()
+    write = store._write
+
+    def late(rows: Sequence[ScalarRow]) -> None:
+        if not store.tried.is_set():
+            store.tried.set()
+            assert ending.wait(30)  # It fails when the end has come.
+        write(rows)
+
+    store._write = late
+    store.add(1, {"x": 1.0})
+    assert store.tried.wait(30)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    with store._changed:
+        assert store._changed.wait_for(lambda: store._end is not None, 30)
+    failed = store._failed
+    store._failed = lambda reason: (store.works.set(), failed(reason))
+    ending.set()
+    closing.join(30)
+    assert [row.step for row in store.rows] == [1]
+
+
 def test_what_a_store_never_got_is_said(caplog):
     store = Store()
     for step in range(7):
