@@ -88,6 +88,16 @@ def add_parser(subparsers: Subparsers) -> None:
         help="an entry for jobs; may be repeated",
     )
     add("--entry-path", type=Path, metavar="FOLDER", help="search this folder first for the entries' modules")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="of stderr (default: info)")
+    add("--log-format", choices=FORMATS, default="text", help="of stderr: text (default), or json, one object a line")
+    _add_addresses(parser)
+    _add_jobs(parser)
+    _add_limits(parser)
+    parser.set_defaults(run=_serve)
+
+
+def _add_addresses(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("where it listens").add_argument
     add("--address", metavar="IP", help="listen on this address (default: 127.0.0.1); others need a token")
     add("--port", metavar="PORT", help="listen on this port (default: 8080); 0 takes a free one")
     add("--probe-port", metavar="PORT", help="answer /livez and /readyz, and nothing else, on this port as well")
@@ -109,6 +119,11 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="PORT",
         help='and on this port (default: 9400); 0 takes a free one, "none" disables metrics',
     )
+    add("--metrics-access", metavar="HOW", help="token (default), or open: for a network of scrapers alone")
+
+
+def _add_jobs(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("how jobs run").add_argument
     add("--max-running", metavar="N", help="most jobs that run at once (default: 4)")
     add("--max-queued", metavar="N", help="most jobs that wait; more are refused (default: 1000)")
     add(
@@ -145,11 +160,6 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="WHAT",
         help="if the store or the folders of jobs are gone: refuse (default), quarantine",
     )
-    add("--metrics-access", metavar="HOW", help="token (default), or open: for a network of scrapers alone")
-    _add_limits(parser)
-    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="of stderr (default: info)")
-    add("--log-format", choices=FORMATS, default="text", help="of stderr: text (default), or json, one object a line")
-    parser.set_defaults(run=_serve)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
