@@ -1,292 +1,292 @@
 """A soak: a training service under load and faults for half an hour, sampled all the while.
 
-::
-
-    crowd (jobs.py)        ── submit, follow ──▶ ┌─────────────────┐ ◀── deal ── chaos (faults.py)
-                                                 │ TrainingService │                │ arms
-    scrapes ── GET /metrics ───────────────────▶ │ with its API    │ ◀── take ── FAULTS (workload.py)
-                                                 └─────────────────┘
-    samples (samples.py): memory, objects, threads, files … ─▶ slopes ─▶ report (report.py)
-
-Everything runs in one process, so that the samples see whatever any part leaves behind. Ctrl-C ends a soak early, with
-a report of the time until then.
+The service runs in this process, on a loop in a thread of its own, so that the samples see whatever any part leaves
+behind. The soak itself is one thread that does what is due next: submit jobs, deal a fault, scrape the metrics, take a
+sample. It speaks to the service as clients do, over HTTP. Ctrl-C ends it early, with a report.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from urllib.request import urlopen
+from typing import Any
+from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 
-from asyncpipe.bench import Figures, Progress
-from asyncpipe.observe.metrics import serve_metrics
-from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.service.client import JobClient
+from asyncpipe.service.client.errors import ApiError
 from asyncpipe.service.http import serve_api
-from asyncpipe.service.job_states import FINAL_STATES
-from asyncpipe.service.malloc import limit_arenas
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.training_service import TrainingService
-from tests.campaigns.soak.faults import Chaos
-from tests.campaigns.soak.jobs import DEVICES, LIMITED, Crowd, Tally, account, submission, unfinished
-from tests.campaigns.soak.samples import MEASURES, measure, trend
-from tests.campaigns.soak.workload import ENTRY, FAULTS
+from tests.campaigns.soak.samples import Trend, measure, trend
+from tests.campaigns.soak.workload import ENTRY, FAULTS, KINDS
 
-__all__ = ["SoakSize", "run_soak"]
+__all__ = ["Soak"]
 
-MEMORY_LIMIT = 2**30
+DEVICES = ("cpu:0", "cpu:1")
+LONG = {"foreground": {}, "heavy": {"weight": 3.0}, "background": {"priority_class": "background"}}
+"""Jobs of which one each always runs, with what they add to the submission."""
+SMALL, MOST_SMALL = "small", 2
+LONG_STEPS, EVERY = 2000, 100
+SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1")
+UNFINISHED = ("queued", "running", "paused")
 LAST_SECONDS = 120.0
 """At the end, for all jobs to end and one more to be trained."""
 
 
-@dataclass(frozen=True, slots=True)
-class SoakSize:
-    """How long the soak takes, and how often each thing happens."""
+class Soak:
+    """One soak of ``seconds``. ``run`` it; then ``problems``, ``trends`` and ``report`` say what was found."""
 
-    seconds: float = 1800.0
-    sample_every: float = 10.0
-    fault_every: float = 2.0
-    """Mean seconds between two faults."""
-    scrape_every: float = 5.0
-    fill_every: float = 1.0
-    watchdog_floor: float = 3.0
-    seed: int = 0
+    def __init__(
+        self,
+        seconds: float,
+        *,
+        seed: int = 1,
+        sample_every: float = 10.0,
+        fault_every: float = 2.0,
+        tell: Callable[[str], object] = print,
+    ) -> None:
+        self.samples: list[tuple[float, dict[str, float]]] = []
+        self.dealt: Counter[str] = Counter()
+        self.states: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.log: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._seconds, self._tell = seconds, tell
+        self._sample_every, self._fault_every = sample_every, fault_every
+        self._random = Random(seed)
+        self._submitted = 0
+        self._deck: list[str] = []
+        self._paused: dict[str, float] = {}
+        self._folder = Path()
+        self._client = JobClient("http://127.0.0.1")
+        self._scrape: Callable[[], object] = list
 
+    def run(self) -> None:
+        """Soak a service. Takes the soak's seconds and up to two minutes more."""
+        FAULTS.released.clear()
+        with _counted_log(self.log), TemporaryDirectory(prefix="asyncpipe-soak-") as folder:
+            self._folder = Path(folder) / "service"
+            with _served(self._folder) as (url, collector):
+                self._client = JobClient(url)
+                self._scrape = lambda: list(collector.collect())
+                with suppress(KeyboardInterrupt):
+                    self._work()
+                FAULTS.clear()
+                self._end()
+                self._check()
+        left = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("asyncpipe"))
+        if left:
+            self.problems.append(f"threads outlived the service: {', '.join(left)}")
 
-def run_soak(size: SoakSize, progress: Progress) -> Figures:
-    """Samples and their trends, faults, how the jobs ended, and every problem found, as plain data for the report."""
-    limit_arenas(len(DEVICES) + 1)  # As `asyncpipe serve` does.
-    FAULTS.restart()
-    with TemporaryDirectory(prefix="asyncpipe-soak-") as folder, _counted_log() as log:
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            figures = runner.run(_Soak(Path(folder), size, progress).run())
-        return figures | {"log": dict(log.most_common()), "threads_left": _threads_left()}
+    # What is done again and again
 
-
-class _Soak:
-    """One soak, on the event loop of an application that embeds the service."""
-
-    def __init__(self, folder: Path, size: SoakSize, progress: Progress) -> None:
-        self._size = size
-        self._progress = progress
-        self._random = Random(size.seed)
-        self._tally = Tally()
-        self._times: list[float] = []
-        self._samples: dict[str, list[float]] = {}
-        self._stop = asyncio.Event()
-        self._settings = ServiceSettings(
-            folder=folder / "service",
-            devices=(*DEVICES, LIMITED),
-            entries=[ENTRY],
-            max_running=5,
-            memory_limit={LIMITED: MEMORY_LIMIT},
-            port=0,
-            metrics_port=None,
-            requests_per_second=1e6,
-            burst=10**6,
-            watchdog_floor=size.watchdog_floor,
-        )
-
-    async def run(self) -> Figures:
-        """The figures, except those that are known only after the loop has ended."""
-        begun = time.perf_counter()
-        async with AsyncExitStack() as stack:
-            service = await stack.enter_async_context(TrainingService(self._settings))
-            url = await stack.enter_async_context(serve_api(service, self._settings))
-            scrape = stack.enter_context(_scraped(service))
-            chaos = Chaos(service, self._settings, url, self._tally, self._random)
-            crowd = Crowd(service, JobClient(url), self._tally, self._random)
-            with _stopped_by_signal(self._stop):
-                async with _repeated(self._work(chaos, crowd, scrape), self._tally):
-                    await self._watch(begun)
-            soaked = time.perf_counter() - begun
-            await chaos.close()
-            ended = await self._end(service)
-            await crowd.close()
-            accounted = await account(service, self._progress)
-        return {
-            "seconds": soaked,
-            "interrupted": self._stop.is_set(),
-            "times": self._times,
-            "samples": self._samples,
-            "trends": {name: trend(self._times, self._samples[name]) for name in MEASURES if name in self._samples},
-            "faults": chaos.counts(),
-            "jobs": accounted,
-            "done": dict(self._tally.done.most_common()),
-            "refused": dict(self._tally.refused.most_common()),
-            "surprises": dict(self._tally.surprises.most_common()),
-            **ended,
-        }
-
-    def _work(
-        self, chaos: Chaos, crowd: Crowd, scrape: Callable[[], Awaitable[None]]
-    ) -> list[tuple[Callable[[], float], Callable[[], Awaitable[None]]]]:
-        """Periodic work: pairs of a function that gives the next pause in seconds, and the work."""
-        size, random = self._size, self._random
-
-        async def deal() -> None:
-            chaos.deal()
-
-        return [
-            (lambda: size.fill_every, crowd.fill),
-            (lambda: random.uniform(0.5, 1.5) * size.fault_every, deal),
-            (lambda: size.scrape_every, scrape),
+    def _work(self) -> None:
+        begun = time.monotonic()
+        periodic: list[tuple[float, Callable[[], object]]] = [
+            (1.0, self._fill),
+            (5.0, self._scrape),
+            (self._fault_every, self._deal),
+            (self._sample_every, lambda: self._sample(begun)),
         ]
+        due = [period for period, _ in periodic]
+        while (now := time.monotonic() - begun) < self._seconds:
+            following = min(range(len(due)), key=due.__getitem__)
+            if due[following] > now:
+                time.sleep(min(due[following], self._seconds) - now)
+                continue
+            period, work = periodic[following]
+            due[following] = now + period
+            self._ask("periodic work", work)
 
-    async def _watch(self, begun: float) -> None:
-        """Take samples until the time is over or Ctrl-C is pressed."""
-        while not self._stop.is_set() and (passed := time.perf_counter() - begun) < self._size.seconds:
-            due = min(self._size.sample_every * (len(self._times) + 1), self._size.seconds)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, due - passed)):
-                    await self._stop.wait()
-            held = await asyncio.to_thread(measure)
-            self._times.append(time.perf_counter() - begun)
-            for name, value in held.items():
-                self._samples.setdefault(name, []).append(value)
-            told = ", ".join(f"{held[name]:,.0f} {text}" for name, text in MEASURES.items() if name in held)
-            self._progress(f"{self._times[-1] / 60:.1f} of {self._size.seconds / 60:g} minutes: {told}")
+    def _ask(self, what: str, request: Callable[[], Any]) -> Any:
+        """The result of ``request``; a refusal in the job's state is counted, any other error is a problem."""
+        try:
+            return request()
+        except ApiError as error:
+            if error.status != 409:
+                self.problems.append(f"{what}: {error}")
+            self.refused[what] += 1
+        except Exception as error:  # noqa: BLE001 - a part of the report
+            self.problems.append(f"{what}: {type(error).__name__}: {error}")
+        return None
 
-    async def _end(self, service: TrainingService) -> Figures:
-        """Cancel all jobs, train one more, and look for what is left over."""
-        self._progress("cancelling all jobs, then training one more")
-        found: Figures = {"last_job": "did not end", "status": ""}
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_SECONDS):
-                while there := await unfinished(service):
-                    for record in there:
-                        if record.asked is None or record.asked not in FINAL_STATES:
-                            await self._tally.ask("cancel", service.cancel(record.id, "the soak ends"))
-                    await asyncio.sleep(0.05)
-                last, _ = await service.submit(submission("last", 10, 0))
-                async for _ in service.follow(last.id):
-                    pass
-                found["last_job"] = str((await service.get(last.id)).state)
-        found["hung_tasks"] = _hung_tasks(service)
-        found["doubled_threads"] = await _none_left(_doubled)
-        found["status"] = service.status().reason
-        return found
+    def _sample(self, begun: float) -> None:
+        held = measure()
+        self.samples.append((time.monotonic() - begun, held))
+        self._tell(f"{self.samples[-1][0] / 60:.1f} minutes: " + ", ".join(f"{v:,.0f} {k}" for k, v in held.items()))
+
+    def _fill(self) -> None:
+        """Submit the long jobs that have ended, and a small one if there are few; resume what has paused enough."""
+        there = Counter(job["name"] for job in self._client.list(UNFINISHED))
+        for name, special in LONG.items():
+            if not there[name]:
+                self._submit(name, LONG_STEPS, **special)
+        if there[SMALL] < MOST_SMALL:
+            self._submit(SMALL, self._random.randint(5, 40))
+        for job, until in list(self._paused.items()):
+            if time.monotonic() > until:
+                del self._paused[job]
+                self._ask("resume", lambda job=job: self._client.resume(job))
+
+    def _submit(self, name: str, steps: int, **special: Any) -> dict[str, Any]:
+        """Submit a job, twice under one key: there must be one job."""
+        self._submitted += 1
+        key, job = (
+            f"soak-{self._submitted}",
+            {
+                "name": name,
+                "entry": ENTRY,
+                "pipeline": {"devices": list(DEVICES), "microbatches": 4},
+                "training": {"steps": steps, "batch_size": 8, "learning_rate": 3e-3, "seed": self._submitted},
+                "snapshots": {"every": EVERY, "keep": 2},
+                "faults": {"non_finite": "skip", "snapshot_retries": 1000 if name in LONG else 1},
+                **special,
+            },
+        )
+        first, second = self._client.submit(job, key), self._client.submit(job, key)
+        if first["id"] != second["id"]:
+            self.problems.append(f"the key {key} made two jobs")
+        return first
+
+    # Faults
+
+    def _deal(self) -> None:
+        """Deal the next fault of a deck that is shuffled, dealt one by one, and shuffled again."""
+        actions: dict[str, Callable[[str], object]] = {
+            "pause": self._pause,
+            "cancel": self._client.cancel,
+            "schedule changed": lambda job: self._client.change_schedule(job, self._random.choice(SCHEDULES)),
+            "snapshots refused by the folder": self._refuse_snapshots,
+            "client leaves a stream": self._leave_stream,
+            "client leaves in its request": self._leave_request,
+        }
+        if not self._deck:
+            self._deck = [*KINDS, *actions]
+            self._random.shuffle(self._deck)
+        kind = self._deck.pop()
+        self.dealt[kind] += 1
+        if kind in KINDS:
+            FAULTS.arm(kind)
+        elif jobs := [job["id"] for job in self._client.list(("queued", "running"))]:
+            self._ask(kind, lambda: actions[kind](self._random.choice(jobs)))
+
+    def _pause(self, job: str) -> None:
+        self._client.pause(job)
+        self._paused[job] = time.monotonic() + self._random.uniform(0, 4)
+
+    def _refuse_snapshots(self, job: str) -> None:
+        """Make a folder under the names of the job's next snapshots, so that writing one of them fails."""
+        folder, step = self._folder / "jobs" / job / "snapshots", self._client.show(job)["step"]
+        for number in range(step + 1, step + EVERY + 1):
+            with suppress(OSError):
+                (folder / f"step-{number}.incomplete").mkdir()
+
+    def _leave_stream(self, job: str) -> None:
+        """Read the first of a job's events, and close the connection."""
+        events = self._client.events(job)
+        next(events, None)
+        events.close()
+
+    def _leave_request(self, _job: str) -> None:
+        """Break the connection in the middle of a request that submits a job."""
+        address = urlsplit(self._client.url)
+        with socket.create_connection((address.hostname, address.port), 10) as connection:
+            head = f"POST /v1/jobs HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+            connection.sendall(f'{head}Content-Length: 1000\r\n\r\n{{"name": "half'.encode())
+
+    # At the end
+
+    def _end(self) -> None:
+        """Cancel all jobs and train one more, which must finish."""
+        for job in list(self._client.list(UNFINISHED)):
+            self._ask("cancel", lambda job=job: self._client.cancel(job["id"]))
+        last = self._client.wait(self._submit("last", 10)["id"], LAST_SECONDS)
+        if last["state"] != "finished":
+            self.problems.append(f"the last job, which met no faults, {last['state']}: {last['cause']}")
+
+    def _check(self) -> None:
+        """Each finished job has every step once; at most the watchdog's share of hung tasks was given up."""
+        for job in self._client.list():
+            self.states[f"{job['name']}: {job['state']}"] += 1
+            if job["state"] == "finished":
+                steps = [row["step"] for row in self._client.losses(job["id"])]
+                if steps != list(range(1, self._client.show(job["id"])["document"]["training"]["steps"] + 1)):
+                    self.problems.append(f"the loss curve of {job['id']} lacks steps, or has some twice")
+
+    @property
+    def trends(self) -> dict[str, Trend]:
+        """How each sampled quantity developed."""
+        times = [second for second, _ in self.samples]
+        names = self.samples[0][1] if self.samples else ()
+        return {name: trend(times, [held[name] for _, held in self.samples]) for name in names}
+
+    def report(self) -> str:
+        """What was found, in Markdown: problems first."""
+        lines = ["# Soak of a training service", ""]
+        lines += [f"- not in order: {text}" for text in self.problems] or ["- all in order"]
+        lines += ["", "| | first | last | per hour | verdict |", "|---|---|---|---|---|"]
+        for name, found in self.trends.items():
+            ends = f"{self.samples[0][1][name]:,.0f} | {self.samples[-1][1][name]:,.0f}"
+            lines.append(f"| {name} | {ends} | {found.slope:+,.1f} ± {2 * found.error:,.1f} | {found.verdict} |")
+        for title, counts in (
+            ("fault", self.dealt),
+            ("jobs", self.states),
+            ("refused", self.refused),
+            ("log", self.log),
+        ):
+            lines += ["", f"| {title} | times |", "|---|---|", *(f"| {k} | {v} |" for k, v in counts.most_common(30))]
+        return "\n".join([*lines, "", f"Faults taken by jobs: {dict(FAULTS.taken)}"])
 
 
-# Concurrent work
+@contextmanager
+def _served(folder: Path) -> Iterator[tuple[str, Collector]]:
+    """A service with its API, on a loop in a thread of its own: its URL and the collector of its metrics."""
+    settings = ServiceSettings(
+        folder=folder, devices=DEVICES, entries=[ENTRY], max_running=5, port=0, watchdog_floor=3.0
+    )
+    up: list[tuple[str, Collector]] = []
+    is_up, stop = threading.Event(), threading.Event()
 
+    async def serve() -> None:
+        async with TrainingService(settings) as service, serve_api(service, settings) as url:
+            up.append((url, service.collector))
+            is_up.set()
+            await asyncio.to_thread(stop.wait)
 
-@asynccontextmanager
-async def _repeated(
-    work: list[tuple[Callable[[], float], Callable[[], Awaitable[None]]]], tally: Tally
-) -> AsyncIterator[None]:
-    """Run ``work`` periodically during the block; an exception becomes a surprise in the report."""
-
-    async def repeat(pause: Callable[[], float], do: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            try:
-                await do()
-            except Exception as error:  # noqa: BLE001 - a part of the report
-                tally.surprises[f"{type(error).__name__}: {error}"[:200]] += 1
-            await asyncio.sleep(pause())
-
-    tasks = [asyncio.create_task(repeat(*each)) for each in work]
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="soaked service")
+    thread.start()
     try:
-        yield
+        while not is_up.wait(0.1):
+            assert thread.is_alive(), "the service did not start"
+        yield up[0]
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-
-
-@contextmanager
-def _scraped(service: TrainingService) -> Iterator[Callable[[], Awaitable[None]]]:
-    """A function that fetches the service's metrics over HTTP, as Prometheus does."""
-    registry = CollectorRegistry()
-    registry.register(service.collector)
-    with serve_metrics(registry, 0) as server:
-
-        def fetch() -> None:
-            with urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
-                answer.read()
-
-        yield lambda: asyncio.to_thread(fetch)
-
-
-@contextmanager
-def _stopped_by_signal(stop: asyncio.Event) -> Iterator[None]:
-    """Let Ctrl-C set ``stop`` during the block; a second Ctrl-C has its usual effect."""
-    loop = asyncio.get_running_loop()
-
-    def end() -> None:
         stop.set()
-        loop.remove_signal_handler(signal.SIGINT)
-
-    try:
-        loop.add_signal_handler(signal.SIGINT, end)
-    except (ValueError, RuntimeError, NotImplementedError):  # Not in the main thread, or not supported here.
-        yield
-        return
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
-
-
-class _LogCounter(logging.Handler):
-    """Counts log messages by their format string."""
-
-    def __init__(self, counts: Counter[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._counts = counts
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._counts[f"{record.levelname} {record.name}: {record.msg}"[:200]] += 1
+        thread.join()
 
 
 @contextmanager
-def _counted_log() -> Iterator[Counter[str]]:
+def _counted_log(counts: Counter[str]) -> Iterator[None]:
     """Count all warnings and errors during the block instead of showing them: faults cause thousands."""
-    root, counts = logging.getLogger(), Counter[str]()
-    before, counting = root.handlers[:], _LogCounter(counts)
-    root.handlers[:] = [counting]
+
+    class Counting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            counts[f"{record.levelname} {record.name}: {record.msg}"[:200].replace("|", "¦")] += 1
+
+    root = logging.getLogger()
+    before = root.handlers[:]
+    root.handlers[:] = [Counting(logging.WARNING)]
     try:
-        yield counts
+        yield
     finally:
         root.handlers[:] = before
-
-
-# Leftovers
-
-
-def _hung_tasks(service: TrainingService) -> float:
-    """How many tasks the watchdog gave up, from the metrics."""
-    families = {family.name: family for family in service.collector.collect()}
-    return float(families["asyncpipe_hung_tasks"].samples[0].value)
-
-
-def _doubled() -> list[str]:
-    """Devices with more than one thread: an abandoned thread lives until its hung task returns."""
-    threads = Counter(thread.name for thread in threading.enumerate())
-    return sorted(name for name, count in threads.items() if name.startswith("asyncpipe cpu:") and count > 1)
-
-
-def _threads_left() -> list[str]:
-    """The package's threads that outlived the service and its loop."""
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("asyncpipe"))
-
-
-async def _none_left(find: Callable[[], list[str]]) -> list[str]:
-    """What ``find`` still finds after ten seconds: threads need a moment to end."""
-    for _ in range(200):
-        if not find():
-            break
-        await asyncio.sleep(0.05)
-    return find()

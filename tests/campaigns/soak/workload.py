@@ -1,13 +1,8 @@
-"""The model of the soak's jobs: the character model of the examples, with fault points.
+"""The jobs of the soak: a small model with fault points in its stages, backward, loader and snapshots.
 
-::
-
-    the soak ── FAULTS.arm("stage raises") ──▶ FAULTS ◀── take ── the first fault point that a job reaches:
-                                                                    in a stage, a backward, the loader, a snapshot
-
-A fault that happens several times in a row belongs to the job that took the first of them: "stage raises at every
-attempt" then fails all attempts of one job's step. The workload is an ordinary registered entry (``ENTRY``); neither
-the service nor the run knows about fault points.
+A fault that happens several times in a row belongs to the job that took the first of them: ``stage raises at every
+attempt`` then fails all attempts of one job's step. The workload is an ordinary registered entry; neither the service
+nor the run knows about fault points.
 """
 
 from __future__ import annotations
@@ -16,8 +11,7 @@ import errno
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from itertools import count
 from threading import Event, Lock
 from typing import Any
@@ -25,20 +19,30 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from asyncpipe.bench.examples import load_example
 from asyncpipe.train.workload import Batch, Workload
 
-__all__ = ["ENTRY", "FAULTS", "HANG_SECONDS", "SLOW_SECONDS", "FaultBoard", "InjectedError", "build"]
+__all__ = ["ENTRY", "FAULTS", "KINDS", "FaultBoard", "build"]
 
 ENTRY = f"{__name__}:build"
+WIDTH = 32
 HANG_SECONDS = 8.0
 """How long a hung task hangs; the soak's watchdog gives it up earlier."""
 SLOW_SECONDS = 1.5
 """How long a slow loader takes for one batch."""
-NOBODY = -1
-"""The owner of fault points that take no fault."""
 TOO_MUCH = 2**50
 """More elements than any machine's memory holds: torch refuses to allocate them, as in a real out-of-memory error."""
+KINDS = {
+    "stage raises": 1,
+    "stage raises at every attempt": 2,
+    "backward raises": 1,
+    "out of memory": 1,
+    "loss is NaN": 1,
+    "slow loader": 1,
+    "failing loader": 1,
+    "hung task": 1,
+    "state cannot be copied": 1,
+}
+"""Every fault, and how often in a row a job takes it."""
 
 
 class InjectedError(RuntimeError):
@@ -46,32 +50,27 @@ class InjectedError(RuntimeError):
 
 
 class FaultBoard:
-    """Armed faults, which fault points take. Thread-safe."""
+    """Armed faults; the first fault point that a job reaches takes one. Thread-safe."""
 
     def __init__(self) -> None:
         self.taken: Counter[str] = Counter()
-        """How often each fault was taken."""
         self.released = Event()
-        """When set, hung tasks return, and no more tasks hang."""
+        """When set, hung tasks return."""
         self._armed: dict[str, tuple[int, int | None]] = {}
         self._lock = Lock()
 
-    def arm(self, kind: str, times: int = 1) -> None:
-        """Let the first job that reaches a fault point of this ``kind`` take it there, ``times`` times in a row."""
+    def arm(self, kind: str) -> None:
+        """Let the next job that reaches a fault point of this ``kind`` take it there, as often as ``KINDS`` says."""
         with self._lock:
-            self._armed[kind] = (times, None)
-
-    def is_armed(self, kind: str) -> bool:
-        """Whether a fault of this ``kind`` waits to be taken."""
-        return kind in self._armed
+            self._armed[kind] = (KINDS[kind], None)
 
     def take(self, kind: str, owner: int) -> bool:
-        """Take the fault for the job ``owner`` if it is armed; returns whether it was taken."""
+        """Whether the fault was armed, and is now taken by the job ``owner``."""
         if kind not in self._armed:  # The common case needs no lock.
             return False
         with self._lock:
             times, taker = self._armed.get(kind, (0, None))
-            if not times or owner == NOBODY or taker not in (None, owner):
+            if not times or taker not in (None, owner):
                 return False
             if times > 1:
                 self._armed[kind] = (times - 1, owner)
@@ -86,12 +85,6 @@ class FaultBoard:
             self._armed.clear()
         self.released.set()
 
-    def restart(self) -> None:
-        """Forget everything, for the next soak of this process."""
-        self.clear()
-        self.taken.clear()
-        self.released.clear()
-
 
 FAULTS = FaultBoard()
 """The board of this process. It is global because an entry receives nothing but its parameters."""
@@ -99,33 +92,25 @@ FAULTS = FaultBoard()
 _owners = count()
 
 
-def build(
-    *,
-    width: int = 32,
-    blocks: int = 2,
-    heads: int = 4,
-    context: int = 32,
-    max_bytes: int = 200_000,
-    faults: bool = True,
-) -> Workload:
-    """The example's workload with fault points before every block, in its loader and in its snapshots.
+def build() -> Workload:
+    """A regression whose model has two layers, with fault points."""
+    owner = next(_owners)
+    layers = (_FaultPoint(owner), nn.Linear(WIDTH, WIDTH), nn.Tanh(), _FaultPoint(owner), nn.Linear(WIDTH, WIDTH))
 
-    Without ``faults`` the fault points do nothing.
-    """
-    example = load_example("charlm")
-    workload: Workload = example.build(
-        width=width, blocks=blocks, heads=heads, context=context, max_bytes=max_bytes, sample_length=10
-    )
-    owner = next(_owners) if faults else NOBODY
-    layers: list[nn.Module] = []
-    for layer in workload.model.children():
-        if isinstance(layer, example.Block):
-            layers.append(_FaultPoint(owner))
-        layers.append(layer)
-    return replace(
-        workload,
+    def batches(batch_size: int, generator: Generator) -> Iterator[Batch]:
+        while True:
+            if FAULTS.take("slow loader", owner):
+                time.sleep(SLOW_SECONDS)
+            if FAULTS.take("failing loader", owner):
+                raise InjectedError("a fault was injected into a loader")
+            x = torch.randn(batch_size, WIDTH, generator=generator)
+            yield x, x.flip(1)
+
+    return Workload(
         model=nn.Sequential(*layers),
-        batches=_with_faults(workload.batches, owner),
+        loss_fn=nn.functional.mse_loss,
+        batches=batches,
+        memoryless=True,
         states={"soak": _SnapshotFaultPoint(owner)},
     )
 
@@ -146,10 +131,8 @@ class _FaultPoint(nn.Module):
             FAULTS.released.wait(HANG_SECONDS)
         if FAULTS.take("loss is NaN", self.owner):
             x = x * float("nan")
-        if FAULTS.is_armed("backward raises") and x.requires_grad:
-            failing: Callable[[Tensor, int], Tensor] = _BackwardFaultPoint.apply
-            x = failing(x, self.owner)
-        return x
+        made: Tensor = _BackwardFaultPoint.apply(x, self.owner)
+        return made
 
 
 class _BackwardFaultPoint(torch.autograd.Function):
@@ -180,19 +163,3 @@ class _SnapshotFaultPoint:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state == {"soak": 1}
-
-
-def _with_faults(
-    batches: Callable[[int, Generator], Iterable[Batch]], owner: int
-) -> Callable[[int, Generator], Iterable[Batch]]:
-    """``batches`` with fault points: a batch may be late or raise, its values are unchanged."""
-
-    def made(batch_size: int, generator: Generator) -> Iterator[Batch]:
-        for batch in batches(batch_size, generator):
-            if FAULTS.take("slow loader", owner):
-                time.sleep(SLOW_SECONDS)
-            if FAULTS.take("failing loader", owner):
-                raise InjectedError("a fault was injected into a loader")
-            yield batch
-
-    return made
