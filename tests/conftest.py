@@ -1,4 +1,4 @@
-"""Fixtures and hooks of all tests: both kinds of event loops, skips without a GPU, and detection of leaks."""
+"""Fixtures and hooks of all tests: skips without a GPU, and detection of leaks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +39,6 @@ def pytest_configure() -> None:
     """Restore Python's handler of SIGINT: a shell starts background processes with SIGINT ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_asyncio_loop_factories(
-    config: pytest.Config, item: pytest.Item
-) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run async tests twice: on uvloop, which the package uses if it is installed, and on asyncio's own loop.
-
-    Tests marked ``one_loop`` run once, on asyncio's loop: what they check does not depend on the kind of loop.
-    """
-    factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
-    if item.get_closest_marker("one_loop") is not None:
-        return factories
-    try:
-        import uvloop
-    except ImportError:
-        return factories
-    return {"uvloop": uvloop.new_event_loop, **factories}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -218,7 +218,6 @@ def watching(
 # What adds up
 
 
-@pytest.mark.one_loop
 async def test_busy_and_idle_seconds_add_up_to_devices_times_the_step_time() -> None:
     registry = CollectorRegistry()
     collector = PipelineCollector("real")

@@ -24,8 +24,6 @@ from asyncpipe.train.workload import Workload
 from tests.emulated import device as emu
 from tests.emulated.helpers import X, layers, squares
 
-pytestmark = pytest.mark.one_loop  # What the device does does not depend on the kind of loop.
-
 ONE = ["emu:0"]
 
 

@@ -18,8 +18,6 @@ from asyncpipe.train.job_file import load_job
 from asyncpipe.train.progress import ProgressSink, StepProgress
 from asyncpipe.train.training_run import TrainingRun
 
-pytestmark = pytest.mark.one_loop
-
 AMOEBANET = Path(__file__).parents[2] / "examples" / "amoebanet"
 
 

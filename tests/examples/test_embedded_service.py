@@ -122,7 +122,6 @@ async def test_it_refuses_in_words(example, tmp_path):
             assert "nothing" in await answer.text()
 
 
-@pytest.mark.one_loop
 async def test_a_model_goes_on_when_the_application_starts_again(example, tmp_path):
     async with running(example, tmp_path / "service") as client:
         _, made = await post(client, 10**9, "long")
@@ -146,7 +145,6 @@ async def test_a_model_goes_on_when_the_application_starts_again(example, tmp_pa
         assert (await get(client, f"/models/{made['id']}"))["state"] == "cancelled"
 
 
-@pytest.mark.one_loop
 async def test_uvicorn_ends_it_gracefully_though_a_stream_and_a_page_are_open(tmp_path):
     """As a person runs it, in a process of its own, which SIGTERM ends."""
     command = [sys.executable, "-m", "uvicorn", "--factory", "--app-dir", str(APP.parent), "--port", "0"]

@@ -20,8 +20,6 @@ from asyncpipe.train.job_file import load_job
 from asyncpipe.train.progress import ProgressSink, StepProgress
 from asyncpipe.train.training_run import TrainingRun
 
-pytestmark = pytest.mark.one_loop
-
 UNET = Path(__file__).parents[2] / "examples" / "unet"
 EVEN = (0, 2, 4, 6, 8)
 

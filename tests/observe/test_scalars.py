@@ -28,7 +28,6 @@ from asyncpipe.train.job_file import Job
 from asyncpipe.train.training_run import TrainingRun
 
 pytestmark = [
-    pytest.mark.one_loop,
     pytest.mark.usefixtures("no_leaks"),
     # The packages' own.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),

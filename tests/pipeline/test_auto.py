@@ -15,8 +15,6 @@ from asyncpipe.core.schedules.one_f_one_b import OneFOneB
 from asyncpipe.errors import BalanceError, MicrobatchError, OptionError, PlanError
 from asyncpipe.pipeline import profiling
 
-pytestmark = pytest.mark.one_loop
-
 mse = nn.functional.mse_loss
 DEVICES = ["cpu:0", "cpu:1"]
 

@@ -133,7 +133,6 @@ def same(ours: nn.Module, theirs: nn.Module) -> None:
         assert torch.allclose(buffer, wanted[name], atol=1e-10, rtol=0), name
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize(("schedule", "mode"), [("gpipe", "always"), ("zb-h1", "except_last"), ("1f1b", "never")])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 async def test_step(make: Callable[[], nn.Module], schedule: str, mode: str) -> None:

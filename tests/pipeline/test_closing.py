@@ -156,7 +156,6 @@ async def test_a_backward_after_the_end_on_a_shared_pool(workload, no_leaks):
     assert workload.worst(model) < 1e-10
 
 
-@pytest.mark.one_loop
 async def test_at_the_interpreters_end_the_task_that_runs_comes_to_its_own(monkeypatch, workload, no_leaks):
     """A thread that is in torch when Python is taken apart aborts the process."""
     at_exit, inside, let_go = [], threading.Event(), threading.Event()

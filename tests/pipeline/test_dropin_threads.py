@@ -157,7 +157,6 @@ def test_a_step_waits_for_a_backward_on_another_thread(workload, waits):
     assert workload.worst(model) < 1e-10
 
 
-@pytest.mark.one_loop
 async def test_a_backward_while_a_step_is_under_way_on_its_thread(workload, before_task):
     """The step ends on this thread, so to wait would be to wait for ever."""
     model = workload.model()

@@ -16,7 +16,7 @@ from asyncpipe.observe.pictures.trace import to_chrome
 from asyncpipe.pipeline import workers
 from asyncpipe.testing import EdgeShape, EdgeState, reshape
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.one_loop]
+pytestmark = [pytest.mark.timeout(120)]
 
 DEVICES = ("cpu:0", "cpu:1")
 HOSTS = {"cpu:0": "one", "cpu:1": "another", "cpu:2": "one"}

@@ -14,8 +14,6 @@ from asyncpipe import Pipeline
 from asyncpipe.errors import RecomputeError, TaskError
 from asyncpipe.testing import InlineExecutor
 
-pytestmark = pytest.mark.one_loop
-
 MODES = ("always", "except_last", "never")
 mse = nn.functional.mse_loss
 

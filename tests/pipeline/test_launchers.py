@@ -65,7 +65,6 @@ async def train(devices, **options):
         return losses, {name: value.clone() for name, value in pipe.state_dict().items()}
 
 
-@pytest.mark.one_loop
 async def test_it_is_asked_for_the_workers_of_hosts_and_they_train_to_the_same_bits():
     launcher = OverTcp()
     devices = ["host-a/cpu:0", "host-b/cpu:0"]
@@ -91,7 +90,6 @@ async def test_it_is_asked_for_the_workers_of_hosts_and_they_train_to_the_same_b
     assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
-@pytest.mark.one_loop
 async def test_what_keeps_it_from_starting_is_raised_and_it_is_closed():
     launcher = OverTcp()
     with pytest.raises(OptionError, match="nowhere is no host"):

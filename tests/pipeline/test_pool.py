@@ -142,7 +142,6 @@ async def test_one_that_is_cancelled_or_closed_leaves_the_others_alone(workload,
     assert_equal(found, wanted)
 
 
-@pytest.mark.one_loop
 async def test_observers_see_their_own_pipeline(workload, no_leaks):
     class Keeper:
         def __init__(self):
@@ -180,7 +179,6 @@ def test_on_a_loop_of_its_own(workload, no_leaks):
     assert workload.worst(model) < 1e-10
 
 
-@pytest.mark.one_loop
 async def test_dropped_pipelines_leave_the_pool_usable(workload, no_leaks):
     async with DevicePool() as pool:
         for _ in range(3):
@@ -192,7 +190,6 @@ async def test_dropped_pipelines_leave_the_pool_usable(workload, no_leaks):
             gc.collect()
 
 
-@pytest.mark.one_loop
 async def test_mistakes_are_told(workload):
     model = workload.model()
     pool = DevicePool()
@@ -213,7 +210,6 @@ async def test_mistakes_are_told(workload):
             pass
 
 
-@pytest.mark.one_loop
 async def test_a_copy_is_by_itself(workload, no_leaks):
     async with DevicePool() as pool:
         pipe = pipeline(workload.model(), pool, share=Share("job"), generator=torch.Generator())

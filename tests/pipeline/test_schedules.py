@@ -19,8 +19,6 @@ from asyncpipe.core.schedules.protocol import Action, HintedSchedule, OrderedSch
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
 from asyncpipe.errors import PipelineClosedError, ScheduleError
 
-pytestmark = pytest.mark.one_loop
-
 MODES = ("always", "except_last", "never")
 MICROBATCHES = 5
 mse = nn.functional.mse_loss

@@ -21,8 +21,6 @@ from asyncpipe import Pipeline, TaskError
 from asyncpipe.core.schedules.protocol import Action, F, I, OrderedSchedule, Shape, W
 from asyncpipe.testing import InlineExecutor
 
-pytestmark = pytest.mark.one_loop
-
 MODES = ("always", "except_last", "never")
 mse = nn.functional.mse_loss
 

@@ -14,7 +14,7 @@ from torch import nn
 from asyncpipe import DevicePool, Pipeline, StageFactory, convert_deferred_batch_norm
 from asyncpipe.errors import BalanceError, OptionError
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.one_loop]
+pytestmark = [pytest.mark.timeout(120)]
 
 mse = nn.functional.mse_loss
 SHARED = nn.Linear(4, 4)

@@ -98,7 +98,6 @@ async def one_by_one(data, **options):
         return losses, states
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("where", [{}, {"loop": "own"}, {"share": Share("job")}], ids=str)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h2", "backward-first"])

@@ -16,8 +16,6 @@ from asyncpipe.errors import OptionError
 from asyncpipe.pipeline.steps import Batch
 from asyncpipe.testing import EmulatedExecutor
 
-pytestmark = pytest.mark.one_loop
-
 mse = nn.functional.mse_loss
 
 

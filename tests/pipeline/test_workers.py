@@ -277,7 +277,6 @@ async def lose_and_replace():
     assert threading.active_count() == threads
 
 
-@pytest.mark.one_loop
 async def test_two_pipelines_that_need_the_same_worker_start_it_once_and_one_that_cannot_load_leaves_nothing():
     options = {"loss_fn": nn.functional.mse_loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
     x, devices = torch.randn(8, 4), ["cpu:0", "cpu:1"]
@@ -349,7 +348,6 @@ def fed(step, folder=None, samples=13):
     return torch.randint(11, (samples, 5)), torch.full((samples,), step % 11)
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("overlap", [False, True])
 async def test_a_feed_makes_in_the_workers_what_a_caller_would_give(pool, tmp_path, overlap):
     feed = Feed(f"{__name__}:fed", {"folder": tmp_path}, seed=3)
@@ -382,7 +380,6 @@ async def test_a_feed_makes_in_the_workers_what_a_caller_would_give(pool, tmp_pa
     assert all(callers[step] == workers for step in range(7, 11))
 
 
-@pytest.mark.one_loop
 async def test_a_feed_that_fails_leaves_its_step_to_be_made_again(pool, tmp_path):
     options = {"microbatches": 4, "balance": [4, 4], "loss_fn": nn.functional.cross_entropy}
     sgd = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
@@ -445,7 +442,6 @@ class Counts(nn.Module):
         self.calls = calls
 
 
-@pytest.mark.one_loop
 async def test_the_state_is_that_of_whoever_has_the_stage_before_opening_while_open_and_never_after(pool):
     x, options = torch.randn(8, 4), {"microbatches": 2, "loss_fn": nn.functional.mse_loss, "checkpoint": "never"}
     model, loaded = nn.Sequential(Counts(), Counts()), nn.Sequential(Counts(), Counts()).state_dict()
@@ -607,7 +603,6 @@ def sgd(parameters):
 OPTIONS = {"loss_fn": nn.functional.mse_loss, "optimizer": sgd}
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("shape", ["with_gaps", "spread", "behind"])
 async def test_tensors_keep_their_strides_and_their_alignment_on_the_way_to_a_worker(pool, shape):
     x, ends = torch.randn(49)[1:].view(6, 8).T, []
@@ -622,7 +617,6 @@ async def test_tensors_keep_their_strides_and_their_alignment_on_the_way_to_a_wo
     assert torch.equal(*ends)
 
 
-@pytest.mark.one_loop
 async def test_what_is_frozen_before_a_pipeline_opens_is_frozen(pool):
     x, ends = torch.randn(8, 4), []
     for where in (None, pool):
@@ -646,7 +640,6 @@ def marked(x):
     return x.as_subclass(Marked)
 
 
-@pytest.mark.one_loop
 async def test_a_tensor_of_another_class_is_refused_where_it_would_lose_it(pool):
     x, model = torch.randn(8, 4), nn.Sequential(nn.Linear(4, 4), Apply("marked"), nn.Linear(4, 4))
     async with Pipeline(model, ["cpu:0", "cpu:1"], balance=[2, 1], microbatches=2, pool=pool, **OPTIONS) as pipe:
@@ -658,7 +651,6 @@ def with_new_tensors(x):
     return x + (torch.arange(4) * 0.1 + torch.tensor(1 / 3)).to(x.dtype)
 
 
-@pytest.mark.one_loop
 async def test_workers_compute_by_the_settings_of_their_controller(pool):
     x, ends = torch.randn(8, 4, dtype=torch.float64), []
     for where in (None, pool):
@@ -677,7 +669,6 @@ async def test_workers_compute_by_the_settings_of_their_controller(pool):
     assert all(map(torch.equal, ends[:3], ends[3:]))
 
 
-@pytest.mark.one_loop
 async def test_a_value_that_is_read_elsewhere_is_not_overwritten_in_another_worker(pool):
     x = torch.randn(8, 4)
     for where in (None, pool):
@@ -689,7 +680,6 @@ async def test_a_value_that_is_read_elsewhere_is_not_overwritten_in_another_work
                 await pipe.step(x, x)
 
 
-@pytest.mark.one_loop
 async def test_messages_that_wait_for_long_hold_back_no_others(pool):
     # Stage 3 takes what stage 0 sends to it when all micro-batches have passed stages 1 and 2, on the same edges.
     x = torch.randn(100, 4)
@@ -700,7 +690,6 @@ async def test_messages_that_wait_for_long_hold_back_no_others(pool):
             assert len(result.losses) == 100
 
 
-@pytest.mark.one_loop
 async def test_a_step_that_is_cancelled_before_it_begins_takes_no_mode_along(pool):
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5))
     x = torch.randn(8, 4)
@@ -736,7 +725,6 @@ class Tells:
         self.done.set()
 
 
-@pytest.mark.one_loop
 async def test_a_step_that_is_cancelled_when_its_workers_are_done_leaves_nothing(pool):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     x, tells, ends = torch.randn(8, 4), Tells(), []
@@ -760,7 +748,6 @@ async def test_a_step_that_is_cancelled_when_its_workers_are_done_leaves_nothing
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
 
 
-@pytest.mark.one_loop
 async def test_a_failure_among_overlapping_steps_leaves_the_gradients_as_on_threads(pool):
     chance = torch.Generator().manual_seed(0)
     good, bad = torch.randn(8, 4, generator=chance), torch.randn(8, 4, generator=chance)
@@ -792,7 +779,6 @@ def no_nan(x):
     return x
 
 
-@pytest.mark.one_loop
 async def test_a_state_is_loaded_where_other_workers_have_batch_norms(pool, recwarn):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
     x = torch.randn(8, 4)
@@ -805,7 +791,6 @@ async def test_a_state_is_loaded_where_other_workers_have_batch_norms(pool, recw
     assert not recwarn.list
 
 
-@pytest.mark.one_loop
 async def test_gradients_are_accumulated_only_for_an_optimizer(pool):
     x = torch.randn(8, 4)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -37,8 +37,6 @@ from asyncpipe.runtime.task_board import ShownTask, TaskBoard, new_board_file
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 from asyncpipe.runtime.watchdog import Watchdog
 
-pytestmark = pytest.mark.one_loop
-
 GRAPH = lower(find_schedule("1f1b"), Shape(2, 4, 2), devices=["cpu:0", "cpu:1"], checkpoint=CheckpointMode.NEVER)
 SECOND = [task.number for task in GRAPH.tasks if task.lane.device == "cpu:1"]
 NUMBER = SECOND.index(next(task.number for task in GRAPH.tasks if task.id == "F(1,1)"))

@@ -115,7 +115,6 @@ async def test_a_run_whose_code_exits_ends_with_an_ordinary_error(tmp_path, plac
     assert isinstance(caught.value.__cause__, SystemExit | StopIteration)
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("place", ["entry", "entry, of nothing", "sampler"])
 async def test_a_service_outlives_a_job_whose_code_exits(tmp_path, caplog, place):
     async with TrainingService(make_settings(tmp_path), entries=Entries({ENTRY: PLACES[place]})) as service:
@@ -129,7 +128,6 @@ async def test_a_service_outlives_a_job_whose_code_exits(tmp_path, caplog, place
     caplog.clear()  # The traceback's frames hold the run.
 
 
-@pytest.mark.one_loop
 async def test_a_service_whose_entry_parses_a_command_line_does_not_start(tmp_path):
     (tmp_path / "parsing.py").write_text(
         "import argparse\nargparse.ArgumentParser(prog='mine').parse_args(['--unknown'])\ndef build(): pass\n"

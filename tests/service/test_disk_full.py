@@ -30,7 +30,7 @@ from asyncpipe.train.snapshots.format import read_snapshot
 from asyncpipe.train.snapshots.resume import snapshots_in
 from asyncpipe.train.workload import Workload
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 DISK = "12m"
 ENDLESS = 10**9

@@ -234,7 +234,6 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.one_loop
 @pytest.mark.timeout(60 + 2 * JOBS)
 @pytest.mark.usefixtures("no_leaks", "quiet")
 async def test_jobs_of_many_clients(tmp_path, capsys):

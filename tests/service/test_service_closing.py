@@ -14,7 +14,7 @@ from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.training_service import TrainingService
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 
 async def test_a_follower_whose_log_opens_while_the_service_closes_ends(tmp_path, monkeypatch):

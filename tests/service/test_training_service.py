@@ -29,7 +29,7 @@ from asyncpipe.service.submission.submission import SubmissionError
 from asyncpipe.service.training_service import ServiceDrainingError, TrainingService
 from asyncpipe.train.workload import Workload
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
 STEPS = 30

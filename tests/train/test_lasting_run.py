@@ -26,7 +26,7 @@ from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
 from tests.campaigns.crashes.left import child_named
 
-pytestmark = [pytest.mark.usefixtures("snapshot_each_step"), pytest.mark.timeout(120), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("snapshot_each_step"), pytest.mark.timeout(120)]
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 TRAINING = {"overlap": True, "clip": None, "warmup_steps": 3}

@@ -56,7 +56,6 @@ SMALLER = "a smaller batch_size"
 OTHERS = "more memory than cpu has, or other devices for some of the 2 stages there"
 
 
-@pytest.mark.one_loop
 async def test_an_allocation_that_fails() -> None:
     text = await explained([nn.Linear(4, 4), nn.BatchNorm1d(4), Hungry()])
     assert text.startswith("no memory left on cpu:1 in F(0,1): ")
@@ -67,7 +66,6 @@ async def test_an_allocation_that_fails() -> None:
     assert of_help(text) == [ALWAYS, MORE, SMALLER, OTHERS]
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize(
     "error",
     [
@@ -83,7 +81,6 @@ async def test_errors_of_their_own(error: BaseException) -> None:
     assert of_help(text) == [ONE_F_ONE_B, MORE, SMALLER, OTHERS]
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize(
     ("schedule", "checkpoint", "expected"),
     [
@@ -100,7 +97,6 @@ async def test_only_what_would_help_is_said(schedule: str, checkpoint: str, expe
     assert of_help(text) == [*expected, SMALLER, OTHERS]
 
 
-@pytest.mark.one_loop
 async def test_a_device_with_several_stages() -> None:
     """1F1B has one stage a device, so it is no help."""
     text = await explained(
@@ -109,7 +105,6 @@ async def test_a_device_with_several_stages() -> None:
     assert of_help(text) == [ALWAYS, MORE, SMALLER, OTHERS.replace("2 stages", "4 stages")]
 
 
-@pytest.mark.one_loop
 async def test_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then layers may go to another one, and what the others keep does not count."""
     error, pipe = await failing([nn.Linear(4, 4), nn.BatchNorm1d(4), Hungry()])
@@ -135,7 +130,6 @@ class HungrySGD(torch.optim.SGD):
         torch.empty(2**58)
 
 
-@pytest.mark.one_loop
 async def test_an_update_has_no_micro_batches_to_be_smaller() -> None:
     text = await explained([nn.Linear(4, 4), nn.Linear(4, 4)], balance=[1, 1], optimizer=HungrySGD)
     assert "in U(" in text
@@ -153,12 +147,10 @@ class Wrapping(Hungry):
             raise ValueError("the layer is broken")  # noqa: B904 - as people write it
 
 
-@pytest.mark.one_loop
 async def test_an_error_behind_another_one() -> None:
     assert "in F(0,1)" in await explained([nn.Linear(4, 4), nn.Linear(4, 4), Wrapping()])
 
 
-@pytest.mark.one_loop
 async def test_anything_else_is_not_explained() -> None:
     error, pipe = await failing([nn.Linear(4, 4), nn.Linear(4, 4), Hungry(RuntimeError("shape"))])
     assert explain_out_of_memory(error, pipe) is None

@@ -103,7 +103,6 @@ class Unruly:
             yield x, x.flip(1)
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("pooled", [False, True], ids=["alone", "on a pool"])
 async def test_a_loader_that_draws_where_it_should_not_takes_its_turn_at_a_retry_too(tmp_path, pooled):
     class Opening(Told):
@@ -159,7 +158,6 @@ async def test_what_is_no_ordinary_error_is_not_tried_again(tmp_path, make):
     assert (told.notes, len(told.losses)) == ([], 1)
 
 
-@pytest.mark.one_loop
 async def test_a_run_goes_on_from_a_snapshot_after_a_failure_as_if_it_had_never_failed(tmp_path, whole):
     job = job_of(tmp_path / "other", step_retries=0).override("snapshots", every=2)
     faulty = hot({4: [0]})

@@ -172,7 +172,6 @@ class Failing(nn.Module):
         return x
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("asked", ["nothing", "trace", "timeline"])
 async def test_a_step_is_tried_again_without_the_tensors_of_the_attempt_that_failed(tmp_path, monkeypatch, asked):
     shown = []

@@ -110,7 +110,6 @@ async def test_a_cancelled_run_waits_for_the_batch_that_is_being_made(tmp_path):
     assert slow.made == 4
 
 
-@pytest.mark.one_loop
 async def test_the_next_batch_is_made_while_the_step_runs(tmp_path):
     slow, seen = Slow(2), []
 

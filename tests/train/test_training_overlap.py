@@ -102,7 +102,6 @@ async def test_the_bits_of_steps_one_by_one(tmp_path, behind, kind, every, sched
     assert_same_end(summary.snapshot, whole)
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("then", [True, False], ids=["overlap", "one by one"])
 @pytest.mark.parametrize("first", [True, False], ids=["overlap", "one by one"])
 async def test_a_run_goes_on_from_a_snapshot_in_either_way(tmp_path, first, then):

@@ -38,7 +38,6 @@ async def test_a_run_among_others_has_the_bits_that_it_has_alone(tmp_path, kind)
     assert_same_end(other.snapshot, one.snapshot)
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("kind", LOADED)
 @pytest.mark.parametrize("first", ["alone", "among others"])
 async def test_a_run_goes_on_with_the_same_bits_alone_and_among_others(tmp_path, kind, first):
@@ -63,7 +62,6 @@ async def test_a_run_goes_on_with_the_same_bits_alone_and_among_others(tmp_path,
     assert_same_end(again.snapshot, summary.snapshot)
 
 
-@pytest.mark.one_loop
 async def test_what_belongs_to_the_process_is_neither_kept_nor_put_back(tmp_path):
     disturb()
 
@@ -109,7 +107,6 @@ async def test_a_run_that_goes_on_and_is_stopped_while_it_is_made_keeps_its_step
     assert (summary.steps, summary.stopped, summary.snapshot) == (2, True, tmp_path / "step-2")
 
 
-@pytest.mark.one_loop
 async def test_a_run_is_stopped_between_two_rounds_of_its_measurements(tmp_path):
     class Watched(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -125,7 +122,6 @@ async def test_a_run_is_stopped_between_two_rounds_of_its_measurements(tmp_path)
         assert (await run.run()).steps == 0
 
 
-@pytest.mark.one_loop
 async def test_an_entry_that_takes_its_time_holds_up_no_other_run(tmp_path):
     reached, go_on = Event(), Event()
 
@@ -153,7 +149,6 @@ async def test_an_entry_that_takes_its_time_holds_up_no_other_run(tmp_path):
     assert all(isinstance(end, asyncio.CancelledError) for end in ends)
 
 
-@pytest.mark.one_loop
 async def test_held_out_batches_are_made_in_the_runs_thread_and_its_sampler_draws_its_numbers(tmp_path):
     threads: list[str] = []
 

@@ -159,7 +159,6 @@ async def test_an_observer_that_raises_is_left_out_logged_and_counted(caplog):
     caplog.clear()  # The traceback's frames hold the run.
 
 
-@pytest.mark.one_loop
 async def test_an_observer_that_blocks_for_a_second_is_put_aside_logged_and_counted(caplog):
     threads: list[str] = []
 

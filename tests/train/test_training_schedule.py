@@ -132,7 +132,6 @@ async def test_before_the_first_step_it_holds_for_that(tmp_path, when):
     assert {about(tmp_path, step)[0] for step, _ in told.snapshots} == {"gpipe"}
 
 
-@pytest.mark.one_loop
 async def test_the_last_of_several_holds_and_who_gave_up_is_not_heeded(tmp_path):
     run = TrainingRun(job_of(tmp_path), plain)
     asked = [asyncio.ensure_future(run.change_schedule(name)) for name in ("zb-h1", "soon", "gpipe", "1f1b")]

@@ -5,7 +5,6 @@ torch keeps tensors of what it traced, so the fixture that finds leaks is left o
 
 from __future__ import annotations
 
-import pytest
 import torch
 from resume_helpers import batches
 from run_helpers import Told, assert_same_end, beside_others, job_of
@@ -31,7 +30,6 @@ def traced() -> Workload:
     return Workload(model, functional.mse_loss, batches)  # type: ignore[arg-type]
 
 
-@pytest.mark.one_loop
 async def test_a_traced_model_among_others_has_the_bits_that_it_has_alone(tmp_path):
     alone, among = Told(), Told()
     one = await TrainingRun(job_of(tmp_path / "alone"), traced, progress=alone).run()

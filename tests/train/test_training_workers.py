@@ -29,7 +29,7 @@ from asyncpipe.train.progress import StepProgress, TrainingSummary
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
 
-pytestmark = [pytest.mark.usefixtures("snapshot_each_step"), pytest.mark.timeout(120), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("snapshot_each_step"), pytest.mark.timeout(120)]
 
 TRAINING = {"overlap": True, "clip": None, "warmup_steps": 3}
 LAYOUTS = {

@@ -22,8 +22,6 @@ from asyncpipe.train.transformers_entry import build
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.one_loop
-
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 8,

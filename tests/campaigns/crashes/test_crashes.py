@@ -15,7 +15,6 @@ from tests.campaigns.crashes.strikes import Strike
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.one_loop,
     pytest.mark.usefixtures("own_temporary_files"),
     pytest.mark.skipif(sys.platform != "linux", reason="it looks at processes in /proc"),
 ]

@@ -7,7 +7,7 @@ import torch
 
 from tests.campaigns.hangs.campaign import Figures, lane
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.one_loop, pytest.mark.usefixtures("own_temporary_files")]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_temporary_files")]
 
 FLOOR = 2.0
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.campaigns.hosts.campaign import HOSTS, Campaign, Round
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.one_loop, pytest.mark.usefixtures("own_temporary_files")]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_temporary_files")]
 
 
 async def test_a_job_goes_on_without_a_host_that_is_cut_off_and_takes_it_in_again(tmp_path):

@@ -34,7 +34,7 @@ from asyncpipe.observe.live import handlers as live_http
 from asyncpipe.observe.live import server as live
 from asyncpipe.observe.live.feed import KEEP_ALIVE, LiveFeed
 
-pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 FILES = ["/", "/page.css", "/live.css", "/live.js", "/charts.js", "/timeline.js", "/text.js"]
 

@@ -33,7 +33,6 @@ PICTURES = os.environ.get("ASYNCPIPE_TEST_PICTURES")
 LIMIT = 1 << 20
 
 pytestmark = [
-    pytest.mark.one_loop,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium: install Debian's package chromium"),
     pytest.mark.skipif(shutil.which("node") is None, reason="no node: install Node.js 20 or later"),
     pytest.mark.skipif(

@@ -15,7 +15,6 @@ from asyncpipe.runtime.workers.fork_server import ForkServer
 
 pytestmark = [
     pytest.mark.skipif(not ForkServer.AVAILABLE, reason="this system has no descriptors of processes"),
-    pytest.mark.one_loop,
 ]
 
 

@@ -46,7 +46,6 @@ async def test_two_workers_answer_and_nothing_is_left():
         first.send(("echo", 1))
 
 
-@pytest.mark.one_loop
 async def test_a_worker_has_the_controllers_path_folder_and_environment_and_no_secret(monkeypatch, tmp_path):
     monkeypatch.setenv("MINE", "environment")
     monkeypatch.chdir(tmp_path)
@@ -105,7 +104,6 @@ async def test_a_worker_that_is_killed_is_lost_and_another_one_takes_its_place()
         await group.start("late")
 
 
-@pytest.mark.one_loop
 async def test_a_worker_that_is_killed_may_write_down_first_what_it_does(capfd, monkeypatch):
     monkeypatch.setattr(supervisor, "STACK_SECONDS", SECONDS)
     written: list[str] = []
@@ -127,7 +125,6 @@ async def test_a_worker_that_is_killed_may_write_down_first_what_it_does(capfd, 
     assert "in hold_gil" in loss.stderr
 
 
-@pytest.mark.one_loop
 async def test_one_that_does_not_stop_is_killed_and_is_not_lost():
     recorded = Recorded(limits=WorkerLimits(ping=0.02, stop=0.05))
     async with recorded.group as group:
@@ -139,7 +136,6 @@ async def test_one_that_does_not_stop_is_killed_and_is_not_lost():
     assert recorded.heard == []
 
 
-@pytest.mark.one_loop
 async def test_what_was_sent_before_is_handled_before_it_stops():
     recorded = Recorded()
     async with recorded.group as group:
@@ -150,7 +146,6 @@ async def test_what_was_sent_before_is_handled_before_it_stops():
         assert [message for _, message in recorded.heard] == list(range(200))
 
 
-@pytest.mark.one_loop
 async def test_signals_to_the_whole_group_of_processes_are_the_controllers():
     recorded = Recorded()
     async with recorded.group as group:
@@ -187,7 +182,6 @@ class Fails(ProcessLauncher):
         ("no_such_module:f", "exited with status 1.*No module named 'no_such_module'"),
     ],
 )
-@pytest.mark.one_loop
 async def test_if_one_does_not_start_none_is_left(entry, message):
     recorded = Recorded(launcher=(launcher := Fails(entry)))
     async with recorded.group as group:
@@ -202,7 +196,6 @@ async def test_if_one_does_not_start_none_is_left(entry, message):
     assert not folders()
 
 
-@pytest.mark.one_loop
 async def test_one_that_does_not_come_up_is_killed():
     recorded = Recorded(launcher=(launcher := Fails("worker_entries:hangs")), limits=WorkerLimits(start=0.3))
     async with recorded.group as group:
@@ -212,7 +205,6 @@ async def test_one_that_does_not_come_up_is_killed():
     assert not folders()
 
 
-@pytest.mark.one_loop
 async def test_a_launcher_that_fails_is_a_start_that_fails(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     monkeypatch.setattr("asyncpipe.runtime.workers.child_process.get_executable", lambda: "/no/such/python")
@@ -233,7 +225,6 @@ async def test_a_start_that_is_cancelled_leaves_nothing():
     assert not folders()
 
 
-@pytest.mark.one_loop
 async def test_closing_ends_a_start_that_is_under_way():
     async with Recorded(launcher=(launcher := Fails("worker_entries:hangs"))).group as group:
         start = asyncio.create_task(group.start("bad"))
@@ -243,7 +234,6 @@ async def test_closing_ends_a_start_that_is_under_way():
     assert not is_there(launcher.pids[0])
 
 
-@pytest.mark.one_loop
 async def test_a_group_that_is_dropped_kills_its_workers(new_threads):
     recorded = Recorded()
     group = await recorded.group.__aenter__()
@@ -256,7 +246,6 @@ async def test_a_group_that_is_dropped_kills_its_workers(new_threads):
     await group.close()
 
 
-@pytest.mark.one_loop
 async def test_a_group_that_nobody_holds_kills_its_workers(new_threads):
     group = WorkerGroup(ProcessLauncher(), "worker_entries:deeds")
     await group.__aenter__()
@@ -325,7 +314,6 @@ class StartsSlowToEnd(ProcessLauncher):
         return self.started[-1]
 
 
-@pytest.mark.one_loop
 async def test_a_group_that_is_dropped_while_a_worker_ends_still_reaps_it(new_threads):
     recorded = Recorded(launcher=(launcher := StartsSlowToEnd()))
     group = await recorded.group.__aenter__()
@@ -338,7 +326,6 @@ async def test_a_group_that_is_dropped_while_a_worker_ends_still_reaps_it(new_th
     await until("its thread has ended", lambda: not new_threads())
 
 
-@pytest.mark.one_loop
 async def test_twenty_rounds_leave_no_file_and_no_thread(new_threads):
     files = 0
     for turn in range(20):
@@ -353,7 +340,6 @@ async def test_twenty_rounds_leave_no_file_and_no_thread(new_threads):
         assert not is_there(worker.pid)
 
 
-@pytest.mark.one_loop
 async def test_without_pidfd_a_thread_waits_for_the_end(monkeypatch):
     def pidfd_open(pid: int) -> int:
         raise PermissionError
@@ -367,14 +353,12 @@ async def test_without_pidfd_a_thread_waits_for_the_end(monkeypatch):
         assert not is_there(worker.pid)
 
 
-@pytest.mark.one_loop
 async def test_workers_connect_by_tcp_if_an_address_is_given():
     async with Recorded(address=("127.0.0.1", 0)).group as group:
         (worker,) = await group.start("worker")
         assert await worker.ask(("length", bytes(1 << 20))) == 1 << 20
 
 
-@pytest.mark.one_loop
 async def test_where_the_path_of_a_socket_would_be_too_long_workers_connect_by_loopback(monkeypatch, tmp_path):
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
@@ -385,7 +369,6 @@ async def test_where_the_path_of_a_socket_would_be_too_long_workers_connect_by_l
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.one_loop
 async def test_a_forked_child_can_neither_send_nor_end_the_workers():
     async with Recorded().group as group:
         (worker,) = await group.start("worker")
@@ -394,7 +377,6 @@ async def test_a_forked_child_can_neither_send_nor_end_the_workers():
         assert await worker.ask(("echo", 1)) == 1
 
 
-@pytest.mark.one_loop
 async def test_silence_counts_only_while_this_process_listens(monkeypatch):
     """The group's thread waits for a terminal that takes nothing, for longer than a worker may be silent."""
     limits = WorkerLimits(ping=0.02, silent=1.0)
@@ -419,7 +401,6 @@ async def test_silence_counts_only_while_this_process_listens(monkeypatch):
     assert recorded.heard == []
 
 
-@pytest.mark.one_loop
 async def test_a_caller_that_blocks_its_loop_loses_no_worker():
     recorded = Recorded(limits=WorkerLimits(ping=0.01, silent=SECONDS))
     async with recorded.group as group:

@@ -63,7 +63,6 @@ async def test_a_worker_that_ends_is_lost_behind_its_last_words(deed, status, ho
     assert loss.stderr.strip() in written
 
 
-@pytest.mark.one_loop
 async def test_the_error_has_the_end_of_what_the_worker_wrote(capfd):
     recorded = Recorded()
     async with recorded.group as group:
@@ -76,7 +75,6 @@ async def test_the_error_has_the_end_of_what_the_worker_wrote(capfd):
     assert capfd.readouterr().err == "begin" + "é" * 10_000 + "end"
 
 
-@pytest.mark.one_loop
 async def test_what_a_workers_child_holds_open_does_not_delay_its_loss():
     recorded = Recorded()
     async with recorded.group as group:
@@ -102,7 +100,6 @@ async def test_a_worker_that_is_frozen_is_lost(deed):
         assert not is_there(worker.pid)
 
 
-@pytest.mark.one_loop
 async def test_a_worker_whose_main_thread_computes_is_not_lost():
     recorded = Recorded(limits=WorkerLimits(ping=0.02, silent=SECONDS, stop=0.01))
     async with recorded.group as group:
@@ -117,7 +114,6 @@ async def test_a_worker_whose_main_thread_computes_is_not_lost():
     ("message", "how"),
     [("wait", "has lost its connection to the controller"), ("hold the GIL", "has closed its connection")],
 )
-@pytest.mark.one_loop
 async def test_a_worker_that_closes_its_connection_ends_or_is_killed(message, how):
     recorded = Recorded(entry="hangs_up")
     async with recorded.group as group:
@@ -127,7 +123,6 @@ async def test_a_worker_that_closes_its_connection_ends_or_is_killed(message, ho
         assert not is_there(worker.pid)
 
 
-@pytest.mark.one_loop
 async def test_an_entry_that_returns_ends_the_worker_with_all_that_it_sent():
     recorded = Recorded(entry="says_bye")
     async with recorded.group as group:
@@ -148,7 +143,6 @@ async def test_what_a_worker_has_sent_arrives_though_it_has_ended_since(monkeypa
         assert [message for _, message in recorded.heard] == [*range(MANY // 10), loss]
 
 
-@pytest.mark.one_loop
 async def test_a_status_that_somebody_else_has_taken_is_not_known():
     recorded = Recorded()
     async with recorded.group as group:
@@ -201,7 +195,6 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-@pytest.mark.one_loop
 async def test_no_worker_outlives_its_controller(number):
     script = CONTROLLER.format(path=[str(ROOT), str(ROOT / "tests/support")])
     command = [sys.executable, "-c", script]

@@ -63,7 +63,6 @@ async def test_what_a_worker_raises_is_raised_with_its_traceback():
         (("no_such_deed",), AttributeError, "no_such_deed"),
     ],
 )
-@pytest.mark.one_loop
 async def test_whatever_goes_wrong_with_an_answer_ends_the_question(question, raised, text):
     async with Recorded().group as group:
         (worker,) = await group.start("worker")
@@ -72,7 +71,6 @@ async def test_whatever_goes_wrong_with_an_answer_ends_the_question(question, ra
         assert await worker.ask(("echo", "it goes on")) == "it goes on"
 
 
-@pytest.mark.one_loop
 async def test_what_cannot_be_pickled_or_unpickled_is_said_by_a_sentence():
     recorded = Recorded()
     async with recorded.group as group:
@@ -87,7 +85,6 @@ async def test_what_cannot_be_pickled_or_unpickled_is_said_by_a_sentence():
     assert recorded.heard == []
 
 
-@pytest.mark.one_loop
 async def test_a_question_that_is_cancelled_takes_no_other_ones_answer():
     async with Recorded().group as group:
         (worker,) = await group.start("worker")
@@ -99,7 +96,6 @@ async def test_a_question_that_is_cancelled_takes_no_other_ones_answer():
             assert question.cancelled()
 
 
-@pytest.mark.one_loop
 async def test_log_records_of_a_worker_are_handled_by_the_controllers_loggers(caplog):
     caplog.set_level(logging.ERROR, "asyncpipe.quiet")
     caplog.set_level(logging.INFO, "asyncpipe")  # The level of the handler, too.
@@ -115,7 +111,6 @@ async def test_log_records_of_a_worker_are_handled_by_the_controllers_loggers(ca
     ]
 
 
-@pytest.mark.one_loop
 async def test_the_clocks_of_one_host_have_no_offset():
     async with Recorded().group as group:
         (worker,) = await group.start("worker")
@@ -140,7 +135,6 @@ def test_the_shortest_round_trip_tells_the_offset():
 # Large messages
 
 
-@pytest.mark.one_loop
 async def test_a_large_message_passes_whole_and_its_buffers_are_not_copied_into_the_pickle():
     content = bytearray(range(256)) * (LARGE // 256)
     packed = pack(("length", pickle.PickleBuffer(content)))

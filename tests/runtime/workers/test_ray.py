@@ -20,7 +20,6 @@ from asyncpipe.errors import LauncherError
 from asyncpipe.runtime.workers.ray_workers import RayWorkers
 
 pytestmark = [
-    pytest.mark.one_loop,
     pytest.mark.timeout(240),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]

@@ -21,8 +21,6 @@ from asyncpipe.runtime.workers.launcher import PlannedWorker
 from asyncpipe.runtime.workers.ray_workers import RayWorkers
 from asyncpipe.worker.ray_driver import _AgentActor
 
-pytestmark = pytest.mark.one_loop
-
 
 class Cluster:
     """In the place of ``RayProcess``: two machines, which are this one. Actors are threads."""

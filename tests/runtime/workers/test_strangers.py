@@ -137,7 +137,6 @@ async def test_a_controller_that_does_not_know_the_secret_is_refused_by_the_work
             introduce(ours, SECRET, bytes(16))
 
 
-@pytest.mark.one_loop
 async def test_the_socket_is_in_a_folder_that_only_this_user_can_enter():
     seen = []
     listener = ControlListener(SECRET, None)
@@ -153,7 +152,6 @@ async def test_the_socket_is_in_a_folder_that_only_this_user_can_enter():
         assert not folders()
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("turns", range(5))
 async def test_who_comes_when_the_listening_ends_is_closed(turns):
     """Also between two turns of the loop, in which it was accepted and its handshake has not begun."""

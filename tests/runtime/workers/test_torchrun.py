@@ -157,7 +157,6 @@ def test_without_torchrun_it_says_how_to_start():
     assert "usage: torchrun" in done.stderr
 
 
-@pytest.mark.one_loop
 async def test_devices_have_places_on_the_hosts_that_they_name(monkeypatch):
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))

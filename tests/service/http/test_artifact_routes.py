@@ -17,7 +17,7 @@ from asyncpipe.service.jobs.artifacts import OpenArtifact
 from asyncpipe.service.jobs.loss_file import LossFile, LossRow
 from asyncpipe.train.snapshots.format import Manifest, manifest_checksum
 
-pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 MODEL = bytes(range(256)) * 40
 

@@ -21,7 +21,7 @@ from yarl import URL
 from asyncpipe.errors import OptionError
 from asyncpipe.service.http import connection, problems, serve_api
 
-pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 MARK = "Z" * 101

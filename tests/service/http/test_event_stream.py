@@ -21,7 +21,7 @@ from asyncpipe.service.http import event_stream, pages, serve_api
 from asyncpipe.service.http.pages import OWN_FILES, SHARED_FILES
 from asyncpipe.service.job_states import JobState
 
-pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 
 async def blocks(answer: Any, count: int) -> list[dict[str, str]]:

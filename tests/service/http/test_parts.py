@@ -26,8 +26,6 @@ from asyncpipe.service.http.problems import Problem
 from asyncpipe.service.http.rate_limits import StreamLimit, TokenBuckets, client_of
 from asyncpipe.service.http.redact import Redactor, shorten
 
-pytestmark = [pytest.mark.one_loop]
-
 TEXTS = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"))
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,

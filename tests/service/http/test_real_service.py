@@ -7,12 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from http_helpers import job, real
 
 from asyncpipe.service.client import JobClient
-
-pytestmark = [pytest.mark.one_loop]
 
 
 async def test_a_job_from_submission_to_its_end(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from asyncpipe.service.job_states import JobState
 from asyncpipe.service.jobs.job_log import LossRow
 from asyncpipe.service.store.job_store import StoreError, StoreProblem
 
-pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 
 async def test_a_job_is_submitted_and_shown(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from asyncpipe.service.http.routes import ROUTES
 from asyncpipe.service.store.token_changes import create_token, revoke_token
 from asyncpipe.service.token_roles import TokenRole
 
-pytestmark = [pytest.mark.one_loop, pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 
 def token(api: Api, name: str, role: str) -> dict[str, str]:

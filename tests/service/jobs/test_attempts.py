@@ -10,7 +10,7 @@ from asyncpipe.service.jobs.job_queue import Neighbour, why_apart
 from asyncpipe.service.settings.service_settings import SettingsError
 from asyncpipe.service.store.job_store import JobStore
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
 

@@ -15,8 +15,6 @@ from asyncpipe.service.store.job_store import AwaitedJobError, StoreError, Store
 
 QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
 
-pytestmark = pytest.mark.one_loop
-
 
 async def test_a_job_begins_when_those_that_it_comes_after_have_finished(tmp_path):
     async with opened(tmp_path, max_running=4) as service:

@@ -25,7 +25,7 @@ from asyncpipe.service.submission.submission import check_submission, job_of
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(240)]
 
 
 def workload(steps: int | None = None) -> Workload:

@@ -23,7 +23,7 @@ from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import check_submission, job_of
 from asyncpipe.train.training_run import TrainingRun
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(240)]
 
 MICROBATCHES = 4
 ENDED = (JobState.FINISHED, JobState.FAILED)

@@ -15,7 +15,7 @@ from asyncpipe.service.store.job_store import QueueFullError, UnknownJobError
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import SubmissionError
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
 

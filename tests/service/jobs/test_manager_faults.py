@@ -19,7 +19,7 @@ from asyncpipe.train.batches import DataError
 from asyncpipe.train.snapshots.format import FolderError
 from asyncpipe.train.step_failures import NonFiniteLossError, OutOfMemoryError
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
 

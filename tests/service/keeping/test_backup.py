@@ -28,7 +28,7 @@ from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.training_service import TrainingService
 from asyncpipe.train.workload import Workload
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 HELD = 10
 """The batch at which the first service waits."""

@@ -23,7 +23,7 @@ from asyncpipe.service.training_service import TrainingService
 from asyncpipe.train.snapshots.format import read_snapshot
 from asyncpipe.train.workload import Workload
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 
 @asynccontextmanager

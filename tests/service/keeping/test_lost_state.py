@@ -15,7 +15,7 @@ from asyncpipe.service.jobs.lost_state import LostStateError
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.training_service import TrainingService
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 JOB = submission(snapshots={"every": 2})
 

@@ -56,7 +56,6 @@ def fill(folder: Path) -> None:
     (folder / "trace.json").write_bytes(bytes(10))
 
 
-@pytest.mark.one_loop
 @pytest.mark.usefixtures("no_leaks")
 async def test_a_service_removes_what_its_rules_say_and_the_command_says_the_same_before(tmp_path, capsys):
     fakes = Fakes()
@@ -101,7 +100,6 @@ async def test_a_service_removes_what_its_rules_say_and_the_command_says_the_sam
         assert "retention.jobs.days: must be a number of days above 0" in capsys.readouterr().err
 
 
-@pytest.mark.one_loop
 @pytest.mark.usefixtures("no_leaks")
 async def test_above_its_quota_a_service_takes_and_begins_nothing_until_something_is_deleted(tmp_path):
     fakes = Fakes()

@@ -20,8 +20,6 @@ from asyncpipe.service.store.database import explain, open_database
 from asyncpipe.service.store.job_store import JobStore, StoreError, StoreProblem
 from asyncpipe.service.store.schema import MIGRATIONS
 
-pytestmark = pytest.mark.one_loop
-
 SPEC = JobSpec("job", "package.module:factory")
 ROOT = Path(__file__).parents[3]
 

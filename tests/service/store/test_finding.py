@@ -13,8 +13,6 @@ from asyncpipe.errors import OptionError
 from asyncpipe.service.job_states import JobRecord, JobSpecError, PriorityClass
 from asyncpipe.service.store.job_store import AmbiguousJobError, JobFilter, JobStore, UnknownJobError
 
-pytestmark = pytest.mark.one_loop
-
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:

@@ -328,7 +328,6 @@ async def test_whoever_is_cancelled_while_it_opens_leaves_no_thread(path):
         await submitted(store, SPEC)
 
 
-@pytest.mark.one_loop
 def test_a_store_that_is_dropped_lets_its_thread_end(path, new_threads):
     async def drop() -> threading.Thread:
         store = await JobStore(path).__aenter__()
@@ -342,7 +341,6 @@ def test_a_store_that_is_dropped_lets_its_thread_end(path, new_threads):
     assert new_threads() == 0
 
 
-@pytest.mark.one_loop
 async def test_coroutines_of_another_loop_are_answered_too(path):
     async with JobStore(path) as store:
         job = await asyncio.to_thread(lambda: asyncio.run(submitted(store, SPEC)))
@@ -352,7 +350,6 @@ async def test_coroutines_of_another_loop_are_answered_too(path):
 # Many clients
 
 
-@pytest.mark.one_loop
 @pytest.mark.usefixtures("no_leaks")
 async def test_twenty_clients_leave_a_legal_history_of_each_of_a_thousand_jobs(path):
     jobs: list[str] = []

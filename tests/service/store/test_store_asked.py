@@ -11,8 +11,6 @@ from asyncpipe.errors import OptionError
 from asyncpipe.service.job_states import JobState, JobStateError
 from asyncpipe.service.store.job_store import JobStore, QueueFullError
 
-pytestmark = pytest.mark.one_loop
-
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:

@@ -124,7 +124,6 @@ async def everything(store: JobStore) -> list[JobRecord]:
     return jobs
 
 
-@pytest.mark.one_loop
 @pytest.mark.timeout(60 + 5 * KILLS)
 @pytest.mark.skipif(sys.platform == "win32", reason="this system has no SIGKILL")
 async def test_nothing_that_was_acknowledged_is_lost(tmp_path):

@@ -69,7 +69,6 @@ MAKERS: dict[str, Callable[[], Workload]] = {
 }
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("kind", MAKERS)
 async def test_a_run_killed_behind_any_step_goes_on_to_the_same_bits(tmp_path, kind):
     sink = Sink()
@@ -86,7 +85,6 @@ async def test_a_run_killed_behind_any_step_goes_on_to_the_same_bits(tmp_path, k
         assert_same_end(folder / f"step-{STEPS}", tmp_path / "whole" / f"step-{STEPS}")
 
 
-@pytest.mark.one_loop
 async def test_a_run_stopped_and_resumed_again_and_again_is_the_same(tmp_path):
     async def run_a_step() -> list[float]:
         disturb()
@@ -112,7 +110,6 @@ async def test_a_run_that_is_through_does_no_step_more(tmp_path, caplog):
     assert not caplog.records
 
 
-@pytest.mark.one_loop
 async def test_what_is_kept_is_counted_over_all_processes(tmp_path):
     async def run_to(step: int) -> None:
         sink = Sink(lambda done: done == step and run.stop())
@@ -149,7 +146,6 @@ OTHERS = {
 }
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("other", OTHERS)
 async def test_four_stages_go_on_as_another_pipeline_with_the_same_losses(tmp_path, other, tied):
@@ -188,7 +184,6 @@ for _ in range(2):
 """Goes on from a snapshot without asyncpipe: the model is the one that was given to it."""
 
 
-@pytest.mark.one_loop
 async def test_some_lines_of_plain_pytorch_go_on_with_the_same_losses(tmp_path):
     sink, job = Sink(), make_job(tmp_path, pipeline=FOUR)
     await TrainingRun(job, make_chain(tied=False), progress=sink).run()

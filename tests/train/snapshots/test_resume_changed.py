@@ -37,7 +37,6 @@ class Average:
         self.weights = state["weights"]
 
 
-@pytest.mark.one_loop
 async def test_whatever_has_a_state_joins_in(tmp_path):
     made: list[Workload] = []
 
@@ -74,7 +73,6 @@ async def test_whatever_has_a_state_joins_in(tmp_path):
     made.clear()
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("name", ["model", "run", "../model", "a-b", ""])
 async def test_a_state_needs_a_name_of_its_own(tmp_path, name):
     workload = replace(make_workload(), states={name: Average(nn.Identity())})
@@ -87,7 +85,6 @@ async def test_a_state_needs_a_name_of_its_own(tmp_path, name):
 # What the job says now
 
 
-@pytest.mark.one_loop
 async def test_another_setting_is_used_and_told(tmp_path):
     def settings_of(folder: Path) -> list[tuple[float, bool]]:
         groups = read_snapshot(folder).states["optimizer"]["param_groups"]
@@ -105,7 +102,6 @@ async def test_another_setting_is_used_and_told(tmp_path):
     assert settings_of(tmp_path / "step-8") == [(0.2, True), (0.0, True)]
 
 
-@pytest.mark.one_loop
 async def test_another_model_or_job_is_refused_and_nothing_is_touched(tmp_path):
     await TrainingRun(make_job(tmp_path), make_workload).run()
     (tmp_path / "step-7.incomplete").mkdir()
@@ -119,7 +115,6 @@ async def test_another_model_or_job_is_refused_and_nothing_is_touched(tmp_path):
     assert names(tmp_path) == [f"step-{step}" for step in range(1, 7)]
 
 
-@pytest.mark.one_loop
 async def test_a_schedule_that_was_chosen_is_not_chosen_again(tmp_path, monkeypatch):
     await TrainingRun(make_job(tmp_path, pipeline={"balance": [2, 4], "checkpoint": "never"}), make_workload).run()
     monkeypatch.setattr("asyncpipe.train.training_run.choose_for", lambda *_, **__: pytest.fail("measured again"))
@@ -139,7 +134,6 @@ async def test_a_schedule_that_was_chosen_is_not_chosen_again(tmp_path, monkeypa
     assert len(chosen) == 1
 
 
-@pytest.mark.one_loop
 async def test_a_schedule_that_has_changed_behind_its_name_is_told(tmp_path, monkeypatch, caplog):
     await TrainingRun(make_job(tmp_path, training={"steps": 2}), make_workload).run()
     monkeypatch.setattr("asyncpipe.train.training_run.schedule_sha256", lambda *_: "another")

@@ -283,7 +283,6 @@ def test_a_file_that_may_not_be_read_is_told(tmp_path):
         read_snapshot(newest)
 
 
-@pytest.mark.one_loop
 async def test_the_step_that_was_damaged_is_done_and_saved_again(tmp_path, caplog):
     await TrainingRun(make_job(tmp_path, training={"steps": 3}), make_workload).run()
     wanted = read_snapshot(tmp_path / "step-3").states["model"]

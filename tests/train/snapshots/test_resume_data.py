@@ -121,7 +121,6 @@ def test_a_loader_that_raises_is_told_with_how_far_it_came():
 # One batch ahead
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize("make", [batches, Loader])
 async def test_the_place_is_behind_the_batch_that_was_used_while_the_next_is_there(make, shared):
@@ -146,7 +145,6 @@ async def test_the_place_is_behind_the_batch_that_was_used_while_the_next_is_the
             assert_same(again.position(), places[done])
 
 
-@pytest.mark.one_loop
 async def test_the_last_batch_has_none_behind_it():
     counted = Counted()
     async with DedicatedThread("test") as thread:
@@ -157,7 +155,6 @@ async def test_the_last_batch_has_none_behind_it():
         assert (counted.made, feed.position()["data"]["taken"]) == (1, 1)
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 async def test_batches_that_draw_where_they_should_not_find_their_place_too(shared):
     def unruly(batch_size: int, generator: Generator) -> Iterator[Batch]:
@@ -183,7 +180,6 @@ async def test_batches_that_draw_where_they_should_not_find_their_place_too(shar
         assert torch.equal(went_on[1], wanted[1]) is not shared  # Python's numbers are everybody's there.
 
 
-@pytest.mark.one_loop
 async def test_a_batch_that_nobody_waits_for_is_waited_for_and_its_error_is_nobodys(caplog):
     def make(batch_size: int, generator: Generator) -> Iterator[Batch]:
         yield next(batches(batch_size, generator))

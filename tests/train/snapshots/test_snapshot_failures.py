@@ -48,7 +48,6 @@ def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(tmp_path):
     assert names(tmp_path) == ["step-7.incomplete.old", "step-x.incomplete"]
 
 
-@pytest.mark.one_loop
 async def test_a_run_does_not_begin_where_another_ones_snapshots_are(tmp_path):
     for name in ("step-9", "step-10", "step-11.incomplete"):
         (tmp_path / name).mkdir()
@@ -120,7 +119,6 @@ async def test_a_snapshot_that_cannot_be_written_is_told_counted_and_leaves_noth
     assert record.levelno == logging.ERROR
 
 
-@pytest.mark.one_loop
 async def test_a_state_that_cannot_be_had_is_told_and_counted(tmp_path, caplog):
     class Broken:
         def state_dict(self) -> dict[str, Any]:
@@ -135,7 +133,6 @@ async def test_a_state_that_cannot_be_had_is_told_and_counted(tmp_path, caplog):
     ]
 
 
-@pytest.mark.one_loop
 async def test_a_snapshot_of_that_name_is_not_replaced(tmp_path, caplog):
     listener = Listener()
     async with SnapshotWriter(make_job(tmp_path), listener) as snapshots:
@@ -151,7 +148,6 @@ async def test_a_snapshot_of_that_name_is_not_replaced(tmp_path, caplog):
     assert all(re.match(r"no snapshot of step [12] in ", record.getMessage()) for record in caplog.records)
 
 
-@pytest.mark.one_loop
 async def test_an_old_one_that_cannot_be_removed_does_not_look_whole(tmp_path, monkeypatch, caplog):
     def rmtree(path: Path, **_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))

@@ -138,7 +138,6 @@ async def test_what_is_shared_stays_shared_and_nothing_else_is_saved(tmp_path):
     assert (tmp_path / "step-1" / "part.pt").stat().st_size < 10_000
 
 
-@pytest.mark.one_loop
 async def test_what_could_not_be_read_back_safely_is_not_written(tmp_path, caplog):
     async with SnapshotWriter(make_job(tmp_path)) as snapshots:
         await snapshots.after_step(1, {"part": Part(generator=Path("a pickled object"))})
@@ -229,7 +228,6 @@ async def test_being_cancelled_does_not_end_the_wait_for_the_snapshot_in_flight(
     assert names(tmp_path) == ["step-1"]
 
 
-@pytest.mark.one_loop
 async def test_there_are_not_two_of_one_step(tmp_path):
     async with SnapshotWriter(make_job(tmp_path)) as snapshots:
         await snapshots.after_last_step(0, {"part": Part()})
@@ -259,7 +257,6 @@ async def test_a_run_that_is_stopped_leaves_a_snapshot_of_its_last_step(tmp_path
     assert (summary.steps, summary.snapshot) == (5, tmp_path / "step-5")
 
 
-@pytest.mark.one_loop
 async def test_only_the_last_ones_are_kept_and_what_is_not_ours_stays(tmp_path, caplog):
     (tmp_path / "notes.txt").write_text("mine")
     async with SnapshotWriter(make_job(tmp_path, keep=2)) as snapshots:
@@ -270,7 +267,6 @@ async def test_only_the_last_ones_are_kept_and_what_is_not_ours_stays(tmp_path, 
     assert not caplog.records
 
 
-@pytest.mark.one_loop
 async def test_every_nth_is_kept_for_good_and_does_not_count_among_the_last(tmp_path):
     async with SnapshotWriter(make_job(tmp_path, keep=2, keep_every=3)) as snapshots:
         for step in range(10, 90, 10):

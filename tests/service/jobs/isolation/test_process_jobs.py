@@ -21,7 +21,7 @@ from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import check_submission, job_of
 from asyncpipe.train.training_run import TrainingRun
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.one_loop, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(120)]
 
 STUCK = ("stuck_entry", "stuck_loader", "never_returns", "holds_the_gil")
 NAMES = ("plain", "dies", "raises", *STUCK)
